@@ -109,6 +109,16 @@ def test_a_prompt_that_diverges_finds_what_it_shares(
     assert found == 3 * PAGE and equal(pages, first.expect(TOKENS[: 3 * PAGE]))
 
 
+@pytest.mark.parametrize("namespace", [{"cache_salt": "a tenant"}, {"extra_key": "an adapter"}], ids=str)
+def test_a_prompt_in_another_namespace_finds_nothing(
+    engine: Callable[..., Engine], kept: tuple[str, KeptStore], namespace: dict[str, str]
+) -> None:
+    own = engine(kept[0])
+    own.fill(TOKENS)
+    assert own.fetch(TOKENS)[0] == len(TOKENS)
+    assert own.fetch(TOKENS, **namespace) == (0, [])
+
+
 def test_a_long_prompt_takes_several_calls_and_batches(
     engine: Callable[..., Engine], kept: tuple[str, KeptStore]
 ) -> None:

@@ -160,19 +160,19 @@ class Engine:
             side.free(transfer)
         return stored
 
-    def fetch(self, tokens: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
+    def fetch(self, tokens: Sequence[int], **namespace: str) -> tuple[int, list[torch.Tensor]]:
         """Prefetches tokens from storage; returns how many were found, and the pages that have arrived."""
-        found, pages, _ = self.fetch_all(tokens)
+        found, pages, _ = self.fetch_all(tokens, **namespace)
         return found, pages
 
-    def fetch_all(self, tokens: Sequence[int]) -> tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]:
+    def fetch_all(
+        self, tokens: Sequence[int], **namespace: str
+    ) -> tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]:
         """Does the same; returns besides, for each other pool, the pages that have arrived."""
         controller = self.controller
         transfers = [side.transfer([""] * WINDOW) for side in self.sides]
-        if self.sides:
-            controller.prefetch(CacheRequestHandle("request", 0), RadixKey(list(tokens)), **_extra(transfers))
-        else:
-            controller.prefetch("request", list(tokens))
+        request: Any = CacheRequestHandle("request", 0) if self.sides else "request"
+        controller.prefetch(request, RadixKey(list(tokens), **namespace), **_extra(transfers))
         hit = controller.prefetch_hit_queue.get(timeout=patience(60))
         found: int = hit.storage_hit_count
         pages, others = [], [[] for _ in self.sides]
