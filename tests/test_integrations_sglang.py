@@ -194,6 +194,13 @@ def test_nothing_is_found_after_a_change(make: Make, changed: dict[str, Any]) ->
     assert other.batch_get_v1(KEYS, indices(8)) == [False] * 8
 
 
+@pytest.mark.parametrize("kind", ["pp", "attn_cp", "tp"])
+def test_ranks_have_pages_of_their_own(make: Make, kind: str) -> None:
+    zero, one = (make(**{f"{kind}_rank": rank, f"{kind}_size": 2}) for rank in (0, 1))
+    zero.batch_set_v1(KEYS, indices(8))
+    assert (zero.batch_exists(KEYS), one.batch_exists(KEYS)) == (8, 0)
+
+
 @pytest.mark.parametrize("changed", [{"layout": "layer_first"}, {"dtype": torch.int32}, {"index_head_dim": 8}], ids=str)
 def test_a_change_of_another_pool_concerns_its_pages_only(make: Make, changed: dict[str, Any]) -> None:
     def pools(**described: Any) -> dict[str, HostPool]:
