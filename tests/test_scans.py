@@ -76,6 +76,16 @@ def test_only_layers_that_call_such_a_scan_are_changed_and_it_can_be_undone() ->
     assert changed(jamba) == []
 
 
+def test_a_layer_that_others_have_changed_is_left_to_them() -> None:
+    jamba = tiny("jamba", **RESUMED["jamba"])
+    first, *_ = (module for module in jamba.modules() if type(module).__name__ == "JambaMambaMixer")
+    theirs = first.forward = lambda *args, **others: args
+    undo = resume(jamba)
+    assert undo is not None and first.forward is theirs and changed(jamba) == ["JambaMambaMixer"] * 2
+    undo()
+    assert first.forward is theirs and changed(jamba) == ["JambaMambaMixer"]
+
+
 def changed(model: torch.nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
 

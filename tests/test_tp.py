@@ -28,7 +28,7 @@ from rigs.greedy import family_of_prompts
 from rigs.scheduler import Bench
 from rigs.servers import free_port, valkey
 
-from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, WINDOWED, tiny
+from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, RESUMED, WINDOWED, tiny
 from mainstem.errors import BadArgument, EngineClosed, MainstemError, RankFailed, UnsupportedModel
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.parallel import open_engine
@@ -180,8 +180,21 @@ def test_ranks_give_the_answers_and_the_hits_of_one_process(
         ("mixtral", FAMILIES["mixtral"]),
         ("deepseek_v2", LATENT["deepseek_v2"]),
         ("deepseek_v3", LATENT["deepseek_v3"]),
+        ("qwen3_next", HYBRIDS["qwen3_next"]),
+        ("jamba", RESUMED["jamba"]),
+        ("kimi_linear", HYBRIDS["kimi_linear"]),
     ],
-    ids=["windows", "heads on every rank", "query, key and value as one", "experts", "latents", "latents of all heads"],
+    ids=[
+        "windows",
+        "heads on every rank",
+        "query, key and value as one",
+        "experts",
+        "latents",
+        "latents of all heads",
+        "states",
+        "our scan",
+        "latents and states",
+    ],
 )
 def test_other_layers_and_plans(opened: Open, folder: Folder, family: str, changes: dict[str, Any]) -> None:
     model = folder(family, **changes)
@@ -354,6 +367,21 @@ def test_stored_latents_are_found_with_any_number_of_ranks(opened: Open, folder:
         assert [serve(2), serve(4), serve(1), serve(2)] == [0, *[4 * 5 * PAGE] * 3]
 
 
+def test_states_come_back_from_the_store_of_every_rank(opened: Open, folder: Folder, tmp_path: Path) -> None:
+    prompts, model = documents(4), folder("qwen3_next", **HYBRIDS["qwen3_next"])
+    with opened(model, 1, cache=False) as engine:
+        uncached = ask(engine, prompts)
+
+    def serve() -> int:
+        with opened(model, 2, tiers=stored(f"file:{tmp_path}/{{rank}}?capacity=64MiB")) as engine:
+            answers = [*ask(engine, prompts[:1]), *ask(engine, prompts[1:])]
+            all_same(answers, uncached)
+            settled(engine)
+            return sum(answer.usage.storage_tokens for answer in answers)
+
+    assert [serve(), serve()] == [0, 4 * 5 * PAGE]
+
+
 @pytest.mark.parametrize("write", ["write_back", "write_through_selective"])
 def test_pages_come_back_from_the_host_of_every_rank(
     opened: Open, folder: Folder, uncached: list[Completion], write: Any
@@ -450,7 +478,11 @@ def test_heads_that_the_ranks_cannot_divide_are_refused_with_the_numbers_that_ca
     ("family", "changes", "words"),
     [
         ("gpt2", FAMILIES["gpt2"], "gpt2 cannot be divided among ranks: transformers has no plan for it"),
-        ("lfm2", HYBRIDS["lfm2"], "lfm2 has recurrent or convolutional layers, which only a single process serves"),
+        (
+            "lfm2",
+            HYBRIDS["lfm2"],
+            "lfm2 cannot be divided among ranks: transformers has no plan for it",
+        ),
     ],
 )
 def test_models_that_ranks_cannot_serve_are_refused(

@@ -74,17 +74,16 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
         for name in module._parameters:
             part = parts.get(f"{path}.{name}".lstrip("."))
             if part is not None:
-                own.setdefault(_layer(path, model.tp_plan), {})[f"{path}.{name}"] = part
+                own.setdefault(_layer(path), {})[f"{path}.{name}"] = part
     for path, weights in own.items():
         _lend(twin, twin.get_submodule(path), weights)
     return twin
 
 
-def _layer(path: str, plan: Mapping[str, str]) -> str:
-    """Returns the path of the layer that a module is in; of the module itself if it is in none."""
-    lists = {name.split(".*")[0] for name in plan if ".*" in name}
-    found = (re.match(rf"{re.escape(each)}\.\d+(?=\.|$)", path) for each in lists)
-    return next((match[0] for match in found if match), path)
+def _layer(path: str) -> str:
+    """Returns the path of the layer that a module is in, up to its number; of the module itself if it is in none."""
+    match = re.match(r".*?\.\d+(?=\.|$)", path)
+    return path if match is None else match[0]
 
 
 def _lend(twin: PreTrainedModel, layer: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:

@@ -48,6 +48,7 @@ from mainstem.runtime.host import HostPool
 from mainstem.runtime.kv import kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
 from mainstem.runtime.runner import ModelRunner
 from mainstem.runtime.sizing import Need, best_window_ratio, share_out
@@ -184,6 +185,7 @@ class Engine:
         self._model = model = runner(
             loaded, {name: sizes[row] for name, row in by_name(sizes).items()}, config.page_size
         )
+        require_equal(self._ranks, lambda: model.computation, "scans")
         report("test", 1, 1)
         self.vision = model.vision
         if config.tiers.exist:

@@ -65,7 +65,7 @@ class Layout:
         state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
         attended = {i: row for i in layers if (row := _attended(text, i, layers[i], max_context)) is not None}
         if ranks > 1:
-            _check_ranks(text, ranks, list(attended), bool(state))
+            _check_ranks(text, ranks, list(attended))
         local = {row for row in attended.values() if isinstance(row, Local)}
         order = sorted(local, key=lambda row: (isinstance(row, Chunked), -row.tokens))
         full = Full() in attended.values() or not any(isinstance(row, Window) for row in local)
@@ -133,15 +133,10 @@ def _shared(config: PreTrainedConfig) -> dict[int, int]:
     return shared
 
 
-def _check_ranks(config: PreTrainedConfig, ranks: int, layers: Sequence[int], states: bool) -> None:
-    """Raises for a model whose layers transformers cannot divide among ranks, or not always correctly."""
+def _check_ranks(config: PreTrainedConfig, ranks: int, layers: Sequence[int]) -> None:
+    """Raises for a model whose layers transformers cannot divide among ranks. `division` proves the others."""
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-    if states:
-        raise UnsupportedModel(
-            f"{config.model_type} has recurrent or convolutional layers, which only a single process serves: "
-            "transformers' plans divide some of them in ways that change the results"
-        )
     plan = config.base_model_tp_plan
     if not plan:
         raise UnsupportedModel(f"{config.model_type} cannot be divided among ranks: transformers has no plan for it")

@@ -91,7 +91,8 @@ def resume(model: PreTrainedModel) -> Callable[[], None] | None:
     Returns:
         A function that undoes it; None, and `model` is unchanged, if no layer calls such a scan.
     """
-    found = [(module, name) for module in model.modules() if (name := _scan_of(module)) is not None]
+    own = (module for module in model.modules() if "forward" not in vars(module) or _is_ours(module))
+    found = [(module, name) for module in own if (name := _scan_of(module)) is not None]
     for module, name in found:
         module.forward = _resumed(module, name)
 
@@ -104,8 +105,12 @@ def resume(model: PreTrainedModel) -> Callable[[], None] | None:
 
 def is_resumed(model: PreTrainedModel) -> bool:
     """Returns whether layers of `model` call scans of this module, by an earlier `resume`."""
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return any(forward.__module__ == __name__ for forward in forwards if forward is not None)
+    return any(_is_ours(module) for module in model.modules())
+
+
+def _is_ours(module: torch.nn.Module) -> bool:
+    """Returns whether `resume` has exchanged a layer's forward, as others may have, too."""
+    return getattr(vars(module).get("forward"), "__module__", None) == __name__
 
 
 def _scan_of(module: torch.nn.Module) -> str | None:
