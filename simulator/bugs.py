@@ -448,6 +448,32 @@ PYTHON: tuple[Mutant, ...] = (
         "        self._catalog.shrink(cut)",
         "tests/test_storage_file_crash.py",
     ),
+    # ---------------------------------------------------------------- events
+    _mutant(
+        "the first page of a sequence is told with the hash of its namespace as parent", "-", "events/source.py",
+        "parent = before if start else None", "parent = before",
+    ),
+    _mutant(
+        "what was dropped is stored anew, but nothing is cleared", "-", "events/source.py",
+        "        return [AllBlocksCleared(), *self._events(", "        return [*self._events(",
+    ),
+    _mutant(
+        "who comes too late for a replay gets what is left of it", "-", "events/feed.py",
+        "if self._kept and self._kept[0][0] <= first:", "if self._kept:",
+    ),
+    _mutant(
+        "a batch that comes again is followed again", "-", "events/feed.py",
+        "        if number <= self._last:\n            return\n", "",
+    ),
+    _mutant(
+        "a server that begins anew clears nothing", "-", "events/feed.py",
+        "= [AllBlocksCleared()]  # the first", "= []  # the first",
+        "tests/test_events_publisher.py::test_a_request_socket_gets_one_answer_to_one_question_as_with_vllm",
+    ),
+    _mutant(
+        "a page that leaves one medium is forgotten on all", "-", "events/replica.py",
+        "                if not block.media:\n", "                if True:\n",
+    ),
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
@@ -677,6 +703,31 @@ NATIVE: tuple[Mutant, ...] = (
         "nothing is known of what was evicted", "-", POLICIES + "gittins.h",
         "      evicted_.add(entry, limit);\n", "",
         _GITTINS + "test_it_is_never_far_below_lru",
+    ),
+    # ---------------------------------------------------------------- events
+    _mutant(
+        "pages that are removed while they are in use stay listed", "-", "core/csrc/tree/shape.cpp",
+        "      note_leaving(at);\n", "",
+    ),
+    _mutant(
+        "pages that are cut off the end of a node stay listed", "-", "core/csrc/tree/evict.cpp",
+        "        journal_->left(node, column, IdSpan((*freed)[c]).last(pages));\n", "        (void)0;\n",
+    ),
+    _mutant(
+        "pages are listed while they are in flight", "-", "core/csrc/tree/journal.cpp",
+        "  if (cell.present()) arrived(node, column);\n", "  arrived(node, column);\n",
+    ),
+    _mutant(
+        "removed pages are listed when their copy arrives", "-", "core/csrc/tree/journal.cpp",
+        "  if (!concerns(column) || n.removed) return;\n", "  if (!concerns(column)) return;\n",
+    ),
+    _mutant(
+        "children are told before the parents that came with them", "-", "core/csrc/tree/journal.cpp",
+        "return a.start < b.start; });", "return a.start > b.start; });",
+    ),
+    _mutant(
+        "after a loss, what follows is noted as if nothing were missing", "-", "core/csrc/tree/journal.cpp",
+        "  lost_ = true;\n", "",
     ),
 )
 # fmt: on

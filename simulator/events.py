@@ -25,11 +25,12 @@ _RESTART_S = 0.01
 
 
 def followed(replica: Replica) -> Counter[Page]:
-    """Returns what a replica knows."""
+    """Returns what a replica knows of device and host."""
     return Counter(
         (block.stored.lora_name, block.stored.cache_salt, medium, replica.path(hash_))
         for hash_, block in replica.blocks.items()
         for medium in block.media
+        if medium != "STORAGE"
     )
 
 

@@ -207,13 +207,21 @@ class Tree:
 
     def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None:
         """
-        What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, tier, path): 8 bytes a page, native; path is None for pages that left, else the first page, the hash of the page before, the namespace and the symbols.
+        What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, path): 8 bytes a page, native; the tier, or 2 for storage; path is None for pages that left, else the first page, the hash of the page before, the namespace and the symbols.
         """
 
     def all_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]:
         """
         Everything that a match can find now, in the form of `take_moves`, parents first. Forgets what was noted.
         """
+
+    def note_written(self, node: int, begin: int) -> None:
+        """
+        Pages from `begin` to the end of a node, which the host has, are in storage from now on.
+        """
+
+    def note_deleted(self, node: int) -> None:
+        """The pages of a node were deleted from storage."""
 
     def moves_dropped(self) -> int:
         """Pages that were noted in vain."""

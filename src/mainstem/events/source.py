@@ -2,7 +2,9 @@
 
 The core notes each move of pages of full attention, with their hashes (`core/csrc/tree/journal.h`). A page is stored on
 a medium as long as a match can find it there: it is committed, and was not removed. Splits and joins of nodes make no
-events. A prefix of a hybrid model is usable only where its windows and states are, too; these have no events.
+events. What was written to storage is stored there until it is deleted, or until too much else was written; a store
+that others use, or that makes room by itself, is not watched. A prefix of a hybrid model is usable only where its
+windows and states are, too; these have no events.
 
 Knows the tree and its namespaces; nothing of queues, sockets or formats.
 """
@@ -10,11 +12,12 @@ Knows the tree and its namespaces; nothing of queues, sockets or formats.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -30,10 +33,11 @@ Medium = Literal["GPU", "CPU", "STORAGE"]
 PUBLIC_SECRET = b"mainstem: without a secret, who reads events can guess salts"
 """The default when no secret is given."""
 
-_MEDIA: tuple[Medium, ...] = ("GPU", "CPU")  # by tier
+_MEDIA: tuple[Medium, ...] = get_args(Medium)  # device, host, storage
 _SYMBOL_BYTES = 4
 _NOTED_BYTES = 8 << 20  # of tokens that are noted and not taken
 _SALT_BYTES = 16
+_MAX_STORED = 1 << 17  # pages in storage that are known
 _MAX_NAMESPACES = 1024  # whose names are kept
 
 Moves = list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]
@@ -131,6 +135,8 @@ class Source:
             )
         )
 
+        self._stored: OrderedDict[int, None] = OrderedDict()  # pages in storage
+
     @property
     def dropped(self) -> int:
         """Moved pages without an event, because more than `limit` moved between two calls of `take`."""
@@ -142,17 +148,34 @@ class Source:
         if moves is not None:
             return self._events(moves)
         log.warning("KV events were dropped: more pages moved than are noted; everything is published anew")
+        self._stored.clear()
         return [AllBlocksCleared(), *self._events(self._core.all_moves())]
 
     def _events(self, moves: Moves) -> list[Event]:
         events: list[Event] = []
-        for hashes, tier, path in moves:
-            blocks, medium = tuple(np.frombuffer(hashes, np.uint64).tolist()), _MEDIA[tier]
+        for hashes, number, path in moves:
+            blocks, medium = tuple(np.frombuffer(hashes, np.uint64).tolist()), _MEDIA[number]
             if path is None:
+                self._forget(blocks, medium)
                 events.append(BlockRemoved(blocks, medium))
                 continue
             start, before, namespace, symbols = path
             tokens = tuple(np.frombuffer(symbols, "<u4").tolist())
             parent = before if start else None
             events.append(BlockStored(blocks, parent, tokens, self._page_size, medium, *self._space(namespace)))
+            if medium == "STORAGE":
+                events.extend(self._keep(blocks))
         return events
+
+    def _keep(self, blocks: Sequence[int]) -> Iterator[BlockRemoved]:
+        """Notes pages in storage, and gives up those that were written longest ago if there are too many."""
+        for block in blocks:
+            self._stored[block] = None
+            self._stored.move_to_end(block)
+        surplus = [self._stored.popitem(last=False)[0] for _ in range(len(self._stored) - _MAX_STORED)]
+        if surplus:
+            yield BlockRemoved(tuple(surplus), "STORAGE")
+
+    def _forget(self, blocks: Sequence[int], medium: Medium) -> None:
+        for block in blocks if medium == "STORAGE" else ():
+            self._stored.pop(block, None)

@@ -160,6 +160,7 @@ class Writes:
         for (node, *_, start, _), _, _, removed, *_ in self._core.nodes(namespace):
             if removed:
                 names += self.names.of(node, start)[1]
+                self._core.note_deleted(node)
         if names:
             self._pending.add(Polled(self._store.delete(self.rows, names).done))
 
@@ -287,6 +288,8 @@ class Writes:
         else:
             self._running_states -= 1
         self._pending.counts["stored"] += write.call.value.pages
+        if outcome == ARRIVED and write.before and write.call.value.whole:
+            self._core.note_written(write.node, write.begin)
         if outcome == FAILED and write.before:
             self._heal(write.node)
         elif outcome == FAILED:

@@ -142,7 +142,8 @@ nb::list nodes(const Tree& tree, const nb::bytes& ns) {
   return out;
 }
 
-// Each move as (hashes, tier, None) for pages that left, or (hashes, tier, (start, hash before, namespace, symbols)).
+// Each move as (hashes, medium, None) for pages that left, or (hashes, medium, (start, hash before, namespace,
+// symbols)).
 nb::list moves(const MovedPages& moved, std::uint32_t page_bytes) {
   nb::list out;
   for (const Moved& m : moved.moves) {
@@ -151,7 +152,7 @@ nb::list moves(const MovedPages& moved, std::uint32_t page_bytes) {
     if (m.stored)
       path = nb::make_tuple(m.start, m.before, nb::bytes(moved.bytes.data() + m.space, m.tokens - m.space),
                             nb::bytes(moved.bytes.data() + m.tokens, m.pages * page_bytes));
-    out.append(nb::make_tuple(hashes, m.tier, path));
+    out.append(nb::make_tuple(hashes, m.medium, path));
   }
   return out;
 }
@@ -375,10 +376,11 @@ NB_MODULE(_core, m) {
           "nobody has taken. `pages` is, by tier, the number above all page ids. The tree must be empty.")
       .def("take_moves", &take_moves,
            nb::sig("def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None"),
-           "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, tier, path): "
-           "8 "
-           "bytes a page, native; path is None for pages that left, else the first page, the hash of the page before, "
-           "the namespace and the symbols.")
+           "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, "
+           "path): 8 "
+           "bytes a page, native; the tier, or 2 for storage; path is None for pages that left, else the first page, "
+           "the "
+           "hash of the page before, the namespace and the symbols.")
       .def(
           "all_moves",
           [](Tree& t) {
@@ -388,6 +390,9 @@ NB_MODULE(_core, m) {
           },
           nb::sig("def all_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]"),
           "Everything that a match can find now, in the form of `take_moves`, parents first. Forgets what was noted.")
+      .def("note_written", &Tree::note_written, "node"_a, "begin"_a,
+           "Pages from `begin` to the end of a node, which the host has, are in storage from now on.")
+      .def("note_deleted", &Tree::note_deleted, "node"_a, "The pages of a node were deleted from storage.")
       .def(
           "moves_dropped", [](Tree& t) { return t.journal().dropped(); }, "Pages that were noted in vain.")
       .def("bytes", &Tree::bytes, "Memory used, in bytes; reads every node.")

@@ -8,6 +8,7 @@ namespace mainstem {
 namespace {
 
 constexpr std::size_t kKeyBytes = 32;
+constexpr std::uint32_t kStorage = 2;
 constexpr std::size_t kSpaceBytes = 64;  // room for the name of a namespace with each page
 
 SipKey key_at(std::string_view key, std::size_t at) {
@@ -55,15 +56,38 @@ void Journal::arrived(Index node, std::size_t column) noexcept {
   const Node& n = nodes_[node];
   if (!concerns(column) || n.removed) return;
   if (has_room(n.pages, nodes_[nodes_.root_of(node)].key.size() + n.key.size()))
-    note_stored(&noted_, node, static_cast<std::uint32_t>(column));
+    note_stored(&noted_, node, static_cast<std::uint32_t>(column), static_cast<std::uint32_t>(column), 0);
 }
 
 void Journal::left(Index node, std::size_t column, IdSpan ids) noexcept {
-  if (!concerns(column) || nodes_[node].removed || !has_room(ids.size(), 0)) return;
-  const auto tier = static_cast<std::uint32_t>(column);
+  if (!concerns(column) || nodes_[node].removed) return;
+  note_left(static_cast<std::uint32_t>(column), static_cast<std::uint32_t>(column), ids);
+}
+
+void Journal::written(Index node, std::uint32_t begin) noexcept {
+  for (; !nodes_[node].root() && nodes_[node].end() > begin; node = nodes_[node].parent) {
+    const Node& n = nodes_[node];
+    if (n.removed || !cells_.cell(node, kHost).present()) continue;
+    const std::uint32_t from = std::max(begin, n.start) - n.start;
+    if (has_room(n.pages - from, nodes_[nodes_.root_of(node)].key.size() + n.key.size()))
+      note_stored(&noted_, node, kHost, kStorage, from);
+  }
+}
+
+void Journal::deleted(Index node) noexcept {
+  for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
+    const Cell& cell = cells_.cell(node, tier);
+    if (cell.absent()) continue;
+    note_left(tier, kStorage, {cell.ids.data(), cell.ids.size()});
+    return;
+  }
+}
+
+void Journal::note_left(std::uint32_t tier, std::uint32_t medium, IdSpan ids) noexcept {
+  if (!has_room(ids.size(), 0)) return;
   std::vector<Moved>& moves = noted_.moves;
-  if (moves.empty() || moves.back().stored || moves.back().tier != tier)
-    moves.push_back({false, tier, 0, 0, 0, 0, noted_.hashes.size(), 0});
+  if (moves.empty() || moves.back().stored || moves.back().medium != medium)
+    moves.push_back({false, medium, 0, 0, 0, 0, noted_.hashes.size(), 0});
   for (const std::int32_t id : ids)
     noted_.hashes.push_back(hash(tier, id));
   moves.back().pages += ids.size();
@@ -103,15 +127,18 @@ std::uint64_t Journal::hash_of_end(Index node) const {
   return hash;
 }
 
-void Journal::note_stored(MovedPages* to, Index node, std::uint32_t tier) const {
+// The pages of a node from one on, of which a tier has the ids.
+void Journal::note_stored(MovedPages* to, Index node, std::uint32_t tier, std::uint32_t medium,
+                          std::uint32_t from) const {
   const Node& n = nodes_[node];
   const Cell& cell = cells_.cell(node, tier);
   const Structure::Key& space = nodes_[nodes_.root_of(node)].key;
-  to->moves.push_back({true, tier, n.start, hash_of_end(n.parent), to->bytes.size(), to->bytes.size() + space.size(),
-                       to->hashes.size(), n.pages});
+  const std::uint64_t before = from ? hash(tier, cell.ids[from - 1]) : hash_of_end(n.parent);
+  to->moves.push_back({true, medium, n.start + from, before, to->bytes.size(), to->bytes.size() + space.size(),
+                       to->hashes.size(), n.pages - from});
   to->bytes.insert(to->bytes.end(), space.data(), space.data() + space.size());
-  to->bytes.insert(to->bytes.end(), n.key.data(), n.key.data() + n.key.size());
-  for (std::uint32_t page = 0; page < n.pages; ++page)
+  to->bytes.insert(to->bytes.end(), n.key.data() + std::size_t{from} * nodes_.page_bytes, n.key.data() + n.key.size());
+  for (std::uint32_t page = from; page < n.pages; ++page)
     to->hashes.push_back(hash(tier, cell.ids[page]));
 }
 
@@ -141,7 +168,7 @@ MovedPages Journal::listed() const {
     if (nodes_[root].live && nodes_[root].root())
       nodes_.every_from(root, [&](Index node) {
         for (std::uint32_t tier = 0; node != root && tier < cells_.tiers; ++tier)
-          if (cells_.cell(node, tier).present()) note_stored(&found, node, tier);
+          if (cells_.cell(node, tier).present()) note_stored(&found, node, tier, tier, 0);
         return true;
       });
   return found;

@@ -23,7 +23,7 @@ namespace mainstem {
 // Consecutive pages of one path that came to a tier, or pages that left it.
 struct Moved {
   bool stored;
-  std::uint32_t tier;
+  std::uint32_t medium;       // a tier, or storage
   std::uint32_t start;        // of the first page, from the root; these four for pages that came
   std::uint64_t before;       // the hash of the page before the first one, or of the namespace
   std::size_t space, tokens;  // where the bytes of the namespace and of the symbols begin
@@ -52,6 +52,9 @@ class Journal {
   void came(Index node, std::size_t column) noexcept;     // ids came to a cell: present, or in flight
   void arrived(Index node, std::size_t column) noexcept;  // they are present now
   void left(Index node, std::size_t column, IdSpan ids) noexcept;
+  // Pages from `begin` to the end of a node were written to storage, from the host; those of a node were deleted there.
+  void written(Index node, std::uint32_t begin) noexcept;
+  void deleted(Index node) noexcept;
   void require_place(std::uint32_t tier, IdSpan ids) const;
 
   // ---- what listeners take
@@ -69,7 +72,8 @@ class Journal {
   bool concerns(std::size_t column) const { return column < hashes_.size(); }  // the first component comes first
   bool has_room(std::size_t pages, std::size_t bytes) noexcept;
   std::uint64_t hash_of_end(Index node) const;
-  void note_stored(MovedPages* to, Index node, std::uint32_t tier) const;
+  void note_stored(MovedPages* to, Index node, std::uint32_t tier, std::uint32_t medium, std::uint32_t from) const;
+  void note_left(std::uint32_t tier, std::uint32_t medium, IdSpan ids) noexcept;
 
   const Structure& nodes_;
   const Residency& cells_;

@@ -194,6 +194,13 @@ class Tree : private TreeShape {
   void require_place(std::uint32_t component, std::uint32_t tier, IdSpan ids) const {
     if (journal_ && component == 0 && tier < tiers()) journal_->require_place(tier, ids);
   }
+  // Nothing if nobody listens.
+  void note_written(Handle node, std::uint32_t begin) {
+    if (journal_) journal_->written(nodes_.resolve(node), begin);
+  }
+  void note_deleted(Handle node) {
+    if (journal_) journal_->deleted(nodes_.resolve(node));
+  }
   Journal& journal() {
     require(journal_ != nullptr, "journal", 0, "one: listen() comes first");
     return *journal_;
