@@ -464,6 +464,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a batch that comes again is followed again", "-", "events/feed.py",
         "        if number <= self._last:\n            return\n", "",
+        "tests/test_events_feed.py::test_a_late_live_batch_does_not_undo_a_replay",
     ),
     _mutant(
         "a server that begins anew clears nothing", "-", "events/feed.py",

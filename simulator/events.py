@@ -98,6 +98,7 @@ class Listener:
         known, wanted = followed(self._follower.replica), listed(cache.tree, namespaces)
         self._world.seen["followed pages"] += known.total()
         require(known == wanted, "events tell another state", _apart(known, wanted))
+        require(_stored(self._follower.replica) == _stored(self._sent), "events tell of other pages in storage")
         for lora, salt, medium, path in known if cache.tree.components == (Full(),) else ():
             name = next(each for each in namespaces if (_adapter(each), salt_id(each)) == (lora, salt))
             key = np.array(path, np.int32).tobytes()
@@ -133,6 +134,10 @@ class Listener:
             elif self._random.random() >= loss:  # else no answer: the next batch will show the gap again
                 for replayed in self._feed.replay(first, self._now_s()):
                     self._follower.follow(*replayed)
+
+
+def _stored(replica: Replica) -> set[int]:
+    return {hash_ for hash_, block in replica.blocks.items() if "STORAGE" in block.media}
 
 
 def _adapter(namespace: NamespaceLike) -> str | None:

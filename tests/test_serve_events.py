@@ -80,6 +80,21 @@ def test_a_router_follows_a_server_through_its_restart(serve: Serve, ends: Optio
         listener.until(lambda: not listener.follower.replica.blocks)
 
 
+def test_what_is_in_storage_is_known_until_it_is_removed(serve: Serve, ends: Options) -> None:
+    stored: Options = {**ends, "storage": "memory:", "prefetch-min-tokens": "16"}
+    with serve(stored) as server, listening(str(ends["kv-events"]), str(ends["kv-events-replay"])) as listener:
+        server.ask(PROMPT, tokens=1)
+        server.settle()
+        listener.replay()
+        listener.until(lambda: listener.on("STORAGE") == pages(PROMPT))
+        body = {"prompt": PROMPT[: 2 * PAGE]}
+        assert server.http.post("/v1/cache/remove", json=body).status_code == 200
+        listener.until(lambda: listener.on("STORAGE") == pages(PROMPT[:PAGE]))
+        server.flush()
+        listener.until(lambda: not listener.on("GPU") | listener.on("CPU"))
+        assert listener.on("STORAGE") == pages(PROMPT[:PAGE])
+
+
 def test_a_server_refuses_to_publish_prompts_to_others(serve: Serve) -> None:
     with pytest.raises(AssertionError, match="without kv_events_keys"), serve({"kv-events": "tcp://0.0.0.0:5557"}):
         pass
