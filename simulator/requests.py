@@ -18,7 +18,8 @@ import torch
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler, window_pages
+from mainstem.runtime.scheduler import Scheduler
+from mainstem.runtime.sizing import window_pages
 from mainstem.settings.engine import Limits, SamplingParams
 from simulator.ghost import POISON, fingerprints
 from simulator.leases import Prompts

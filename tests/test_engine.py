@@ -23,8 +23,9 @@ from bench.tiny_models import loaded as tiny_loaded
 from bench.tiny_models import tiny
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
-from mainstem.runtime.engine import Engine, _sizes
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.pools import pool_sizes
 from mainstem.runtime.request import Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.stream import Stream
@@ -377,7 +378,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     def refuse(*_args: object, **_options: object) -> None:
         raise BadArgument("policy", "oldest-first", "another")
 
-    monkeypatch.setattr("mainstem.runtime.engine.PrefixCache", refuse)
+    monkeypatch.setattr("mainstem.runtime.pools.PrefixCache", refuse)
     spec = f"file:{tmp_path}/kv?capacity=1MiB"
     tiers = TierConfig(HostSize(host_ratio=1.0), storage=spec)
     loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))
@@ -618,7 +619,7 @@ def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
 
     def window_pages(trace: tuple[list[int], ...] | None) -> int:
         config = EngineConfig(kv_bytes=80_000, page_size=4, token_budget=8, window_trace=trace)
-        sizes = _sizes(_loaded(model=model), config)
+        sizes = pool_sizes(_loaded(model=model), config)
         return next(n for component, n in sizes.items() if component.name == "window")
 
     assert window_pages(documents) < window_pages(None) < window_pages(chats)

@@ -17,7 +17,7 @@ from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import window_pages
+from mainstem.runtime.sizing import window_pages
 from mainstem.settings.engine import SamplingParams
 
 

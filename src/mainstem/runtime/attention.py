@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mainstem.components import Attended, Chunked, Full, Window
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.kv import KVPool
+from mainstem.runtime.kv import KVPool, run_of
 from mainstem.runtime.latent import Latents
 from mainstem.tiers.transfer import LayerTicket
 
@@ -132,34 +132,21 @@ class BatchPlan:
 
 def plan_batch(extents: Sequence[Extent], pool: KVPool, component: Attended = FULL) -> BatchPlan:
     """Plans one forward of `extents`, packed in this order, over a pool of this component's layers."""
-    slots = np.concatenate([_slots(extent, pool.page_size) for extent in extents])
+    slots = np.concatenate([pool.slots(extent.page_table, extent.start, extent.end) for extent in extents])
     spans = []
     row = 0
     for extent in extents:
         spans.append(_span(extent, row, pool, component))
         row += extent.tokens
     masks = Masks(max(extent.end for extent in extents), component, pool)
-    return BatchPlan(pool, component, _run(slots, pool.device), tuple(spans), masks)
-
-
-def _slots(extent: Extent, page_size: int) -> NDArray[np.int64]:
-    positions = np.arange(extent.start, extent.end, dtype=np.int64)
-    return extent.page_table[positions // page_size].astype(np.int64) * page_size + positions % page_size
-
-
-def _run(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
-    """Returns consecutive ids as a slice, for a view instead of a copy; others as an index tensor."""
-    first = int(ids[0])
-    if np.array_equal(ids, np.arange(first, first + len(ids))):
-        return slice(first, first + len(ids))
-    return torch.from_numpy(ids).to(device, non_blocking=True)
+    return BatchPlan(pool, component, run_of(slots, pool.device), tuple(spans), masks)
 
 
 def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
     page_index, origin = None, 0
     if extent.start > 0:
         first, used = component.seen_from(extent.start) // pool.page_size, -(-extent.end // pool.page_size)
-        page_index = _run(extent.page_table[first:used].astype(np.int64), pool.device)
+        page_index = run_of(extent.page_table[first:used].astype(np.int64), pool.device)
         origin = first * pool.page_size
     cuts = pairwise([*_tile_starts(extent, component), extent.end])
     tiles = tuple(_tile(extent, first, last, row - extent.start, origin, component) for first, last in cuts)
@@ -340,7 +327,7 @@ class SdpaAttention:
                 expanded = latents.expand(span.read(keys, latents.kept))
             _attend_span(span, plan.masks, query, *expanded, scale, None, None, out)
         if absorbed:  # all at once: the projection is read once
-            rows = _run(np.concatenate([np.arange(s.rows.start, s.rows.stop) for s in absorbed]), query.device)
+            rows = run_of(np.concatenate([np.arange(s.rows.start, s.rows.stop) for s in absorbed]), query.device)
             ours = query.new_empty(*query.shape[:2], latents.kept.shape[2])
             ours[rows] = latents.absorb(query[rows])
             found = query.new_empty(*query.shape[:2], latents.rank)

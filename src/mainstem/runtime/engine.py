@@ -35,31 +35,24 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
-from mainstem.components import Component, Full, State, by_name
+from mainstem.components import Component, Full, State
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RankFailed, UnsupportedModel
 from mainstem.events.publisher import EventStats, Publisher
-from mainstem.events.source import PUBLIC_SECRET, AllBlocksCleared
+from mainstem.events.source import AllBlocksCleared
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
-from mainstem.runtime.attention import plain_attention
-from mainstem.runtime.host import HostPool
-from mainstem.runtime.kv import kv_shapes
-from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.pools import HasPools, build_cache, counts_of, pool_sizes
 from mainstem.runtime.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
 from mainstem.runtime.runner import ModelRunner
-from mainstem.runtime.sizing import Need, best_window_ratio, share_out
-from mainstem.runtime.states import StateShape
 from mainstem.runtime.stream import Stream, closed_by
-from mainstem.runtime.tiers import build_tiers, close_tiers
+from mainstem.runtime.tiers import close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
-from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams
+from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -79,18 +72,12 @@ class _Command:
     arguments: Mapping[str, Any]
 
 
-class EngineRunner(scheduler.Runner, Protocol):
+class EngineRunner(scheduler.Runner, HasPools, Protocol):
     """What the engine needs of a model."""
 
     @property
     def vocab_size(self) -> int:
         """The upper bound of token ids, exclusive."""
-
-    def copy_page(self, source: int, target: int, positions: int) -> None:
-        """Copies the KV of a page's first positions."""
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copies a recurrent state from slot to slot; called only if the model has states."""
 
     @property
     def computation(self) -> tuple[str, ...]:
@@ -103,9 +90,6 @@ class EngineRunner(scheduler.Runner, Protocol):
     @property
     def vision(self) -> Vision | None:
         """Encodes images; None: the model takes none."""
-
-    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Allocates host pages; called only if there are tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +157,7 @@ class Engine:
             raise BadArgument("tp", config.tp, f"{loaded.ranks.size}, the number of ranks that have loaded the model")
         self._ranks = loaded.ranks
         self.config = config
-        sizes = _sizes(loaded, config)
+        sizes = pool_sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
         self.name = loaded.name
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
@@ -182,9 +166,7 @@ class Engine:
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
         report("test", 0, 1)
-        self._model = model = runner(
-            loaded, {name: sizes[row] for name, row in by_name(sizes).items()}, config.page_size
-        )
+        self._model = model = runner(loaded, counts_of(sizes), config.page_size)
         require_equal(self._ranks, lambda: model.computation, "scans")
         report("test", 1, 1)
         self.vision = model.vision
@@ -619,40 +601,6 @@ class Engine:
         )
 
 
-def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
-    """Returns the pages or slots of each of the model's components."""
-    layout = Layout.of(loaded.model.config, loaded.max_context, loaded.ranks.size)
-    size = config.page_size
-    chunk = min(config.token_budget, loaded.max_context)
-    states = bool(layout.state_layers)
-    need = Need(
-        local_pages={
-            row: scheduler.window_pages(row.tokens, chunk, size, states=states) for row in layout.local.values()
-        },
-        context_pages=-(-loaded.max_context // size),
-        running=config.max_running,
-    )
-    page_bytes, slot_bytes = _bytes(loaded, layout, size)
-    sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
-    if config.window_trace is not None and layout.local and Full() in sizes:
-        memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
-        found = best_window_ratio(
-            config.window_trace,
-            components=tuple(layout.attended.values()),
-            page_bytes=page_bytes,
-            memory=memory,
-            page_size=size,
-            need=need,
-            token_budget=chunk,
-        )
-        log.info("window ratio %g has the most hits on the trace, of %d tried", found.best.window_ratio, len(found.all))
-        best = replace(config, window_ratio=found.best.window_ratio)
-        sizes = share_out(layout.components, page_bytes, slot_bytes, best, need)
-    return {
-        State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
-    }
-
-
 def _publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | None:
     """Makes the publisher of events, on rank 0."""
     where = config.events
@@ -673,28 +621,11 @@ def _cache(
     clock: Callable[[], float],
     publisher: Publisher | None,
 ) -> PrefixCache:
-    """Makes the cache over a runner's pools, with its tiers. If it fails, it closes them and the publisher."""
-    host: HostTier | None = None
-    store: Store | None = None
+    """Makes the cache over a runner's pools. If it fails, it closes the publisher."""
+    keys = TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size)
     try:
-        if config.tiers.exist:
-            host, store = build_tiers(config.tiers, model, loaded, config.page_size, clock)
-        return PrefixCache(
-            sizes,
-            config.page_size,
-            keys=TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size),
-            policy=config.policy,
-            enabled=config.cache,
-            copy_page=model.copy_page,
-            copy_state=model.copy_state,
-            host=host,
-            store=store,
-            on_event=None if publisher is None else publisher.put,
-            event_secret=config.tiers.storage_secret or PUBLIC_SECRET,
-        )
+        return build_cache(loaded, config, model, keys, sizes, clock, None if publisher is None else publisher.put)
     except BaseException:
-        if host is not None:
-            close_tiers(host, store)
         if publisher is not None:
             publisher.close()
         raise
@@ -720,15 +651,6 @@ def _scheduler(
         random=random,
         ranks=loaded.ranks,
     )
-
-
-def _bytes(loaded: LoadedModel, layout: Layout, page_size: int) -> tuple[dict[str, int], int]:
-    """Returns the bytes of a page of each component, and of a state."""
-    with plain_attention(loaded.model):
-        shapes = kv_shapes(loaded.model, layout.kv_layers)
-        state = StateShape.of(loaded.model) if layout.state_layers else None
-    pages = {name: shape.bytes_per_page(page_size, loaded.dtype) for name, shape in shapes.items()}
-    return pages, 0 if state is None else state.bytes_per_slot
 
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.places import new_cache, run
@@ -109,6 +111,14 @@ def _kind(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
+def run_of(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
+    """Returns consecutive ids as a slice, for a view instead of a copy; others as an index tensor."""
+    first = int(ids[0])
+    if np.array_equal(ids, np.arange(first, first + len(ids))):
+        return slice(first, first + len(ids))
+    return torch.from_numpy(ids).to(device, non_blocking=True)
+
+
 class KVPool:
     """Keys and values of `pages` pages, not initialised: only positions that were written may be read.
 
@@ -160,6 +170,35 @@ class KVPool:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of one layer, as views [pages, page_size, kv_heads, numbers]."""
         return self._layers[index]
+
+    def slots(self, table: NDArray[np.int32], begin: int, end: int) -> NDArray[np.int64]:
+        """Returns the flat indices of positions [begin, end) of a page table."""
+        positions = np.arange(begin, end, dtype=np.int64)
+        return table[positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+
+    def read(self, table: NDArray[np.int32], begin: int, end: int) -> list[torch.Tensor]:
+        """Returns what the layers gave at positions [begin, end), two tensors [layers, positions, kv_heads, ...].
+
+        They are keys and values, or latents and rotary parts; views of the pool if the pages are consecutive.
+        """
+        rows = run_of(self.slots(table, begin, end), self.device)
+        kept = [flat[:, rows] for flat in self._flat()]
+        rank = self.shape.value_dim
+        return [kept[0][..., :rank], kept[0][..., rank:]] if self.shape.latent else kept
+
+    def write(self, table: NDArray[np.int32], begin: int, given: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Writes from position `begin` on what each layer gave: two tensors, [positions, kv_heads, numbers]."""
+        if not given:
+            return
+        rows = run_of(self.slots(table, begin, begin + len(given[0][0])), self.device)
+        for layer, parts in enumerate(given):
+            for flat, part in zip(
+                self._flat(), [torch.cat(list(parts), -1)] if self.shape.latent else parts, strict=True
+            ):
+                flat[layer, rows] = part
+
+    def _flat(self) -> list[torch.Tensor]:
+        return [plane.flatten(1, 2) for plane in self.planes]
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the first `positions` positions of page `source` to page `target`, in every layer.

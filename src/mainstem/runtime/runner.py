@@ -41,11 +41,12 @@ from mainstem.runtime.attention import (
     plan_batch,
 )
 from mainstem.runtime.caches import Gathering, Passing
-from mainstem.runtime.host import HostPool, Planes, host_pages
-from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
+from mainstem.runtime.host import HostPool
+from mainstem.runtime.kv import KVPool, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.places import run
+from mainstem.runtime.pools import STATE_LAYER, Pools
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 from mainstem.runtime.vision import Vision
@@ -63,9 +64,6 @@ _TEST_WINDOW = 128
 _TEST_STEP = 4
 
 log = logging.getLogger(__name__)
-
-# All states are needed before the first layer is computed, so they are copied as part of it.
-_STATE_LAYER = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +109,6 @@ class Segment:
         return replace(self, tokens=self.tokens[rows], start=begin, positions=positions, logits=logits)
 
 
-class _Pools:
-    """The pages, by component, and the states that forwards read and write.
-
-    Raises:
-        BadArgument: a component has no pages, or `counts` names one that the model does not have.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        kv: Mapping[str, KVShape],
-        shape: StateShape | None,
-        counts: Mapping[str, int],
-        page_size: int,
-        like: torch.Tensor,
-    ) -> None:
-        if sorted(counts) != sorted(layout.names):
-            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
-        self.paged = {name: KVPool(kept, counts[name], page_size, like.dtype, like.device) for name, kept in kv.items()}
-        self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
-
-
 class ModelRunner:
     """A model, and the pages and slots that it reads and writes. One thread at a time.
 
@@ -173,7 +149,7 @@ class ModelRunner:
             self._shape = StateShape.of(model) if self.layout.state_layers else None
             self._proof = None if self._shape is None else prove(model, self._shape, limit)
             self.vision = None if loaded.processor is None else Vision(loaded)
-            self._pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
+            self._pools = Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
             with _frequent_steps(model):
                 self._self_test(loaded.name, limit)
         if self._alone is None:
@@ -241,10 +217,7 @@ class ModelRunner:
         Raises:
             BadArgument: the size holds no page, or cannot be allocated.
         """
-        planes = [Planes(pool.planes, self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
-        if self._pools.states is not None:
-            planes.append(_state_planes(self._pools.states))
-        return HostPool(planes, host_pages(size, planes), storage=storage)
+        return self._pools.host_memory(size, storage)
 
     def copy_page(self, source: int, target: int, positions: int, component: str | None = None) -> None:
         """Copies the KV of the first `positions` positions of page `source` to page `target`.
@@ -258,7 +231,7 @@ class ModelRunner:
         Raises:
             BadArgument: a page id or the number of positions is out of range.
         """
-        self._pools.paged[component or self.layout.names[0]].copy_page(source, target, positions)
+        self._pools.copy_page(source, target, positions, component)
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the state in slot `source` to slot `target`.
@@ -266,13 +239,11 @@ class ModelRunner:
         Raises:
             BadArgument: a slot does not exist, or the model keeps no state.
         """
-        if self._pools.states is None:
-            raise BadArgument("source", source, "a state of a model that keeps one")
-        self._pools.states.copy(source, target)
+        self._pools.copy_state(source, target)
 
     # ------------------------------------------------------------ computing
 
-    def _run(self, segments: Sequence[Segment], pools: _Pools) -> torch.Tensor:
+    def _run(self, segments: Sequence[Segment], pools: Pools) -> torch.Tensor:
         rows: list[int] = []
         parts = []
         for batch in self._batches(segments):
@@ -312,7 +283,7 @@ class ModelRunner:
         for position in range(segment.start, segment.end):
             yield segment.part(position, position + 1)
 
-    def _compute(self, segments: Sequence[Segment], pools: _Pools) -> torch.Tensor:
+    def _compute(self, segments: Sequence[Segment], pools: Pools) -> torch.Tensor:
         """Runs one forward. Without states, all tokens are one row; with states, each segment is, all equally long."""
         rows = 1 if pools.states is None else len(segments)
         last = np.cumsum([len(s.tokens) for s in segments]) - 1
@@ -373,7 +344,7 @@ class ModelRunner:
             parts.append(np.broadcast_to(given, (*axes, len(segment.tokens))))
         return self._tensor(np.concatenate(parts, axis=-1).astype(np.int64)).view(*axes, rows, -1)
 
-    def _plans(self, segments: Sequence[Segment], pools: _Pools) -> dict[str, BatchPlan]:
+    def _plans(self, segments: Sequence[Segment], pools: Pools) -> dict[str, BatchPlan]:
         plans = {}
         for i, (name, pool) in enumerate(pools.paged.items()):
             extents = [Extent(len(s.tokens), s.start, s.tables[i], self._regions(s)) for s in segments]
@@ -385,7 +356,7 @@ class ModelRunner:
             return ()
         return tuple((image.start, image.end) for image in _inside(segment))
 
-    def _cache(self, segments: Sequence[Segment], pools: _Pools, arriving: Sequence[LayerTicket]) -> Passing | None:
+    def _cache(self, segments: Sequence[Segment], pools: Pools, arriving: Sequence[LayerTicket]) -> Passing | None:
         """Returns the model's cache, with the states at the segments' starts; None if it needs none."""
         if pools.states is None:
             return Passing(self._model.config) if any(shape.latent for shape in self._kv.values()) else None
@@ -394,7 +365,7 @@ class ModelRunner:
             cache.start(len(segments))
             return cache
         for ticket in arriving:
-            ticket.wait_layer(_STATE_LAYER)
+            ticket.wait_layer(STATE_LAYER)
         cache.load([s.state for s in segments])
         return cache
 
@@ -505,7 +476,7 @@ class ModelRunner:
         page_size = min(self._page_size, 4)
         used = -(-length // page_size)
         counts = dict.fromkeys(self.layout.names, 2 * used)
-        pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
+        pools = Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
         error = 0.0
@@ -544,10 +515,6 @@ def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
 def _inside(segment: Segment) -> list[ImageInput]:
     """Returns the images that have positions in the segment."""
     return [image for image in segment.images if image.start < segment.end and image.end > segment.start]
-
-
-def _state_planes(states: StatePool) -> Planes:
-    return Planes(tuple(tensor.unsqueeze(0) for tensor in states.tensors), (_STATE_LAYER,))
 
 
 def _layout(loaded: LoadedModel) -> Layout:

@@ -56,6 +56,7 @@ from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.sequence import Sequence, spliced_images
+from mainstem.runtime.sizing import window_pages
 from mainstem.runtime.text import Detokenizer, Tokenizer
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
@@ -677,12 +678,3 @@ def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if different.size else n
-
-
-def window_pages(window: int, chunk: int, page_size: int, *, states: bool = False) -> int:
-    """Returns how many window pages let one request always proceed: for its window and one chunk, at any alignment.
-
-    With states, an answer is published at its end, and the window of its prompt stays locked until then.
-    """
-    windows = 2 if states else 1
-    return windows * -(-window // page_size) + -(-chunk // page_size) + 2

@@ -36,7 +36,7 @@ class Need:
     """The least sizes with which the oldest request can always go on.
 
     Args:
-        local_pages: of each window and chunk, see `mainstem.runtime.scheduler.window_pages`.
+        local_pages: of each window and chunk, see `window_pages`.
         context_pages: pages of the longest sequence.
         running: requests at once.
     """
@@ -44,6 +44,15 @@ class Need:
     local_pages: Mapping[Component, int]
     context_pages: int
     running: int
+
+
+def window_pages(window: int, chunk: int, page_size: int, *, states: bool = False) -> int:
+    """Returns how many window pages let one request always proceed: for its window and one chunk, at any alignment.
+
+    With states, an answer is published at its end, and the window of its prompt stays locked until then.
+    """
+    windows = 2 if states else 1
+    return windows * -(-window // page_size) + -(-chunk // page_size) + 2
 
 
 def share_out(

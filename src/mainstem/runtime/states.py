@@ -187,7 +187,7 @@ class StatePool:
             BadArgument: a slot is not in [0, slots), or there are none.
         """
         rows = self._rows(slots)
-        with torch.inference_mode():
+        with torch.no_grad():  # outside of `inference_mode` a forward may not change tensors that were made inside it
             for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
                 _put(cache, spec, tensor.index_select(0, rows), True)
 

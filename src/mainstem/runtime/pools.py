@@ -1,0 +1,210 @@
+"""The memory of one model's pages and slots, and the cache over it.
+
+    sizes = pool_sizes(loaded, config)                  pages or slots of each component
+    pools = Pools(layout, kv, states, counts, ...)      their tensors
+    cache = build_cache(loaded, config, pools, ...)     the tree over them, with its tiers
+
+This module does not know requests or forwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from mainstem.cache import PrefixCache
+from mainstem.components import Component, Full, State, by_name
+from mainstem.errors import BadArgument
+from mainstem.events.source import PUBLIC_SECRET, Event
+from mainstem.keys import KeyKind
+from mainstem.runtime.attention import plain_attention
+from mainstem.runtime.host import HostPool, Planes, host_pages
+from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
+from mainstem.runtime.layout import Layout
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.sizing import Need, best_window_ratio, share_out, window_pages
+from mainstem.runtime.states import StatePool, StateShape
+from mainstem.runtime.tiers import Computes, build_tiers, close_tiers
+from mainstem.settings.engine import EngineConfig, HostSize
+
+log = logging.getLogger(__name__)
+
+STATE_LAYER = 0
+"""All states are needed before the first layer is computed, so they are copied as part of it."""
+
+
+class Pools:
+    """The pages, by component, and the states that forwards read and write.
+
+    Args:
+        layout: of the model.
+        kv: the size of a position in each pool of pages.
+        shape: of a state; None: the model keeps none.
+        counts: pages or slots of each component, by name.
+        page_size: positions per page.
+        like: a tensor of the model's dtype, on its device.
+
+    Attributes:
+        paged: the pools of pages, by component.
+        states: the slots; None: the model keeps no state.
+
+    Raises:
+        BadArgument: a component has no pages, or `counts` names one that the model does not have.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        kv: Mapping[str, KVShape],
+        shape: StateShape | None,
+        counts: Mapping[str, int],
+        page_size: int,
+        like: torch.Tensor,
+    ) -> None:
+        if sorted(counts) != sorted(layout.names):
+            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
+        self._layout = layout
+        self.paged = {name: KVPool(kept, counts[name], page_size, like.dtype, like.device) for name, kept in kv.items()}
+        self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
+
+    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
+        """Allocates host pages for the pools, with the components in the same order.
+
+        Args:
+            size: of the host memory.
+            storage: whether storage will read and write them.
+
+        Raises:
+            BadArgument: the size holds no page, or cannot be allocated.
+        """
+        planes = [Planes(pool.planes, self._layout.kv_layers[name]) for name, pool in self.paged.items()]
+        if self.states is not None:
+            planes.append(Planes(tuple(tensor.unsqueeze(0) for tensor in self.states.tensors), (STATE_LAYER,)))
+        return HostPool(planes, host_pages(size, planes), storage=storage)
+
+    def copy_page(self, source: int, target: int, positions: int, component: str | None = None) -> None:
+        """Copies the KV of the first `positions` positions of page `source` to page `target`.
+
+        Args:
+            source: the page to read.
+            target: the page to write.
+            positions: the number of positions.
+            component: the component of the pages; by default the first.
+
+        Raises:
+            BadArgument: a page id or the number of positions is out of range.
+        """
+        self.paged[component or self._layout.names[0]].copy_page(source, target, positions)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies the state in slot `source` to slot `target`.
+
+        Raises:
+            BadArgument: a slot does not exist, or the model keeps no state.
+        """
+        if self.states is None:
+            raise BadArgument("source", source, "a state of a model that keeps one")
+        self.states.copy(source, target)
+
+
+class HasPools(Computes, Protocol):
+    """What a cache needs of those who hold pools."""
+
+    def copy_page(self, source: int, target: int, positions: int) -> None:
+        """Copies the KV of a page's first positions."""
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies a recurrent state from slot to slot; called only if the model has states."""
+
+
+def build_cache(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    pools: HasPools,
+    keys: KeyKind,
+    sizes: Mapping[Component, int],
+    clock: Callable[[], float],
+    on_event: Callable[[Event], object] | None = None,
+) -> PrefixCache:
+    """Makes the cache over a model's pools, with its tiers. If it fails, it releases the tiers.
+
+    Raises:
+        BadArgument: a size or a spec is invalid, or the policy does not exist.
+        BackendUnavailable: the store's client is not installed, or its server does not answer.
+    """
+    host, store = (
+        build_tiers(config.tiers, pools, loaded, config.page_size, clock) if config.tiers.exist else (None, None)
+    )
+    try:
+        return PrefixCache(
+            sizes,
+            config.page_size,
+            keys=keys,
+            policy=config.policy,
+            enabled=config.cache,
+            copy_page=pools.copy_page,
+            copy_state=pools.copy_state,
+            host=host,
+            store=store,
+            on_event=on_event,
+            event_secret=config.tiers.storage_secret or PUBLIC_SECRET,
+        )
+    except BaseException:
+        if host is not None:
+            close_tiers(host, store)
+        raise
+
+
+def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
+    """Returns the pages or slots of each of the model's components.
+
+    Raises:
+        BadArgument: the memory does not hold a page of each, or the windows of one request.
+        UnsupportedModel: its layers keep what no pool holds.
+    """
+    layout = Layout.of(loaded.model.config, loaded.max_context, loaded.ranks.size)
+    size = config.page_size
+    chunk = min(config.token_budget, loaded.max_context)
+    states = bool(layout.state_layers)
+    need = Need(
+        local_pages={row: window_pages(row.tokens, chunk, size, states=states) for row in layout.local.values()},
+        context_pages=-(-loaded.max_context // size),
+        running=config.max_running,
+    )
+    page_bytes, slot_bytes = _bytes(loaded, layout, size)
+    sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
+    if config.window_trace is not None and layout.local and Full() in sizes:
+        memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
+        found = best_window_ratio(
+            config.window_trace,
+            components=tuple(layout.attended.values()),
+            page_bytes=page_bytes,
+            memory=memory,
+            page_size=size,
+            need=need,
+            token_budget=chunk,
+        )
+        log.info("window ratio %g has the most hits on the trace, of %d tried", found.best.window_ratio, len(found.all))
+        best = replace(config, window_ratio=found.best.window_ratio)
+        sizes = share_out(layout.components, page_bytes, slot_bytes, best, need)
+    return {
+        State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
+    }
+
+
+def counts_of(sizes: Mapping[Component, int]) -> dict[str, int]:
+    """Returns sizes by the names of the components."""
+    return {name: sizes[row] for name, row in by_name(sizes).items()}
+
+
+def _bytes(loaded: LoadedModel, layout: Layout, page_size: int) -> tuple[dict[str, int], int]:
+    """Returns the bytes of a page of each component, and of a state."""
+    with plain_attention(loaded.model):
+        shapes = kv_shapes(loaded.model, layout.kv_layers)
+        state = StateShape.of(loaded.model) if layout.state_layers else None
+    pages = {name: shape.bytes_per_page(page_size, loaded.dtype) for name, shape in shapes.items()}
+    return pages, 0 if state is None else state.bytes_per_slot
