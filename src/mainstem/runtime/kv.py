@@ -113,7 +113,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 def run_of(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
     """Returns consecutive ids as a slice, for a view instead of a copy; others as an index tensor."""
-    first = int(ids[0])
+    first = int(ids[0]) if len(ids) else 0
     if np.array_equal(ids, np.arange(first, first + len(ids))):
         return slice(first, first + len(ids))
     return torch.from_numpy(ids).to(device, non_blocking=True)

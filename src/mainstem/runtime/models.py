@@ -270,12 +270,17 @@ def _weights(kind: Any, source: str | Path, name: str, **options: object) -> Pre
     return model
 
 
-def _max_context(config: PreTrainedConfig, name: str, asked: int | None) -> int:
-    """Returns how many positions a request may have: as asked, but no more than the model was trained for."""
+def trained_context(config: PreTrainedConfig) -> int | None:
+    """Returns for how many positions a model was trained; None: its configuration does not say."""
     text = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_seq_len", "seq_length")  # the others: MPT, Bloom
     positions = next((given for name in names if (given := getattr(text, name, None)) is not None), None)
-    trained = positions if isinstance(positions, int) else None
+    return positions if isinstance(positions, int) else None
+
+
+def _max_context(config: PreTrainedConfig, name: str, asked: int | None) -> int:
+    """Returns how many positions a request may have: as asked, but no more than the model was trained for."""
+    trained = trained_context(config)
     if asked is None:
         if trained is None:
             raise UnsupportedModel(

@@ -52,6 +52,11 @@ def new_cache(config: PreTrainedConfig) -> DynamicCache:
     return cache
 
 
+def keeps_elsewhere(config: PreTrainedConfig) -> bool:
+    """Returns whether a model's states are in the layers of a cache only between two calls of `run`."""
+    return config.get_text_config(decoder=True).model_type in _PLACES
+
+
 def put(layer: Any, kind: Kind, number: int, state: torch.Tensor, *, previous: bool = True) -> None:
     """Sets one state of a cache's layer; `previous`: whether the next forward continues from it."""
     if kind == "conv":

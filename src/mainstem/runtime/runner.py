@@ -532,16 +532,21 @@ def _layout(loaded: LoadedModel) -> Layout:
     return layout
 
 
-def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
-    """Yields the reasons why `model` cannot run over pages; none if it can."""
+def prefix_refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
+    """Yields the reasons why what `layout` keeps of a prefix is not all that `model` needs of it; none if it is."""
     if model.config.is_encoder_decoder:
         yield "encoder-decoder models keep KV of two kinds"
     if getattr(model, "_is_stateful", False) and not layout.state_layers:
         yield "it keeps a state that its configuration does not mention"
+    yield from _rope_refusals(model.config.get_text_config(decoder=True))
+
+
+def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
+    """Yields the reasons why `model` cannot run over pages; none if it can."""
+    yield from prefix_refusals(model, layout)
     tuned = getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", None)
     if tuned and not any(hasattr(module, "floor_scale") for module in model.modules()):
         yield "the temperature of its attention follows no known rule"
-    yield from _rope_refusals(model.config.get_text_config(decoder=True))
     arguments = inspect.signature(model.forward).parameters
     needed = {"logits_to_keep"}
     if layout.places and not _gathers(model, layout) and (reason := _own_attention(model)) is not None:

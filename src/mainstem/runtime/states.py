@@ -191,8 +191,8 @@ class StatePool:
             for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
                 _put(cache, spec, tensor.index_select(0, rows), True)
 
-    def store(self, slots: Sequence[int], cache: Cache) -> None:
-        """Copies the states in a cache's layers, one row each, to `slots`.
+    def store(self, slots: Sequence[int], cache: Cache, first: int = 0) -> None:
+        """Copies the states in a cache's layers, one row each from row `first` on, to `slots`.
 
         Raises:
             BadArgument: a slot is not in [0, slots), or is given twice, or there are none.
@@ -202,7 +202,7 @@ class StatePool:
         rows = self._rows(slots)
         with torch.inference_mode():
             for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
-                tensor.index_copy_(0, rows, _get(cache, spec))
+                tensor.index_copy_(0, rows, _get(cache, spec)[first : first + len(slots)])
 
     def _rows(self, slots: Sequence[int]) -> torch.Tensor:
         if not slots:

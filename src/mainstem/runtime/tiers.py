@@ -176,8 +176,11 @@ def _digest_weights(model: torch.nn.Module) -> str:
 
 
 def _digest_tokenizer(loaded: LoadedModel) -> str:
+    """Returns BLAKE3 over a vocabulary; "none" without a tokenizer, where all prompts are given as tokens."""
     from blake3 import blake3
 
+    if loaded.tokenizer is None:
+        return "none"
     vocabulary = sorted((index, token) for token, index in loaded.tokenizer.get_vocab().items())
     return blake3(json.dumps(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()
 
