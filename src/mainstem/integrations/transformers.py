@@ -44,7 +44,7 @@ from mainstem.runtime.attention import TOLERANCE
 from mainstem.runtime.cache_copies import Place, copies_of
 from mainstem.runtime.checkpoints import plan_checkpoints
 from mainstem.runtime.models import LoadedModel, trained_context
-from mainstem.runtime.pools import build_cache, counts_of, pool_sizes
+from mainstem.runtime.pools import build_cache
 from mainstem.runtime.tiers import close_tiers
 from mainstem.runtime.weights import Weights
 from mainstem.settings.engine import EngineConfig
@@ -130,8 +130,7 @@ class Cached:
         self._max_context = loaded.max_context
         self._weights = Weights(self._model)
         with torch.inference_mode(False), torch.no_grad():
-            sizes = pool_sizes(loaded, config)
-            self._copies, self._undo = copies_of(loaded, counts_of(sizes), config)
+            self._copies, sizes, self._undo = copies_of(loaded, config)
             try:
                 self._cache = build_cache(loaded, config, self._copies.pools, TokenKeys(), sizes, clock)
             except BaseException:
@@ -187,6 +186,11 @@ class Cached:
         """
         with self._lock:
             self._cache.check()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until what was computed is on the host and in storage; returns whether it is. Other calls wait."""
+        with self._lock:
+            return self._tiers is None or self._tiers.drain(timeout_s)
 
     def close(self) -> None:
         """Leaves the model as it was, and ends the tiers once calls on other threads have ended; a second does nothing.
@@ -293,8 +297,8 @@ class Cached:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        """Lets the hooks ignore forwards inside the `with` block."""
-        call, self._here.call = self._here.call, None
+        """Lets the hooks ignore forwards and calls of `generate` inside the `with` block."""
+        call, self._here.call = self._here.call, _Call(Namespace(), passed=True)
         try:
             yield
         finally:
@@ -437,7 +441,7 @@ class Cached:
             return []
         planned = plan_checkpoints(
             row.lease.hit,
-            row.lease.reach,
+            max(row.lease.reach, row.lease.hit),  # what was loaded is no reach
             len(row.tokens),
             self._cache.page_size,
             interval=self._config.checkpoint_tokens,

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
-from mainstem.components import Full
+from mainstem.components import Component, Full
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention import TOLERANCE
 from mainstem.runtime.kv import KVShape, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.places import keeps_elsewhere, new_cache, run
-from mainstem.runtime.pools import Pools
+from mainstem.runtime.pools import Pools, counts_of, pool_sizes
 from mainstem.runtime.runner import prefix_refusals
 from mainstem.runtime.scans import resume
 from mainstem.runtime.states import StateShape, prove
@@ -120,10 +120,10 @@ class CacheCopies:
             for pad, tables, _ in places:
                 end = max(columns - pad, 0)
                 begin = min(max(component.seen_from(end), low - pad), end)
-                parts.append(_padded(pool.read(tables[number], begin, end), columns - low))
-            keys, values = (_stacked(rows) for rows in zip(*parts, strict=True))
-            for layer, key, value in zip(layers, keys, values, strict=True):
-                _set_past(cache.layers[layer], key.transpose(1, 2), value.transpose(1, 2), columns)
+                parts.append(pool.read(tables[number], begin, end))
+            for layer, rows in zip(layers, zip(*parts, strict=True), strict=True):
+                keys, values = (_side_by_side(each, columns - low) for each in zip(*rows, strict=True))
+                _set_past(cache.layers[layer], keys, values, columns)
         if self.pools.states is not None:
             self.pools.states.load([place.state for place in places], cache)
 
@@ -201,33 +201,35 @@ def _windows(cache: DynamicCache) -> list[DynamicSlidingWindowLayer]:
     return [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
 
 
-def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns [layers, rows, ...] of each row's [layers, ...]; a view of a single one."""
-    return rows[0].unsqueeze(1) if len(rows) == 1 else torch.stack(list(rows), 1)
+def _side_by_side(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Returns [rows, heads, length, numbers] of each row's [n, heads, numbers], with zeros before those of less."""
+    padded = [
+        row if len(row) == length else torch.nn.functional.pad(row, (0, 0, 0, 0, length - len(row), 0)) for row in rows
+    ]
+    together = padded[0].unsqueeze(0) if len(padded) == 1 else torch.stack(padded)
+    return together.transpose(1, 2)
 
 
-def _padded(parts: list[torch.Tensor], length: int) -> list[torch.Tensor]:
-    """Returns [layers, n, heads, numbers] with zeros in front, so that n is `length`."""
-    if parts[0].shape[1] == length:
-        return parts
-    return [torch.nn.functional.pad(part, (0, 0, 0, 0, length - part.shape[1], 0)) for part in parts]
+class Made(NamedTuple):
+    """What `copies_of` has made: the copies, the pages or slots of their pools, and what leaves the model as it was."""
+
+    copies: CacheCopies
+    sizes: Mapping[Component, int]
+    undo: Callable[[], object]
 
 
-def copies_of(
-    loaded: LoadedModel, counts: Mapping[str, int], config: EngineConfig
-) -> tuple[CacheCopies, Callable[[], object]]:
+def copies_of(loaded: LoadedModel, config: EngineConfig) -> Made:
     """Makes a model's pools, and tests that it goes on from what they keep.
 
-    Returns:
-        The memory, and a function that leaves the model's scans as they were.
-
     Raises:
-        UnsupportedModel: it does not go on from there; the model is unchanged.
+        UnsupportedModel: it does not; the model is unchanged.
+        BadArgument: the memory does not hold a page of each component, or the windows of one row.
     """
     model, limit = loaded.model, TOLERANCE[loaded.dtype]
     layout = Layout.of(model.config, loaded.max_context)
     if reasons := [*prefix_refusals(model, layout), *_cache_refusals(model)]:
         raise UnsupportedModel(f"{loaded.name} cannot have a prefix cache: {'; '.join(reasons)}")
+    sizes = pool_sizes(loaded, config)
     shape = StateShape.of(model) if layout.state_layers else None
     undo: Callable[[], object] | None = None
     if shape is not None and (proof := prove(model, shape, limit)).continuation != "chunked":
@@ -242,7 +244,8 @@ def copies_of(
                 f"{loaded.name}: the self-test failed: after a cached prefix, logits differ from those of the whole "
                 f"prompt by {error:.2g} of their spread; {limit:g} is allowed"
             )
-        return CacheCopies(model, layout, kv, shape, counts, config.page_size), undo or _nothing
+        copies = CacheCopies(model, layout, kv, shape, counts_of(sizes), config.page_size)
+        return Made(copies, sizes, undo or _nothing)
     except BaseException:
         (undo or _nothing)()
         raise

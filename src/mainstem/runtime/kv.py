@@ -176,29 +176,25 @@ class KVPool:
         positions = np.arange(begin, end, dtype=np.int64)
         return table[positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
 
-    def read(self, table: NDArray[np.int32], begin: int, end: int) -> list[torch.Tensor]:
-        """Returns what the layers gave at positions [begin, end), two tensors [layers, positions, kv_heads, ...].
+    def read(self, table: NDArray[np.int32], begin: int, end: int) -> list[list[torch.Tensor]]:
+        """Returns for each layer what it gave at positions [begin, end): two tensors, [positions, kv_heads, numbers].
 
         They are keys and values, or latents and rotary parts; views of the pool if the pages are consecutive.
         """
         rows = run_of(self.slots(table, begin, end), self.device)
-        kept = [flat[:, rows] for flat in self._flat()]
+        layers = [[plane[layer].flatten(0, 1)[rows] for plane in self.planes] for layer in range(self.shape.layers)]
         rank = self.shape.value_dim
-        return [kept[0][..., :rank], kept[0][..., rank:]] if self.shape.latent else kept
+        return [[kept[..., :rank], kept[..., rank:]] for (kept,) in layers] if self.shape.latent else layers
 
     def write(self, table: NDArray[np.int32], begin: int, given: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Writes from position `begin` on what each layer gave: two tensors, [positions, kv_heads, numbers]."""
+        """Writes from position `begin` on what each layer gave, as `read` returns it."""
         if not given:
             return
         rows = run_of(self.slots(table, begin, begin + len(given[0][0])), self.device)
         for layer, parts in enumerate(given):
-            for flat, part in zip(
-                self._flat(), [torch.cat(list(parts), -1)] if self.shape.latent else parts, strict=True
-            ):
-                flat[layer, rows] = part
-
-    def _flat(self) -> list[torch.Tensor]:
-        return [plane.flatten(1, 2) for plane in self.planes]
+            kept = [torch.cat(list(parts), -1)] if self.shape.latent else parts
+            for plane, part in zip(self.planes, kept, strict=True):
+                plane[layer].flatten(0, 1)[rows] = part
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the first `positions` positions of page `source` to page `target`, in every layer.

@@ -45,15 +45,24 @@ class Weights:
         adapters = _adapters(self._model)
         if any(layer._forward_pre_hooks for layer in adapters):
             return None
-        active = [layer for layer in adapters if layer.active_adapters and not layer.disable_adapters]
-        plain = [id(weight) for layer in adapters for weight in _wrapped(layer).parameters()]
-        added = {id(weight) for layer in adapters for weight in layer.parameters()}.difference(plain)
-        weights = [weight for weight in self._model.parameters() if active or id(weight) not in added]
-        settings = [(list(layer.active_adapters), getattr(layer, "scaling", None)) for layer in active]
+        unused: set[int] = set()
+        settings: list[list[tuple[str, float | None]]] = []
+        for layer in adapters:
+            plain = {id(weight) for weight in _wrapped(layer).parameters()}
+            active = set() if layer.disable_adapters else {*layer.active_adapters}
+            own = ((id(weight), name) for name, weight in layer.named_parameters() if id(weight) not in plain)
+            unused |= {weight for weight, name in own if not active & {*name.split(".")}}
+            scaling = getattr(layer, "scaling", {})
+            settings.append([(name, scaling.get(name)) for name in sorted(active)])
+        weights = [weight for weight in self._model.parameters() if id(weight) not in unused]
         places = [(weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in weights]
-        parts = [weight.detach() for weight in weights if type(weight.data) is torch.Tensor and weight.numel()]
-        first = torch.cat([part.as_strided((min(_PROBED, part.numel()),), (1,)).double() for part in parts])
-        given = repr((settings, places)).encode() + first.cpu().numpy().tobytes()
+        first: dict[torch.dtype, list[torch.Tensor]] = {}
+        for weight in weights:
+            if type(weight.data) is torch.Tensor and weight.numel():  # others may lie elsewhere
+                part = weight.detach().as_strided((min(_PROBED, weight.numel()),), (1,))
+                first.setdefault(weight.dtype, []).append(part)
+        probes = [torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in first.values()]
+        given = repr(([part for part in settings if part], places, probes)).encode()
         return hashlib.blake2b(given, key=self._salt, digest_size=16).hexdigest()
 
 
