@@ -30,7 +30,7 @@ LAYERS = [
     ("cache", ["cache"]),
     ("replay", ["replay"]),
     ("runtime", ["runtime"]),
-    ("integrations", ["integrations"]),
+    ("integrations", ["integrations", "hf"]),
     ("server", ["server"]),
     ("cli", ["cli", "demo", "__main__"]),
 ]
@@ -90,10 +90,12 @@ def test_no_module_has_a_meaningless_name() -> None:
 PUBLIC = {"_asdict", "_make", "_replace"}
 """Methods of named tuples; the underscore keeps them apart from the fields."""
 FOREIGN = {
+    "integrations/transformers.py": {"_prepare_generation_config"},  # generate() merges its settings nowhere else
     "runtime/attention.py": {"_attn_implementation", "_can_set_attn_implementation"},  # transformers has no other way
     "runtime/parallel.py": {"_exit"},  # the only end of a process that waits for nothing
     "runtime/runner.py": {"_can_set_attn_implementation"},  # the same
     "runtime/vision.py": {"_merge_kwargs", "_process_images"},  # the processor, for one image at a time
+    "runtime/weights.py": {"_forward_pre_hooks", "_version"},  # PyTorch has no other names for them
     "storage/vendors/redis.py": {"_sock"},  # redis-py reads no reply into a buffer of its caller
 }
 """What modules read of objects of other packages."""
