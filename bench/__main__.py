@@ -1,4 +1,4 @@
-"""Benchmarks: index, core, policies, states, marks, tiers, store-faults, ttft, throughput, models, plan; or all."""
+"""Benchmarks: index, core, policies, states, marks, tiers, store-faults, ttft, throughput, generate, ...; or all."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ NAMES = (
     "store-faults",
     "ttft",
     "throughput",
+    "generate",
     "models",
     "plan",
 )
@@ -96,7 +97,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         states.run(replace(kinds, traces=tuple(options.trace)), report)
         return
     # The others need the runtime.
-    from bench import marks, models, plan, store_faults, throughput, tiers, ttft
+    from bench import generate, marks, models, plan, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
@@ -120,6 +121,9 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         for dtype in lengths.dtypes:
             ttft.run(lengths, report, load_model(dtype=dtype))
         report.tables.append(ttft.table(report.rows))
+    elif name == "generate":
+        answers = generate.QUICK if report.quick else generate.Settings()
+        generate.run(answers, report, load_model(dtype=answers.dtype))
     else:
         loads = throughput.QUICK if report.quick else throughput.Settings()
         throughput.run(loads, report, load_model(dtype=loads.dtype))

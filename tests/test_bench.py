@@ -24,7 +24,20 @@ from rigs.ghost import EOS, VOCAB, GhostTokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import __main__ as command
-from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, tiers, ttft
+from bench import (
+    child,
+    clock,
+    generate,
+    goals,
+    index,
+    install_peers,
+    replay,
+    scenarios,
+    tables,
+    throughput,
+    tiers,
+    ttft,
+)
 from bench.block_dict import BlockCache
 from bench.entries import SYSTEMS, Entry
 from bench.python_radix import RadixCache
@@ -478,6 +491,20 @@ def test_time_to_first_token_reuses_the_prefix(tiny_model: LoadedModel, tmp_path
     ]
     assert all(row["ratio"] == row["cold_s"] / row["warm_s"] > 0 for row in written["rows"])
     assert ttft.table(report.rows).row_count == 3
+
+
+def test_generate_with_and_without_a_cache(tiny_model: LoadedModel, tmp_path: Path) -> None:
+    report = _report("generate")
+    settings = generate.Settings(prefix_length=80, question_length=4, new_tokens=(1, 5), rounds=2)
+    tiny_model.model.eval()
+    generate.run(settings, report, tiny_model)
+    written = _written(report, tmp_path)
+    assert [(row["new_tokens"], row["rounds"], row["equal"]) for row in written["rows"]] == [(1, 2, True), (5, 2, True)]
+    assert all(row["ratio"] > 0 for row in written["rows"])
+    assert written["hits"] == [{"prompt_tokens": 80 + 4 * 84, "cached_tokens": 4 * 80}]
+    (goal,) = written["goals"]
+    assert goal["met"] == (goal["measured"] <= goal["goal"])
+    assert not report.failures
 
 
 def test_throughput_with_and_without_reuse(tiny_model: LoadedModel, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from mainstem.settings.engine import EngineConfig, HostSize, StorageConfig, Tier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ROOT = Path(__file__).parents[1]
 PAGE = 4
 PAD, EOS = 0, 1
 SMALL = EngineConfig(page_size=PAGE, pages=400, token_budget=16)
@@ -740,3 +742,17 @@ def test_a_real_model_answers_as_without_the_cache(smollm2: Any) -> None:
         stats = cache.stats()
     assert stats.cached_tokens > 0.6 * stats.prompt_tokens
     assert not stats.passed
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_notebook_shows_hits_in_ten_lines(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((ROOT / "examples" / "transformers.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    lines = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
+    assert len(lines) <= 10
+    exec(compile(code, "<notebook>", "exec"), {"__name__": "notebook"})
+    shown = capsys.readouterr().out.splitlines()
+    cached, _, asked, *_ = shown[-1].split()
+    assert len(shown) == 3
+    assert 0.5 * int(asked) < int(cached) < int(asked)

@@ -57,6 +57,7 @@ class CacheCopies:
         kv, shape: sizes of a position and of a state.
         counts: pages or slots of each component.
         page_size: positions per page.
+        computation: how the model computes what is kept; see `Pools`.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class CacheCopies:
         shape: StateShape | None,
         counts: Mapping[str, int],
         page_size: int,
+        computation: tuple[str, ...] = (),
     ) -> None:
         self._model, self._layout, self._page_size = model, layout, page_size
-        self.pools = Pools(layout, kv, shape, counts, page_size, torch.empty(0, dtype=model.dtype, device=model.device))
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        self.pools = Pools(layout, kv, shape, counts, page_size, like, computation)
         self.has_states = shape is not None
         self.whole = layout.components == (Full(),)
         self._layers = [type(layer) for layer in new_cache(model.config).layers]
@@ -231,11 +234,15 @@ def copies_of(loaded: LoadedModel, config: EngineConfig) -> Made:
         raise UnsupportedModel(f"{loaded.name} cannot have a prefix cache: {'; '.join(reasons)}")
     sizes = pool_sizes(loaded, config)
     shape = StateShape.of(model) if layout.state_layers else None
-    undo: Callable[[], object] | None = None
-    if shape is not None and (proof := prove(model, shape, limit)).continuation != "chunked":
-        undo = resume(model) if proof.continuation == "resumed" else None
-        if undo is None:
+    undo: Callable[[], object] = _nothing
+    computation: tuple[str, ...] = ("keys gathered",)
+    if shape is not None:
+        continuation = prove(model, shape, limit).continuation
+        if continuation == "stepped":
             raise UnsupportedModel(f"{loaded.name} goes on from a state by single tokens only, unlike generate()")
+        if continuation == "resumed":
+            undo = resume(model) or _nothing
+        computation = (*computation, f"scan {continuation}")
     try:
         kv = kv_shapes(model, layout.kv_layers)
         error = _trial_error(model, layout, kv, shape, min(loaded.max_context, _trial_length(layout)))
@@ -244,10 +251,10 @@ def copies_of(loaded: LoadedModel, config: EngineConfig) -> Made:
                 f"{loaded.name}: the self-test failed: after a cached prefix, logits differ from those of the whole "
                 f"prompt by {error:.2g} of their spread; {limit:g} is allowed"
             )
-        copies = CacheCopies(model, layout, kv, shape, counts_of(sizes), config.page_size)
-        return Made(copies, sizes, undo or _nothing)
+        copies = CacheCopies(model, layout, kv, shape, counts_of(sizes), config.page_size, computation)
+        return Made(copies, sizes, undo)
     except BaseException:
-        (undo or _nothing)()
+        undo()
         raise
 
 

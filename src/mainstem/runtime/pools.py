@@ -47,6 +47,7 @@ class Pools:
         counts: pages or slots of each component, by name.
         page_size: positions per page.
         like: a tensor of the model's dtype, on its device.
+        computation: how what they hold is computed, where another way gives other numbers.
 
     Attributes:
         paged: the pools of pages, by component.
@@ -64,10 +65,12 @@ class Pools:
         counts: Mapping[str, int],
         page_size: int,
         like: torch.Tensor,
+        computation: tuple[str, ...] = (),
     ) -> None:
         if sorted(counts) != sorted(layout.names):
             raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
         self._layout = layout
+        self.computation = computation
         self.paged = {name: KVPool(kept, counts[name], page_size, like.dtype, like.device) for name, kept in kv.items()}
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
 
