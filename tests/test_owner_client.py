@@ -307,6 +307,37 @@ def test_an_owner_that_is_stopped_writes_what_is_queued(home: Path) -> None:
     assert list(running()) == [], "its socket is gone"
 
 
+class Slow(MemoryBackend):
+    """Stores nothing before `go`, and counts what it has when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.had = -1
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        assert self.go.wait(patience(60))
+        return super().put(keys, buffers)
+
+    def close(self) -> None:
+        self.had = len(self._values)
+        super().close()
+
+
+def test_an_owner_that_is_stopped_waits_for_a_slow_store() -> None:
+    backend = Slow()
+    with served(backend) as own:
+        store = own.client()
+        VALUES.put(store, *range(40))
+        own.owner.stop()
+        eventually(lambda: not own.path.exists() and not own.owner.clients)
+        assert own.thread.is_alive() and backend.had == -1
+        backend.go.set()
+        own.thread.join(patience(60))
+        assert backend.had == 40
+        store.close()
+
+
 def test_an_owner_leaves_after_its_last_client(home: Path) -> None:
     one, two = shared(home), shared(home)
     pid = pid_of(home)

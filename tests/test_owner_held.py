@@ -131,6 +131,22 @@ def test_what_is_put_is_found_before_it_is_written_and_after_it_left_the_host() 
     rig.held.check()
 
 
+def test_a_key_that_occurs_twice_is_read_once_and_leased_twice() -> None:
+    rig = Rig(8)
+    rig.backend.put(KEYS[:2], [VALUES.value(at) for at in range(2)])
+    found = rig.held.get([KEYS[0], KEYS[1], KEYS[0]], [GRAIN] * 3)
+    values = [value for _, value in found if value is not None]
+    assert len(values) == 3 and values[0] is values[2]
+    rig.held.release(values[:1])
+    assert rig.put(*range(10, 14)) == [True] * 4
+    assert rig.memory[values[2].offset : values[2].offset + GRAIN] == VALUES.value(0), "it was evicted while in use"
+    rig.held.release(values[1:])
+    assert rig.held.get([KEYS[2], KEYS[2]], [GRAIN] * 2) == [(ABSENT, None)] * 2
+    rig.write_all()
+    assert rig.count("leased") == 0
+    rig.held.check()
+
+
 def test_a_store_that_keeps_its_first_values_keeps_them_below_a_host_too() -> None:
     rig = Rig(8)
     rig.backend.capabilities = replace(rig.backend.capabilities, overwrites=False)  # type: ignore[misc]
