@@ -185,11 +185,11 @@ def test_a_client_killed_while_it_copies_ends_what_it_holds(own: Served, tmp_pat
     process = SPAWN.Process(target=use, args=(str(own.path), call, str(ready), fork))
     process.start()
     eventually(ready.exists, 60)
-    assert own.owner.status()["leased"] == 1
+    assert own.owner.status()["pinned"] == 1
     assert mine.exists(VALUES.keys[:1]) == [call == "get"], "a half-written value is visible"
     assert own.owner.clients == 2
     process.kill()
-    eventually(lambda: own.owner.status()["leased"] == 0)
+    eventually(lambda: own.owner.status()["pinned"] == 0)
     process.join()
     assert mine.exists(VALUES.keys[:1]) == [call == "get"]
     assert VALUES.read(mine, *range(1, 20)) == [VALUES.size] * 19

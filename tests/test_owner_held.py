@@ -137,13 +137,14 @@ def test_a_key_that_occurs_twice_is_read_once_and_leased_twice() -> None:
     found = rig.held.get([KEYS[0], KEYS[1], KEYS[0]], [GRAIN] * 3)
     values = [value for _, value in found if value is not None]
     assert len(values) == 3 and values[0] is values[2]
+    assert (rig.count("leases"), rig.count("pinned")) == (3, 2)
     rig.held.release(values[:1])
     assert rig.put(*range(10, 14)) == [True] * 4
     assert rig.memory[values[2].offset : values[2].offset + GRAIN] == VALUES.value(0), "it was evicted while in use"
     rig.held.release(values[1:])
     assert rig.held.get([KEYS[2], KEYS[2]], [GRAIN] * 2) == [(ABSENT, None)] * 2
     rig.write_all()
-    assert rig.count("leased") == 0
+    assert (rig.count("leases"), rig.count("pinned")) == (0, 0)
     rig.held.check()
 
 
@@ -173,7 +174,7 @@ def test_a_value_of_another_length_is_neither_read_nor_evicts_for_long() -> None
     assert rig.count("used_bytes") == 0
     rig.put(1)
     assert rig.get(1, size=64) == [GRAIN]
-    assert rig.count("leased") == 1, "it is not written yet"
+    assert rig.count("pinned") == 1, "it is not written yet"
 
 
 def test_a_batch_that_does_not_fit_is_answered_in_parts() -> None:

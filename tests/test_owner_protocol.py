@@ -127,7 +127,7 @@ def test_random_messages_end_nobody_else(own: Served) -> None:
         VALUES.put(other, rng.randrange(40))
     VALUES.read(other, *range(40))
     eventually(lambda: own.owner.clients == 1)
-    eventually(lambda: own.owner.status()["leased"] == 0)
+    eventually(lambda: own.owner.status()["pinned"] == 0)
     own.owner.held.check()
     other.close()
 
@@ -141,13 +141,13 @@ def test_a_lease_ends_with_the_next_request_and_a_commit_without_a_put_stores_no
     welcomed(raw)
     raw.send(bytes([Kind.GET]) + pack_sizes(VALUES.keys[:1], [VALUES.size]))
     assert raw.recv(MAX_BYTES)[0] == Kind.PLACES
-    assert own.owner.status()["leased"] == 1
+    assert own.owner.status()["pinned"] == 1
     raw.send(bytes([Kind.PUT]) + pack_sizes(VALUES.keys[1:2], [VALUES.size]))
     assert raw.recv(MAX_BYTES)[0] == Kind.PLACES
-    assert own.owner.status()["leased"] == 1, "the one that is reserved"
+    assert own.owner.status()["pinned"] == 1, "the one that is reserved"
     raw.send(bytes([Kind.EXISTS]) + pack_keys(VALUES.keys[:2]))
     assert raw.recv(MAX_BYTES) == bytes([Kind.BOOLS, 1, 0])
-    assert own.owner.status()["leased"] == 0
+    assert own.owner.status()["pinned"] == 0
     raw.send(bytes([Kind.COMMIT]))
     assert raw.recv(MAX_BYTES) == bytes([Kind.OK])
     assert other.exists(VALUES.keys[:2]) == [True, False]

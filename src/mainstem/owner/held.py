@@ -79,6 +79,7 @@ class HeldValues:
         self._queue: deque[Value] = deque()
         self._unwritten: set[Value] = set()  # reserved, queued, or being written
         self._unwritten_bytes = 0
+        self._leases = 0  # values that clients copy now
         self._closing = False
         self._writing = threading.Lock()  # one change of the back end at a time; taken before `_changed`
 
@@ -130,11 +131,14 @@ class HeldValues:
                 found.append(Found(ABSENT, fill.room))
         if fills:
             self._fill(list(fills.values()), found)
+        with self._changed:
+            self._leases += sum(value is not None for _, value in found)
         return found
 
     def release(self, values: Sequence[Value]) -> None:
-        """Ends pins."""
+        """Ends the pins of a `get`."""
         with self._changed:
+            self._leases -= len(values)
             self._arena.unpin(values)
             self._changed.notify_all()
 
@@ -293,7 +297,8 @@ class HeldValues:
                 "host_bytes": self._arena.total,
                 "used_bytes": self._arena.used,
                 "values": len(self._arena),
-                "leased": self._arena.pinned,
+                "pinned": self._arena.pinned,
+                "leases": self._leases,
                 "evicted": self._arena.evicted,
                 "queued": len(self._unwritten),
                 "queued_bytes": self._unwritten_bytes,
