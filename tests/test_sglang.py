@@ -20,9 +20,10 @@ from rigs.kept_store import KeptStore
 from rigs.servers import free_port, valkey
 from rigs.sglang_calls import keep, record, transcripts
 from rigs.sglang_controller import PAGE, Engine, Family, HybridCacheController, one_rank
-from rigs.sglang_process import Server, save_model
+from rigs.sglang_process import PAGE_BYTES, Server, save_model
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.tiers.pages import HEADER_BYTES
 
 pytestmark = pytest.mark.deadline
 
@@ -386,9 +387,9 @@ def test_the_real_server_continues_after_a_restart_and_recomputes_altered_pages(
 
 
 def stored(port: int) -> list[bytes]:
-    """Returns the keys of all pages in a store; its other values are small."""
+    """Returns the keys of all pages in a store, which are known by their length."""
     client = redis.Redis(port=port)
-    return [key for key in client.scan_iter() if client.strlen(key) > 4096]
+    return [key for key in client.scan_iter() if client.strlen(key) == HEADER_BYTES + PAGE_BYTES]
 
 
 def alter(port: int) -> int:

@@ -19,14 +19,18 @@ from rigs.servers import free_port
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PAGE = 16
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 32
+PAGE_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4 * PAGE
 
 
 def save_model(folder: Path) -> Path:
     """Makes a tiny random model."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 1024}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3)).float().save_pretrained(folder)
+    heads = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": KV_HEADS}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, head_dim=HEAD_DIM, initializer_range=0.3)).float().save_pretrained(
+        folder
+    )
     return folder
 
 
