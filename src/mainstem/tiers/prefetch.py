@@ -35,7 +35,7 @@ from mainstem.tree import HOST, IN_FLIGHT, PRESENT, Ids
 
 log = logging.getLogger(__name__)
 
-Wanted = tuple[bytes, bytes]
+Missing = tuple[bytes, bytes]
 """A namespace, and the symbols up to the end of the first page that neither device nor host has."""
 
 
@@ -198,11 +198,11 @@ class Prefetch:
     """
 
     def __init__(
-        self, prefetches: Prefetches, name: Wanted, anchor: Anchor, wait: Wait, plan: Plan, min_pages: int
+        self, prefetches: Prefetches, missing: Missing, anchor: Anchor, wait: Wait, plan: Plan, min_pages: int
     ) -> None:
         self.users, self.loaded = 1, 0
         self.shared = self.wanted = self.ended = False
-        self._prefetches, self._name, self._anchor, self._wait = prefetches, name, anchor, wait
+        self._prefetches, self._missing, self._anchor, self._wait = prefetches, missing, anchor, wait
         self._store, self._plan, self._min_pages = prefetches.store, plan, min_pages
         self._depth = self._promised = plan.have  # the end that it aims at, and that storage seemed to have at first
         self._left: deque[tuple[int, int, int]] = deque()  # pages to read for that: row, begin, end
@@ -336,7 +336,7 @@ class Prefetch:
             if not self._plan.any_end:
                 self.loaded = (self._usable - self._plan.have) * self._prefetches.host.tree.page_size
             self._anchor.release()
-            self._prefetches.end(self._name)
+            self._prefetches.end(self._missing)
 
     def _read(self, row: int, begin: int, page_ids: Ids) -> None:
         """Begins to read the next pages into these."""
@@ -428,7 +428,7 @@ class Prefetches:
         self.host, self.store, self.rows, self.pending = host, store, tuple(rows), pending
         self._tree, self._backups, self._names, self._cost = host.tree, backups, names, cost
         self._stored = {row.number: row for row in rows}
-        self._under_way: dict[Wanted, Prefetch] = {}
+        self._under_way: dict[Missing, Prefetch] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -450,12 +450,12 @@ class Prefetches:
 
     def begin(self, namespace: bytes, key: bytes, min_pages: int) -> Prefetch | None:
         """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
-        name, have = self._missing(namespace, key)
+        missing, have = self._missing(namespace, key)
         pages = len(key) // self._tree.page_bytes
         if pages - have < min_pages:
             return None
         # A prefetch of the same missing page serves both.
-        if (same := self._under_way.get(name)) is not None:
+        if (same := self._under_way.get(missing)) is not None:
             same.users += 1
             same.shared = True
             return same
@@ -472,7 +472,7 @@ class Prefetches:
         plan = Plan(self._tree.components, contents, self._tree.page_size, have, pages)
         anchor.mark_held(plan)
         wait = Wait(self.store, self._cost, self._tree.page_size, have, pages)
-        self._under_way[name] = prefetch = Prefetch(self, name, anchor, wait, plan, min_pages)
+        self._under_way[missing] = prefetch = Prefetch(self, missing, anchor, wait, plan, min_pages)
         return prefetch
 
     def overlaps(self, namespace: bytes, key: bytes) -> bool:
@@ -512,11 +512,11 @@ class Prefetches:
             log.info("storage has %d pages further than its %s allows; more of this is only counted", pages, name)
         self.short[name] += pages
 
-    def end(self, name: Wanted) -> None:
+    def end(self, missing: Missing) -> None:
         """Notes that a prefetch has ended."""
-        del self._under_way[name]
+        del self._under_way[missing]
 
-    def _missing(self, namespace: bytes, key: bytes) -> tuple[Wanted, int]:
+    def _missing(self, namespace: bytes, key: bytes) -> tuple[Missing, int]:
         """Returns the first page of a prefix that neither device nor host has, and the number of pages before it."""
         here, _, below = self._tree.core.peek(namespace, key, 0, False)
         have = (here + below) // self._tree.page_size
