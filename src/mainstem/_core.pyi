@@ -160,7 +160,7 @@ class Tree:
     def ends_or_parts(self, node: int) -> bool:
         """Whether a sequence ends at a node, or others part there."""
 
-    def residency(self, node: int, component: int, tier: int) -> int:
+    def presence(self, node: int, component: int, tier: int) -> int:
         """0: absent, 1: in flight, 2: present."""
 
     def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]:

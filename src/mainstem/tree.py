@@ -407,8 +407,8 @@ class Tree:
             for stats, parent, children, removed, key, cells in self.core.nodes(name):
                 node, created, accessed, hits, priority, start, pages = stats
                 views = {
-                    column: CellView(ids, locks, residency == PRESENT, residency == IN_FLIGHT)
-                    for column, (residency, locks, ids) in zip(columns, cells, strict=True)
+                    column: CellView(ids, locks, presence == PRESENT, presence == IN_FLIGHT)
+                    for column, (presence, locks, ids) in zip(columns, cells, strict=True)
                 }
                 yield NodeView(
                     node, parent, name, start * self.page_size, pages * self.page_size, key, children,

@@ -169,7 +169,7 @@ class Backups:
 
     def _missing(self, nodes: Sequence[int], row: int) -> dict[int, Ids]:
         """Returns the device pages of one component that the host lacks, by node."""
-        lacking = [node for node in nodes if self._core.residency(node, row, HOST) not in (PRESENT, IN_FLIGHT)]
+        lacking = [node for node in nodes if self._core.presence(node, row, HOST) not in (PRESENT, IN_FLIGHT)]
         own = {node: self._core.own_ids(node, row, DEVICE) for node in lacking}
         return {node: ids for node, ids in own.items() if len(ids)}
 

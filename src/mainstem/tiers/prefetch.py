@@ -96,7 +96,7 @@ class Anchor:
     def in_flight(self) -> bool:
         """Whether pages must wait, because those of the node are in flight on the host."""
         rows = range(len(self._tree.components)) if self.node else ()
-        return any(self._core.residency(self.node, row, HOST) == IN_FLIGHT for row in rows)
+        return any(self._core.presence(self.node, row, HOST) == IN_FLIGHT for row in rows)
 
     def place(self, row: int, begin: int, page_ids: Ids) -> tuple[int, int]:
         """Adds private pages of a component to the tree, from page `begin` of the prompt on.
@@ -105,7 +105,7 @@ class Anchor:
 
         Returns how many of the pages are in the tree then, and how many of those are the given ones; others are freed.
         """
-        broken = self.connected and self.node and self._core.residency(self.node, 0, HOST) != PRESENT
+        broken = self.connected and self.node and self._core.presence(self.node, 0, HOST) != PRESENT
         kept, ours = 0, np.zeros(len(page_ids), bool)
         if len(page_ids) and not broken:
             kept = self._insert(begin, page_ids, ours) if row == 0 else self._attach(row, begin, page_ids, ours)
@@ -158,7 +158,7 @@ class Anchor:
             self._locate(begin)  # splits a node there
         last = at = self._locate(end)
         while at and (core.end(at) == end if whole else core.end(at) > begin):
-            if not core.residency(at, row, HOST):
+            if not core.presence(at, row, HOST):
                 mine = slice(0, 1) if whole else slice(core.start(at) - begin, core.end(at) - begin)
                 core.attach(at, row, HOST, page_ids[mine], True)
                 ours[mine] = True

@@ -217,7 +217,7 @@ class Writes:
     def _add_state(self, node: int, name: bytes) -> None:
         assert self._state is not None
         known = node in self._written or any(write.node == node for write in self._states)
-        if known or not self._core.residency(node, self._state.number, HOST):
+        if known or not self._core.presence(node, self._state.number, HOST):
             return
         if len(self._states) >= self._store.config.queue_pages:
             self._drop_state(min(self._states, key=self._worth))

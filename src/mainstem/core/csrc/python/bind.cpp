@@ -311,7 +311,7 @@ NB_MODULE(_core, m) {
           "nodes.")
       .def("ends_or_parts", &Tree::ends_or_parts, "node"_a, "Whether a sequence ends at a node, or others part there.")
       .def(
-          "residency",
+          "presence",
           [](const Tree& t, Handle node, std::uint32_t c, std::uint32_t tier) {
             return static_cast<int>(t.presence(node, c, tier));
           },
