@@ -28,7 +28,7 @@ _Answer = TypeVar("_Answer")
 _log = logging.getLogger(__name__)
 
 
-class _Wrapper(Backend):
+class Wrapper(Backend):
     """Forwards every call to one other back end.
 
     Args:
@@ -127,7 +127,7 @@ class Remembered:
             raise StorageError("refused", f"more than {self._limit} keys were put; the oldest are still there")
 
 
-class ReadOnly(_Wrapper):
+class ReadOnly(Wrapper):
     """A read-only view of a store that others fill.
 
     `put` returns False for every key, as a full store does, so that a tier can write to it without errors. `delete` and
@@ -173,7 +173,7 @@ class ReadOnly(_Wrapper):
             raise StorageError("closed", "the read-only store is closed")
 
 
-class Prefix(_Wrapper):
+class Prefix(Wrapper):
     """Keys under one name, separate from all other names in the same store.
 
     Each key is replaced by its BLAKE2b-256, keyed by the name (RFC 7693, with a personalisation string of Mainstem).
@@ -246,7 +246,7 @@ class Prefix(_Wrapper):
         return own
 
 
-class Compress(_Wrapper):
+class Compress(Wrapper):
     """Values compressed without loss, each as one Zstandard frame (RFC 8878).
 
     Reading takes two calls, because the length of a compressed value is unknown. The first call has buffers of one

@@ -4,9 +4,9 @@
     read      pages into host slots, each verified      -> how many are intact, from the first
     write     host slots, sealed                        -> how many were stored
 
-Each call runs on a worker and has a deadline. A call that exceeds it counts as failed at once, but keeps its slots
-until it returns. After repeated failures the breaker opens: calls end as misses without being made. After a cool-down
-one call is tried.
+Each call runs on a worker and has a deadline, which includes the wait for a worker unless the call is a write that is
+`queued`. A call that exceeds it counts as failed at once, but keeps its slots until it returns. After repeated failures
+the breaker opens: calls end as misses without being made. After a cool-down one call is tried.
 
 Each component of a page is a value of its own. Which of them a prefix needs is not decided here: the store knows
 names, rows, symbols and slots. It knows nothing of trees or pools.
@@ -95,7 +95,9 @@ class _Answer(Generic[T]):
 class StoreCall(Generic[T]):
     """A call to a store. Once it is done its value is valid; a failed call has the value of a miss."""
 
-    def __init__(self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: float) -> None:
+    def __init__(
+        self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: Callable[[], float]
+    ) -> None:
         self._store, self._call, self._deadline_s = store, call, deadline_s
         self._overdue = False
         self._reported = call is None
@@ -120,7 +122,7 @@ class StoreCall(Generic[T]):
     def overdue(self) -> bool:
         """Whether it has exceeded its deadline. It counts as failed, but may still return."""
         if not self._overdue and self._call is not None and not self._call.done():
-            if self._store.clock() < self._deadline_s:
+            if self._store.clock() < self._deadline_s():
                 return False
             self._overdue = True
             self._store.gave_up(self._store.config.call_timeout_s)
@@ -239,13 +241,16 @@ class Store:
 
         return self._submit(self._readers, read, 0)
 
-    def write(self, parts: Sequence[Part], after: tuple[Row, bytes] | None = None) -> StoreCall[Written]:
+    def write(
+        self, parts: Sequence[Part], after: tuple[Row, bytes] | None = None, *, queued: bool = False
+    ) -> StoreCall[Written]:
         """Seals and stores pages. Skips those that are stored already.
 
         Args:
             parts: the pages of each row.
             after: the row and name of a page without which these would never be found: if it is not stored, neither
                 are they. None: there is none.
+            queued: its time runs only once a worker begins it, because others may be queued before it.
         """
 
         def write(causes: Counter[str]) -> Written:
@@ -265,7 +270,7 @@ class Store:
                         return Written(stored, gap=False, whole=False)
             return Written(stored, gap=False)
 
-        return self._submit(self._writers, write, Written(0, gap=False, whole=False))
+        return self._submit(self._writers, write, Written(0, gap=False, whole=False), queued=queued)
 
     def delete(self, rows: Sequence[Row], names: Sequence[bytes]) -> StoreCall[bool]:
         """Deletes these rows of pages. The value is whether the back end did."""
@@ -391,19 +396,29 @@ class Store:
         if packed is not slot:
             self._codec.decode(packed[HEADER_BYTES:], slot[HEADER_BYTES:], self._dtype)
 
-    def _submit(self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T) -> StoreCall[T]:
+    def _submit(
+        self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T, *, queued: bool = False
+    ) -> StoreCall[T]:
         if self._closed or not self.breaker.allow():
             self.count("closed" if self._closed else "breaker")
-            return StoreCall(self, None, nothing, 0.0)
+            return StoreCall(self, None, nothing, lambda: 0.0)
+
+        submitted_s = self.clock()
+        begun_s: list[float] = []  # at most one
 
         def run() -> _Answer[T]:
             causes: Counter[str] = Counter()
             began_s = self.clock()
+            begun_s.append(began_s)
             with _caught(causes):
                 return _Answer(work(causes), causes, self.clock() - began_s)
             return _Answer(nothing, causes, self.clock() - began_s, failed=True)
 
-        return StoreCall(self, workers.submit(run), nothing, self.clock() + self.config.call_timeout_s)
+        def deadline_s() -> float:
+            start_s = (begun_s[0] if begun_s else math.inf) if queued else submitted_s
+            return start_s + self.config.call_timeout_s
+
+        return StoreCall(self, workers.submit(run), nothing, deadline_s)
 
 
 @contextmanager

@@ -1,0 +1,318 @@
+"""Moves blocks between an engine's memory and a store, as a plan says, through host memory of its own.
+
+    save    blocks -> slots, within the step        slots -> storage, sealed, by workers
+    load    storage -> slots, verified, by workers  slots -> blocks, when the engine polls
+
+A slot holds one block with its header. Blocks are copied within the step that computed them, so an engine may free or
+overwrite them at once after it. A save for which no slot is free is dropped and counted. A load that fails says from
+which block on; the engine computes those.
+
+This module knows jobs, slots and results. The engine's memory is behind `Blocks`, and decisions are in `block_plan`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.errors import BadArgument
+from mainstem.integrations.block_plan import Job, Part
+from mainstem.tiers import store as stores
+from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.rows import Row
+from mainstem.tiers.store import Store, StoreCall, Written
+
+log = logging.getLogger(__name__)
+
+_SAVES_SHARE = 0.5  # of the slots at most, so that a slow store does not keep loads waiting for room
+_ALIGNMENT = 128
+
+
+class Blocks(Protocol):
+    """The engine's memory. A block of a row has the same number of bytes on each of its layers, layer after layer."""
+
+    def rows(self) -> Sequence[Row]:
+        """The rows that have blocks."""
+
+    def layers(self, row: Row) -> Sequence[str]:
+        """The layers of a row, in the order of their bytes."""
+
+    def block_bytes(self, row: Row) -> int:
+        """The bytes of a block of a row, all layers together."""
+
+    def gather(self, row: Row, layer: str, blocks: Sequence[int], slots: NDArray[np.uint8]) -> None:
+        """Copies a layer of blocks to its place in the rows of `slots`: [blocks, block_bytes]."""
+
+    def scatter(self, row: Row, blocks: Sequence[int], slots: NDArray[np.uint8]) -> None:
+        """Copies blocks from the rows of `slots`: [blocks, block_bytes]."""
+
+
+class Slots:
+    """Host memory in slots of one size, with room for the header and the longest block.
+
+    Args:
+        count: how many; at least 2.
+        content_bytes: bytes of the longest block.
+    """
+
+    def __init__(self, count: int, content_bytes: int) -> None:
+        size = -(-(HEADER_BYTES + content_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._memory = np.empty((count, size), dtype=np.uint8)
+        self._free = list(range(count))
+        self.count = count
+
+    @property
+    def free(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    @property
+    def memory(self) -> memoryview:
+        """All of them, for `Store.register`."""
+        return self._memory.reshape(-1).data
+
+    def take(self, count: int) -> list[int]:
+        """Allocates slots, which must be free."""
+        taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
+        return taken
+
+    def give(self, slots: Sequence[int]) -> None:
+        """Frees slots."""
+        self._free.extend(slots)
+
+    def views(self, slots: Sequence[int], content_bytes: int) -> list[memoryview]:
+        """Returns slots as a store takes them: the header, then the content."""
+        return [self._memory[slot, : HEADER_BYTES + content_bytes].data for slot in slots]
+
+    def read(self, slots: Sequence[int], content_bytes: int) -> NDArray[np.uint8]:
+        """Returns a copy of the content of slots: [slots, content_bytes]."""
+        return self._memory[list(slots), HEADER_BYTES : HEADER_BYTES + content_bytes]
+
+    def fill(self, slots: Sequence[int], content: NDArray[np.uint8]) -> None:
+        """Writes the content of slots: [slots, content_bytes]."""
+        self._memory[list(slots), HEADER_BYTES : HEADER_BYTES + content.shape[1]] = content
+
+
+@dataclass(slots=True)
+class Results:
+    """What has ended since the last poll.
+
+    Args:
+        loaded: requests whose load has ended, well or not.
+        failed: those of them of which something could not be loaded.
+        failed_blocks: the blocks that were not loaded.
+    """
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A part on its way to slots, within the step."""
+
+    part: Part
+    slots: list[int]
+    content: NDArray[np.uint8]
+    layers: set[str]  # that are not copied yet
+
+
+@dataclass(slots=True)
+class _Read:
+    part: Part
+    slots: list[int]
+    call: StoreCall[int]
+
+
+@dataclass(slots=True)
+class _Load:
+    request: str
+    waiting: deque[Part]
+    reads: deque[_Read] = field(default_factory=deque)
+    no_room_since_s: float | None = None
+
+
+class Transfers:
+    """Carries out the jobs of one worker. One thread.
+
+    Args:
+        store: reads and writes; closed by `close`.
+        blocks: the engine's memory.
+        host_bytes: the size of the slots, all together.
+
+    Raises:
+        BadArgument: `host_bytes` is less than two blocks.
+    """
+
+    def __init__(self, store: Store, blocks: Blocks, host_bytes: int) -> None:
+        longest = max(blocks.block_bytes(row) for row in blocks.rows())
+        count = host_bytes // (HEADER_BYTES + longest)
+        if count < 2:
+            raise BadArgument("host_bytes", host_bytes, f"at least {2 * (HEADER_BYTES + longest)}, two blocks")
+        self._store, self._blocks = store, blocks
+        self._slots = Slots(count, longest)
+        store.register([self._slots.memory])
+        self._copies: list[tuple[str, list[_Copy]]] = []
+        self._writes: deque[tuple[StoreCall[Written], list[int]]] = deque()
+        self._loads: deque[_Load] = deque()
+        self._abandoned: list[_Read] = []  # reads of no use, which keep their slots until they return
+        self._saving = 0  # slots that saves hold
+        self.counts: Counter[str] = Counter()
+        """Blocks by what became of them: "saved", "loaded", "not loaded", "no room" (to save)."""
+
+    # ---------------------------------------------------------------- saves
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Takes slots for the saves of a step; their blocks are copied by `copy` and `flush`."""
+        self._reap()
+        for job in jobs:
+            copies = [copy for part in job.parts if (copy := self._room_for(part)) is not None]
+            if copies:
+                self._copies.append((job.request, copies))
+
+    def copy(self, layer: str) -> None:
+        """Copies a layer, which the step has just computed."""
+        for _, copies in self._copies:
+            for copy in copies:
+                if layer in copy.layers:
+                    self._blocks.gather(copy.part.row, layer, copy.part.blocks, copy.content)
+                    copy.layers.remove(layer)
+
+    def flush(self) -> None:
+        """Copies what is left, and queues the writes."""
+        for _, copies in self._copies:
+            parts, slots = [], []
+            for copy in copies:
+                for layer in sorted(copy.layers):
+                    self._blocks.gather(copy.part.row, layer, copy.part.blocks, copy.content)
+                self._slots.fill(copy.slots, copy.content)
+                views = self._slots.views(copy.slots, copy.content.shape[1])
+                parts.append(stores.Part(copy.part.row, copy.part.names, views))
+                slots += copy.slots
+            self._writes.append((self._store.write(parts, queued=True), slots))
+        self._copies.clear()
+
+    def _room_for(self, part: Part) -> _Copy | None:
+        limit = int(self._slots.count * _SAVES_SHARE)
+        count = min(len(part.blocks), self._slots.free, limit - self._saving)
+        if count < len(part.blocks):
+            if not self.counts["no room"]:
+                log.warning("storage is slower than the engine: blocks are not saved; further ones are only counted")
+            self.counts["no room"] += len(part.blocks) - max(0, count)
+        if count <= 0:
+            return None
+        self._saving += count
+        part = Part(part.row, part.names[:count], part.blocks[:count])
+        content = np.empty((count, self._blocks.block_bytes(part.row)), dtype=np.uint8)
+        return _Copy(part, self._slots.take(count), content, set(self._blocks.layers(part.row)))
+
+    def _reap(self) -> None:
+        """Frees the slots of writes and of abandoned reads that have returned."""
+        kept: deque[tuple[StoreCall[Written], list[int]]] = deque()
+        for call, slots in self._writes:
+            if call.done():
+                self.counts["saved"] += call.value.pages
+                self._saving -= len(slots)
+                self._slots.give(slots)
+            else:
+                kept.append((call, slots))
+        self._writes = kept
+        for read in self._abandoned:
+            if read.call.done():
+                self._slots.give(read.slots)
+        self._abandoned = [read for read in self._abandoned if not read.call.done()]
+
+    # ---------------------------------------------------------------- loads
+
+    def load(self, jobs: Sequence[Job]) -> None:
+        """Starts loads. The blocks belong to them until `poll` reports the request."""
+        for job in jobs:
+            parts: deque[Part] = deque()
+            size = self._store.config.batch_pages
+            for part in job.parts:
+                for at in range(0, len(part.blocks), size):
+                    parts.append(Part(part.row, part.names[at : at + size], part.blocks[at : at + size]))
+            self._loads.append(_Load(job.request, parts))
+        self._advance()
+
+    def poll(self) -> Results:
+        """Copies what has been read to its blocks, and returns what has ended. Does not wait."""
+        results = Results()
+        self._reap()
+        for load in self._loads:
+            self._take_in(load, results)
+        self._loads = deque(load for load in self._loads if load.request not in results.loaded)
+        self._advance(results)
+        return results
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the store, after the writes that are queued or when the time is over."""
+        self._store.close(timeout_s)
+        self._reap()
+
+    def _advance(self, results: Results | None = None) -> None:
+        """Starts reads for the oldest loads, as far as there are slots."""
+        active = sum(len(load.reads) for load in self._loads)
+        for load in self._loads:
+            while load.waiting and active < self._store.config.batches:
+                part = load.waiting[0]
+                count = min(len(part.blocks), max(1, self._slots.count // 2))
+                if self._slots.free < count:
+                    load.no_room_since_s = load.no_room_since_s or self._store.clock()
+                    return
+                load.waiting.popleft()
+                load.no_room_since_s = None
+                if count < len(part.blocks):
+                    load.waiting.appendleft(Part(part.row, part.names[count:], part.blocks[count:]))
+                    part = Part(part.row, part.names[:count], part.blocks[:count])
+                slots = self._slots.take(count)
+                views = self._slots.views(slots, self._blocks.block_bytes(part.row))
+                load.reads.append(_Read(part, slots, self._store.read(part.row, part.names, views)))
+                active += 1
+
+    def _take_in(self, load: _Load, results: Results) -> None:
+        """Takes the reads of a load that have ended, in order."""
+        while load.reads and (load.reads[0].call.done() or load.reads[0].call.overdue()):
+            read = load.reads.popleft()
+            ended = read.call.done()
+            good = read.call.value if ended else 0
+            if good:
+                content = self._slots.read(read.slots[:good], self._blocks.block_bytes(read.part.row))
+                self._blocks.scatter(read.part.row, read.part.blocks[:good], content)
+                self.counts["loaded"] += good
+            if ended:
+                self._slots.give(read.slots)
+            else:
+                self._abandoned.append(read)
+            if good < len(read.part.blocks):
+                self._fail(load, read.part.blocks[good:], results)
+                return
+        if self._is_stuck(load):
+            self._store.count("host_room")
+            self._fail(load, [], results)
+        elif not load.reads and not load.waiting:
+            results.loaded.add(load.request)
+
+    def _is_stuck(self, load: _Load) -> bool:
+        since_s = load.no_room_since_s
+        return since_s is not None and self._store.clock() >= since_s + self._store.config.call_timeout_s
+
+    def _fail(self, load: _Load, blocks: Sequence[int], results: Results) -> None:
+        rest = [
+            *blocks,
+            *(block for part in (*(read.part for read in load.reads), *load.waiting) for block in part.blocks),
+        ]
+        self.counts["not loaded"] += len(rest)
+        self._abandoned += load.reads
+        load.reads.clear()
+        load.waiting.clear()
+        results.failed_blocks.update(rest)
+        results.failed.add(load.request)
+        results.loaded.add(load.request)

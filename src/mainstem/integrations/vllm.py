@@ -1,0 +1,596 @@
+"""Mainstem's storage inside vLLM: a KV connector, loaded by name.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "MainstemConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "mainstem.integrations.vllm", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"storage": "file:./kv?capacity=64GiB"}}'
+
+vLLM makes one connector in the scheduler and one in each worker. The first decides what is loaded and saved
+(`block_plan`), the others do it (`block_transfer`). This module translates between vLLM's objects and theirs. What a
+block's content depends on is an `Identity`, which both compute from vLLM's configuration. See docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.identity import Identity
+from mainstem.imports import needs
+from mainstem.integrations.block_plan import Group, Plan, Planner
+from mainstem.integrations.block_transfer import Transfers
+from mainstem.settings.engine import StorageConfig
+from mainstem.storage.base import Backend, open_backend
+from mainstem.storage.wrappers import Wrapper
+from mainstem.tiers import identities
+from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+from mainstem.tiers.rows import Row
+from mainstem.tiers.store import Store, StoreCall
+from mainstem.tiers.workers import ThreadWorkers
+from mainstem.units import parse_bytes, parse_seconds
+
+with needs("vllm", "mainstem.integrations.vllm is loaded by vLLM, which is not installed: pip install vllm"):
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        SupportsHMA,
+    )
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+        group_kernel_blocks,
+    )
+
+log = logging.getLogger("vllm.mainstem")  # vLLM shows the loggers below its own
+
+VERSIONS = ("0.32.",)
+"""The beginnings of the versions of vLLM that this connector was tested with."""
+
+SECRET = "MAINSTEM_STORAGE_SECRET"
+"""The environment variable with the secret of the store. vLLM logs its options, so the secret is none of them."""
+
+_CLOSE_S = 30.0  # for writes that are queued when the engine ends
+_HOST_BYTES = 1 << 30
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `kv_connector_extra_config` may contain.
+
+    Args:
+        storage: the spec of the store, see docs/storage.md.
+        host_bytes: memory for blocks on their way, in each worker.
+        timeout_s: how long a call to the store may take, and so how long a request waits for it at most.
+        weights: a name for the weights, in place of a digest of their files.
+    """
+
+    storage: str
+    host_bytes: int = _HOST_BYTES
+    timeout_s: float = 5.0
+    weights: str | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Options:
+        """Reads the options as vLLM has them.
+
+        Raises:
+            BadArgument: an option is unknown, missing or of another form.
+        """
+        names = ("storage", "host_bytes", "timeout", "weights")
+        for name in given:
+            if name not in names:
+                raise BadArgument("kv_connector_extra_config", name, f"one of {', '.join(names)}")
+        if not isinstance(given.get("storage"), str):
+            raise BadArgument(
+                "storage", given.get("storage"), 'the spec of a store, such as "file:./kv?capacity=64GiB"'
+            )
+        return cls(
+            given["storage"],
+            parse_bytes("host_bytes", str(given.get("host_bytes", _HOST_BYTES))),
+            parse_seconds("timeout", str(given.get("timeout", "5s"))),
+            given.get("weights"),
+        )
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be installed where types are checked
+    """What the scheduler sends to the workers in each step."""
+
+    plan: Plan = field(default_factory=Plan)
+
+
+# ---------------------------------------------------------------- what vLLM's configuration says
+
+
+def check(vllm_config: Any) -> None:
+    """Refuses what the connector cannot serve, and warns of what is unwise.
+
+    Raises:
+        BadArgument: says what is allowed.
+    """
+    if not vllm.__version__.startswith(VERSIONS):
+        raise BadArgument("vllm", vllm.__version__, f"a version that was tested: {', '.join(VERSIONS)}*")
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if not cache.enable_prefix_caching:
+        raise BadArgument(
+            "enable_prefix_caching", False, "True: stored blocks are found by the hashes of prefix caching"
+        )
+    if not str(cache.prefix_caching_hash_algo).startswith("sha256"):
+        raise BadArgument(
+            "prefix_caching_hash_algo", cache.prefix_caching_hash_algo, "sha256 or sha256_cbor: others can collide"
+        )
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise BadArgument(name, getattr(parallel, name), "1 with MainstemConnector")
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        log.warning(
+            'kv_load_failure_policy is "%s": a request fails if a stored block cannot be read; choose "recompute"',
+            vllm_config.kv_transfer_config.kv_load_failure_policy,
+        )
+
+
+def groups_of(kv_cache_config: Any) -> list[Group]:
+    """Returns the groups of layers that are stored.
+
+    Raises:
+        BadArgument: a group is of a kind that is not known, or has layers of a draft model.
+    """
+    groups = []
+    for number in kv_cache_config.prefix_cacheable_group_ids:
+        group = kv_cache_config.kv_cache_groups[number]
+        spec = _spec(group)
+        if group.is_eagle_group:
+            raise BadArgument("speculative_config", "a draft model with layers of its own", "another method, or none")
+        if not spec.has_layer_views:
+            raise BadArgument("model", type(spec).__name__, "one whose layers have a KV cache each")
+        component = _component(spec)
+        offered = isinstance(component, State) and spec.mamba_cache_mode == "align"
+        name = f"{component.name} {number}"
+        row = Row(number, name, isinstance(component, State))
+        groups.append(Group(row, component, group.kv_cache_spec.block_size, offered))
+    return groups
+
+
+def _spec(group: Any) -> Any:
+    spec = group.kv_cache_spec
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _component(spec: Any) -> Component:
+    """Returns which positions vLLM needs of a group. It counts a window without the query's own position."""
+    if isinstance(spec, SlidingWindowSpec):
+        return Window(max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Chunked(spec.attention_chunk_size)
+    if isinstance(spec, MambaSpec):
+        return State()
+    if isinstance(spec, FullAttentionSpec):
+        return Full()
+    raise BadArgument("model", type(spec).__name__, "full, sliding or chunked attention, MLA, or a recurrent state")
+
+
+def identity_of(vllm_config: Any, kv_cache_config: Any, options: Options, tp_rank: int) -> Identity:
+    """Returns everything that the content of a block depends on. Equal in the scheduler and all workers.
+
+    Args:
+        vllm_config, kv_cache_config: as the connector gets them.
+        options: the connector's.
+        tp_rank: the worker's rank in its tensor-parallel group.
+
+    Raises:
+        BadArgument: there are no weights to compute a digest of.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    config = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"):
+        config.pop(name, None)
+    specs = [_spec(group) for group in kv_cache_config.kv_cache_groups]
+    states = any(isinstance(spec, MambaSpec) for spec in specs)
+    replicas = kv_cache_config.kv_tp_replicas  # so many ranks in a row hold the same heads
+    shape = "; ".join(
+        f"{len(group.layer_names)} layers of {type(spec).__name__} in blocks of {spec.block_size}"
+        for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True)
+    )
+    return Identity(
+        model=Path(model.model).name,
+        weights=options.weights or digest_weights(model.model, model.revision, vllm_config.load_config.load_format),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=str(model.quantization or "none"),
+        layout=f"vllm {vllm.__version__} {_layout(vllm_config, kv_cache_config, specs)}",
+        shape=shape,
+        attention=("mla with states" if states else "mla") if model.use_mla else "gqa",
+        rope=json.dumps(config.get("rope_parameters"), sort_keys=True, default=str),
+        tokenizer="token ids of the model",
+        symbols=f"block hash {cache.prefix_caching_hash_algo}",
+        page_size=kv_cache_config.hash_block_size or cache.block_size,
+        tp_rank=tp_rank // replicas,
+        tp_size=parallel.tensor_parallel_size // replicas,
+        extra=(
+            f"configuration {hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()}",
+            f"cache {cache.cache_dtype} {cache.mamba_cache_dtype} {cache.mamba_ssm_cache_dtype}",
+        ),
+    )
+
+
+def _layout(vllm_config: Any, kv_cache_config: Any, specs: Sequence[Any]) -> str:
+    """Returns the order of the numbers in a block. On a CPU it depends on the instruction set."""
+    backend = getattr(vllm_config.attention_config, "backend", None)
+    names = [current_platform.device_type, str(kv_cache_config.kv_cache_layout), str(backend)]
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        cache = vllm_config.cache_config
+        names += [
+            _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache.cache_dtype)
+            for spec in specs
+            if hasattr(spec, "head_size")
+        ]
+    return " ".join(names)
+
+
+@functools.cache
+def digest_weights(model: str, revision: str | None, load_format: str) -> str:
+    """Returns BLAKE3 over all files of weights of a model.
+
+    Args:
+        model: a folder, a file, or a name on a hub whose files are in the local cache.
+        revision: of a name on a hub.
+        load_format: vLLM's `load_format`.
+
+    Raises:
+        BadArgument: there are no such files.
+    """
+    with needs("blake3", "storage needs blake3: pip install 'mainstem[storage]'"):
+        from blake3 import blake3
+    path = Path(model)
+    if not path.exists():
+        try:
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except Exception as error:  # noqa: BLE001  # whatever a hub's client raises: there are no files
+            log.debug("%s is not in the local cache: %s", model, error)
+    found = {file for kind in _WEIGHTS for file in path.glob(kind)} if path.is_dir() else {path} & {Path(model)}
+    files = sorted(file for file in found if file.is_file())
+    if not files or load_format == "dummy":
+        raise BadArgument(
+            "weights",
+            None,
+            f"a name for the weights in kv_connector_extra_config: {model} has no files of weights here",
+        )
+    hasher = blake3(max_threads=blake3.AUTO)
+    for file in files:
+        hasher.update(f"{file.name} {file.stat().st_size}\0".encode())
+        hasher.update_mmap(file)
+    return str(hasher.hexdigest())
+
+
+def adapter_of(request: Any) -> bytes:
+    """Returns what a request's LoRA adapter adds to its namespace: vLLM's hashes have its name and path only.
+
+    The adapter's files may be replaced, so their digest counts. Where they cannot be read, nothing is shared.
+    """
+    adapter = request.lora_request
+    if adapter is None:
+        return b""
+    try:
+        files = sorted(file for file in Path(adapter.lora_path).iterdir() if file.is_file())
+        return _digest_adapter(tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+    except OSError as error:
+        log.warning(
+            "the files of LoRA adapter %s cannot be read, so its blocks are not shared: %s", adapter.lora_name, error
+        )
+        return secrets.token_bytes(32)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_adapter(files: tuple[tuple[str, int, int], ...]) -> bytes:
+    hasher = hashlib.sha256()
+    for name, _, size in files:
+        hasher.update(f"{Path(name).name} {size}\0".encode())
+        hasher.update(Path(name).read_bytes())
+    return hasher.digest()
+
+
+# ---------------------------------------------------------------- the store
+
+
+class _Shared(Wrapper):
+    """A back end that the scheduler and a worker of one process share: the last of them closes it."""
+
+    _open: ClassVar[dict[str, tuple[Backend, set[_Shared]]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        with self._lock:
+            if spec not in self._open:
+                self._open[spec] = (open_backend(spec), set())
+            inner, users = self._open[spec]
+            users.add(self)
+        super().__init__(inner)
+
+    def close(self) -> None:
+        """Closes the back end unless another uses it."""
+        with self._lock:
+            inner, users = self._open.get(self._spec, (self._inner, set()))
+            users.discard(self)
+            if not users:
+                self._open.pop(self._spec, None)
+                inner.close()
+
+
+def _open_store(options: Options, identities_: Sequence[Identity]) -> list[Store]:
+    """Opens the store, once for each identity.
+
+    Raises:
+        BadArgument: the spec is invalid.
+        BackendUnavailable: the store cannot be opened.
+    """
+    secret = os.environ.get(SECRET, "").encode()
+    if not secret:
+        log.warning("storage has no secret (%s): stored blocks are safe from damage, not from forgery", SECRET)
+    config = StorageConfig(call_timeout_s=options.timeout_s)
+    try:
+        backend = _Shared(options.storage)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"storage {options.storage!r}: {error}") from error
+    readers = ThreadWorkers(config.batches, "mainstem-read")
+    writers = ThreadWorkers(config.writes, "mainstem-write")
+    return [
+        Store(
+            backend,
+            Sealer(identity, secret or PUBLIC_SECRET),
+            config,
+            readers=readers,
+            writers=writers,
+            clock=time.monotonic,
+        )
+        for identity in identities_
+    ]
+
+
+class Caches:
+    """vLLM's KV cache as `block_transfer.Blocks`.
+
+    Args:
+        groups: the groups that are stored.
+        kv_cache_config: vLLM's.
+        tensors: by layer, [blocks, ...]; a block may be several kernel blocks in a row.
+    """
+
+    def __init__(self, groups: Sequence[Group], kv_cache_config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._rows = [group.row for group in groups]
+        self._layers: dict[int, dict[str, tuple[torch.Tensor, int, int]]] = {}
+        self._bytes: dict[int, int] = {}
+        for row in self._rows:
+            at = 0
+            self._layers[row.number] = places = {}
+            for name in kv_cache_config.kv_cache_groups[row.number].layer_names:
+                if name not in tensors:
+                    continue  # another layer's cache, shared
+                tensor = group_kernel_blocks(tensors[name], kv_cache_config.num_blocks)
+                size = tensor[0].numel() * tensor.element_size()
+                places[name] = (tensor, at, at + size)
+                at += size
+            self._bytes[row.number] = at
+
+    def rows(self) -> Sequence[Row]:
+        """The rows of the groups."""
+        return self._rows
+
+    def layers(self, row: Row) -> Sequence[str]:
+        """The layers of a group by name."""
+        return list(self._layers[row.number])
+
+    def block_bytes(self, row: Row) -> int:
+        """The bytes of all layers of a block."""
+        return self._bytes[row.number]
+
+    def gather(self, row: Row, layer: str, blocks: Sequence[int], slots: NDArray[np.uint8]) -> None:
+        """Copies a layer of blocks from the device."""
+        tensor, begin, end = self._layers[row.number][layer]
+        content = tensor[torch.tensor(blocks, device=tensor.device)].reshape(len(blocks), -1).contiguous()
+        torch.from_numpy(slots)[:, begin:end] = content.view(torch.uint8).cpu()
+
+    def scatter(self, row: Row, blocks: Sequence[int], slots: NDArray[np.uint8]) -> None:
+        """Copies blocks to the device."""
+        content = torch.from_numpy(slots)
+        for tensor, begin, end in self._layers[row.number].values():
+            part = content[:, begin:end].contiguous().view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
+            tensor[torch.tensor(blocks, device=tensor.device)] = part.to(tensor.device)
+
+
+# ---------------------------------------------------------------- the connector
+
+
+class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as `Metadata`
+    """Saves vLLM's KV blocks to a store of Mainstem and loads them from there, asynchronously.
+
+    Args:
+        vllm_config, role, kv_cache_config: from vLLM.
+
+    Raises:
+        BadArgument: vLLM's version, an option or a part of its configuration is not one that can be served.
+        BackendUnavailable: the store cannot be opened.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check(vllm_config)
+        self._options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._groups = groups_of(kv_cache_config)
+        self._requests: dict[str, Any] = {}
+        self._planner: Planner | None = None
+        self._transfers: Transfers | None = None
+        self._stores: list[Store] = []
+        self._failed_blocks: set[int] = set()
+        self._entering: StoreCall[list[identities.Summary]] | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler()
+
+    def _start_scheduler(self) -> None:
+        first = identity_of(self._vllm_config, self._kv_cache_config, self._options, 0)
+        ranks = 1 if first.replicated else first.tp_size
+        replicas = self._kv_cache_config.kv_tp_replicas
+        all_ranks = [
+            identity_of(self._vllm_config, self._kv_cache_config, self._options, rank * replicas)
+            for rank in range(ranks)
+        ]
+        self._stores = _open_store(self._options, all_ranks)
+        self._planner = Planner(self._stores, self._groups, first.page_size)
+        self._entering = self._stores[0].enter_identity()
+
+    # ---- scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        """Begins a request."""
+        assert self._planner is not None
+        self._requests[request.request_id] = request
+        self._planner.begin(request.request_id, request.block_hashes, adapter_of(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many tokens storage has after those that vLLM has, or None while it is being asked."""
+        assert self._planner is not None
+        if request.request_id not in self._requests:
+            self.on_new_request(request)
+        tokens = self._planner.hit(request.request_id, num_computed_tokens, request.num_tokens, request.num_preemptions)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plans a load."""
+        assert self._planner is not None
+        self._planner.allocated(request.request_id, num_external_tokens, blocks.get_block_ids())
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        """Returns the loads and saves of this step."""
+        assert self._planner is not None
+        state = scheduler_output.kv_connector_block_state
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                computed = request.num_computed_tokens
+                self._planner.scheduled(request_id, computed, computed + tokens, state.get_block_ids(request_id))
+        for request_id, offered in state.boundary_state_offloads.items() if state is not None else ():
+            for group, block, end in offered:
+                self._planner.state(request_id, group, block, end)
+        self._explain()
+        return Metadata(self._planner.take())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Ends a request. Its blocks were copied in the steps that computed them, so vLLM may free them."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Ends a request of a hybrid model."""
+        assert self._planner is not None
+        self._planner.end(request.request_id)
+        self._requests.pop(request.request_id, None)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Makes everything that was stored so far unfindable for this engine: its weights may have been replaced."""
+        if self._planner is not None:
+            self._planner.forget(secrets.token_bytes(16))
+        return True
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that does not happen is a later miss, nothing else."""
+        return False
+
+    def _explain(self) -> None:
+        """Logs once why a store with blocks of this model has none for this configuration."""
+        if self._entering is not None and self._entering.done():
+            identity = self._stores[0].sealer.identity
+            assert identity is not None
+            why = identities.explain(identities.summarize(identity), self._entering.value)
+            self._entering = None
+            if why is not None:
+                log.warning("storage: %s", why)
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Opens the store for the memory of this worker."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank()
+        identity = identity_of(self._vllm_config, self._kv_cache_config, self._options, rank)
+        self._stores = _open_store(self._options, [identity])
+        caches = Caches(self._groups, self._kv_cache_config, kv_caches)
+        self._transfers = Transfers(self._stores[0], caches, self._options.host_bytes)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begins the saves of a step, before its forward."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._transfers is not None:
+            self._transfers.begin(connector_metadata.plan.saves)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Starts the loads of a step. Their requests wait, so the forward does not."""
+        if self._transfers is not None:
+            self._transfers.load(self._get_connector_metadata().plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Returns at once: no request runs before its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Copies a layer of the blocks that are saved, as soon as it is computed."""
+        if self._transfers is not None:
+            self._transfers.copy(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Copies the layers that are left, such as states, and queues the writes."""
+        if self._transfers is not None:
+            self._transfers.flush()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Returns the loads that have ended. Failures of hybrids are by request, others by block."""
+        if self._transfers is None:
+            return KVConnectorTransferResults()
+        results = self._transfers.poll()
+        hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
+        self._failed_blocks = set() if hybrid else results.failed_blocks
+        return KVConnectorTransferResults(
+            finished_recving=results.loaded, failed_recving=results.failed if hybrid else set()
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks that could not be loaded, for vLLM to compute."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        """Waits for queued writes, and closes the store."""
+        if self._transfers is not None:
+            log.info("Mainstem: blocks %s; faults %s", dict(self._transfers.counts), dict(self._stores[0].faults))
+            self._transfers.close(_CLOSE_S)
+        for store in self._stores if self._transfers is None else ():
+            store.close(_CLOSE_S)
+        self._transfers, self._stores = None, []
