@@ -19,6 +19,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -586,11 +587,19 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    @property
+    def counts(self) -> Counter[str]:
+        """What became of blocks, and of calls to the store by the causes of their faults, since the start."""
+        counts = Counter(self._transfers.counts if self._transfers is not None else {})
+        for store in self._stores:
+            counts.update(store.faults)
+        return counts
+
     def shutdown(self) -> None:
         """Waits for queued writes, and closes the store."""
         if self._transfers is not None:
-            log.info("Mainstem: blocks %s; faults %s", dict(self._transfers.counts), dict(self._stores[0].faults))
             self._transfers.close(_CLOSE_S)
+            log.info("storage: %s", ", ".join(f"{count} {what}" for what, count in self.counts.items()))
         for store in self._stores if self._transfers is None else ():
             store.close(_CLOSE_S)
         self._transfers, self._stores = None, []

@@ -1,0 +1,176 @@
+"""vLLM's real engine on the CPU with `MainstemConnector`: equal texts, hits after a restart, faults, hybrids.
+
+vLLM needs an environment of its own: `make test-vllm`.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from machine import eventually
+from rigs.servers import free_port, stop, valkey
+from rigs.vllm_process import PYTHON, VLLM
+from rigs.vllm_store import set_mood
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM at .venv-vllm: make test-vllm"),
+    pytest.mark.slow,
+    pytest.mark.deadline,
+    pytest.mark.timeout(1800),
+]
+BLOCK = 32
+VOCAB = 512
+
+
+def save_model(folder: Path, **config: Any) -> Path:
+    """Makes a tiny random model with a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        **config,
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float().save_pretrained(folder)
+    words = {f"w{number}": number for number in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = {"unk_token": "w0", "eos_token": "w1", "pad_token": "w2"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+def prompts(count: int, shared: int, own: int, seed: int = 0) -> list[list[int]]:
+    """Returns prompts that share their first tokens."""
+    dice = random.Random(seed)
+    first = [dice.randrange(3, VOCAB) for _ in range(shared)]
+    return [first + [dice.randrange(3, VOCAB) for _ in range(own)] for _ in range(count)]
+
+
+def whole(prompt: list[int], block: int = BLOCK) -> int:
+    """Returns the tokens of the whole blocks of a prompt that can be a hit: the last token is always computed."""
+    return (len(prompt) - 1) // block * block
+
+
+def texts(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def test_all_whole_blocks_hit_after_a_restart_and_the_texts_are_equal(llama: Path, tmp_path: Path) -> None:
+    asked = prompts(4, 100, 45)
+    with VLLM(llama, None, tmp_path / "none.log") as engine:
+        expected = texts(engine.generate(asked))
+        engine.end()
+    spec = f"file:{tmp_path}/kv?capacity=1GiB"
+    with VLLM(llama, spec, tmp_path / "first.log") as engine:
+        assert texts(engine.generate(asked)) == expected
+        assert engine.end()["saved"] > 0
+    with VLLM(llama, spec, tmp_path / "second.log") as engine:
+        answers = engine.generate(asked)
+        assert texts(answers) == expected
+        assert [answer["cached"] for answer in answers] == [whole(prompt) for prompt in asked]
+        assert engine.end()["loaded"] >= whole(asked[0]) // BLOCK
+
+
+def test_a_second_engine_on_the_same_store_and_processes_of_their_own(llama: Path, tmp_path: Path) -> None:
+    asked = prompts(3, 100, 45)
+    port = free_port()
+    spec = f"redis://127.0.0.1:{port}/0"
+    with valkey(port), VLLM(llama, spec, tmp_path / "first.log", apart=True) as first:
+        expected = texts(first.generate(asked))
+        with VLLM(llama, spec, tmp_path / "second.log", apart=True) as second:
+            eventually(lambda: len(redis.Redis(port=port).keys()) > 3 * 2)
+            answers = second.generate(asked)
+            assert texts(answers) == expected
+            assert [answer["cached"] for answer in answers] == [whole(prompt) for prompt in asked]
+            second.end()
+        first.end()
+
+
+def test_salts_share_nothing_and_a_reset_makes_everything_unfindable(llama: Path, tmp_path: Path) -> None:
+    asked = prompts(1, 150, 10)
+    with VLLM(llama, f"file:{tmp_path}/kv?capacity=1GiB", tmp_path / "log") as engine:
+        engine.generate(asked, salt="a")
+        assert engine.ask("reset", connector=False)
+        assert engine.generate(asked, salt="b")[0]["cached"] == 0
+        assert engine.ask("reset", connector=False)
+        assert engine.generate(asked, salt="a")[0]["cached"] == whole(asked[0])
+        assert engine.ask("reset", connector=True)
+        assert engine.generate(asked, salt="a")[0]["cached"] == 0
+        engine.end()
+
+
+@pytest.mark.parametrize(
+    ("mood", "fault"),
+    [("lies", "altered"), ("hangs", "timeout"), ("stalls", "timeout"), ("dead", "unreachable")],
+)
+def test_what_a_store_cannot_give_is_computed(llama: Path, tmp_path: Path, mood: str, fault: str) -> None:
+    asked = prompts(4, 100, 45)
+    spec = f"rigs.vllm_store:Moody?folder={tmp_path}/moody"
+    with VLLM(llama, spec, tmp_path / "log", extra={"timeout": "1s"}) as engine:
+        expected = texts(engine.generate(asked))
+        assert engine.ask("reset", connector=False)
+        assert [answer["cached"] for answer in engine.generate(asked)] == [whole(prompt) for prompt in asked]
+        assert engine.ask("reset", connector=False)
+        set_mood(tmp_path / "moody", mood)
+        assert texts(engine.generate(asked)) == expected
+        assert engine.ask("counts").get(fault, 0) > 0
+        set_mood(tmp_path / "moody", "ok")
+        assert engine.ask("reset", connector=False)
+        assert texts(engine.generate(asked)) == expected
+        engine.end()
+
+
+def test_a_thousand_mixed_requests_while_the_store_is_killed_and_comes_back(llama: Path, tmp_path: Path) -> None:
+    dice = random.Random(5)
+    heads = prompts(12, 0, 200, seed=6)
+    asked = [
+        dice.choice(heads)[: dice.randrange(20, 200)] + [dice.randrange(3, VOCAB) for _ in range(dice.randrange(1, 60))]
+        for _ in range(250)
+    ]
+    order = [dice.randrange(len(asked)) for _ in range(1000)]
+    with VLLM(llama, None, tmp_path / "none.log") as engine:
+        expected = texts(engine.generate(asked))
+        engine.end()
+    port = free_port()
+    spec = f"redis://127.0.0.1:{port}/0?timeout=1"
+    with (
+        ExitStack() as later,
+        valkey(port) as server,
+        VLLM(llama, spec, tmp_path / "log", extra={"timeout": "1s"}) as engine,
+    ):
+        engine.tell("mixed", prompts=[asked[at] for at in order], tokens=4, at_once=8, abort_every=60, seed=7)
+        while (progress := engine.hear()) != "over":
+            if progress == 300:
+                stop(server)
+            if progress == 600:
+                later.enter_context(valkey(port))
+        answers = engine.hear()
+        counts = engine.end()
+    wrong = [at for at, answer in zip(order, answers, strict=True) if answer and answer[0] != expected[at]]
+    assert not wrong
+    assert sum(answer is None for answer in answers) > 5, "some were aborted"
+    assert counts["unreachable"] > 0 and counts["loaded"] > 100 and counts["saved"] > 100
