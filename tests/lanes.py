@@ -92,6 +92,18 @@ LANES = (
             "tests/requirements-routers.txt",
         ),
         ("pyzmq", "msgspec"),
+        "vllm",
+        ("tests/test_vllm.py",),
+        (
+            "src/mainstem/integrations/block_*.py",
+            "src/mainstem/integrations/vllm.py",
+            "src/mainstem/identity.py",
+            "src/mainstem/tiers/pages.py",
+            "src/mainstem/tiers/store.py",
+            "tests/requirements-vllm.txt",
+            "tests/rigs/vllm_*.py",
+            "tests/test_vllm.py",
+        ),
     ),
 )
 
