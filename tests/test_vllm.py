@@ -6,6 +6,7 @@ vLLM needs an environment of its own: `make test-vllm`.
 from __future__ import annotations
 
 import random
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import redis
 from machine import eventually
 from rigs.servers import free_port, stop, valkey
-from rigs.vllm_process import PYTHON, VLLM
+from rigs.vllm_process import ENVIRONMENT, PYTHON, ROOT, VLLM, EngineEnded
 from rigs.vllm_store import set_mood
 
 pytestmark = [
@@ -174,3 +175,74 @@ def test_a_thousand_mixed_requests_while_the_store_is_killed_and_comes_back(llam
     assert not wrong
     assert sum(answer is None for answer in answers) > 5, "some were aborted"
     assert counts["unreachable"] > 0 and counts["loaded"] > 100 and counts["saved"] > 100
+
+
+def test_a_tier_of_vllms_own_offloading_keeps_its_contract(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "rigs" / "vllm_tier.py"
+    command = [str(PYTHON), str(script), f"file:{tmp_path}/kv?capacity=64MiB"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "the contract is kept" in done.stdout
+
+
+def test_a_model_with_windows_hits_after_a_restart(tmp_path: Path) -> None:
+    model = save_model(
+        tmp_path / "gemma3",
+        model_type="gemma3_text",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        sliding_window=64,
+        query_pre_attn_scalar=32,
+    )
+    asked = prompts(3, 200, 100)
+    spec = f"rigs.vllm_store:Moody?folder={tmp_path}/moody"
+    with VLLM(model, None, tmp_path / "none.log") as engine:
+        expected = texts(engine.generate(asked))
+        engine.end()
+    with VLLM(model, spec, tmp_path / "first.log") as engine:
+        assert texts(engine.generate(asked)) == expected
+        engine.end()
+    with VLLM(model, spec, tmp_path / "second.log") as engine:
+        answers = engine.generate(asked)
+        assert texts(answers) == expected
+        assert [answer["cached"] for answer in answers] == [whole(prompt) for prompt in asked]
+        set_mood(tmp_path / "moody", "lies")
+        assert engine.ask("reset", connector=False)
+        assert texts(engine.generate(asked)) == expected, "a load of several groups fails by request"
+        counts = engine.end()
+    assert counts["altered"] > 0
+    assert counts["loaded"] < 3 * 2 * (whole(asked[0]) // BLOCK), "blocks before the windows are not read"
+
+
+@pytest.mark.parametrize(
+    ("options", "extra", "message"),
+    [
+        ({"enable_prefix_caching": False}, {}, "enable_prefix_caching = False: must be True"),
+        ({}, {"colour": "blue"}, "kv_connector_extra_config = 'colour': must be one of storage, host_bytes"),
+        ({}, {"host_bytes": "1KiB"}, "two blocks"),
+        ({}, {"storage": "redis://127.0.0.1:1/0"}, "redis"),
+        ({"load_format": "dummy"}, {}, "load_format = 'dummy'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_the_start(
+    llama: Path, tmp_path: Path, options: dict[str, Any], extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineEnded) as ended:
+        VLLM(llama, f"file:{tmp_path}/kv", tmp_path / "log", extra=extra, **options)
+    assert message in str(ended.value)
+
+
+def test_other_weights_and_another_block_size_find_nothing_and_the_log_says_why(llama: Path, tmp_path: Path) -> None:
+    asked = prompts(1, 150, 10)
+    spec = f"file:{tmp_path}/kv?capacity=1GiB"
+    with VLLM(llama, spec, tmp_path / "first.log") as engine:
+        engine.generate(asked)
+        engine.end()
+    with VLLM(llama, spec, tmp_path / "second.log", block_size=64) as engine:
+        assert engine.generate(asked)[0]["cached"] == 0
+        engine.end()
+    log = (tmp_path / "second.log").read_text()
+    assert "that others stored are not found, because they differ" in log and "page size 32, here 64" in log
+    with VLLM(llama, spec, tmp_path / "third.log", extra={"weights": "another digest"}) as engine:
+        assert engine.generate(asked)[0]["cached"] == 0
+        engine.end()

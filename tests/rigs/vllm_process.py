@@ -19,6 +19,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""The environment variables of processes with vLLM."""
+
 Answer = dict[str, Any]
 
 
@@ -55,14 +64,7 @@ class VLLM:
             }
         if connector is not None:
             options["kv_transfer_config"] = connector
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart)),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
         command = [str(PYTHON), __file__, str(model), json.dumps(options)]
         self.log = log
         with log.open("w") as output:

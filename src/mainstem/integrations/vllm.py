@@ -11,7 +11,6 @@ block's content depends on is an `Identity`, which both compute from vLLM's conf
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -35,6 +34,8 @@ from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.integrations.block_plan import Group, Plan, Planner
 from mainstem.integrations.block_transfer import Transfers
+from mainstem.integrations.chunk_tier import ChunkTier
+from mainstem.integrations.files import digest_adapter, digest_weights
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend, open_backend
 from mainstem.storage.wrappers import Wrapper
@@ -63,6 +64,8 @@ with needs("vllm", "mainstem.integrations.vllm is loaded by vLLM, which is not i
         UniformTypeKVCacheSpecs,
         group_kernel_blocks,
     )
+    from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 log = logging.getLogger("vllm.mainstem")  # vLLM shows the loggers below its own
 
@@ -74,7 +77,6 @@ SECRET = "MAINSTEM_STORAGE_SECRET"
 
 _CLOSE_S = 30.0  # for writes that are queued when the engine ends
 _HOST_BYTES = 1 << 30
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,26 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be i
 # ---------------------------------------------------------------- what vLLM's configuration says
 
 
+def check_version() -> None:
+    """Refuses versions of vLLM that were not tested.
+
+    Raises:
+        BadArgument: names those that were.
+    """
+    if not vllm.__version__.startswith(VERSIONS):
+        known = ", ".join(f"{version}*" for version in VERSIONS)
+        raise BadArgument("vllm", vllm.__version__, f"a version that MainstemConnector was tested with: {known}")
+
+
 def check(vllm_config: Any) -> None:
     """Refuses what the connector cannot serve, and warns of what is unwise.
 
     Raises:
         BadArgument: says what is allowed.
     """
-    if not vllm.__version__.startswith(VERSIONS):
-        raise BadArgument("vllm", vllm.__version__, f"a version that was tested: {', '.join(VERSIONS)}*")
+    check_version()
+    if vllm_config.load_config.load_format == "dummy":
+        raise BadArgument("load_format", "dummy", "one that reads weights: what dummy weights compute is not stored")
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if not cache.enable_prefix_caching:
         raise BadArgument(
@@ -217,7 +231,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, options: Options, tp_ran
     )
     return Identity(
         model=Path(model.model).name,
-        weights=options.weights or digest_weights(model.model, model.revision, vllm_config.load_config.load_format),
+        weights=options.weights or digest_weights(model.model, model.revision),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
         layout=f"vllm {vllm.__version__} {_layout(vllm_config, kv_cache_config, specs)}",
@@ -252,43 +266,6 @@ def _layout(vllm_config: Any, kv_cache_config: Any, specs: Sequence[Any]) -> str
     return " ".join(names)
 
 
-@functools.cache
-def digest_weights(model: str, revision: str | None, load_format: str) -> str:
-    """Returns BLAKE3 over all files of weights of a model.
-
-    Args:
-        model: a folder, a file, or a name on a hub whose files are in the local cache.
-        revision: of a name on a hub.
-        load_format: vLLM's `load_format`.
-
-    Raises:
-        BadArgument: there are no such files.
-    """
-    with needs("blake3", "storage needs blake3: pip install 'mainstem[storage]'"):
-        from blake3 import blake3
-    path = Path(model)
-    if not path.exists():
-        try:
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except Exception as error:  # noqa: BLE001  # whatever a hub's client raises: there are no files
-            log.debug("%s is not in the local cache: %s", model, error)
-    found = {file for kind in _WEIGHTS for file in path.glob(kind)} if path.is_dir() else {path} & {Path(model)}
-    files = sorted(file for file in found if file.is_file())
-    if not files or load_format == "dummy":
-        raise BadArgument(
-            "weights",
-            None,
-            f"a name for the weights in kv_connector_extra_config: {model} has no files of weights here",
-        )
-    hasher = blake3(max_threads=blake3.AUTO)
-    for file in files:
-        hasher.update(f"{file.name} {file.stat().st_size}\0".encode())
-        hasher.update_mmap(file)
-    return str(hasher.hexdigest())
-
-
 def adapter_of(request: Any) -> bytes:
     """Returns what a request's LoRA adapter adds to its namespace: vLLM's hashes have its name and path only.
 
@@ -298,22 +275,10 @@ def adapter_of(request: Any) -> bytes:
     if adapter is None:
         return b""
     try:
-        files = sorted(file for file in Path(adapter.lora_path).iterdir() if file.is_file())
-        return _digest_adapter(tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+        return digest_adapter(adapter.lora_path).encode()
     except OSError as error:
-        log.warning(
-            "the files of LoRA adapter %s cannot be read, so its blocks are not shared: %s", adapter.lora_name, error
-        )
+        log.warning("LoRA adapter %s cannot be read, so its blocks are not shared: %s", adapter.lora_name, error)
         return secrets.token_bytes(32)
-
-
-@functools.lru_cache(maxsize=256)
-def _digest_adapter(files: tuple[tuple[str, int, int], ...]) -> bytes:
-    hasher = hashlib.sha256()
-    for name, _, size in files:
-        hasher.update(f"{Path(name).name} {size}\0".encode())
-        hasher.update(Path(name).read_bytes())
-    return hasher.digest()
 
 
 # ---------------------------------------------------------------- the store
@@ -603,3 +568,100 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         for store in self._stores if self._transfers is None else ():
             store.close(_CLOSE_S)
         self._transfers, self._stores = None, []
+
+
+# ---------------------------------------------------------------- a tier of vLLM's own offloading
+
+
+class MainstemTier(SecondaryTierManager):  # type: ignore[misc]  # as `Metadata`
+    """A store of Mainstem below the host memory of vLLM's own offloading (`TieringOffloadingSpec`).
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
+        **given: the options of `MainstemConnector`.
+
+    Raises:
+        BadArgument: an option or vLLM's version is not one that can be served.
+        BackendUnavailable: the store cannot be opened.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **given: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        check_version()
+        options = Options.read(given)
+        (store,) = _open_store(options, [identity_of_chunks(offloading_spec.config, options)])
+        memory = np.asarray(primary_kv_view).view(np.uint8)
+        self._keys: dict[int, list[bytes]] = {}
+        self._tier = ChunkTier(store, memory, ThreadWorkers(2, "mainstem-copy"), options.host_bytes)
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Returns whether storage has a chunk; RETRY while it is being asked."""
+        stored = self._tier.look_up(key)
+        return LookupResult.RETRY if stored is None else LookupResult.HIT if stored else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begins to store chunks."""
+        self._keys[job_metadata.job_id] = keys = list(job_metadata.keys)
+        self._tier.store(job_metadata.job_id, keys, job_metadata.chunk_ids)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begins to load chunks."""
+        self._keys[job_metadata.job_id] = keys = list(job_metadata.keys)
+        self._tier.load(job_metadata.job_id, keys, job_metadata.chunk_ids)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        """Returns the jobs that have ended. Of a load that ended early, the first keys are good."""
+        return [
+            JobResult(each.job, each.whole, self._keys.pop(each.job)[: each.good], each.seconds, each.bytes)
+            for each in self._tier.finished()
+        ]
+
+    def has_pending_work(self) -> bool:
+        """Whether vLLM must go on polling."""
+        return self._tier.busy
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Chunks are stored one by one, as they come."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Waits until no job touches host memory."""
+        self._tier.drain()
+
+    def shutdown(self) -> None:
+        """Ends the copies, and closes the store."""
+        self._tier.close(_CLOSE_S)
+
+
+def identity_of_chunks(config: Any, options: Options) -> Identity:
+    """Returns everything that the content of a chunk of vLLM's offloading depends on.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+        options: the tier's.
+    """
+    sizes = {name: getattr(config.parallel, f"{name}_size") for name in ("tp", "pp", "pcp", "dcp")}
+    return Identity(
+        model=Path(config.model.name).name,
+        weights=options.weights or digest_weights(config.model.name),
+        dtype=str(config.model.dtype).removeprefix("torch."),
+        quantization="that of the weights",
+        layout=f"vllm {vllm.__version__} chunks {config.kv_cache_layout} {config.canonical_layout} "
+        f"{config.replicated_layout} {config.cache.blocks_per_chunk} {config.worker_kv_bytes_per_block} bytes",
+        shape="; ".join(f"{len(group.layer_names)} layers in {group.tokens_per_block}" for group in config.groups),
+        attention="all ranks",
+        rope="that of the weights",
+        tokenizer="token ids of the model",
+        symbols="offload key",
+        page_size=config.cache.tokens_per_hash,
+        extra=tuple(f"{name} {size}" for name, size in sizes.items()),
+    )
