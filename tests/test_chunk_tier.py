@@ -18,9 +18,9 @@ SIZE = 64
 KEYS = [bytes([number]) * 36 for number in range(8)]
 
 
-def tier(store: Store, copiers: HandWorkers | None = None, host_bytes: int = 1 << 20, **options: Any) -> ChunkTier:
+def tier(store: Store, copiers: HandWorkers | None = None, buffer_bytes: int = 1 << 20, **options: Any) -> ChunkTier:
     memory = np.arange(16, dtype=np.uint8)[:, None].repeat(SIZE, axis=1)
-    made = ChunkTier(store, memory, copiers or HandWorkers(instant=True), host_bytes, **options)
+    made = ChunkTier(store, memory, copiers or HandWorkers(instant=True), buffer_bytes, **options)
     made.memory = memory  # type: ignore[attr-defined]  # for the test
     return made
 
@@ -118,7 +118,7 @@ def test_drain_leaves_no_job_and_their_ends_are_returned() -> None:
 
 
 def test_more_than_the_host_has_room_for_ends_without_effect() -> None:
-    full = tier(make_store(MemoryBackend(), HandWorkers()), host_bytes=2 * (HEADER_BYTES + SIZE))
+    full = tier(make_store(MemoryBackend(), HandWorkers()), buffer_bytes=2 * (HEADER_BYTES + SIZE))
     full.store(1, KEYS[:2], [1, 2])
     full.store(2, KEYS[2:3], [3])
     full.load(3, KEYS[3:4], [4])

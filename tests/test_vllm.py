@@ -5,6 +5,8 @@ vLLM needs an environment of its own: `make test-vllm`.
 
 from __future__ import annotations
 
+import json
+import lzma
 import random
 import subprocess
 from contextlib import ExitStack
@@ -26,6 +28,14 @@ pytestmark = [
 ]
 BLOCK = 32
 VOCAB = 512
+WINDOWS: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 32,
+}
+"""A model with windows in three of four layers."""
 
 
 def save_model(folder: Path, **config: Any) -> Path:
@@ -186,14 +196,7 @@ def test_a_tier_of_vllms_own_offloading_keeps_its_contract(tmp_path: Path) -> No
 
 
 def test_a_model_with_windows_hits_after_a_restart(tmp_path: Path) -> None:
-    model = save_model(
-        tmp_path / "gemma3",
-        model_type="gemma3_text",
-        num_hidden_layers=4,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        sliding_window=64,
-        query_pre_attn_scalar=32,
-    )
+    model = save_model(tmp_path / "gemma3", **WINDOWS)
     asked = prompts(3, 200, 100)
     spec = f"rigs.vllm_store:Moody?folder={tmp_path}/moody"
     with VLLM(model, None, tmp_path / "none.log") as engine:
@@ -246,3 +249,24 @@ def test_other_weights_and_another_block_size_find_nothing_and_the_log_says_why(
     with VLLM(llama, spec, tmp_path / "third.log", extra={"weights": "another digest"}) as engine:
         assert engine.generate(asked)[0]["cached"] == 0
         engine.end()
+
+
+@pytest.mark.parametrize("kind", ["full", "windows"])
+def test_the_calls_of_the_engine_are_written_down(llama: Path, tmp_path: Path, kind: str) -> None:
+    model = llama if kind == "full" else save_model(tmp_path / "gemma3", **WINDOWS)
+    asked, transcript = prompts(10, 100, 90, seed=9), tmp_path / "calls.json"
+    with VLLM(model, f"file:{tmp_path}/kv", tmp_path / "log", transcript=transcript) as engine:
+        for again in (False, True):
+            engine.generate(asked[:4], tokens=6)
+            engine.ask("settle")
+            assert engine.ask("reset", connector=False)
+            engine.generate(asked, tokens=40, together=again)
+            engine.ask("settle")
+        engine.ask("reset", connector=True)
+        engine.generate(asked[:2])
+        engine.end()
+    lines = transcript.read_text()
+    assert json.loads(lines)[0][0] == "config"
+    kept = ROOT / "tests" / "recorded" / f"vllm-{kind}.json.xz"
+    if not kept.exists():  # delete it to have it written anew
+        kept.write_bytes(lzma.compress(lines.encode(), preset=9))

@@ -39,6 +39,7 @@ class VLLM:
         storage: the spec of a store; None: no connector.
         log: a file that gets what the process prints.
         apart: scheduler and worker are processes of their own.
+        transcript: a file for a transcript of the connector's calls.
         extra: further options of the connector.
         options: options of vLLM's `LLM`.
     """
@@ -50,6 +51,7 @@ class VLLM:
         log: Path,
         *,
         apart: bool = False,
+        transcript: Path | None = None,
         extra: dict[str, Any] | None = None,
         connector: dict[str, Any] | None = None,
         **options: Any,
@@ -62,9 +64,15 @@ class VLLM:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"storage": storage, **(extra or {})},
             }
+        if connector is not None and transcript is not None:
+            connector |= {"kv_connector": "RecordedConnector", "kv_connector_module_path": "rigs.vllm_recorder"}
         if connector is not None:
             options["kv_transfer_config"] = connector
-        environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart))}
+        environment = {
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart)),
+            "MAINSTEM_TRANSCRIPT": str(transcript),
+        }
         command = [str(PYTHON), __file__, str(model), json.dumps(options)]
         self.log = log
         with log.open("w") as output:
@@ -193,6 +201,12 @@ class _Engine:
     def reset(self, connector: bool) -> bool:
         """Empties vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
+
+    def settle(self) -> None:
+        """Waits until the connector's writes have ended."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().drain(60.0)
 
     def counts(self) -> Answer:
         """Returns what the connectors of scheduler and worker counted, where they run in this process."""

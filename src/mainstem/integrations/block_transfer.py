@@ -13,8 +13,9 @@ This module knows jobs, slots and results. The engine's memory is behind `Blocks
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _SAVES_SHARE = 0.5  # of the slots at most, so that a slow store does not keep loads waiting for room
 _ALIGNMENT = 128
+_POLL_S = 0.001
 
 
 class Blocks(Protocol):
@@ -145,18 +147,21 @@ class Transfers:
     Args:
         store: reads and writes; closed by `close`.
         blocks: the engine's memory.
-        host_bytes: the size of the slots, all together.
+        buffer_bytes: the size of the slots, all together.
+        sleep: waits in `drain`.
 
     Raises:
-        BadArgument: `host_bytes` is less than two blocks.
+        BadArgument: `buffer_bytes` is less than two blocks.
     """
 
-    def __init__(self, store: Store, blocks: Blocks, host_bytes: int) -> None:
+    def __init__(
+        self, store: Store, blocks: Blocks, buffer_bytes: int, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         longest = max(blocks.block_bytes(row) for row in blocks.rows())
-        count = host_bytes // (HEADER_BYTES + longest)
+        count = buffer_bytes // (HEADER_BYTES + longest)
         if count < 2:
-            raise BadArgument("host_bytes", host_bytes, f"at least {2 * (HEADER_BYTES + longest)}, two blocks")
-        self._store, self._blocks = store, blocks
+            raise BadArgument("buffer_bytes", buffer_bytes, f"at least {2 * (HEADER_BYTES + longest)}, two blocks")
+        self._store, self._blocks, self._sleep = store, blocks, sleep
         self._slots = Slots(count, longest)
         store.register([self._slots.memory])
         self._copies: list[tuple[str, list[_Copy]]] = []
@@ -251,6 +256,14 @@ class Transfers:
         self._loads = deque(load for load in self._loads if load.request not in results.loaded)
         self._advance(results)
         return results
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until the writes that are queued have ended; returns whether they have."""
+        end_s = self._store.clock() + timeout_s
+        while self._writes and self._store.clock() < end_s:
+            self._reap()
+            self._sleep(_POLL_S)
+        return not self._writes
 
     def close(self, timeout_s: float) -> None:
         """Ends the store, after the writes that are queued or when the time is over."""

@@ -68,7 +68,7 @@ class ChunkTier:
         store: keeps the chunks; closed by `close`.
         memory: [chunks, bytes of a chunk], of bytes.
         copiers: run the copies.
-        host_bytes: the most bytes of chunks on their way; jobs beyond it end without effect.
+        buffer_bytes: the most bytes of chunks on their way; jobs beyond it end without effect.
         sleep: waits in `drain`.
     """
 
@@ -77,12 +77,12 @@ class ChunkTier:
         store: Store,
         memory: NDArray[np.uint8],
         copiers: Workers,
-        host_bytes: int,
+        buffer_bytes: int,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store, self._memory, self._copiers, self._sleep = store, memory, copiers, sleep
         self._chunk_bytes = memory.shape[1]
-        self._limit = max(1, host_bytes // (HEADER_BYTES + self._chunk_bytes))
+        self._limit = max(1, buffer_bytes // (HEADER_BYTES + self._chunk_bytes))
         self._root = store.sealer.root(b"")
         self._lookups: dict[bytes, StoreCall[Found]] = {}
         self._jobs: list[_Job] = []

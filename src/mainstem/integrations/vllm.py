@@ -76,7 +76,7 @@ SECRET = "MAINSTEM_STORAGE_SECRET"
 """The environment variable with the secret of the store. vLLM logs its options, so the secret is none of them."""
 
 _CLOSE_S = 30.0  # for writes that are queued when the engine ends
-_HOST_BYTES = 1 << 30
+_BUFFER_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,16 @@ class Options:
 
     Args:
         storage: the spec of the store, see docs/storage.md.
-        host_bytes: memory for blocks on their way, in each worker.
+        host_bytes: host memory for stored blocks, which all processes of this machine share, see `mainstem.owner`.
+            None: the owner's default. 0: no owner, each process opens the store itself.
+        buffer_bytes: memory for blocks on their way, in each worker.
         timeout_s: how long a call to the store may take, and so how long a request waits for it at most.
         weights: a name for the weights, in place of a digest of their files.
     """
 
     storage: str
-    host_bytes: int = _HOST_BYTES
+    host_bytes: int | None = None
+    buffer_bytes: int = _BUFFER_BYTES
     timeout_s: float = 5.0
     weights: str | None = None
 
@@ -102,7 +105,7 @@ class Options:
         Raises:
             BadArgument: an option is unknown, missing or of another form.
         """
-        names = ("storage", "host_bytes", "timeout", "weights")
+        names = ("storage", "host_bytes", "buffer_bytes", "timeout", "weights")
         for name in given:
             if name not in names:
                 raise BadArgument("kv_connector_extra_config", name, f"one of {', '.join(names)}")
@@ -112,10 +115,19 @@ class Options:
             )
         return cls(
             given["storage"],
-            parse_bytes("host_bytes", str(given.get("host_bytes", _HOST_BYTES))),
+            parse_bytes("host_bytes", str(given["host_bytes"])) if "host_bytes" in given else None,
+            parse_bytes("buffer_bytes", str(given.get("buffer_bytes", _BUFFER_BYTES))),
             parse_seconds("timeout", str(given.get("timeout", "5s"))),
             given.get("weights"),
         )
+
+    @property
+    def spec(self) -> str:
+        """The spec of the store, with its owner on this machine unless there is to be none."""
+        if self.host_bytes == 0 or self.storage.startswith(("shared+", "shared(")):
+            return self.storage
+        size = "" if self.host_bytes is None else f"host_bytes={self.host_bytes}&"
+        return f"shared({size}timeout={self.timeout_s:g}s)+{self.storage}"
 
 
 @dataclass
@@ -321,7 +333,7 @@ def _open_store(options: Options, identities_: Sequence[Identity]) -> list[Store
         log.warning("storage has no secret (%s): stored blocks are safe from damage, not from forgery", SECRET)
     config = StorageConfig(call_timeout_s=options.timeout_s)
     try:
-        backend = _Shared(options.storage)
+        backend = _Shared(options.spec)
     except BackendUnavailable as error:
         raise BackendUnavailable(f"storage {options.storage!r}: {error}") from error
     readers = ThreadWorkers(config.batches, "mainstem-read")
@@ -510,7 +522,7 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         identity = identity_of(self._vllm_config, self._kv_cache_config, self._options, rank)
         self._stores = _open_store(self._options, [identity])
         caches = Caches(self._groups, self._kv_cache_config, kv_caches)
-        self._transfers = Transfers(self._stores[0], caches, self._options.host_bytes)
+        self._transfers = Transfers(self._stores[0], caches, self._options.buffer_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins the saves of a step, before its forward."""
@@ -560,6 +572,10 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             counts.update(store.faults)
         return counts
 
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until queued writes have ended; returns whether they have."""
+        return self._transfers is None or self._transfers.drain(timeout_s)
+
     def shutdown(self) -> None:
         """Waits for queued writes, and closes the store."""
         if self._transfers is not None:
@@ -601,7 +617,7 @@ class MainstemTier(SecondaryTierManager):  # type: ignore[misc]  # as `Metadata`
         (store,) = _open_store(options, [identity_of_chunks(offloading_spec.config, options)])
         memory = np.asarray(primary_kv_view).view(np.uint8)
         self._keys: dict[int, list[bytes]] = {}
-        self._tier = ChunkTier(store, memory, ThreadWorkers(2, "mainstem-copy"), options.host_bytes)
+        self._tier = ChunkTier(store, memory, ThreadWorkers(2, "mainstem-copy"), options.buffer_bytes)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Returns whether storage has a chunk; RETRY while it is being asked."""
