@@ -38,7 +38,7 @@ def configs(config: dict[str, Any], groups: list[Any], blocks: int, hash_tokens:
     vllm.model_config.model = "tiny"
     vllm.model_config.hf_config = SimpleNamespace(to_dict=dict)
     vllm.attention_config = SimpleNamespace(backend=None)
-    vllm.kv_transfer_config.kv_connector_extra_config = {"storage": "memory:", "weights": "tiny"}
+    vllm.kv_transfer_config.kv_connector_extra_config = {"storage": "memory:", "weights": "tiny", "host_bytes": 0}
     made = [
         SimpleNamespace(layer_names=layers, kv_cache_spec=SPECS[spec["type"]](**spec), is_eagle_group=False)
         for layers, spec in groups
@@ -163,9 +163,84 @@ def test_there_are_transcripts() -> None:
     assert len(TRANSCRIPTS) >= 2
 
 
-def test_a_version_that_was_not_tested_is_refused(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = next(line for line in json.loads(lzma.decompress(TRANSCRIPTS[0].read_bytes())) if line[0] == "config")
-    vllm, cache = configs(*start[1:])
+@pytest.fixture
+def given() -> tuple[Any, Any]:
+    """The two configurations of a transcript."""
+    lines = json.loads(lzma.decompress(TRANSCRIPTS[0].read_bytes()))
+    return configs(*next(line for line in lines if line[0] == "config")[1:])
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("cache_config", "enable_prefix_caching", False, "enable_prefix_caching = False: must be True"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash", "must be sha256 or sha256_cbor"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size = 2: must be 1"),
+        ("load_config", "load_format", "dummy", "load_format = 'dummy'"),
+        (
+            "kv_transfer_config",
+            "kv_connector_extra_config",
+            {"storage": "memory:", "colour": 1},
+            "'colour': must be one",
+        ),
+        ("kv_transfer_config", "kv_connector_extra_config", {}, "storage = None: must be the spec of a store"),
+        ("kv_transfer_config", "kv_connector_extra_config", {"storage": "tape:"}, "one of memory:, file:"),
+        ("kv_transfer_config", "kv_connector_extra_config", {"storage": "memory:"}, "tiny has no files of weights"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    module: ModuleType, given: tuple[Any, Any], part: str, name: str, value: object, message: str
+) -> None:
+    setattr(getattr(given[0], part), name, value)
+    with pytest.raises(BadArgument, match=message):
+        module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1])
+
+
+def test_a_version_that_was_not_tested_is_refused(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module.vllm, "__version__", "0.33.0")
     with pytest.raises(BadArgument, match=r"vllm = '0.33.0': must be a version .* tested with: 0\.32\.\*"):
-        module.MainstemConnector(vllm, KVConnectorRole.SCHEDULER, cache)
+        module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1])
+
+
+def test_blocks_that_hashes_do_not_divide_are_refused(module: ModuleType, given: tuple[Any, Any]) -> None:
+    given[1].hash_block_size = 48
+    with pytest.raises(BadArgument, match="block size = 32: must be a multiple of 48"):
+        module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1])
+
+
+def test_a_policy_that_fails_requests_is_warned_of(
+    module: ModuleType, given: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    given[0].kv_transfer_config.kv_load_failure_policy = "fail"
+    module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1]).shutdown()
+    assert sum('kv_load_failure_policy is "fail"' in record.message for record in caplog.records) == 1
+
+
+def test_every_rank_has_blocks_of_its_own_unless_ranks_hold_the_same_heads(
+    module: ModuleType, given: tuple[Any, Any]
+) -> None:
+    vllm, cache = given
+    options = module.Options("memory:", weights="tiny")
+
+    def shards(replicas: int, mla: bool = False) -> list[str]:
+        vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas = 4, replicas
+        vllm.model_config.use_mla = mla
+        return [module.identity_of(vllm, cache, options, rank).shard for rank in range(4)]
+
+    assert shards(1) == ["0 of 4", "1 of 4", "2 of 4", "3 of 4"]
+    assert shards(2) == ["0 of 2", "0 of 2", "1 of 2", "1 of 2"]
+    assert shards(1, mla=True) == [""] * 4
+
+
+def test_an_adapter_adds_the_digest_of_its_files(module: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"a")
+    request = SimpleNamespace(lora_request=SimpleNamespace(lora_path=str(tmp_path), lora_name="a"))
+    first = module.adapter_of(request)
+    assert first == module.adapter_of(request) != b""
+    (tmp_path / "more").write_bytes(b"b")
+    assert module.adapter_of(request) != first
+    request.lora_request.lora_path = "nowhere"
+    assert module.adapter_of(request) != module.adapter_of(request), "what cannot be read is never shared"
+    assert module.adapter_of(SimpleNamespace(lora_request=None)) == b""
