@@ -184,7 +184,12 @@ def given() -> tuple[Any, Any]:
             "'colour': must be one",
         ),
         ("kv_transfer_config", "kv_connector_extra_config", {}, "storage = None: must be the spec of a store"),
-        ("kv_transfer_config", "kv_connector_extra_config", {"storage": "tape:"}, "one of memory:, file:"),
+        (
+            "kv_transfer_config",
+            "kv_connector_extra_config",
+            {"storage": "tape:", "weights": "w", "host_bytes": 0},
+            "one of memory:",
+        ),
         ("kv_transfer_config", "kv_connector_extra_config", {"storage": "memory:"}, "tiny has no files of weights"),
     ],
 )
