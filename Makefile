@@ -11,7 +11,8 @@ CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-vllm lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-vllm lint \
+	bench record bench-index bench-core bench-policies bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -35,6 +36,7 @@ help:
 	@echo "make bench-tiers   copies between tiers, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
+	@echo "make bench-engines  Mainstem inside vLLM beside vLLM's own example connector"
 	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
 	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: about an hour"
 	@echo "make bench-index   benchmark the index beside its peers, which are installed into $(PEERS)"
@@ -177,6 +179,9 @@ bench-models: $(VENV)/dev
 
 bench-plan: $(VENV)/dev
 	$(BIN)/python -m bench plan $(ARGS)
+
+bench-engines: $(VENV)/dev $(VLLM)/mainstem
+	$(BIN)/python -m bench.engines $(ARGS)
 
 bench-core: $(VENV)/dev
 	$(BIN)/python -m bench core $(ARGS)

@@ -39,6 +39,7 @@ def test_what_was_stored_is_found_and_loaded_into_other_chunks() -> None:
     assert first.busy
     assert first.finished() == [Ended(1, 3, True, 0.0, 3 * SIZE)]
     assert not first.busy and first.counts == {"saved": 3}
+    assert first.look_up(KEYS[0]) is True, "an answer is not kept"
     second = tier(store)
     assert [second.look_up(key) for key in KEYS[:4]] == [True, True, True, False]
     second.load(2, KEYS[:3], [1, 2, 3])

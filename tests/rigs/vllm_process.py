@@ -11,10 +11,13 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from machine import patience
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -97,7 +100,7 @@ class VLLM:
         return self._read()
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 4, **arguments: Any) -> list[Answer]:
-        """Answers prompts one by one: `tokens` generated, and how many of the prompt were `cached`."""
+        """Answers prompts one by one: the `tokens` generated, how many of the prompt were `cached`, and what it took."""
         asked = [list(prompt) for prompt in prompts]
         answers: list[Answer] = self.ask("generate", prompts=asked, tokens=tokens, **arguments)
         return answers
@@ -106,7 +109,7 @@ class VLLM:
         """Ends the engine, with all its writes; returns what its connector counted."""
         counts: Answer = self.ask("counts")
         self.tell("end")
-        assert self._process.wait(120) == 0, self._tail()
+        assert self._process.wait(patience(120)) == 0, self._tail()
         return counts
 
     def kill(self) -> None:
@@ -161,15 +164,28 @@ class _Engine:
         self._answers.flush()
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, salt: str | None = None, together: bool = False
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str | None = None,
+        together: bool = False,
+        settled: bool = False,
     ) -> list[Answer]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         wrapped = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
         batches = [wrapped] if together else [[each] for each in wrapped]
-        outputs = [out for batch in batches for out in self._llm.generate(batch, parameters, use_tqdm=False)]
-        return [{"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens} for out in outputs]
+        answers = []
+        for batch in batches:
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
+            outputs = self._llm.generate(batch, parameters, use_tqdm=False)
+            if settled:
+                self.settle()
+            took = {"seconds": time.perf_counter() - began_s, "cpu": time.process_time() - began_cpu_s}
+            for out in outputs:
+                answers.append({"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens, **took})
+        return answers
 
     def mixed(self, prompts: list[list[int]], tokens: int, at_once: int, abort_every: int, seed: int) -> list[Any]:
         """Answers prompts, `at_once` at the same time; aborts some. Says how many have ended, every hundred."""
