@@ -606,6 +606,17 @@ def test_only_a_page_that_is_there_and_damaged_is_deleted_when_it_is_read() -> N
     assert backend.deleted == 1
 
 
+def test_the_time_of_a_queued_write_runs_from_when_a_worker_begins_it() -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
+    parts = [Part(FULL, names_of(store), new_slots(4))]
+    queued, waiting = store.write(parts, queued=True), store.write(parts)
+    clock.now_s += 60.0
+    assert not queued.overdue() and waiting.overdue()
+    workers.run()
+    assert queued.done() and queued.value.whole
+
+
 def test_done_detects_that_a_call_is_overdue() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)

@@ -100,7 +100,7 @@ class VLLM:
         return self._read()
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 4, **arguments: Any) -> list[Answer]:
-        """Answers prompts one by one: the `tokens` generated, how many of the prompt were `cached`, and what it took."""
+        """Answers prompts one by one: the generated `tokens`, how many were `cached`, and what it took."""
         asked = [list(prompt) for prompt in prompts]
         answers: list[Answer] = self.ask("generate", prompts=asked, tokens=tokens, **arguments)
         return answers
@@ -183,8 +183,9 @@ class _Engine:
             if settled:
                 self.settle()
             took = {"seconds": time.perf_counter() - began_s, "cpu": time.process_time() - began_cpu_s}
-            for out in outputs:
-                answers.append({"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens, **took})
+            answers += [
+                {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens, **took} for out in outputs
+            ]
         return answers
 
     def mixed(self, prompts: list[list[int]], tokens: int, at_once: int, abort_every: int, seed: int) -> list[Any]:

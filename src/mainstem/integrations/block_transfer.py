@@ -7,7 +7,7 @@ A slot holds one block with its header. Blocks are copied within the step that c
 overwrite them at once after it. A save for which no slot is free is dropped and counted. A load that fails says from
 which block on; the engine computes those.
 
-This module knows jobs, slots and results. The engine's memory is behind `Blocks`, and decisions are in `block_plan`.
+This module knows jobs, slots and results. `Blocks` is the engine's memory; decisions are in `block_plan`.
 """
 
 from __future__ import annotations
