@@ -96,6 +96,8 @@ LANES = (
         ("tests/test_vllm.py",),
         (
             "src/mainstem/integrations/block_*.py",
+            "src/mainstem/integrations/chunk_tier.py",
+            "src/mainstem/integrations/files.py",
             "src/mainstem/integrations/vllm.py",
             "src/mainstem/identity.py",
             "src/mainstem/tiers/pages.py",
