@@ -92,6 +92,8 @@ LANES = (
             "tests/requirements-routers.txt",
         ),
         ("pyzmq", "msgspec"),
+    ),
+    Lane(
         "vllm",
         ("tests/test_vllm.py",),
         (
@@ -105,6 +107,7 @@ LANES = (
             "tests/requirements-vllm.txt",
             "tests/rigs/vllm_*.py",
             "tests/test_vllm.py",
+            "tests/recorded/vllm-*.json.xz",
         ),
     ),
 )
