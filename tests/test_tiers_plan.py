@@ -70,7 +70,9 @@ def test_the_deepest_end_and_what_it_needs_are_those_of_the_rule(kind: str, size
 def test_what_has_no_content_is_neither_asked_for_nor_in_the_way() -> None:
     plan = Plan((Full(), State()), (False, True), 2, 0, 6)
     assert plan.asked(0).tolist() == [] and plan.asked(1).tolist() == [0, 1, 2, 3, 4, 5]
+    assert plan.in_the_way(plan.deepest(6)) == (0, 0), "nothing is stored that a state could stand in the way of"
     plan.stored[1][3] = True
+    assert plan.in_the_way(plan.deepest(6)) == (0, 0)
     assert plan.deepest(6) == 4 and plan.deepest(3) == 0
     assert list(plan.missing(4)) == [(0, 0, 4), (1, 3, 4)], "pages are allocated, though nothing is read into them"
 

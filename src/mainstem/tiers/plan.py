@@ -67,8 +67,11 @@ class Plan:
         return self._deepest(range(len(self._components)), most)
 
     def in_the_way(self, depth: int) -> tuple[int, int]:
-        """Returns how many pages further the first component alone would reach, and the row that does not."""
-        if len(self._components) == 1:
+        """Returns how many pages further the first component alone would reach, and the row that does not.
+
+        None further, if its pages have no content: then it would reach the end of every prompt, stored or not.
+        """
+        if len(self._components) == 1 or not self._contents[0]:
             return 0, 0
         reach = self._deepest([0], self.pages)
         if reach <= depth:
