@@ -453,6 +453,12 @@ def test_a_store_that_cannot_be_opened_is_one_clear_error(home: Path) -> None:
     assert list(running()) == []
 
 
+def test_a_look_starts_no_owner(home: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"has no owner: name the store without shared\+"):
+        open_backend(f"shared+file:{home}/kv", existing=True)
+    assert list(running()) == [] and not (home / "kv").exists()
+
+
 def test_a_folder_that_others_can_open_is_refused(home: Path) -> None:
     (home / "mainstem").mkdir(mode=0o755)
     with pytest.raises(BackendUnavailable, match="must be this user's alone"):

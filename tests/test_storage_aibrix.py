@@ -75,6 +75,13 @@ def test_conformance(case: Case, connector: str, tmp_path: Path) -> None:
 
 
 @needs_package
+@pytest.mark.parametrize("connector", ["shfs", "rocksdb"])
+def test_a_look_makes_no_folder(connector: str, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="there is no store"):
+        open_backend(f"aibrix:{connector}?path={tmp_path}/none", existing=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_values_outlive_the_process(tmp_path: Path) -> None:
     spec = f"aibrix:rocksdb?path={tmp_path}&timeout={TIMEOUT_S}"
     backend = open_backend(spec)

@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from mmap import mmap
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.file import FileBackend, FileSystem, backend, index
 from mainstem.storage.file.index import RECORD
 from mainstem.storage.file.space import GRAIN_BYTES
+from mainstem.units import show_bytes
 
 # ---------------------------------------------------------------- interface
 
@@ -211,12 +212,16 @@ def test_values_of_several_sizes_share_the_room(tiny_steps: None) -> None:
 
 
 @pytest.mark.parametrize("grains", [5, 15])
-def test_a_smaller_capacity_drops_values_beyond_it(grains: int) -> None:
+def test_a_smaller_capacity_drops_values_beyond_it(grains: int, caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk()
     store = small(disk, 16)
     store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)])
     store.close()
     store = small(disk, grains)
+    assert [
+        f"cut from 65.5 KB to its capacity of {show_bytes(grains * GRAIN_BYTES)}: {16 - grains} values gone" in line
+        for line in caplog.messages
+    ] == [True]
     assert len(disk.files["values"].live) == grains * GRAIN_BYTES
     assert store.stats().entries == grains
     store.check()
@@ -288,6 +293,19 @@ def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: 
     store.put(KEYS[:1], [value_of(0, 100)])
     assert store.stats() == BackendStats(1, GRAIN_BYTES, 9 * GRAIN_BYTES, 0)
     store.close()
+
+
+def test_what_is_only_looked_at_is_not_cut(tmp_path: Path) -> None:
+    with closing(open_backend(f"file:{tmp_path}/store")) as store:
+        assert all(store.put(KEYS[:9], [value_of(at, 4096) for at in range(9)]))
+    size = (tmp_path / "store" / "values").stat().st_size
+    with closing(open_backend(f"file:{tmp_path}/store?capacity=4KiB", existing=True)) as store:
+        assert (store.stats().entries, store.stats().capacity_bytes) == (9, size)
+    with closing(open_backend(f"file:{tmp_path}/store?capacity=16GiB", existing=True)) as store:
+        assert store.stats().capacity_bytes == 16 << 30
+    with pytest.raises(BackendUnavailable, match="there is no store"):
+        open_backend(f"file:{tmp_path}/none", existing=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_without_a_capacity_it_keeps_all_existing_values(tmp_path: Path) -> None:

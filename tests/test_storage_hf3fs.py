@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
@@ -230,6 +231,19 @@ def test_a_smaller_file_keeps_the_values_inside(open_one: Callable[..., HF3FSBac
     put(store, *range(10))
     store.close()
     assert sum(read(open_one(slots=4), *range(10))) == 4
+
+
+def test_a_look_does_not_make_the_file_smaller_and_makes_none(
+    open_one: Callable[..., HF3FSBackend], tmp_path: Path
+) -> None:
+    store = open_one(slots=16)
+    put(store, *range(16))
+    store.close()
+    with closing(open_backend(f"hf3fs:{tmp_path}/rank0?slot={SIZE}&capacity={2 * SIZE}", existing=True)) as looked:
+        assert looked.stats().entries == 16
+    with pytest.raises(BackendUnavailable, match="there is no store"):
+        open_backend(f"hf3fs:{tmp_path}/rank1", existing=True)
+    assert not list(tmp_path.glob("rank1*"))
 
 
 def test_one_process_has_the_file(open_one: Callable[..., HF3FSBackend]) -> None:

@@ -170,6 +170,12 @@ def test_an_invalid_spec(spec: str) -> None:
         open_backend(f"nixl:{spec}")
 
 
+def test_a_look_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="there is no store"):
+        open_backend(f"nixl:posix?path={tmp_path}/none", existing=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BackendUnavailable, match="no folder"):

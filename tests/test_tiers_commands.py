@@ -96,6 +96,40 @@ def two(tmp_path: Path) -> str:
     return f"file:{tmp_path}/two?capacity=64MiB"
 
 
+# ---------------------------------------------------------------- what is there, as it is
+
+LOOKS = ("stats", "du", "verify", "migrate", "clear", "check")
+
+
+@pytest.mark.parametrize("command", [command for command in LOOKS if command != "clear"])
+def test_a_look_at_a_store_drops_nothing_to_fit_a_capacity(command: str, two: str, tmp_path: Path) -> None:
+    fill(f"file:{tmp_path}/one", 300)
+    arguments = [f"file:{tmp_path}/one?capacity=40KiB", *([two] if command == "migrate" else [])]
+    assert run(command, *arguments) == (2 if command == "check" else 0)
+    assert held(f"file:{tmp_path}/one", 300) == 300
+
+
+@pytest.mark.parametrize("command", [command for command in LOOKS if command != "check"])
+@pytest.mark.parametrize("spec", ["file:{}/none", "file:{}/none?capacity=64MiB", "readonly+file:{}/none"])
+def test_a_store_that_is_not_there_is_not_made(
+    command: str, spec: str, two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, spec.format(tmp_path), *([two] if command == "migrate" else [])) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no store" in line
+    assert not (tmp_path / "none").exists() and not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_spec_for_every_rank_names_no_store(
+    command: str, two: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, f"file:{tmp_path}/kv-{{rank}}", *([two] if command == "migrate" else [])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the number of a rank in place of {rank}" in line
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------- migrate
 
 

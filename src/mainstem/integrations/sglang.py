@@ -24,7 +24,7 @@ from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.settings.engine import StorageConfig, StorageSecret
-from mainstem.storage import Backend, open_backend
+from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.tiers.keyed import KeyedPages, Kind
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 
@@ -39,7 +39,6 @@ with needs("sglang", f"mainstem.integrations.sglang needs SGLang: pip install sg
 
 log = logging.getLogger(__name__)
 
-_RANK = "{rank}"  # in a store's spec, for the number of the process
 _LIMITS = ("batch_pages", "batches", "writes", "call_timeout_s", "breaker_failures", "breaker_cooldown_s")
 _OWN = ("storage", "storage_secret", "weights", *_LIMITS)
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
@@ -312,14 +311,14 @@ def _open(spec: str, config: Any) -> Backend:
     number = config.dp_rank
     for rank, size in zip(ranks, sizes, strict=True):
         number = number * size + rank
-    own = spec.replace(_RANK, str(number))
+    own = spec.replace(RANK, str(number))
     if own != spec and config.is_mla_model and config.tp_size > 1:
-        raise BadArgument("storage", spec, f"a store for all ranks, without {_RANK}: one of them writes for all")
+        raise BadArgument("storage", spec, f"a store for all ranks, without {RANK}: one of them writes for all")
     backend = open_backend(own)
     can = backend.capabilities
     if own == spec and max(sizes) > 1 and can.persistent and not can.shared:
         backend.close()
-        raise BadArgument("storage", spec, f"a store that several processes can open, or one with {_RANK} in its spec")
+        raise BadArgument("storage", spec, f"a store that several processes can open, or one with {RANK} in its spec")
     return backend
 
 

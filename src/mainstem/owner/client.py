@@ -122,6 +122,13 @@ class SharedBackend(Backend):
             timeout_s=parse_timeout("timeout", options.get("timeout", f"{TIMEOUT_S}")),
         )
 
+    @classmethod
+    def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
+        """Connects to the owner if there is one. It starts none, which would make a store or cut it."""
+        if status(Place.of(address, options.get("socket")).path) is None:
+            raise BackendUnavailable(f"{address} has no owner: name the store without shared+")
+        return cls.from_spec(address, options)
+
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Those of the store, but shared on this machine, with a copy, and evicting from the host tier."""

@@ -20,7 +20,7 @@ from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
-from mainstem.storage import Backend, open_backend
+from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.tiers.codecs import find_codec
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _LOOKUP_THREADS = 12  # for lookups in storage, in addition to the threads that read
 _CLOSE_S = 5.0  # for calls that have not returned
-_RANK = "{rank}"  # in a store's spec, for the number of the rank
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
 
 # Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
@@ -133,7 +132,7 @@ def identity_of(
 
 def _open(spec: str, ranks: Ranks) -> Backend:
     """Opens a rank's store: all ranks share one, or each has its own, with its number in place of {rank}."""
-    own = spec.replace(_RANK, str(ranks.rank))
+    own = spec.replace(RANK, str(ranks.rank))
     if ranks.rank > 0:
         ranks.share(lambda: None)  # rank 0 opens it first
         return open_backend(own)
@@ -141,7 +140,7 @@ def _open(spec: str, ranks: Ranks) -> Backend:
     can = backend.capabilities
     if ranks.size > 1 and own == spec and can.persistent and not can.shared:
         backend.close()
-        raise BadArgument("storage", spec, f"a store that several processes can open, or one with {_RANK} in its spec")
+        raise BadArgument("storage", spec, f"a store that several processes can open, or one with {RANK} in its spec")
     ranks.share(lambda: None)
     return backend
 

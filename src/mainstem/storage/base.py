@@ -110,6 +110,18 @@ class Backend(ABC):
             BackendUnavailable: the client is not installed, or the server does not answer.
         """
 
+    @classmethod
+    def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
+        """Opens a store to look into it or to empty it: makes none that is missing, and drops nothing to fit a size.
+
+        As `from_spec`, unless the back end keeps its values itself.
+
+        Raises:
+            BadArgument: the address or an option is invalid; the message names the valid ones.
+            BackendUnavailable: there is no store; or as for `from_spec`.
+        """
+        return cls.from_spec(address, options)
+
     def register(self, buffers: Sequence[memoryview]) -> None:
         """Registers memory that contains later buffers, such as host pools, with clients that need it (RDMA).
 
@@ -194,6 +206,9 @@ class Backend(ABC):
 
 # ---------------------------------------------------------------- specs
 
+RANK = "{rank}"
+"""Stands in a spec for the number of a rank. Whoever has ranks replaces it before the store is opened."""
+
 SCHEMES: dict[str, str] = {
     "memory": "mainstem.storage.memory:MemoryBackend",
     "file": "mainstem.storage.file:FileBackend",
@@ -220,7 +235,7 @@ SHARED = "mainstem.owner.client:SharedBackend"
 """`shared+spec`: the wrapped back end is opened by another process, the owner."""
 
 
-def open_backend(spec: str) -> Backend:
+def open_backend(spec: str, *, existing: bool = False) -> Backend:
     """Opens the back end that a spec names.
 
     Args:
@@ -228,27 +243,36 @@ def open_backend(spec: str) -> Backend:
             `tee+file:/a,redis://127.0.0.1:6379/0`. A wrapper takes its own options in brackets:
             `prefix(a1)+file:/a`, `compress(zstd)+file:/a`. `shared+spec` is the store of another process on this
             machine (`mainstem.owner`), which opens it: `shared(host_bytes=4GiB)+file:/a`.
+        existing: open only what is there, as it is: see `Backend.open_existing`.
 
     Raises:
-        BadArgument: no such scheme, module, class or option.
-        BackendUnavailable: the client is not installed, the server does not answer, or your own class failed to open.
+        BadArgument: no such scheme, module, class or option; or the spec contains `RANK`.
+        BackendUnavailable: the client is not installed, the server does not answer, there is no store, or your own
+            class failed to open.
     """
+    if RANK in spec:
+        raise BadArgument("storage", spec, f"the spec of one store, with the number of a rank in place of {RANK}")
     wrapped = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?\+(.+)", spec)
     if wrapped and wrapped[1] == "shared":
-        return _built_in(SHARED).from_spec(wrapped[3], dict(parse_qsl(wrapped[2] or "", keep_blank_values=True)))
+        options = dict(parse_qsl(wrapped[2] or "", keep_blank_values=True))
+        return _opener(_built_in(SHARED), existing)(wrapped[3], options)
     if wrapped and wrapped[1] in WRAPPERS:
         wrapper = _built_in(WRAPPERS[wrapped[1]])
         parts = wrapped[3].split(",") if wrapped[1] == "tee" else [wrapped[3]]
-        return _wrap(wrapper, [open_backend(part) for part in parts], wrapped[2])
+        return _wrap(wrapper, [open_backend(part, existing=existing) for part in parts], wrapped[2])
     address, _, query = spec.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     scheme, colon, rest = address.partition(":")
     if colon and scheme in SCHEMES:
-        return _built_in(SCHEMES[scheme]).from_spec(rest, options)
+        return _opener(_built_in(SCHEMES[scheme]), existing)(rest, options)
     if PATH.fullmatch(address):
-        return _open_own(spec, address, options)
+        return _open_own(spec, address, options, existing)
     allowed = ", ".join(f"{name}:" for name in SCHEMES)
     raise BadArgument("storage", spec, f"one of {allowed}, or module:Class")
+
+
+def _opener(kind: type[Backend], existing: bool) -> Callable[[str, Mapping[str, str]], Backend]:
+    return kind.open_existing if existing else kind.from_spec
 
 
 def _wrap(wrapper: Callable[..., Backend], inner: list[Backend], argument: str | None) -> Backend:
@@ -266,7 +290,7 @@ def _built_in(path: str) -> type[Backend]:
     return found
 
 
-def _open_own(spec: str, path: str, options: Mapping[str, str]) -> Backend:
+def _open_own(spec: str, path: str, options: Mapping[str, str], existing: bool) -> Backend:
     """Opens a class of the user's. An error in that class is reported as its own, not as a bug of Mainstem."""
     found = load_object("storage", path)
     if not (isinstance(found, type) and issubclass(found, Backend)):
@@ -274,7 +298,7 @@ def _open_own(spec: str, path: str, options: Mapping[str, str]) -> Backend:
     if "from_spec" in found.__abstractmethods__:
         raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend with from_spec; {path} has none")
     try:
-        opened = found.from_spec("", options)
+        opened = _opener(found, existing)("", options)
     except MainstemError:
         raise
     except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from json import dumps
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from mainstem.errors import BadArgument, MainstemError
+from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
 from mainstem.settings.engine import StorageSecret
 from mainstem.settings.flags import takes_settings
 from mainstem.units import show_bytes
@@ -125,7 +125,7 @@ def migrate(
     from mainstem.tiers.audit import damage
 
     check = None if secret.storage_secret is None else partial(damage, _sealer(secret))
-    with _backend(source) as old, _backend(target) as new:
+    with _backend(source) as old, _backend(target, existing=False) as new:
         moving = Migration(old, new, check)
         try:
             with _progress("copying values", old) as progress:
@@ -250,9 +250,10 @@ def check(spec: Spec, *, erase: bool = False, json: Json = False) -> None:
     from mainstem.storage import open_backend
     from mainstem.storage.conformance import CASES, run
 
-    with _backend(spec) as backend:
+    with suppress(BackendUnavailable), _backend(spec) as backend:
         if not erase and backend.stats().entries != 0:
             raise BadArgument("spec", spec, "a store that is known to be empty; --erase empties it")
+    open_backend(spec).close()
     failed = 0
     for case in CASES:
         result = run(case, lambda: open_backend(spec))
@@ -264,10 +265,10 @@ def check(spec: Spec, *, erase: bool = False, json: Json = False) -> None:
 
 
 @contextmanager
-def _backend(spec: str) -> Iterator[Backend]:
+def _backend(spec: str, *, existing: bool = True) -> Iterator[Backend]:
     from mainstem.storage import open_backend
 
-    backend = open_backend(spec)
+    backend = open_backend(spec, existing=existing)
     try:
         yield backend
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -27,7 +28,9 @@ from mainstem.storage.file.hashes import hashes
 from mainstem.storage.file.index import EMPTY, Index
 from mainstem.storage.file.space import GRAIN_BYTES, NOWHERE, Entry, Piece, rounded
 from mainstem.storage.file.values import Values
-from mainstem.units import parse_bytes
+from mainstem.units import parse_bytes, show_bytes
+
+log = logging.getLogger(__name__)
 
 STEP_BYTES = 64 << 20
 """`values` grows by this, or by the size of a batch."""
@@ -113,7 +116,8 @@ class FileBackend(Backend):
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`file:/var/cache/mainstem?capacity=8GiB&min_free=0&sync=batch&threads=2`; sync is `batch` or `none`.
 
-        Without a capacity: 8 GiB, or the size of the existing file if larger. A smaller one drops values beyond it.
+        Without a capacity: 8 GiB, or the size of the existing file if larger. A smaller one drops values beyond it,
+        and logs how many.
         """
         check_options(options, ("capacity", "min_free", "sync", "threads"))
         sync = options.get("sync", "batch")
@@ -126,6 +130,17 @@ class FileBackend(Backend):
         capacity_bytes = _capacity_of(Path(address)) if capacity is None else parse_bytes("capacity", capacity)
         min_free_bytes = parse_bytes("min_free", options.get("min_free", "0"))
         return cls(address, capacity_bytes, sync=sync == "batch", threads=int(threads), min_free_bytes=min_free_bytes)
+
+    @classmethod
+    def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
+        """Opens the store with the size that its file has, if that is more than the capacity."""
+        try:
+            size = rounded((Path(address) / "values").lstat().st_size)
+        except OSError as error:
+            raise BackendUnavailable(f"file store {address}: there is no store: {error.strerror}") from error
+        if "capacity" in options:
+            options = {**options, "capacity": str(max(size, parse_bytes("capacity", options["capacity"])))}
+        return cls.from_spec(address, options)
 
     @property
     def corrupt(self) -> int:
@@ -281,6 +296,11 @@ class FileBackend(Backend):
         """Loads the entries of the index that can exist. Values are verified when they are read."""
         size = self._folder.size("values")
         if size > self._capacity:
+            gone = sum(entry.end > self._capacity for entry in dict(self._index.load()).values())
+            sizes = show_bytes(size), show_bytes(self._capacity)
+            log.warning(
+                "file store %s: cut from %s to its capacity of %s: %d values gone", self._folder.root, *sizes, gone
+            )
             self._folder.truncate("values", self._capacity)
         self._catalog.load(self._index.load(), min(size // GRAIN_BYTES * GRAIN_BYTES, self._capacity))
         self._stale = len(self._index) != len(self._catalog)

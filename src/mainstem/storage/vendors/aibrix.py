@@ -84,6 +84,14 @@ class AIBrixBackend(Backend):
         timeout_s = parse_timeout("timeout", options.get("timeout", "5"))
         return cls(address, options["path"], namespace=options.get("namespace", "mainstem"), timeout_s=timeout_s)
 
+    @classmethod
+    def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
+        """Opens a folder only if it has one for the namespace."""
+        folder = Path(options.get("path", ""), options.get("namespace", "mainstem"))
+        if options.get("path") and not folder.is_dir():
+            raise BackendUnavailable(f"aibrix {folder}: there is no store")
+        return cls.from_spec(address, options)
+
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Those of the connector."""

@@ -110,6 +110,16 @@ class HF3FSBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
+    @classmethod
+    def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
+        """Opens the file with the size that it has, if that is more than the capacity."""
+        try:
+            size = os.stat(address).st_size
+        except OSError as error:
+            raise BackendUnavailable(f"hf3fs {address}: there is no store: {error.strerror}") from error
+        capacity = parse_bytes("capacity", options.get("capacity", "64GiB"))
+        return cls.from_spec(address, {**options, "capacity": str(max(size, capacity))})
+
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Looks keys up in the index in memory."""
         with self._open():

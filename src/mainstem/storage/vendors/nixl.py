@@ -289,6 +289,13 @@ class NixlBackend(Backend):
             return cls(Objects(_needed(options, "bucket"), **texts, timeout_s=timeout_s), staging_bytes=staging_bytes)
         raise BadArgument("storage address", address, "posix or obj")
 
+    @classmethod
+    def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
+        """Opens a folder only if it has the folders of values."""
+        if address == "posix" and not Path(_needed(options, "path"), "00").is_dir():
+            raise BackendUnavailable(f"nixl {options['path']}: there is no store")
+        return cls.from_spec(address, options)
+
     @property
     def staged(self) -> int:
         """Values that passed through the staging buffer because their memory is not registered."""
