@@ -469,7 +469,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a server that begins anew clears nothing", "-", "events/feed.py",
         "= [AllBlocksCleared()]  # the first", "= []  # the first",
-        "tests/test_events_publisher.py::test_a_request_socket_gets_one_answer_to_one_question_as_with_vllm",
+        "tests/test_events_feed.py::test_the_first_batch_makes_void_what_was_known_of_an_earlier_server",
     ),
     _mutant(
         "a page that leaves one medium is forgotten on all", "-", "events/replica.py",

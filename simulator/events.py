@@ -69,7 +69,7 @@ class Listener:
         self._feed = Feed(0)
         self._sent = Replica()  # what a router without losses knows
 
-    def begin(self, cache: PrefixCache, pages: list[int]) -> None:
+    def begin(self, cache: PrefixCache, places: list[int]) -> None:
         """The server begins, with an empty cache."""
         self._begun += 1
         self._dropped = 0
@@ -77,7 +77,7 @@ class Listener:
         self._sent = Replica()
         self._source = None
         if isinstance(cache.tree.components[0], Full):
-            self._source = Source(cache.tree, pages, limit=self._random.choice((3, 20, 10_000)))
+            self._source = Source(cache.tree, places, limit=self._random.choice((3, 20, 10_000)))
             self._feed = Feed(self._now_s(), self._random.choice((0, 1000, 100_000)))
 
     def go_on(self) -> None:

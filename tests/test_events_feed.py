@@ -48,6 +48,12 @@ def test_a_follower_has_what_was_sent() -> None:
     assert follower.replica.path(2) == (10, 11, 12, 13)
 
 
+def test_the_first_batch_makes_void_what_was_known_of_an_earlier_server() -> None:
+    line = Line()
+    assert decode(line.send(FIRST)[1]).events == [AllBlocksCleared(), FIRST]
+    assert decode(line.send(NEXT)[1]).events == [NEXT]
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_a_gap_is_noticed_and_closed(kept_bytes: int) -> None:
     line, follower = Line(kept_bytes), Follower()

@@ -200,9 +200,9 @@ class Tree:
     def stats(self) -> TreeStats:
         """The counts, which are kept up to date."""
 
-    def listen(self, key: bytes, pages: Sequence[int], limit: int) -> None:
+    def listen(self, key: bytes, places: Sequence[int], limit: int) -> None:
         """
-        Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages that nobody has taken. `pages` is, by tier, the number above all page ids. The tree must be empty.
+        Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages that nobody has taken. `places` is, by tier, the number above all page ids. The tree must be empty.
         """
 
     def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None:

@@ -109,7 +109,7 @@ class Source:
 
     Args:
         tree: the tree.
-        pages: page ids on each tier are below these.
+        places: page ids on each tier are below these.
         secret: keys hashes and salts; the same for all servers of a fleet.
         limit: pages that may have moved between two calls of `take`; more are dropped, and all that is there follows
             anew. Default: as many as 8 MiB of tokens have.
@@ -119,7 +119,7 @@ class Source:
     """
 
     def __init__(
-        self, tree: Tree, pages: Sequence[int], secret: bytes = PUBLIC_SECRET, limit: int | None = None
+        self, tree: Tree, places: Sequence[int], secret: bytes = PUBLIC_SECRET, limit: int | None = None
     ) -> None:
         if tree.keys.symbol_bytes != _SYMBOL_BYTES:
             raise BadArgument("keys", type(tree.keys).__name__, "TokenKeys or TypedKeys if there are events")
@@ -127,7 +127,7 @@ class Source:
             raise BadArgument("components", tree.names, "full attention among them if there are events")
         self._core, self._page_size = tree.core, tree.page_size
         limit = max(1, _NOTED_BYTES // tree.page_bytes) if limit is None else limit
-        tree.core.listen(_key(secret, b"hashes"), list(pages), limit)
+        tree.core.listen(_key(secret, b"hashes"), list(places), limit)
         self._space = lru_cache(_MAX_NAMESPACES)(
             lambda namespace: (
                 split_adapter(namespace)[0],

@@ -367,13 +367,13 @@ NB_MODULE(_core, m) {
           "stats", [](const Tree& t) { return t.stats(); }, "The counts, which are kept up to date.")
       .def(
           "listen",
-          [](Tree& t, const nb::bytes& key, const std::vector<std::uint32_t>& pages, std::size_t limit) {
-            t.listen(view(key), pages, limit);
+          [](Tree& t, const nb::bytes& key, const std::vector<std::uint32_t>& places, std::size_t limit) {
+            t.listen(view(key), places, limit);
           },
-          "key"_a, "pages"_a, "limit"_a,
+          "key"_a, "places"_a, "limit"_a,
           "Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages "
           "that "
-          "nobody has taken. `pages` is, by tier, the number above all page ids. The tree must be empty.")
+          "nobody has taken. `places` is, by tier, the number above all page ids. The tree must be empty.")
       .def("take_moves", &take_moves,
            nb::sig("def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None"),
            "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, "

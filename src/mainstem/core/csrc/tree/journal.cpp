@@ -19,16 +19,16 @@ SipKey key_at(std::string_view key, std::size_t at) {
 }  // namespace
 
 Journal::Journal(const Structure& nodes, const Residency& cells, std::string_view key,
-                 const std::vector<std::uint32_t>& pages, std::size_t limit)
+                 const std::vector<std::uint32_t>& places, std::size_t limit)
     : nodes_(nodes), cells_(cells) {
   require(nodes.size() == 0, "nodes", nodes.size(), "none: a journal begins with an empty tree");
   require(key.size() == kKeyBytes, "bytes of the key", key.size(), "32");
-  require(pages.size() == cells.tiers, "pages", pages.size(), "a number for each tier");
+  require(places.size() == cells.tiers, "places", places.size(), "a number for each tier");
   require(limit > 0, "limit", limit, "1 or more");
   if (!cells.rows[0].leaf_only()) throw BadValue{"components", "no full attention", "full attention first"};
   of_pages_ = key_at(key, 0);
   of_spaces_ = key_at(key, kKeyBytes / 2);
-  for (const std::uint32_t ids : pages)
+  for (const std::uint32_t ids : places)
     hashes_.emplace_back(ids);
   // Room for everything that may be noted, so that noting cannot fail.
   noted_.moves.reserve(limit);

@@ -44,9 +44,9 @@ struct MovedPages {
 
 class Journal {
  public:
-  // `pages`: by tier, the number above all page ids. `limit`: of pages that are noted and not taken yet.
-  Journal(const Structure& nodes, const Residency& cells, std::string_view key, const std::vector<std::uint32_t>& pages,
-          std::size_t limit);
+  // `places`: by tier, the number above all page ids. `limit`: of pages that are noted and not taken yet.
+  Journal(const Structure& nodes, const Residency& cells, std::string_view key,
+          const std::vector<std::uint32_t>& places, std::size_t limit);
 
   // ---- what the tree notes
   void came(Index node, std::size_t column) noexcept;     // ids came to a cell: present, or in flight

@@ -186,9 +186,9 @@ class Tree : private TreeShape {
   void check() const;
 
   // Notes from now on which pages come to a tier and leave it; see Journal. The tree must be empty, and its ids of the
-  // first component stay below `pages`, by tier.
-  void listen(std::string_view key, const std::vector<std::uint32_t>& pages, std::size_t limit) {
-    journal_ = std::make_unique<Journal>(nodes_, cells_, key, pages, limit);
+  // first component stay below `places`, by tier.
+  void listen(std::string_view key, const std::vector<std::uint32_t>& places, std::size_t limit) {
+    journal_ = std::make_unique<Journal>(nodes_, cells_, key, places, limit);
   }
   // Before ids that a caller passes are inserted.
   void require_place(std::uint32_t component, std::uint32_t tier, IdSpan ids) const {
