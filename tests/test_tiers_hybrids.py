@@ -9,8 +9,10 @@ from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.hand_driven import FaultyBackend
 
 from mainstem.components import by_name
+from mainstem.storage.memory import MemoryBackend
 
 Q = [*P, *range(20, 28)]  # 8 pages
+MORE = [30, 31, 32, 33]
 
 
 def stored(kind: str, *prompts: list[int], empty: int | None = None) -> FaultyBackend:
@@ -256,4 +258,58 @@ def test_a_state_that_could_not_be_written_is_written_when_it_is_used_again(empt
     rig.serve(Q)
     rig.settle()
     assert 8 in written_states(backend, rig, Q)
+    rig.close()
+
+
+# ---------------------------------------------------------------- what storage loses
+
+PARTS = [kind for kind in KINDS if kind != "full"]
+
+
+def lose(backend: FaultyBackend, rig: Rig, *names: str) -> None:
+    for name in names:
+        MemoryBackend.delete(backend, keys(backend, rig, name, [*Q, *MORE]))
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_what_storage_lost_is_written_again_when_its_prefix_is_used(kind: str) -> None:
+    backend = FaultyBackend()
+    rig = Rig(kind, backend=backend, slots=24)
+    rig.serve(Q)
+    rig.settle()
+    puts = backend.calls.count("put")
+    rig.serve(Q)
+    rig.settle()
+    assert backend.calls.count("put") == puts, "nothing is lost"
+    lose(backend, rig, *(name for name in rig.names if name != "full"))
+    rig.serve(Q)
+    rig.settle()
+    assert fetched(Rig(kind, backend=backend), Q) == 16
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_gap_in_storage_heals_with_all_that_the_path_has(kind: str) -> None:
+    backend = FaultyBackend()
+    rig = Rig(kind, backend=backend, slots=24)
+    rig.serve(Q)
+    rig.settle()
+    MemoryBackend.clear(backend)
+    rig.serve([*Q, *MORE])
+    rig.settle()
+    assert fetched(Rig(kind, backend=backend), Q) == 16, "prompts part where the path goes on"
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_that_was_backed_up_again_is_written_again(kind: str) -> None:
+    backend = FaultyBackend()
+    rig = Rig(kind, backend=backend, slots=24)
+    rig.serve(Q)
+    rig.settle()
+    lose(backend, rig, "state")
+    rig.tiers.flush()
+    rig.serve([*Q, *MORE])
+    rig.settle()
+    assert {8, 10} <= set(written_states(backend, rig, [*Q, *MORE]))
     rig.close()

@@ -7,6 +7,10 @@ A prefix needs one state, and a state is large, so not each of them deserves a w
 first, and of those, and of the others, the ones that save the most tokens: those after the last state above that was
 written.
 
+A store loses single values: the least recently used, a damaged one, or all of them. So a write also asks for the page
+before it, and without that writes the whole path again. And each use of a prefix asks for the windows and the state
+that it needs, and writes those that are gone.
+
 A write locks its pages on the host from the moment it is queued until it has ended or was dropped. It is dropped when
 its queue is full, when a copy needs its room before it has begun, or when its prefix is removed.
 """
@@ -26,7 +30,7 @@ from mainstem.tiers.pending import ARRIVED, FAILED, PendingList, Polled
 from mainstem.tiers.rows import Row, stored_rows
 from mainstem.tiers.store import Part, Store, StoreCall, Written
 from mainstem.tiers.transfer import HostMemory
-from mainstem.tree import HOST, Ids, Tree
+from mainstem.tree import HOST, PRESENT, Ids, Tree
 
 Span = tuple[int, int]
 """Pages of a path: the first one, and the one after the last."""
@@ -76,11 +80,11 @@ class Writes:
         self.rows = stored_rows(tree, memory)
         self._paged = tuple(row for row in self.rows if not isinstance(tree.components[row.number], State))
         self._state = next((row for row in self.rows if row not in self._paged), None)
-        self._begins_late = any(not isinstance(tree.components[row.number], Full) for row in self._paged)
+        self._late = tuple(row for row in self._paged if not isinstance(tree.components[row.number], Full))
         self._tree, self._core, self._memory, self._store, self._pending = tree, tree.core, memory, store, pending
         self._waiting: deque[_Write] = deque()
         self._states: list[_Write] = []  # those that wait
-        self._written: OrderedDict[int, None] = OrderedDict()  # nodes whose state was written or is being written
+        self._written: OrderedDict[int, None] = OrderedDict()  # nodes whose state was written, for the worth of others
         self._lost: OrderedDict[int, bytes] = OrderedDict()  # names of states that could not be written, by node
         self._running = 0
         self.pages = self._running_states = 0
@@ -119,21 +123,25 @@ class Writes:
             return
         if self._paged:
             # A lock holds a window only as far as it reaches from its node.
-            locks = nodes if self._begins_late else nodes[-1:]
+            locks = nodes if self._late else nodes[-1:]
             self._add_pages(_Write(nodes[-1], begin, locks, spans, before, names))
         if self._state is not None:
             for node in nodes:
                 self._add_state(node, names[self._core.end(node) - begin - 1])
 
     def again(self, node: int) -> None:
-        """Queues the state of a node that was used, if it could not be written before.
+        """Queues what a prefix that was used needs beside full attention, if storage may lack it: unless others wait.
 
         Raises:
             StaleHandle: the node was evicted.
         """
-        name = self._lost.pop(node, None)
-        if name is not None and not self._core.removed(node):
-            self._add_state(node, name)
+        lost = self._lost.pop(node, None)
+        if self._core.removed(node) or not (self._late or self._state is not None):
+            return
+        if lost is not None:
+            self._add_state(node, lost)
+        elif not self._waiting and not self._states:  # a check gives way to writes
+            self._add_check(node)
 
     def begin(self, *, everything: bool = False) -> None:
         """Begins as many waiting writes as may run at once, or all. Pages and states take turns."""
@@ -189,17 +197,20 @@ class Writes:
     def _part(self, row: Row, write: _Write) -> Part:
         """Returns the pages of a row that the host has and the write holds."""
         end = write.begin + len(write.names)
-        component = self._tree.components[row.number]
-        assert not isinstance(component, State)
         mine = np.zeros(end, np.bool_)
         for first, last in write.spans:
             mine[first:last] = True
-        needed = component.needed_from(np.array([end * self._tree.page_size]))[0] // self._tree.page_size
-        mine[needed:] = True
+        mine[self._needed_from(row, end) :] = True
         ids = self._present(write.node, row.number, write.begin)  # a copy of some may have failed
         pages = np.flatnonzero(mine[write.begin :] & (ids >= 0))
         slots = self._memory.slots(row.number, ids[pages].tolist())
         return Part(row, [write.names[page] for page in pages], slots, self._namespace(write.node))
+
+    def _needed_from(self, row: Row, end: int) -> int:
+        """Returns the first page of a row that a prefix of `end` pages needs."""
+        component = self._tree.components[row.number]
+        assert not isinstance(component, State)
+        return int(component.needed_from(np.array([end * self._tree.page_size]))[0]) // self._tree.page_size
 
     def _present(self, node: int, row: int, begin: int) -> Ids:
         """Returns the host's ids of the pages from `begin` to a node's end; -1 where they are not present."""
@@ -216,7 +227,7 @@ class Writes:
 
     def _add_state(self, node: int, name: bytes) -> None:
         assert self._state is not None
-        known = node in self._written or any(write.node == node for write in self._states)
+        known = any(write.node == node for write in self._states)
         if known or not self._core.presence(node, self._state.number, HOST):
             return
         if len(self._states) >= self._store.config.queue_pages:
@@ -296,15 +307,35 @@ class Writes:
             self._lose(write)
         self._unlock(write)
 
+    def _add_check(self, node: int) -> None:
+        """Queues what a prefix needs that ends at a node: what storage has of it is not written."""
+        if not self._on_host(node):
+            return
+        end = self._core.end(node)
+        begin = min((self._needed_from(row, end) for row in self._late), default=end)
+        before, names = self.names.of(node, min(begin, end - 1))
+        if begin < end:
+            self._add_pages(_Write(node, begin, [node], (), before, names))
+        if self._state is not None:
+            self._add_state(node, names[-1])
+
     def _heal(self, node: int) -> None:
-        """Queues the whole path of a node: storage has a gap in it."""
+        """Queues the whole path of a node, with all that the host has of it: storage has a gap in it."""
         before, names = self.names.of(node, 0)
         if self._core.removed(node):
             return
-        self._add_pages(_Write(node, 0, [node], (), before, names))
+        path = [node]
+        while above := self._core.parent(path[0]):
+            path.insert(0, above)
+        held = [at for at in path if self._on_host(at)]
+        spans = [(self._core.start(at), self._core.end(at)) for at in held]
+        self._add_pages(_Write(node, 0, held if self._late else [node], spans, before, names))
         if self._state is not None:
-            self._written.pop(node, None)
-            self._add_state(node, names[-1])
+            for at in held:
+                self._add_state(at, names[self._core.end(at) - 1])
+
+    def _on_host(self, node: int) -> bool:
+        return any(self._core.residency(node, row.number, HOST) == PRESENT for row in self.rows)
 
     def _drop(self, write: _Write) -> None:
         write.dropped = True
