@@ -335,7 +335,7 @@ class Writes:
                 self._add_state(at, names[self._core.end(at) - 1])
 
     def _on_host(self, node: int) -> bool:
-        return any(self._core.residency(node, row.number, HOST) == PRESENT for row in self.rows)
+        return any(self._core.presence(node, row.number, HOST) == PRESENT for row in self.rows)
 
     def _drop(self, write: _Write) -> None:
         write.dropped = True
