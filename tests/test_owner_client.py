@@ -467,6 +467,12 @@ def test_a_folder_that_others_can_open_is_refused(home: Path) -> None:
         open_backend(f"shared(socket={home}/none/kv.sock)+memory:")
 
 
+def test_without_linux_there_is_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(BackendUnavailable, match="need Linux"):
+        open_backend("shared+memory:")
+
+
 def test_a_folder_has_one_owner_however_it_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "link").symlink_to(home)
     monkeypatch.chdir(home)

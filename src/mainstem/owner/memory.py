@@ -9,7 +9,8 @@ from contextlib import suppress
 
 from mainstem.errors import BackendUnavailable
 
-_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FIXED = 0x0001 | 0x0002 | 0x0004
+"""F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW of Linux; other systems do not define them."""
 
 
 def create(size: int) -> int:

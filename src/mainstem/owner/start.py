@@ -65,8 +65,10 @@ class Place:
 
         Raises:
             BadArgument: the spec is too long, or the path is for a socket.
-            BackendUnavailable: the folder does not exist, or others can open it.
+            BackendUnavailable: the folder does not exist, or others can open it; or this is not Linux.
         """
+        if not hasattr(os, "memfd_create"):
+            raise BackendUnavailable("shared stores need Linux: memory without a name that cannot shrink")
         spec = absolute(spec)
         if len(spec.encode("utf-8", "surrogateescape")) > _LONGEST_SPEC:
             raise BadArgument("storage", spec, f"at most {_LONGEST_SPEC} bytes long")
