@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,12 +69,10 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     parts = dict(model.named_parameters(remove_duplicate=False))
     own: dict[str, dict[str, torch.Tensor]] = {}
     for path, module in twin.named_modules():
-        for name in module._buffers:
-            module._buffers[name] = model.get_submodule(path)._buffers[name]
-        for name in module._parameters:
-            part = parts.get(f"{path}.{name}".lstrip("."))
-            if part is not None:
-                own.setdefault(_layer(path), {})[f"{path}.{name}"] = part
+        for name, _ in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, getattr(model.get_submodule(path), name))
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            own.setdefault(_layer(path), {})[f"{path}.{name}"] = parts[f"{path}.{name}".lstrip(".")]
     for path, weights in own.items():
         _lend(twin, twin.get_submodule(path), weights)
     return twin
@@ -89,19 +87,17 @@ def _layer(path: str) -> str:
 def _lend(twin: PreTrainedModel, layer: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
     """Gives a layer its weights while it runs; else they are numbers of the same shape that take no memory."""
 
-    def places() -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        for path, part in parts.items():
-            owner, _, name = path.rpartition(".")
-            yield twin.get_submodule(owner)._parameters, name, part
+    def put(path: str, weight: torch.Tensor) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(twin.get_submodule(owner), name, torch.nn.Parameter(weight, requires_grad=False))
 
     def give(*_: object) -> None:
-        for weights, name, part in places():
-            weights[name] = torch.nn.Parameter(whole(part.detach()), requires_grad=False)
+        for path, part in parts.items():
+            put(path, whole(part.detach()))
 
     def take(*_: object) -> None:
-        for weights, name, part in places():
-            empty = torch.zeros((), dtype=part.dtype, device=part.device).expand(part.shape)
-            weights[name] = torch.nn.Parameter(empty, requires_grad=False)
+        for path, part in parts.items():
+            put(path, torch.zeros((), dtype=part.dtype, device=part.device).expand(part.shape))
 
     take()
     layer.register_forward_pre_hook(give)
