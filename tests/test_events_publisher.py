@@ -158,9 +158,9 @@ def test_an_address_in_use_is_named() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://[::]:5557"])
 def test_prompts_do_not_leave_the_machine_without_keys(address: str, tmp_path: Path) -> None:
-    with pytest.raises(BadArgument, match="without kv_events_keys"):
+    with pytest.raises(BadArgument, match="without --kv-events-keys"):
         EventConfig(kv_events=address)
-    with pytest.raises(BadArgument, match="without kv_events_keys"):
+    with pytest.raises(BadArgument, match="without --kv-events-keys"):
         EventConfig(kv_events="tcp://127.0.0.1:5557", kv_events_replay=address)
     EventConfig(kv_events=address, kv_events_keys=tmp_path)
     for local in ("tcp://127.0.0.1:5557", "tcp://localhost:5557", "tcp://[::1]:5557"):

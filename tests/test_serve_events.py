@@ -96,5 +96,5 @@ def test_what_is_in_storage_is_known_until_it_is_removed(serve: Serve, ends: Opt
 
 
 def test_a_server_refuses_to_publish_prompts_to_others(serve: Serve) -> None:
-    with pytest.raises(AssertionError, match="without kv_events_keys"), serve({"kv-events": "tcp://0.0.0.0:5557"}):
+    with pytest.raises(AssertionError, match="without --kv-events-keys"), serve({"kv-events": "tcp://0.0.0.0:5557"}):
         pass

@@ -286,7 +286,7 @@ class EventConfig(Settings):
         for name in ("kv_events", "kv_events_replay"):
             found = _ADDRESS.fullmatch(getattr(self, name) or "")
             if found and self.kv_events_keys is None and not _LOOPBACK.fullmatch(found["host"]):
-                raise BadArgument(name, found[0], "on 127.0.0.1, localhost or [::1] without kv_events_keys")
+                raise BadArgument(name, found[0], "on 127.0.0.1, localhost or [::1] without --kv-events-keys")
 
 
 @dataclass(frozen=True)
