@@ -5,6 +5,8 @@ llava      attends in one direction; 9 positions per image of 24 x 24 pixels
 qwen2_vl   attends in one direction; M-RoPE; one position per 8 x 8 pixels
 idefics3   attends in one direction; an image is split into tiles, with text between the placeholders of each
 pixtral    attends in one direction; one position per 8 x 8 pixels, and a token at the end of each row of them
+
+qwen3_vl, which is refused, is as qwen2_vl, and its first layers add what the encoder's inner layers found.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLImageProcessorPil,
     Qwen2VLProcessor,
+    Qwen3VLConfig,
+    Qwen3VLProcessor,
     SiglipVisionConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -137,11 +141,28 @@ def _qwen2_vl(**changes: Any) -> tuple[PreTrainedConfig, ProcessorMixin]:
         },
         image_token_id=_IMAGE, video_token_id=_VIDEO, vision_start_token_id=_BEGIN, vision_end_token_id=_END,
     )  # fmt: skip
+    return config, _qwen_processor(Qwen2VLProcessor)
+
+
+def _qwen3_vl(**changes: Any) -> tuple[PreTrainedConfig, ProcessorMixin]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = Qwen3VLConfig(
+        text_config={**_TEXT, "model_type": "qwen3_vl_text", "rope_parameters": rope, **changes},
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_heads": 2,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=_IMAGE, video_token_id=_VIDEO, vision_start_token_id=_BEGIN, vision_end_token_id=_END,
+    )  # fmt: skip
+    return config, _qwen_processor(Qwen3VLProcessor)
+
+
+def _qwen_processor(kind: type[ProcessorMixin]) -> ProcessorMixin:
     pictures = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 24 * 24, "longest_edge": 64 * 64}
     )
-    kind = images_only(Qwen2VLProcessor)
-    return config, kind(pictures, tokenizer(), chat_template=template("<begin><image><end>"))
+    return images_only(kind)(pictures, tokenizer(), chat_template=template("<begin><image><end>"))
 
 
 def _idefics3(**changes: Any) -> tuple[PreTrainedConfig, ProcessorMixin]:
@@ -184,17 +205,18 @@ FAMILIES: dict[str, Callable[..., tuple[PreTrainedConfig, ProcessorMixin]]] = {
     "idefics3": _idefics3,
     "pixtral": _pixtral,
 }
+REFUSED: dict[str, Callable[..., tuple[PreTrainedConfig, ProcessorMixin]]] = {"qwen3_vl": _qwen3_vl}
 
 
 def save(family: str, folder: Path, **changes: Any) -> Path:
     """Writes a random model of a family for `mainstem serve`, the same in every run.
 
     Args:
-        family: a name from `FAMILIES`.
+        family: a name from `FAMILIES` or `REFUSED`.
         folder: folder to write to; created if needed.
         changes: changes to the configuration of its text model.
     """
-    config, processor = FAMILIES[family](**changes)
+    config, processor = (FAMILIES | REFUSED)[family](**changes)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

@@ -361,6 +361,12 @@ def test_a_model_whose_images_are_more_than_embeddings_is_refused(
         Vision(models["llava"])
 
 
+def test_a_model_whose_inner_layers_read_the_image_again_is_refused(tmp_path: Path) -> None:
+    model = load_model(str(save("qwen3_vl", tmp_path)), dtype="float32")
+    with pytest.raises(UnsupportedModel, match="used for more than embeddings"):
+        Vision(model)
+
+
 @pytest.fixture
 def first_token(models: dict[str, LoadedModel]) -> Iterator[Vision]:
     config = models["llava"].model.config
