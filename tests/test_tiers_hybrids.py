@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
@@ -258,6 +260,63 @@ def test_a_state_that_could_not_be_written_is_written_when_it_is_used_again(empt
     rig.serve(Q)
     rig.settle()
     assert 8 in written_states(backend, rig, Q)
+    rig.close()
+
+
+# ---------------------------------------------------------------- where each key is a request
+
+
+class OneByOne(FaultyBackend):
+    """A store where each key is a request; it counts those of a lookup."""
+
+    capabilities = replace(FaultyBackend.capabilities, batched=False)
+
+    def __init__(self, other: FaultyBackend | None = None) -> None:
+        super().__init__()
+        self.asked = 0
+        for key in other.stored_keys() if other else ():
+            self.set_value(key, other.value(key) if other else b"")
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        self.asked += len(keys)
+        return super().exists(keys)
+
+
+LONG = list(range(1, 201))  # 100 pages
+
+
+def long_rig(kind: str, backend: FaultyBackend) -> Rig:
+    return Rig(kind, backend=backend, device=128, host=128, slots=128, queue_pages=1000, writes=64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_without_batches_is_asked_for_few_pages(kind: str) -> None:
+    filled = FaultyBackend()
+    rig = long_rig(kind, filled)
+    rig.serve(LONG)
+    rig.settle()
+    rig.close()
+    cold, warm = OneByOne(), OneByOne(filled)
+    for backend, hit in ((cold, 0), (warm, 200)):
+        rig = long_rig(kind, backend)
+        rig.tiers.prefetch([*LONG, 99])
+        rig.settle()
+        asked = backend.asked
+        assert fetched(rig, LONG) == hit
+        assert asked <= (64 if hit else 16 if "full" in rig.names else 100)
+        rig.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_without_batches_a_state_that_is_lost_costs_the_way_to_the_one_above(kind: str) -> None:
+    filled = FaultyBackend()
+    rig = long_rig(kind, filled)
+    rig.serve(LONG)
+    rig.settle()
+    MemoryBackend.delete(filled, keys(filled, rig, "state", LONG)[40:])
+    rig.close()
+    rig = long_rig(kind, OneByOne(filled))
+    assert fetched(rig, LONG) == 80
     rig.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.tiers.plan import Plan
@@ -97,3 +98,76 @@ def test_runs_are_read_row_by_row_and_from_the_front() -> None:
     plan.held[0][:5] = True
     plan.held[1][np.array([5, 8])] = True
     assert list(plan.missing(11)) == [(0, 5, 11), (1, 3, 5), (1, 6, 8), (1, 9, 11), (2, 10, 11)]
+
+
+# ---------------------------------------------------------------- few requests
+
+
+class Counting:
+    """What storage has, by row, and the pages that it was asked for."""
+
+    def __init__(self, there: Sequence[NDArray[np.bool_]]) -> None:
+        self.there, self.rounds = there, list[list[tuple[int, int]]]()
+
+    def ask(self, row: int, pages: NDArray[np.int64]) -> list[bool]:
+        self.rounds.append([(row, page) for page in pages.tolist()])
+        found: list[bool] = self.there[row][pages].tolist()
+        return found
+
+    @property
+    def asked(self) -> int:
+        return sum(map(len, self.rounds))
+
+
+def plans(rows: Sequence[Component], size: int, have: int, pages: int) -> tuple[Plan, Plan]:
+    one, other = (Plan(rows, [True] * len(rows), size, have, pages) for _ in range(2))
+    return one, other
+
+
+@pytest.mark.parametrize("every_end", [False, True])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_search_finds_the_end_that_asking_for_everything_finds(kind: str, every_end: bool) -> None:
+    rng, rows = random.Random(f"{kind} {every_end}"), ROWS[kind]
+    for _ in range(300):
+        pages = rng.randint(1, 90)
+        have, reach = rng.randint(0, pages), rng.randint(0, pages)
+        whole, few = plans(rows, 2, have, pages)
+        there = [np.array([rng.random() < rng.choice((0.2, 0.9, 1)) for _ in range(pages)]) for _ in rows]
+        for row, component in enumerate(rows):
+            if isinstance(component, Full):
+                there[row] = np.arange(pages) < reach
+                whole.held[row][:have] = few.held[row][:have] = True
+            whole.stored[row] = there[row]
+        store = Counting(there)
+        few.stored = few.search(store.ask, every_end)
+        depth = few.deepest(pages)
+        assert depth == whole.deepest(pages)
+        for row, begin, end in few.missing(depth) if depth > have else ():
+            assert there[row][begin:end].all()
+        asked = [one for pages_asked in store.rounds for one in pages_asked]
+        assert len(asked) == len(set(asked)), "no page twice"
+        assert set(asked) <= {(row, page) for row in range(len(rows)) for page in whole.asked(row).tolist()}
+        if every_end:
+            for most in range(have, depth + 1):
+                assert few.deepest(most) == whole.deepest(most), "other ranks may reach less"
+
+
+def test_a_search_asks_for_few_pages_of_a_long_prompt() -> None:
+    rows, pages = (Full(), Window(512), State()), 8192  # 128k tokens, of 16 a page
+    for reach, asked, rounds in ((0, 16, 1), (8192, 16 + 16 + 32, 3), (5000, 16 * 4 + 16 + 32, 6)):
+        plan, _ = plans(rows, 16, 0, pages)
+        store = Counting([np.arange(pages) < reach] * 3)
+        plan.stored = plan.search(store.ask, False)
+        assert plan.deepest(pages) == reach
+        assert store.asked <= asked and len(store.rounds) <= rounds
+    assert sum(len(plan.asked(row)) for row in range(3)) == 3 * pages, "all at once"
+
+
+def test_a_search_goes_back_to_the_last_state_in_growing_steps() -> None:
+    plan, _ = plans((Full(), State()), 16, 0, 8192)
+    state = np.arange(8192) == 8000
+    store = Counting([np.ones(8192, np.bool_), state])
+    plan.stored = plan.search(store.ask, False)
+    assert plan.deepest(8192) == 8001
+    assert [len(pages) for pages in store.rounds] == [16, 16, 32, 64, 128]
+    assert plan.in_the_way(8001) == (191, 1)

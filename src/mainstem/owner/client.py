@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -132,8 +133,7 @@ class SharedBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Those of the store, but shared on this machine, with a copy, and evicting from the host tier."""
-        own = self._capabilities
-        return Capabilities(own.persistent, True, False, own.evicts, own.overwrites)
+        return replace(self._capabilities, shared=True, zero_copy=False)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Asks the owner, in one round trip for each 2048 keys."""

@@ -20,6 +20,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import astuple, fields
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
@@ -120,16 +121,16 @@ class Welcome(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the body of WELCOME."""
-        own = self.capabilities
-        flags = (own.persistent, own.shared, own.zero_copy, own.evicts, own.overwrites)
-        bits = sum(flag << at for at, flag in enumerate(flags))
+        bits = sum(flag << at for at, flag in enumerate(astuple(self.capabilities)))
         return _WELCOME.pack(self.pid, self.name, self.memory_bytes, bits)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Self:
         """Reads the body of WELCOME."""
         pid, name, memory_bytes, bits = _unpack(_WELCOME, body)
-        return cls(pid, name, memory_bytes, Capabilities(*(bool(bits >> at & 1) for at in range(5))))
+        return cls(
+            pid, name, memory_bytes, Capabilities(*(bool(bits >> at & 1) for at in range(len(fields(Capabilities)))))
+        )
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

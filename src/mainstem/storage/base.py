@@ -47,6 +47,8 @@ class Capabilities:
         zero_copy: the client reads and writes the caller's buffers directly, without copying whole values.
         evicts: the back end bounds its size and evicts values to make room; otherwise `put` refuses when it is full.
         overwrites: `put` replaces an existing value; otherwise the first value stays.
+        batched: `exists` asks for any number of keys in a few requests; otherwise each key is one, and lookups ask for
+            few keys.
     """
 
     persistent: bool
@@ -54,6 +56,7 @@ class Capabilities:
     zero_copy: bool
     evicts: bool
     overwrites: bool
+    batched: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,8 +279,7 @@ class Compress(Wrapper):
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Those of the inner back end, but with copies."""
-        inner = self._inner.capabilities
-        return Capabilities(inner.persistent, inner.shared, False, inner.evicts, inner.overwrites)
+        return replace(self._inner.capabilities, zero_copy=False)
 
     def register(self, buffers: Sequence[memoryview]) -> None:
         """Does nothing: the inner back end never sees the caller's memory."""
@@ -377,7 +376,7 @@ class Tee(Backend):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """persistent, shared and evicts: if either is; zero_copy: if both are; overwrites: as the first store."""
+        """persistent, shared and evicts: if either is; zero_copy and batched: if both are; overwrites: as the first."""
         first, second = (store.capabilities for store in self._stores)
         return Capabilities(
             persistent=first.persistent or second.persistent,
@@ -385,6 +384,7 @@ class Tee(Backend):
             zero_copy=first.zero_copy and second.zero_copy,
             evicts=first.evicts or second.evicts,
             overwrites=first.overwrites,
+            batched=first.batched and second.batched,
         )
 
     @classmethod

@@ -2,10 +2,11 @@
 
     look up --deepest end n--> read | read | read ... --verified, in order--> in the tree
 
-One lookup asks for every component of every page that could be of use. The prefetch then aims at the deepest end from
-which all components can go on (`plan`), and reads what the host lacks for that: full attention from the front, then
-windows, then the state. Pages are read into private host pages. Those that arrived intact are added to the tree, at the
-prefetch's `Anchor`. If one did not, the prefetch aims at the deepest end that is left: what has arrived stays.
+One lookup asks for every component of every page that could be of use, or for fewer, where each is a request. The
+prefetch then aims at the deepest end from which all components can go on (`plan`), and reads what the host lacks for
+that: full attention from the front, then windows, then the state. Pages are read into private host pages. Those that
+arrived intact are added to the tree, at the prefetch's `Anchor`. If one did not, the prefetch aims at the deepest end
+that is left: what has arrived stays.
 
 A prefetch serves every request that lacks the same page. How long its requests wait is decided in `waits`.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,10 +27,10 @@ from mainstem.tiers.backup import Backups
 from mainstem.tiers.host import HostPages
 from mainstem.tiers.names import PageNames
 from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.plan import Marks, Plan
+from mainstem.tiers.plan import Ask, Marks, Plan
 from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.rows import Row
-from mainstem.tiers.store import Found, Store, StoreCall
+from mainstem.tiers.store import Find, Found, Store, StoreCall
 from mainstem.tiers.waits import Cause, Wait
 from mainstem.tree import HOST, IN_FLIGHT, PRESENT, Ids
 
@@ -63,8 +64,10 @@ class Anchor:
         self._named_from = 0
         self._named: list[bytes] = []  # the names of the pages from there on
 
-    def look_up(self, store: Store, asked: Sequence[tuple[Row, NDArray[np.int64]]]) -> StoreCall[Found]:
-        """Looks up pages of the prompt, by row."""
+    def look_up(
+        self, store: Store, asked: Sequence[tuple[Row, NDArray[np.int64]]], search: Callable[[Ask], list[Marks]]
+    ) -> StoreCall[Found]:
+        """Looks up pages of the prompt, by row; by a search where each of them is a request."""
         first = min((int(pages[0]) for _, pages in asked if len(pages)), default=self.pages)
         at = self.node
         while at and self._core.end(at) > first:
@@ -72,8 +75,14 @@ class Anchor:
         self._named_from = self._core.end(at) if at else 0
         page_bytes = self._tree.page_bytes
         symbols = self._key[self._named_from * page_bytes :]
-        pages = [(row, (part - self._named_from).tolist()) for row, part in asked]
-        return store.look_up(self._names.last(self._namespace, at), symbols, page_bytes, pages)
+        named_from, rows = self._named_from, {row.number: row for row, _ in asked}
+        pages = [(row, (part - named_from).tolist()) for row, part in asked]
+
+        def found(find: Find) -> list[list[bool]]:
+            marks = search(lambda row, part: find(rows[row], (part - named_from).tolist()))
+            return [marks[row.number][part].tolist() for row, part in asked]
+
+        return store.look_up(self._names.last(self._namespace, at), symbols, page_bytes, pages, found)
 
     def take(self, names: list[bytes]) -> None:
         """Takes the names of the pages that were looked up."""
@@ -213,7 +222,9 @@ class Prefetch:
         self._lost = False  # because storage does not have it, rather than because the host has lost what is before it
         self._offer: int | None = None  # the deepest end, as this rank sees it
         self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
-        self._lookup = lookup = anchor.look_up(self._store, self._asked)
+        every_end = not (prefetches.pending.alone or plan.any_end)
+        search = partial(plan.search, every_end=every_end)
+        self._lookup = lookup = anchor.look_up(self._store, self._asked, search)
         prefetches.pending.add(Polled(lambda: self._answer() if lookup.done() else 0, self._found))
         prefetches.pending.add(Polled(self._late, self._expire))
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
@@ -38,6 +38,12 @@ log = logging.getLogger(__name__)
 _MIN_CLOSE_S = 0.1  # enough for idle workers to end
 
 T = TypeVar("T")
+
+Find: TypeAlias = Callable[[Row, Sequence[int]], list[bool]]
+"""Asks storage which pages of a row it has."""
+
+Search: TypeAlias = Callable[[Find], list[list[bool]]]
+"""Returns, for each row of a lookup, which of its pages storage seems to have. Runs on a worker."""
 
 
 class Breaker:
@@ -197,17 +203,29 @@ class Store:
         self.backend.register(regions)
 
     def look_up(
-        self, parent: bytes, symbols: bytes | memoryview, page_bytes: int, asked: Sequence[tuple[Row, Sequence[int]]]
+        self,
+        parent: bytes,
+        symbols: bytes | memoryview,
+        page_bytes: int,
+        asked: Sequence[tuple[Row, Sequence[int]]],
+        search: Search | None = None,
     ) -> StoreCall[Found]:
         """Looks up pages of `symbols`, which follow the page with name `parent`, in one call.
 
         Args:
             parent, symbols, page_bytes: see `Sealer.names`.
             asked: rows, and for each the pages to look up, counted from the first of `symbols`.
+            search: where each key is a request, it is called to find the same by asking for fewer pages.
         """
 
         def look_up(causes: Counter[str]) -> Found:
             names = self.sealer.names(parent, symbols, page_bytes)
+
+            def find(row: Row, pages: Sequence[int]) -> list[bool]:
+                return self._find([(row, [names[page] for page in pages])])[0]
+
+            if search is not None and not self.backend.capabilities.batched:
+                return Found(names, search(find))
             return Found(names, self._find([(row, [names[page] for page in pages]) for row, pages in asked]))
 
         return self._submit(self._readers, look_up, Found())

@@ -314,7 +314,7 @@ class Writes:
         end = self._core.end(node)
         begin = min((self._needed_from(row, end) for row in self._late), default=end)
         before, names = self.names.of(node, min(begin, end - 1))
-        if begin < end:
+        if begin < end and self._store.backend.capabilities.batched:
             self._add_pages(_Write(node, begin, [node], (), before, names))
         if self._state is not None:
             self._add_state(node, names[-1])

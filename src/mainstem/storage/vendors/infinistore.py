@@ -18,11 +18,12 @@ import importlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import check_options
+from mainstem.storage.base import Capabilities, check_options
 from mainstem.storage.framed import Frame, FramedBackend, Link
 from mainstem.units import parse_bytes, parse_timeout
 
@@ -46,6 +47,8 @@ class InfiniStoreBackend(FramedBackend):
         BadArgument: unknown link, or staging_bytes is too small.
         BackendUnavailable: the client is not installed, or cannot connect.
     """
+
+    capabilities: ClassVar[Capabilities] = replace(FramedBackend.capabilities, batched=False)
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import is_missing
@@ -256,9 +256,11 @@ class NixlBackend(Backend):
         BackendUnavailable: NIXL is not installed, or its plugin does not start.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        persistent=True, shared=True, zero_copy=True, evicts=False, overwrites=True
-    )
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """batched: of files, not of objects."""
+        files = isinstance(self._place, Files)
+        return Capabilities(persistent=True, shared=True, zero_copy=True, evicts=False, overwrites=True, batched=files)
 
     def __init__(
         self, place: Files | Objects, *, staging_bytes: int = 64 << 20, sleep: Callable[[float], None] = time.sleep

@@ -67,7 +67,7 @@ class S3Backend(Backend):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        persistent=True, shared=True, zero_copy=False, evicts=False, overwrites=True
+        persistent=True, shared=True, zero_copy=False, evicts=False, overwrites=True, batched=False
     )
 
     def __init__(
