@@ -214,11 +214,11 @@ def test_a_store_that_takes_no_writes_still_says_what_it_lists() -> None:
 def test_the_nearest_of_the_same_model_explains() -> None:
     own = summarize(named(tp_size=3))
     far = summarize(named(tp_size=2, weights="f" * 64, page_size=32))
-    near = summarize(named(tp_size=2, layout="layer, number + window"))
+    near = summarize(named(tp_size=3, quantization="int8", layout="layer, number + window"))
     why = explain(own, [summarize(named(model="other")), far, near])
     assert why == (
         "pages of ghost that others stored are not found, because they differ: "
-        "layout layer, number + window, here layer, number; ranks 2, here 3"
+        "quantization int8, here none; layout layer, number + window, here layer, number"
     )
     assert f"weights {'f' * 40}..., here 0123" in (explain(own, [far]) or "")
     long = [summarize(named(layout=f"{'layers and heads ' * 8}[{size}, 2] and more {'x ' * 40}")) for size in (8, 16)]
@@ -226,6 +226,32 @@ def test_the_nearest_of_the_same_model_explains() -> None:
     assert explain(summarize(named(extra=("codec none",))), [summarize(IDENTITY)]) == (
         "pages of ghost that others stored are not found, because they differ: codec unknown, here none"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"page_size": 8}, "page size 8, here 2"),
+        ({"tp_size": 2}, "ranks 2, here 1"),
+        ({"dtype": "f2"}, "dtype f2, here uint64"),
+    ],
+)
+def test_a_layout_is_left_out_where_what_it_follows_from_differs(changes: dict[str, Any], why: str) -> None:
+    other = summarize(named(layout="layer, number of another shape", **changes))
+    assert (explain(summarize(IDENTITY), [other]) or "").endswith(f"differ: {why}")
+
+
+LAYOUTS = "page_first/v1 float32[2, 8, 2, 16] float32[2, 8, 2, 16]", "page_first/v1 float32[4, 8, 2, 16]"
+STATE = "page_first/v1 float32[6, 128, 4] float32[6, 16, 4, 4]"
+
+
+def test_a_description_shows_every_component() -> None:
+    hybrid = named(layout=" + ".join([*LAYOUTS, STATE]))
+    assert "layout 2 float32[2,8,2,16] + float32[4,8,2,16] + float32[6,128,4] float32[6,16,4,4]," in describe(
+        summarize(hybrid)
+    )
+    several = [named(layout=" + ".join([*LAYOUTS * count, STATE])) for count in (1, 2, 3)]
+    assert len({describe(summarize(one)) for one in several}) == 3
 
 
 def test_nothing_is_explained_where_its_own_pages_may_be_or_none_of_its_model() -> None:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from hashlib import sha256
+from itertools import groupby
 
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
@@ -37,9 +38,12 @@ Summary = dict[str, str]
 """An identity for people: the names of what distinguishes it, and their values as texts."""
 
 _NAME = "identities"
+_PREFIX = "page_first/v1"  # of the layout of each component
 _TEXT_CHARACTERS = 200  # of one value; the digest of a longer one takes the place of its end
 _SHOWN_CHARACTERS = 40
 _RANKS = {"tp_size": "ranks"}
+_SHAPING = {"dtype", "page size", "ranks"}
+"""What a layout follows from: where one of these differs, the layout does."""
 
 
 def summarize(identity: Identity) -> Summary:
@@ -53,6 +57,7 @@ def summarize(identity: Identity) -> Summary:
                 summary[name] = text
         elif field.name not in (("tp_rank", "tp_size") if identity.replicated else ("tp_rank",)):
             summary[_RANKS.get(field.name, field.name.replace("_", " "))] = str(value)
+    summary["layout"] = _shortened(summary["layout"])
     return {name: _fitted(text) for name, text in summary.items()}
 
 
@@ -105,13 +110,16 @@ def explain(own: Summary, listed: Sequence[Summary]) -> str | None:
     if own in listed or not others:
         return None
     nearest = min(others, key=lambda other: len(_differing(own, other)))
-    differences = "; ".join(_difference(name, nearest, own) for name in _differing(own, nearest))
+    names = _differing(own, nearest)
+    if not _SHAPING.isdisjoint(names):
+        names = [name for name in names if name != "layout"]
+    differences = "; ".join(_difference(name, nearest, own) for name in names)
     return f"pages of {own['model']} that others stored are not found, because they differ: {differences}"
 
 
 def describe(summary: Summary) -> str:
-    """Returns a summary as a line, long values cut."""
-    return ", ".join(f"{name} {_cut(text)}" for name, text in summary.items())
+    """Returns a summary as a line, long values cut, but not the layout: it shows the components."""
+    return ", ".join(f"{name} {text if name == 'layout' else _cut(text)}" for name, text in summary.items())
 
 
 def _differing(own: Summary, other: Summary) -> list[str]:
@@ -131,6 +139,19 @@ def _difference(name: str, other: Summary, own: Summary) -> str:
 def _cut(text: str, start: int = 0) -> str:
     end = start + _SHOWN_CHARACTERS
     return ("..." if start else "") + text[start:end] + ("..." if len(text) > end else "")
+
+
+def _shortened(layout: str) -> str:
+    """Leaves out of the components' formats what all have in common, and writes equal tensors once, with their number."""
+    return " + ".join(map(_shortened_component, layout.split(" + ")))
+
+
+def _shortened_component(layout: str) -> str:
+    prefix, _, tensors = layout.partition(" ")
+    if prefix != _PREFIX:
+        return layout
+    runs = [(tensor, len([*run])) for tensor, run in groupby(tensors.replace(", ", ",").split())]
+    return " ".join(f"{count} {tensor}" if count > 1 else tensor for tensor, count in runs)
 
 
 def _fitted(text: str) -> str:
