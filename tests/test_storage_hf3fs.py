@@ -246,6 +246,12 @@ def test_a_look_does_not_make_the_file_smaller_and_makes_none(
     assert not list(tmp_path.glob("rank1*"))
 
 
+def test_it_says_what_the_longest_value_is_and_takes_no_longer_one(open_one: Callable[..., HF3FSBackend]) -> None:
+    store = open_one()
+    assert store.longest is not None and (store.longest.size, "option slot" in store.longest.remedy) == (SIZE, True)
+    assert store.put(KEYS[:2], [memoryview(bytearray(SIZE)), memoryview(bytearray(SIZE + 1))]) == [True, False]
+
+
 def test_one_process_has_the_file(open_one: Callable[..., HF3FSBackend]) -> None:
     open_one()
     with pytest.raises(BackendUnavailable, match="in use"):

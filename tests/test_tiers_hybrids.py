@@ -11,7 +11,9 @@ from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.hand_driven import FaultyBackend
 
 from mainstem.components import by_name
+from mainstem.storage.base import Limit
 from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.pages import HEADER_BYTES
 
 Q = [*P, *range(20, 28)]  # 8 pages
 MORE = [30, 31, 32, 33]
@@ -372,3 +374,11 @@ def test_a_state_that_was_backed_up_again_is_written_again(kind: str) -> None:
     rig.settle()
     assert {8, 10} <= set(written_states(backend, rig, [*Q, *MORE]))
     rig.close()
+
+
+def test_a_start_names_the_component_that_a_store_never_takes(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FaultyBackend()
+    backend.longest = Limit(HEADER_BYTES + 8, "its option slot raises that")
+    rig = Rig("full state", backend=backend, empty=0)
+    rig.close()
+    assert [line.split(":")[1] for line in caplog.messages] == [" state is never stored"]

@@ -13,8 +13,9 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
-from mainstem.storage.base import ABSENT, Capabilities
+from mainstem.storage.base import ABSENT, Capabilities, Limit
 from mainstem.storage.memory import MemoryBackend
+from mainstem.storage.wrappers import Prefix, ReadOnly, Tee
 from mainstem.tiers.codecs import CODECS
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.rows import Row
@@ -247,6 +248,21 @@ def test_stored_pages_are_not_written_again() -> None:
     assert {key: backend.value(key) for key in before} == before
     assert fill(store) == Written(0, gap=False)
     assert backend.calls.count("put") == 2
+
+
+def test_a_row_whose_values_the_store_never_takes_is_named_once_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    class Short(MemoryBackend):
+        longest = Limit(5 << 20, "its option slot raises that")
+
+    limited = (Short(), Prefix(ReadOnly(Short()), "a"), Tee(Short(), Short()))
+    for backend in (*limited, MemoryBackend(), Tee(Short(), MemoryBackend())):
+        store = make_store(backend)
+        store.check_length(FULL, (5 << 20) - HEADER_BYTES)
+        assert not caplog.messages
+        store.check_length(STATE, (5 << 20) - HEADER_BYTES + 1)
+        said = "storage: state is never stored: a value has 5242881 bytes, and the store takes up to 5242880: "
+        assert caplog.messages == [said + "its option slot raises that"] * (backend in limited)
+        caplog.clear()
 
 
 def test_pages_are_written_in_batches() -> None:

@@ -60,6 +60,19 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """The longest value that a back end takes.
+
+    Args:
+        size: in bytes.
+        remedy: what its user can do about it, such as "its option slot raises that".
+    """
+
+    size: int
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class BackendStats:
     """What a back end holds. A field is None if the back end cannot determine it without listing all values.
 
@@ -100,6 +113,9 @@ class Backend(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
+
+    longest: Limit | None = None
+    """The longest value that it takes; None: any that it has room for."""
 
     @classmethod
     @abstractmethod

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit
 from mainstem.storage.native import address_of
 from mainstem.storage.wrappers import Remembered
 
@@ -214,7 +214,8 @@ class FramedBackend(Backend):
         self._lock = threading.Lock()
         try:
             with self._lock:
-                self._open()
+                staging = len(self._open().frames.memory) - Frames.HEAD_BYTES
+                self.longest = Limit(staging, "its option staging raises that")
         except StorageError as error:
             raise BackendUnavailable(f"{where}: {error}") from error
 

@@ -37,6 +37,7 @@ class Wrapper(Backend):
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
+        self.longest = inner.longest
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -273,6 +274,7 @@ class Compress(Wrapper):
             allowed = "zstd, or zstd:1 to zstd:22; int8 and fp8 lose digits, so they are codecs of the storage tier"
             raise BadArgument("compress", method, allowed)
         super().__init__(inner)
+        self.longest = None  # nobody knows how long a frame will be
         self._level = int(level or 3)
         self._zstd = _zstandard()
 
@@ -363,6 +365,8 @@ class Tee(Backend):
         self._stores = [store for store in stores if isinstance(store, Backend)]
         if len(stores) != 2 or len(self._stores) != 2:
             raise BadArgument("tee", len(self._stores), "two specs with a comma between, and no brackets")
+        limits = [store.longest for store in self._stores]
+        self.longest = max((limit for limit in limits if limit), key=lambda limit: limit.size) if all(limits) else None
         self.failures = [0, 0]
         """Failed calls of the first and of the second store."""
         self.moved = 0

@@ -145,6 +145,8 @@ class Tiers:
             names, rows = self.writes.names, self.writes.rows
             self._prefetches = Prefetches(self._pages, self._backups, store, names, rows, self.prefill, self.pending)
             self._warming = Warming(self._pages, store, self._prefetches, self.pending)
+            for row in rows:
+                store.check_length(row, host.memory.payload_bytes(row.number))
             store.register(host.memory.regions())
 
     # ---------------------------------------------------------------- what a scheduler calls

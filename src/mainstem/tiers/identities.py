@@ -142,7 +142,7 @@ def _cut(text: str, start: int = 0) -> str:
 
 
 def _shortened(layout: str) -> str:
-    """Leaves out of the components' formats what all have in common, and writes equal tensors once, with their number."""
+    """Leaves out of the components' formats what all share, and writes equal tensors once, with their number."""
     return " + ".join(map(_shortened_component, layout.split(" + ")))
 
 

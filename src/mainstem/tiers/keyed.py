@@ -91,11 +91,12 @@ class KeyedPages:
         Raises:
             StorageError: the memory cannot be registered.
         """
-        config = self._store.config
+        config, row = self._store.config, Row(0, name, exact=True)
+        self._store.check_length(row, payload_bytes)
         region, batches = _allocate(config.batches + config.writes, config.batch_pages, payload_bytes)
         with self._turn:
             self._store.register([region])
-        return Kind(Row(0, name, exact=True), batches[: config.batches], batches[config.batches :])
+        return Kind(row, batches[: config.batches], batches[config.batches :])
 
     def exist(self, asked: Sequence[tuple[Kind, Sequence[str]]]) -> list[list[bool]]:
         """Returns, for each kind that is asked for, whether storage has each page. False where it does not answer."""

@@ -202,6 +202,20 @@ class Store:
         """
         self.backend.register(regions)
 
+    def check_length(self, row: Row, payload_bytes: int) -> None:
+        """Logs a warning if the back end takes no value as long as those of a row: it refuses each.
+
+        Args:
+            row: the row.
+            payload_bytes: size of a page's content.
+        """
+        exact = row.exact or self._codec.name == "none"
+        size = HEADER_BYTES + (payload_bytes if exact else self._codec.encoded_bytes(payload_bytes, self._dtype))
+        limit = self.backend.longest
+        if limit is not None and size > limit.size:
+            taken = f"a value has {size} bytes, and the store takes up to {limit.size}"
+            log.warning("storage: %s is never stored: %s: %s", row.name, taken, limit.remedy)
+
     def look_up(
         self,
         parent: bytes,

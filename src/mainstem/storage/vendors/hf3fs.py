@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Limit, Listed, check_options
 from mainstem.units import parse_bytes, parse_timeout
 
 _MAGIC = b"MAINIDX1"
@@ -81,6 +81,7 @@ class HF3FSBackend(Backend):
             raise BackendUnavailable(f"{os.fspath(path)} is on no 3FS mount")
         self._mount = mount
         self._slot_bytes, self._entries, self._timeout_s = slot_bytes, entries, timeout_s
+        self.longest = Limit(slot_bytes, "the option slot of a new file raises that")
         self._rings: dict[bool, _Ring] = {}
         self._closed = False
         self._evicted = 0

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit, check_options
 from mainstem.storage.wrappers import Remembered
 from mainstem.units import parse_bytes, parse_timeout
 
@@ -63,6 +63,8 @@ class SiMMBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=False
     )
+
+    longest = Limit(LONGEST, "its client takes no longer ones, and no option raises that")
 
     def __init__(
         self,
