@@ -163,6 +163,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "xlstm": ("xlstm", {**_NO_ATTENTION, "intermediate_size": ...}),
 }
 
+ZAMBA2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "num_key_value_heads": 4,
+    "num_mem_blocks": 1,
+    "mamba_d_state": 16,
+    "mamba_headdim": 16,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 8,
+    "chunk_size": 8,
+    "adapter_rank": 8,
+}
+
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     """Creates a random model of a family; a change to `...` leaves the argument out."""
@@ -241,7 +254,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
         "chunk_size": 8,
-        "time_step_min": 1e-6,  # transformers respects it in scans, but not in single steps
+        "time_step_min": 1e-6,  # not the default, 0.001: transformers respects it in scans, but not in single steps
         "n_routed_experts": 4,
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,

@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, tiny
+from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, ZAMBA2, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime import places
 from mainstem.runtime.places import run
@@ -346,6 +347,20 @@ def test_the_self_test_refuses_what_goes_on_wrongly() -> None:
     assert shape is not None
     with pytest.raises(UnsupportedModel, match="even token by token"):
         prove(model, shape, LIMIT)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("nemotron_h", HYBRIDS["nemotron_h"]), ("zamba2", ZAMBA2)])
+def test_a_shortest_time_step_of_scans_alone_is_refused_where_it_matters(family: str, changes: dict[str, Any]) -> None:
+    """transformers keeps it in scans, but not in single steps."""
+    for shortest, is_refused in ((1e-6, False), (1e-3, True)):
+        model = tiny(family, **{**changes, "time_step_min": shortest})
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.data.sub_(5.0)  # shorter steps, most of them below the longer limit
+        shape = StateShape.of(model)
+        assert shape is not None
+        with pytest.raises(UnsupportedModel, match="even token by token") if is_refused else nullcontext():
+            prove(model, shape, LIMIT)
 
 
 def test_the_self_test_finds_rows_that_are_not_independent() -> None:
