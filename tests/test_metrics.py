@@ -32,7 +32,10 @@ NOT_EXPORTED = {
         "match_calls", "queried_symbols", "hit_symbols", "insert_calls", "inserted_pages", "splits",
         "cached_pages", "locked_pages", "evictable_pages", "in_flight_pages", "nodes", "namespaces",
     },
-    "engine.tiers": {"host_total", "prefetches", "prefetch_skipped", "breaker_openings", "under_way"},
+    "engine.tiers": {
+        "host_total", "host_free", "host_cached", "host_private",
+        "prefetches", "prefetch_skipped", "breaker_openings", "under_way",
+    },
     "engine.vision": {"images"},
 }  # fmt: skip
 """Numbers that `/metrics` does not show as they are; a counter that is added is exported or named here."""
@@ -128,9 +131,10 @@ def test_the_tiers_and_the_recorder_are_counted() -> None:
     tiers = engine.tiers
     assert tiers is not None
     expected = {
-        "mainstem_host_pages{owner=free}": tiers.host_free,
-        "mainstem_host_pages{owner=cached}": tiers.host_cached,
-        "mainstem_host_pages{owner=private}": tiers.host_private,
+        "mainstem_host_pages{component=first,owner=free}": tiers.host_pools["first"].free,
+        "mainstem_host_pages{component=first,owner=cached}": tiers.host_pools["first"].cached,
+        "mainstem_host_pages{component=second,owner=private}": tiers.host_pools["second"].private,
+        "mainstem_host_pages{component=second,owner=total}": tiers.host_pools["second"].total,
         "mainstem_moved_pages_total{from=device,to=host}": tiers.backed_up,
         "mainstem_moved_pages_total{from=host,to=device}": tiers.loaded,
         "mainstem_moved_pages_total{from=storage,to=host}": tiers.prefetched,

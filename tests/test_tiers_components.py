@@ -427,6 +427,18 @@ def test_a_match_may_end_at_a_state_on_the_host() -> None:
     engine.close()
 
 
+def test_the_pages_of_the_host_are_counted_by_component() -> None:
+    engine = Engine(Full(), State())
+    engine.compute(P[:4])
+    engine.compute(P)
+    engine.back_up(P)
+    engine.settle()
+    counts = engine.tiers.stats().host_pools
+    assert {name: pool.cached for name, pool in counts.items()} == {"full": len(P), "state": 2}
+    assert all(pool.free + pool.cached + pool.private == pool.total for pool in counts.values())
+    engine.close()
+
+
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_without_host_room_for_one_component_nothing_is_backed_up(row: int) -> None:
     engine = Engine(*KINDS["full window state"])

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -168,12 +168,21 @@ def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, record
 def _described(engine: Engine) -> str:
     import torch  # here, because `create_app` does not need it
 
-    dtype = str(engine.dtype).removeprefix("torch.")
-    positions = engine.pages * engine.config.page_size
-    tiers = engine.stats().tiers
-    host = "" if tiers is None else f", {tiers.host_total} on the host"
+    dtype, stats = str(engine.dtype).removeprefix("torch."), engine.stats()
+    first, *others = _pools({name: pool.total for name, pool in stats.cache.pools.items()})
+    device = ", ".join([f"{first} for {engine.pages * engine.config.page_size} tokens", *others])
+    host = ""
+    if stats.tiers is not None:
+        totals = {name: pool.total for name, pool in stats.tiers.host_pools.items()}
+        host = f", on the host {', '.join(_pools(totals))}"
     store = "" if engine.config.tiers.storage is None else ", with storage"
-    return f"{dtype}, {torch.get_num_threads()} threads, {engine.pages} KV pages for {positions} tokens{host}{store}"
+    return f"{dtype}, {torch.get_num_threads()} threads, {device}{host}{store}"
+
+
+def _pools(totals: Mapping[str, int]) -> list[str]:
+    """Returns the size of each component's pool in words."""
+    words = {"full": "KV pages", "state": "state slots"}
+    return [f"{total} {words.get(name, f'{name} pages')}" for name, total in totals.items()]
 
 
 class _DrainingServer(uvicorn.Server):

@@ -91,8 +91,9 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
             ("component", "owner")),
     ),
     "engine.tiers": (
-        Row("mainstem_host_pages", GAUGE, "Pages of the host tier, by owner",
-            _each("host_{}", "free", "cached", "private"), ("owner",)),
+        Row("mainstem_host_pages", GAUGE, "Pages or slots of each component on the host, by owner",
+            {("*", owner): f"host_pools.*.{owner}" for owner in ("free", "cached", "private", "total")},
+            ("component", "owner")),
         Row("mainstem_moved_pages", COUNTER, "Pages moved between tiers",
             {
                 ("device", "host"): "backed_up",

@@ -48,12 +48,23 @@ log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.005
 
 
+@dataclass(frozen=True, slots=True)
+class HostCounts:
+    """Counts of one component's pages or slots on the host. free + cached + private = total."""
+
+    total: int
+    free: int
+    cached: int
+    private: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
     """Counts of the tiers, in pages unless stated otherwise.
 
     Args:
-        host_total, host_free, host_cached, host_private: pages of the host; private ones are being written to.
+        host_pools: the host's pages by component, the first component first; private ones are being written to.
+        host_total, host_free, host_cached, host_private: those of the first component alone.
         backed_up: copied to the host. backup_failed: the copy failed. backup_skipped: the host had no room.
         loaded: copied to the device. load_failed: the copy failed. load_skipped: the device had no room.
         prefetches: prefetches begun. prefetch_skipped: prefetches not begun, because too many were under way.
@@ -67,6 +78,7 @@ class TierStats:
         under_way: transfers and calls that have not ended.
     """
 
+    host_pools: dict[str, HostCounts]
     host_total: int
     host_free: int
     host_cached: int
@@ -282,8 +294,10 @@ class Tiers:
 
     def stats(self) -> TierStats:
         """Returns counts; all are maintained incrementally."""
+        pools = (HostCounts(pool.total, pool.free, pool.cached, pool.private) for pool in self.host_pools)
         pool, store = self.host_pools[0], self.store
         return TierStats(
+            host_pools=dict(zip(self.tree.names, pools, strict=True)),
             host_total=pool.total,
             host_free=pool.free,
             host_cached=pool.cached,
