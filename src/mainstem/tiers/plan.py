@@ -98,10 +98,10 @@ class Plan:
         for row, pages in unknown.items():
             hoped.stored[row][pages] = ask(row, pages) if every_end and len(pages) else True
         if not every_end:
-            hoped._decide(ask, most, unknown)
+            hoped.settle(ask, most, unknown)
         return hoped.stored
 
-    def _decide(self, ask: Ask, most: int, unknown: dict[int, NDArray[np.int64]]) -> None:
+    def settle(self, ask: Ask, most: int, unknown: dict[int, NDArray[np.int64]]) -> None:
         """Asks for what the deepest end needs and is unknown, until all that it needs is stored; more each time.
 
         Args:
