@@ -235,8 +235,8 @@ class Store:
         def look_up(causes: Counter[str]) -> Found:
             names = self.sealer.names(parent, symbols, page_bytes)
 
-            def find(row: Row, pages: Sequence[int]) -> list[bool]:
-                return self._find([(row, [names[page] for page in pages])])[0]
+            def find(row: Row, places: Sequence[int]) -> list[bool]:
+                return self._find([(row, [names[place] for place in places])])[0]
 
             if search is not None and not self.backend.capabilities.batched:
                 return Found(names, search(find))
