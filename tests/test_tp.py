@@ -32,7 +32,7 @@ from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, RESUMED, WINDOWED, tiny
 from mainstem.errors import BadArgument, EngineClosed, MainstemError, RankFailed, UnsupportedModel
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.parallel import open_engine
-from mainstem.runtime.ranks import FirstRank, LaterRank, Peer, require_equal
+from mainstem.runtime.ranks import ANSWER_S, FirstRank, LaterRank, Peer, require_equal
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import (
@@ -103,9 +103,9 @@ def opened(processes: ForkServerContext) -> Open:
     """Opens an engine: `with opened(folder, ranks, **settings) as engine`."""
 
     @contextmanager
-    def start(name: str | None, ranks: int, **settings: Any) -> Iterator[Engine]:
+    def start(name: str | None, ranks: int, answer_s: float = ANSWER_S, **settings: Any) -> Iterator[Engine]:
         config = EngineConfig(**{"tp": ranks, "kv_bytes": 8 << 20, "page_size": PAGE, **settings})
-        with open_engine(name, FLOAT32, config, context=processes) as engine:
+        with open_engine(name, FLOAT32, config, context=processes, answer_s=answer_s) as engine:
             yield engine
 
     return start
@@ -420,6 +420,18 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all_others(open
     assert not children()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_does_not_answer_ends_all_others(opened: Open, folder: Folder, ranks: int) -> None:
+    with opened(folder("llama", **LLAMA), ranks, answer_s=patience(5)) as engine:
+        assert ask(engine, documents(1))
+        first = min(children(), key=lambda child: child.name)
+        os.kill(first.pid or 0, signal.SIGSTOP)
+        with pytest.raises(EngineClosed, match=f"rank 1 of {ranks} does not answer: .* s are allowed"):
+            ask(engine, documents(2))
+        assert isinstance(engine.failure, RankFailed)
+    assert not children()
+
+
 def test_an_error_of_one_rank_ends_the_engine_with_its_words(opened: Open, folder: Folder, tmp_path: Path) -> None:
     (tmp_path / "1").write_text("no folder")
     tiers = stored(f"file:{tmp_path}/{{rank}}?capacity=64MiB")
@@ -575,6 +587,13 @@ def test_ranks_agree_on_the_lowest_votes() -> None:
     agreed.append(first.agree([0, 3, 1]))
     thread.join()
     assert agreed == [[0, 2, 0], [0, 2, 0]]
+
+
+def test_a_rank_that_does_not_vote_has_failed() -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    first = FirstRank([Peer(1, multiprocessing.current_process(), ours)], answer_s=0.0)
+    with pytest.raises(RankFailed, match="rank 1 of 2 does not answer: 0 s are allowed"):
+        first.agree([1])
 
 
 # ---------------------------------------------------------------- servers

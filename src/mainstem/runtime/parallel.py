@@ -4,7 +4,8 @@
     rank k, a child        start -> load its part -> engine, repeats the steps of rank 0 -> end
 
 All parts of a forward meet in `torch.distributed`: gloo on CPUs, NCCL on GPUs. Its rendezvous is a file, and nothing
-listens beyond loopback. A rank that ends, ends all: rank 0 watches its children, and they watch rank 0.
+listens beyond loopback. A rank that ends, ends all: rank 0 watches its children, and they watch rank 0. So does a rank
+that does not answer in time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import DefaultContext, ForkContext, ForkServerContext, SpawnContext
 from pathlib import Path
@@ -27,7 +29,7 @@ import torch
 from mainstem.errors import BadArgument, MainstemError, RankFailed
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
-from mainstem.runtime.ranks import ONE_RANK, FirstRank, LaterRank, Peer, Ranks
+from mainstem.runtime.ranks import ANSWER_S, ONE_RANK, FirstRank, LaterRank, Peer, Ranks
 from mainstem.settings.engine import EngineConfig, ModelConfig
 
 Context = DefaultContext | ForkContext | ForkServerContext | SpawnContext
@@ -46,6 +48,15 @@ class _Asked:
     config: EngineConfig
 
 
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where ranks find each other, how many there are, and how long one waits for another."""
+
+    size: int
+    folder: str
+    answer_s: float
+
+
 @contextmanager
 def open_engine(
     name: str | None = None,
@@ -54,6 +65,7 @@ def open_engine(
     *,
     progress: Progress | None = None,
     context: Context | None = None,
+    answer_s: float = ANSWER_S,
 ) -> Iterator[Engine]:
     """Loads a model and opens its engine, with `config.tp` processes.
 
@@ -63,17 +75,18 @@ def open_engine(
         config: the settings of the engine.
         progress: see `load_model` and `Engine`.
         context: starts processes; None: "spawn", so the program needs the usual `if __name__ == "__main__"`.
+        answer_s: seconds after which a process that does not answer has failed.
 
     Raises:
         BadArgument, UnsupportedModel, ModelNotFound: see `load_model` and `Engine`.
-        RankFailed: a process has ended.
+        RankFailed: a process has ended, or does not answer.
     """
     asked = _Asked(name, model, config)
     if config.tp == 1:
         with _engine(asked, ONE_RANK, progress) as engine:
             yield engine
         return
-    with _started(config.tp, context or multiprocessing.get_context("spawn")) as ranks:
+    with _started(config.tp, context or multiprocessing.get_context("spawn"), answer_s) as ranks:
         try:
             ranks.share(lambda: asked)
             engine = _engine(asked, ranks, progress)
@@ -93,7 +106,7 @@ def _engine(asked: _Asked, ranks: Ranks, progress: Progress | None = None) -> En
 
 
 @contextmanager
-def _started(size: int, context: Context) -> Iterator[FirstRank]:
+def _started(size: int, context: Context, answer_s: float) -> Iterator[FirstRank]:
     """Starts the other ranks, and joins the group of `torch.distributed`; ends both."""
     if torch.distributed.is_initialized():
         raise BadArgument("tp", size, "1: this process belongs to a group of torch.distributed already")
@@ -102,16 +115,17 @@ def _started(size: int, context: Context) -> Iterator[FirstRank]:
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mainstem-"))
-        peers = [_start(rank, size, folder, context, stack) for rank in range(1, size)]
-        _join(0, size, folder)
+        meeting = _Meeting(size, folder, answer_s)
+        peers = [_start(rank, meeting, context, stack) for rank in range(1, size)]
+        _join(0, meeting)
         stack.callback(torch.set_num_threads, threads)
         stack.callback(torch.distributed.destroy_process_group)
-        yield FirstRank(peers)
+        yield FirstRank(peers, answer_s)
 
 
-def _start(rank: int, size: int, folder: str, context: Context, stack: ExitStack) -> Peer:
+def _start(rank: int, meeting: _Meeting, context: Context, stack: ExitStack) -> Peer:
     ours, theirs = context.Pipe()
-    process = context.Process(target=_follow, args=(rank, size, folder, theirs), name=f"mainstem-rank-{rank}")
+    process = context.Process(target=_follow, args=(rank, meeting, theirs), name=f"mainstem-rank-{rank}")
     process.start()
     theirs.close()
 
@@ -125,23 +139,24 @@ def _start(rank: int, size: int, folder: str, context: Context, stack: ExitStack
     return Peer(rank, process, ours)
 
 
-def _join(rank: int, size: int, folder: str) -> None:
+def _join(rank: int, meeting: _Meeting) -> None:
     """Joins the group, whose members find each other by a file, and shares the cores with them."""
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = str(rank)  # transformers reads it
         torch.cuda.set_device(rank)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // meeting.size))
     os.environ.update(GLOO_SOCKET_IFNAME=_LOOPBACK, NCCL_SOCKET_IFNAME=_LOOPBACK)
     torch.distributed.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"{Path(folder, 'rendezvous').as_uri()}",
+        init_method=f"{Path(meeting.folder, 'rendezvous').as_uri()}",
         rank=rank,
-        world_size=size,
+        world_size=meeting.size,
+        timeout=timedelta(seconds=meeting.answer_s),
     )
 
 
-def _follow(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _follow(rank: int, meeting: _Meeting, pipe: Connection) -> None:
     """The process of a rank other than 0."""
     # They may be sent to all processes, but the others end when rank 0 has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -149,9 +164,9 @@ def _follow(rank: int, size: int, folder: str, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s: rank {rank}: %(message)s")
     logging.getLogger(Engine.__module__).disabled = True  # rank 0 says why the engine ends
-    ranks = LaterRank(rank, size, pipe)
+    ranks = LaterRank(rank, meeting.size, pipe)
     try:
-        _join(rank, size, folder)
+        _join(rank, meeting)
         asked = ranks.share(_not_here)
         _engine(asked, ranks).wait()
     except Exception as error:  # noqa: BLE001  # rank 0 raises it

@@ -23,6 +23,9 @@ from mainstem.errors import MainstemError, RankFailed
 
 T = TypeVar("T")
 
+ANSWER_S = 300.0
+"""Seconds after which a rank that does not answer has failed. Ranks run the same steps at the same time."""
+
 _END_S = 2.0  # between an error that the end of a process causes and that end
 _GONE = (EOFError, ConnectionError)
 
@@ -49,11 +52,14 @@ class Ranks(Protocol):
         """Returns on every rank the lowest of all ranks' votes, element by element.
 
         Raises:
-            RankFailed: a rank has ended.
+            RankFailed: a rank has ended, or does not answer.
         """
 
     def cause(self, error: BaseException) -> BaseException:
-        """Returns the end of another rank if that explains an error, such as that of a connection; else the error."""
+        """Returns the end or the silence of another rank if that explains an error, such as that of a connection.
+
+        Else it returns the error.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,13 @@ class FirstRank:
 
     Args:
         peers: the others, by rank.
+        answer_s: seconds after which one that does not answer has failed.
     """
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
+    def __init__(self, peers: Sequence[Peer], answer_s: float = ANSWER_S) -> None:
         self.rank, self.size = 0, 1 + len(peers)
         self._peers = tuple(peers)
+        self._answer_s = answer_s
 
     def share(self, make: Callable[[], T]) -> T:
         """See `Ranks.share`."""
@@ -132,6 +140,11 @@ class FirstRank:
         """See `Ranks.cause`."""
         if isinstance(error, MainstemError):
             return error  # such as a setting that every rank refuses
+        if _timed_out(error):
+            for peer in self._peers:
+                peer.process.join(_END_S)  # those that waited for the silent one end too
+            if silent := [peer for peer in self._peers if peer.process.is_alive()]:
+                return self._silence(silent[0])
         ended = wait([peer.process.sentinel for peer in self._peers], _END_S)
         return next((self._failure(peer) for peer in self._peers if peer.process.sentinel in ended), error)
 
@@ -146,6 +159,8 @@ class FirstRank:
 
     def _votes(self, peer: Peer) -> list[int]:
         try:
+            if not peer.pipe.poll(self._answer_s):
+                raise self._silence(peer)
             received = peer.pipe.recv()
         except _GONE:
             raise self._failure(peer) from None
@@ -165,6 +180,9 @@ class FirstRank:
                 received = peer.pipe.recv()
                 words = received if isinstance(received, LastWords) else None
         return self._ended(peer, f"its exit code is {peer.process.exitcode}" if words is None else words.text)
+
+    def _silence(self, peer: Peer) -> RankFailed:
+        return RankFailed(f"rank {peer.rank} of {self.size} does not answer: {self._answer_s:g} s are allowed")
 
     def _ended(self, peer: Peer, why: str) -> RankFailed:
         return RankFailed(f"rank {peer.rank} of {self.size} has ended: {why}")
@@ -197,7 +215,7 @@ class LaterRank:
 
     def cause(self, error: BaseException) -> BaseException:
         """See `Ranks.cause`."""
-        return error
+        return RankFailed("another rank does not answer") if _timed_out(error) else error
 
     def leave(self, why: str) -> None:
         """Tells rank 0 why this one ends."""
@@ -208,3 +226,8 @@ class LaterRank:
             self._pipe.send(value)
         except _GONE:
             raise RankFailed(f"rank 0 of {self.size} has ended") from None
+
+
+def _timed_out(error: BaseException) -> bool:
+    """Returns whether an exchange inside a forward took too long: PyTorch has no type of its own for that."""
+    return isinstance(error, RuntimeError) and "timed out" in str(error).lower()
