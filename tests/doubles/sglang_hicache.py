@@ -82,9 +82,13 @@ class HostPool:
     ) -> None:
         self.page_size, self.layout, self.dtype, self.storage_format_tag = page_size, "page_first", torch.float32, None
         self.__dict__.update(described)
-        self._shape = shape
+        self._shape, self._described = shape, described
         across = self.layout == "layer_first"
         self.buffer = torch.zeros((shape[0], pages, *shape[1:]) if across else (pages, *shape), dtype=self.dtype)
+
+    def __repr__(self) -> str:
+        """Says what distinguishes it, equally in every process: it names tests."""
+        return f"HostPool({self._shape}, page_size={self.page_size}, {self._described})"
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         page = self._page(index)
