@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -443,6 +444,17 @@ def test_an_error_of_one_rank_ends_the_engine_with_its_words(opened: Open, folde
     assert not children()
 
 
+def test_an_engine_leaves_the_environment_as_it_was(
+    opened: Open, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    with opened(folder("llama", **LLAMA), 2):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] != "mine"
+    assert dict(os.environ) == before
+
+
 def test_nothing_listens_beyond_this_machine(opened: Open, folder: Folder) -> None:
     before = sockets(os.getpid())  # other tests' clients
     with opened(folder("llama", **LLAMA), 2):
@@ -604,6 +616,8 @@ def _serve(model: str, port: int, options: dict[str, Any], log: str) -> None:
     from mainstem.server.app import bind, serve
     from mainstem.settings.server import ServerConfig
 
+    tempfile.tempdir = str(Path(log).parent / "temporary")
+    Path(tempfile.tempdir).mkdir(exist_ok=True)
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     config, server = EngineConfig(tp=2, page_size=PAGE, **options), ServerConfig(port=port)
@@ -641,7 +655,7 @@ def complete(client: httpx.Client, prompt: Sequence[int], new: int = NEW_TOKENS)
     return reply.json()
 
 
-def test_a_server_that_was_killed_leaves_no_rank_and_starts_again_with_its_store(
+def test_a_server_that_was_killed_leaves_no_rank_and_no_file_and_starts_again_with_its_store(
     processes: ForkServerContext, folder: Folder, tmp_path: Path
 ) -> None:
     model, prompts = folder("llama", **LLAMA), documents(6)
@@ -650,8 +664,10 @@ def test_a_server_that_was_killed_leaves_no_rank_and_starts_again_with_its_store
         before = [complete(client, prompt)["choices"][0]["text"] for prompt in prompts]
         eventually(lambda: not client.get("/v1/cache/stats").json()["tiers"]["under_way"], 60.0)
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert list((tmp_path / "temporary").iterdir())
         process.kill()
         eventually(lambda: not Path(f"/proc/{child}").exists(), 60.0)
+        assert not list((tmp_path / "temporary").iterdir())
     with served(processes, model, tmp_path / "log", **options) as (_, client):
         for prompt, text in zip(prompts, before, strict=True):
             answer = complete(client, prompt)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -37,6 +38,8 @@ Progress = Callable[[str, int, int], None]
 
 _END_S = 10.0  # for a rank that closes its tiers when the engine ends; then it is killed
 _LOOPBACK = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SET = (*_INTERFACES, "LOCAL_RANK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def _started(size: int, context: Context, answer_s: float) -> Iterator[FirstRank
         raise BadArgument("tp", size, f"at most {torch.cuda.device_count()}, the number of GPUs")
     threads = torch.get_num_threads()
     with ExitStack() as stack:
+        stack.enter_context(_environment())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mainstem-"))
         meeting = _Meeting(size, folder, answer_s)
         peers = [_start(rank, meeting, context, stack) for rank in range(1, size)]
@@ -121,6 +125,19 @@ def _started(size: int, context: Context, answer_s: float) -> Iterator[FirstRank
         stack.callback(torch.set_num_threads, threads)
         stack.callback(torch.distributed.destroy_process_group)
         yield FirstRank(peers, answer_s)
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Undoes what `_join` sets: groups that are made later read it too, so it stays until the ranks end."""
+    before = {name: os.environ.get(name) for name in _SET}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _start(rank: int, meeting: _Meeting, context: Context, stack: ExitStack) -> Peer:
@@ -146,7 +163,7 @@ def _join(rank: int, meeting: _Meeting) -> None:
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // meeting.size))
-    os.environ.update(GLOO_SOCKET_IFNAME=_LOOPBACK, NCCL_SOCKET_IFNAME=_LOOPBACK)
+    os.environ.update(dict.fromkeys(_INTERFACES, _LOOPBACK))
     torch.distributed.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
         init_method=f"{Path(meeting.folder, 'rendezvous').as_uri()}",
@@ -161,7 +178,7 @@ def _follow(rank: int, meeting: _Meeting, pipe: Connection) -> None:
     # They may be sent to all processes, but the others end when rank 0 has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(meeting.folder,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s: rank {rank}: %(message)s")
     logging.getLogger(Engine.__module__).disabled = True  # rank 0 says why the engine ends
     ranks = LaterRank(rank, meeting.size, pipe)
@@ -179,9 +196,10 @@ def _not_here() -> _Asked:
     raise AssertionError("rank 0 shares it")
 
 
-def _end_with_parent() -> None:
-    """Ends this process when its parent has ended, whatever it waits for."""
+def _end_with_parent(folder: str) -> None:
+    """Ends this process when its parent has ended, whatever it waits for, and removes what a killed parent leaves."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
