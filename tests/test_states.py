@@ -17,6 +17,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, ZAMBA2, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime import places
+from mainstem.runtime.attention import TOLERANCE
 from mainstem.runtime.places import run
 from mainstem.runtime.scans import resume
 from mainstem.runtime.states import Continuation, Proof, StateCache, StatePool, StateShape, prove
@@ -339,6 +340,30 @@ def mix(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
         cache.layers[0].conv_states[0].copy_(cache.layers[0].conv_states[0].roll(1, 0))
     out: torch.Tensor = conv(x, past_key_values=cache, **others)
     return out
+
+
+def fade(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
+    """Weakens the state where several tokens follow."""
+    if cache is not None and cache.has_previous_state(0) and x.shape[1] > 1:
+        cache.layers[0].conv_states[0].mul_(0.95)
+    out: torch.Tensor = conv(x, past_key_values=cache, **others)
+    return out
+
+
+def test_at_low_precision_more_than_the_model_s_own_rounding_is_an_error() -> None:
+    model = broken_lfm2(fade).to(torch.bfloat16)  # type: ignore[call-arg, arg-type]
+    shape = StateShape.of(model)
+    assert shape is not None
+    assert prove(model, shape, TOLERANCE[torch.bfloat16]) == Proof("stepped", stacked=True)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in STEPPED])
+def test_at_low_precision_rounding_is_none(family: str) -> None:
+    model = tiny(family, **FAMILIES[family]).to(torch.bfloat16)  # type: ignore[call-arg, arg-type]
+    shape = StateShape.of(model)
+    assert shape is not None
+    wanted = Proof("resumed" if family in RESUMED else "chunked", stacked=family not in ALONE)
+    assert prove(model, shape, TOLERANCE[torch.bfloat16]) == wanted
 
 
 def test_the_self_test_refuses_what_goes_on_wrongly() -> None:
