@@ -15,7 +15,7 @@ from rigs.letters import Letters
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from bench.tiny_models import LATENT, VOCAB, loaded, tiny
+from bench.tiny_models import GATHERED, LATENT, VARIANTS, VOCAB, loaded, tiny
 from mainstem.errors import BadArgument, MainstemError, UnsupportedModel
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.adapters import Adapter, Adapters, read_adapter
@@ -336,6 +336,21 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     refused(model, folder, UnsupportedModel, "target_parameters")
     change_settings(folder, target_parameters=None, target_modules=["experts"])
     refused(model, folder, UnsupportedModel, "fit")
+
+
+def test_a_layer_that_returns_more_than_its_product_is_refused_by_name(tmp_path: Path) -> None:
+    family, changes = VARIANTS["llama4_text"]
+    model = tiny(family, **changes)
+    folder = save(tmp_path, 1, family, changes, target_modules=["router", "q_proj"])
+    refused(model, folder, UnsupportedModel, r"only linear layers and embeddings can be adapted, not router")
+
+
+def test_a_linear_layer_with_code_of_its_own_can_be_adapted(tmp_path: Path) -> None:
+    model = tiny("falcon", **GATHERED["falcon"])
+    folder = save(tmp_path, 1, "falcon", GATHERED["falcon"], target_modules=["query_key_value"])
+    adapters = Adapters(model)
+    base = logits(model)
+    assert not torch.allclose(with_adapter(adapters, model, adapters.load("a", folder)), base, atol=0.1)
 
 
 def test_a_model_with_an_adapter_of_its_own(saved: dict[str, Path]) -> None:

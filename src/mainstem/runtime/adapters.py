@@ -202,7 +202,7 @@ class Adapters:
         try:
             inject_adapter_in_model(config, self._model, _PEFT_NAME, low_cpu_mem_usage=True)
             places = tuple(_Place(*old, new) for old in before if (new := getattr(old[0], old[1])) is not old[2])
-            _check_layers(places, allowed)
+            _check_layers(places, allowed, self._model.dtype)
             self._fill(files)
         finally:
             for parent, name, layer in before:
@@ -350,15 +350,26 @@ def _digest(config: bytes, weights: bytes) -> str:
     return digest.hexdigest()
 
 
-def _check_layers(places: tuple[_Place, ...], allowed: set[int]) -> None:
+def _check_layers(places: tuple[_Place, ...], allowed: set[int], dtype: torch.dtype) -> None:
     """Allows only layers that are called: weights that other code reads directly would not be adapted everywhere."""
     from peft.tuners.lora import Embedding, Linear
 
     for place in places:
-        if not isinstance(place.adapted, (Linear, Embedding)):
+        if not isinstance(place.adapted, (Linear, Embedding)) or not _returns_a_tensor(place.plain, dtype):
             raise ValueError(f"only linear layers and embeddings can be adapted, not {place.name}")
         if id(place.plain) not in allowed:
             raise ValueError(f"only layers of the text model can be adapted, not {place.name}")
+
+
+def _returns_a_tensor(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Returns False for a linear layer that also chooses, such as Llama 4's router: PEFT cannot add to its results."""
+    import torch
+
+    if not isinstance(layer, torch.nn.Linear) or type(layer).forward is torch.nn.Linear.forward:
+        return True
+    with torch.inference_mode():
+        result = layer(torch.zeros(1, layer.in_features, dtype=dtype, device=layer.weight.device))
+    return isinstance(result, torch.Tensor)
 
 
 def _shortened(error: Exception) -> str:
