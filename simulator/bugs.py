@@ -107,7 +107,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "calls have no deadline", "LMCache#1491", _STORE,
-        "if self._store.clock() < self._deadline_s:", "if True:",
+        "if self._store.clock() < self._deadline_s():", "if True:",
     ),
     _mutant(
         "an exception of a client ends the worker", "sglang#39269", _STORE,
@@ -159,7 +159,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a write holds the window of its last node only", "-", _WRITE,
-        "locks = nodes if self._begins_late else nodes[-1:]", "locks = nodes[-1:]",
+        "locks = nodes if self._late else nodes[-1:]", "locks = nodes[-1:]",
         "tests/test_tiers_components.py::test_a_write_holds_the_windows_of_all_its_nodes",
     ),
     _mutant(
@@ -339,8 +339,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "states are inserted before what they follow", "-", "tiers/plan.py",
-        "for row, component in enumerate(self._components):\n            end",
-        "for row, component in reversed([*enumerate(self._components)]):\n            end",
+        "for row in range(len(self._components)):\n            first",
+        "for row in reversed(range(len(self._components))):\n            first",
         "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
     ),
     _mutant(

@@ -47,8 +47,8 @@ def test_a_router_knows_what_a_server_has_on_each_tier(pair: tuple[Server, Liste
     listener.until(lambda: listener.on("GPU") >= pages(PROMPT) and listener.on("CPU") >= pages(PROMPT))
     longer = PROMPT + [3] * PAGE
     server.ask(longer, tokens=1)
-    listener.until(lambda: listener.on("GPU") >= pages(longer))
-    server.flush()
+    listener.until(lambda: listener.on("GPU") >= pages(longer) and listener.on("CPU") >= pages(longer))
+    server.flush()  # it leaves what is being copied
     listener.until(lambda: not listener.follower.replica.blocks)
     counted = server.http.get("/v1/cache/stats").json()["events"]
     assert counted["published"] > 3 and counted["dropped"] == 0 and counted["replays"] >= 1
