@@ -35,6 +35,7 @@ from bench.tiny_models import (
 )  # fmt: skip
 from mainstem import Namespace, hf
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.attention import plain_attention
 from mainstem.settings.engine import EngineConfig, HostSize, StorageConfig, TierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -736,7 +737,7 @@ def test_a_real_model_answers_as_without_the_cache(smollm2: Any) -> None:
     model, tokenizer = smollm2.model, smollm2.tokenizer
     system = "You are a guide to the lighthouse of Port Arden, which was lit in 1889 and is 41 metres tall. " * 8
     chat: list[dict[str, str]] = [{"role": "system", "content": system}]
-    with hf.cached(model) as cache:
+    with plain_attention(model), hf.cached(model) as cache:  # an engine of another test has left its own
         for question in ("How tall is it?", "When was it lit?", "And who are you?"):
             chat.append({"role": "user", "content": question})
             given = tokenizer.apply_chat_template(
