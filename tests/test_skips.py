@@ -18,6 +18,10 @@ def test_skips_are_excused_up_to_the_limit() -> None:
     assert judge(["no drum"] * 3, ROWS) == ["3 tests are skipped because of 'no drum', 2 are allowed"]
 
 
+def test_a_lane_has_no_limit_since_its_record_says_that_it_ran() -> None:
+    assert judge(["no lane here"] * 100, (Allowed("no lane", lambda: True, None),)) == []
+
+
 def test_a_skip_that_nothing_here_excuses_is_named() -> None:
     assert judge(["no horn"], ROWS) == ["skipped, though nothing on this machine excuses it: no horn"]
     assert judge(["I feel tired"], ROWS) == ["skipped, though nothing on this machine excuses it: I feel tired"]
