@@ -713,6 +713,7 @@ def test_prefixes_survive_a_restart(tmp_path: Path, kind: str) -> None:
             answers.append(made.both(prompt))
             assert made.cache.stats().cached_tokens == hit
             made.verify()
+            assert made.cache.drain(patience(30))  # closing waits only so long
     assert torch.equal(*answers)
 
 
