@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from itertools import count
 
@@ -79,7 +80,9 @@ class Whatever(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule()
     def cancel(self) -> None:
-        self.tree.cancel(self.flying.pop(), HOST)
+        with contextlib.suppress(BadArgument):  # what follows it is on both tiers: that must be cancelled first
+            self.tree.cancel(self.flying[-1], HOST)
+            self.flying.pop()
 
     @rule(pages=st.integers(1, 4), tier=st.sampled_from((DEVICE, HOST)))
     def evict(self, pages: int, tier: int) -> None:
