@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machine import eventually, patience
@@ -451,6 +453,25 @@ def test_a_store_that_cannot_be_opened_is_one_clear_error(home: Path) -> None:
     with pytest.raises(BadArgument, match="at most 107 bytes"):
         open_backend(f"shared(socket={home}/{'x' * 100})+memory:")
     assert list(running()) == []
+
+
+def test_the_arguments_of_an_owner_that_a_client_starts_do_not_show_the_spec(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, arguments: Sequence[str], *others: Any, **options: Any) -> None:
+            commands.append(" ".join(arguments))
+            super().__init__(arguments, *others, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    store = shared(home)
+    (command,) = commands
+    running_one = Path(f"/proc/{pid_of(home)}/cmdline").read_text()
+    assert "mainstem.owner" in command and "mainstem.owner" in running_one
+    assert "file:" not in command and "file:" not in running_one
+    store.close()
 
 
 def test_a_look_starts_no_owner(home: Path) -> None:

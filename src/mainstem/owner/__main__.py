@@ -1,4 +1,4 @@
-"""An owner that a client starts, `python -m mainstem.owner JSON`: see `mainstem.owner.start`."""
+"""An owner that a client starts, `python -m mainstem.owner` with JSON as its input: see `mainstem.owner.start`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mainstem.owner.start import READY
 from mainstem.settings.owner import OwnerConfig
 
 
-def main(arguments: str) -> int:
+def main() -> int:
     """Serves, and reports to the starter whether it can. Returns the exit code."""
-    given = json.loads(arguments)
+    given = json.load(sys.stdin)
     lock, ready = given["lock"], given["ready"]
     for descriptor in (lock, ready):
         os.set_inheritable(descriptor, False)  # processes that the store starts must not keep the lock
@@ -40,4 +40,4 @@ def main(arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

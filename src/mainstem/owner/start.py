@@ -148,13 +148,11 @@ def _spawn(place: Place, config: OwnerConfig, lock: int, ready: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     log = os.open(place.log, flags, 0o600)
     own = {**asdict(config), "socket": str(place.path)}
-    arguments = json.dumps({"spec": place.spec, "config": own, "lock": lock, "ready": ready})
-    owner = [sys.executable, "-m", "mainstem.owner", arguments]
+    given = json.dumps({"spec": place.spec, "config": own, "lock": lock, "ready": ready})
     try:
-        subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _DETACH, *owner],
-            check=True, pass_fds=(lock, ready), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
+        subprocess.run(  # the spec may hold a password, and everybody can read the arguments of a process
+            [sys.executable, "-I", "-S", "-c", _DETACH, sys.executable, "-m", "mainstem.owner"],
+            check=True, pass_fds=(lock, ready), input=given.encode(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     finally:
         os.close(log)
