@@ -15,8 +15,8 @@ from rigs.owners import MIB, folder
 from rigs.stores import Values
 
 from mainstem import cli
-from mainstem.errors import BackendUnavailable
-from mainstem.owner.start import running
+from mainstem.errors import BackendUnavailable, StorageError
+from mainstem.owner.start import Place, running
 from mainstem.storage import open_backend
 
 pytestmark = pytest.mark.deadline
@@ -105,3 +105,48 @@ def test_what_cannot_be_served_is_one_line(
     shown = capsys.readouterr().err
     assert says in shown and shown.count("\n") == 1
     assert list(running()) == []
+
+
+def test_an_owner_never_shows_a_password(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "store_with_login.py").write_text(
+        "from mainstem.storage.memory import MemoryBackend\n"
+        "class Store(MemoryBackend):\n"
+        "    @classmethod\n"
+        "    def from_spec(cls, address, options):\n"
+        "        return cls()\n"
+    )
+    spec = "store_with_login:Store?password=hunter2"
+    said: list[str] = []
+    command = [sys.executable, "-m", "mainstem", "store", "serve", spec, "--host-bytes", "32MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said.append(process.stderr.readline())
+        (path,) = running()
+        for wrong in (f"shared(host_bytes=1MiB)+{spec}", f"shared(socket={path})+redis://anna:hunter2@127.0.0.1"):
+            with pytest.raises(BackendUnavailable) as refused:
+                open_backend(wrong)
+            said.append(str(refused.value))
+        store = open_backend(f"shared+{spec}")
+        assert cli.main(["store", "status"]) == 0
+        assert cli.main(["store", "status", "--json"]) == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(patience(60)) == 0
+        said.append(process.stderr.read())
+        lock = Place.of(spec).lock()
+        assert lock is not None
+        with open(lock, "wb"), pytest.raises(StorageError) as failed:
+            store.exists(VALUES.keys[:1])
+        said.append(str(failed.value))
+        store.close()
+    assert cli.main(["store", "status", spec]) == 1
+    for failing in ("no_such_module:Store?password=hunter2", "memory:?password=hunter2"):
+        assert cli.main(["store", "serve", failing]) in (1, 2)
+        with pytest.raises(BackendUnavailable) as not_started:
+            open_backend(f"shared+{failing}")
+        said.append(str(not_started.value))
+    with pytest.raises(BackendUnavailable) as absent:
+        open_backend(f"shared+{spec}", existing=True)
+    shown = "\n".join([*said, str(absent.value), *capsys.readouterr()])
+    assert shown.count("store_with_login:Store?password=***") >= 7
+    assert "hunter2" not in shown
+    assert not [path for path in home.rglob("*.log") if "hunter2" in path.read_text()]

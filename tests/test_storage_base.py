@@ -186,6 +186,37 @@ def test_what_a_wrapper_refuses_is_closed() -> None:
         mine.stats()
 
 
+def test_a_tee_closes_its_first_store_if_the_second_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, "mistake", KeyError("a bug in it"), raising=False)
+    with pytest.raises(BackendUnavailable, match="a bug in it"):
+        open_backend(f"tee+{HERE}:Mine,{HERE}:Failing")
+    (mine,) = Mine.opened
+    with pytest.raises(StorageError, match="closed"):
+        mine.stats()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "redis://anna:hunter2@127.0.0.1:6379/0",
+        "ftp://anna:hunter2@127.0.0.1",
+        "readonly+redis://:hunter2@127.0.0.1:6379/0",
+        f"{HERE}:Failing?password=hunter2",
+        f"{HERE}:Vague?password=hunter2",
+        f"{HERE}:Abstract?token=hunter2",
+        "memory:?password=hunter2",
+        "memory:/{rank}?password=hunter2",
+        "s3://bucket?endpoint=anna:hunter2@127.0.0.1",
+        "s3://bucket?endpoint=ftp://anna:hunter2@127.0.0.1",
+    ],
+)
+def test_no_error_of_a_spec_shows_its_password(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, "mistake", OSError("no answer of http://anna:hunter2@127.0.0.1"), raising=False)
+    with pytest.raises(MainstemError) as caught:
+        open_backend(spec)
+    assert "hunter2" not in f"{caught.value!r} {caught.value}"
+
+
 def test_every_scheme_names_a_class_in_a_file_of_its_own() -> None:
     for scheme, path in base.SCHEMES.items():
         module, _, name = path.partition(":")

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import operator
+import re
+
+_LOGIN = re.compile(r"(//).*@|^[^/=?&\s]+:[^/]*@", re.DOTALL)
+_SECRET = re.compile(
+    r"((?:^|[?&(])[^=?&]*(?:pass|secret|token|key|credential|auth)[^=?&]*(?<!_env)(?<!_file)=)[^&]+", re.I
+)
+
+
+def redacted(spec: str) -> str:
+    """Returns the spec of a store, or an address, as it may be shown: without logins and without secret options.
+
+    A login before `@` is hidden, and the value of each option that is named after a password,
+    secret, token, key or credential, unless it names a file or a variable (`password_env`).
+    """
+    return _SECRET.sub(r"\1***", _LOGIN.sub(r"\1***@", spec))
 
 
 class MainstemError(Exception):
@@ -18,11 +33,12 @@ class BadArgument(MainstemError, ValueError):
 
     Args:
         name: the argument.
-        value: the value given.
+        value: the value given; what may be a password in it is hidden, see `redacted`.
         allowed: what is accepted, in words.
     """
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
+        value = redacted(value) if isinstance(value, str) else value
         super().__init__(f"{name} = {value!r}: must be {allowed}")
         self.name = name
         self.value = value

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.components import Chunked, Component, Full, State, Window
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BackendUnavailable, BadArgument, redacted
 from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.integrations.block_plan import Group, Plan, Planner
@@ -335,7 +335,7 @@ def _open_store(options: Options, identities_: Sequence[Identity]) -> list[Store
     try:
         backend = _Shared(options.spec)
     except BackendUnavailable as error:
-        raise BackendUnavailable(f"storage {options.storage!r}: {error}") from error
+        raise BackendUnavailable(f"storage {redacted(options.storage)!r}: {error}") from error
     readers = ThreadWorkers(config.batches, "mainstem-read")
     writers = ThreadWorkers(config.writes, "mainstem-write")
     return [

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError, redacted
 from mainstem.owner import memory
 from mainstem.owner.protocol import (
     KEPT,
@@ -127,7 +127,7 @@ class SharedBackend(Backend):
     def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
         """Connects to the owner if there is one. It starts none, which would make a store or cut it."""
         if status(Place.of(address, options.get("socket")).path) is None:
-            raise BackendUnavailable(f"{address} has no owner: name the store without shared+")
+            raise BackendUnavailable(f"{redacted(address)} has no owner: name the store without shared+")
         return cls.from_spec(address, options)
 
     @property
@@ -217,7 +217,7 @@ class SharedBackend(Backend):
 
     @property
     def _where(self) -> str:
-        return f"the owner of {self._place.spec}"
+        return f"the owner of {self._place.shown}"
 
     @contextmanager
     def _session(self) -> Iterator[_Connection]:

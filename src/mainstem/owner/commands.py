@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
-from mainstem.errors import MainstemError
+from mainstem.errors import MainstemError, redacted
 from mainstem.settings.flags import takes_settings
 from mainstem.settings.owner import OwnerConfig
 from mainstem.units import show_bytes
@@ -60,7 +60,7 @@ def serve(
     from mainstem.owner.process import serve as serve_store
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    serve_store(spec, config, lambda place: print(f"mainstem: {place.path} serves {place.spec}", file=sys.stderr))
+    serve_store(spec, config, lambda place: print(f"mainstem: {place.path} serves {place.shown}", file=sys.stderr))
 
 
 @store.command(help_epilogue=_STATUS_EXAMPLES)
@@ -83,7 +83,7 @@ def status(
         for name, value in found.items():
             print(f"{name:15} {_shown(name, value)}")
     if not count and (spec or socket):
-        raise MainstemError(f"there is no owner of {spec or socket}")
+        raise MainstemError(f"there is no owner of {redacted(spec) if spec else socket}")
     if not count:
         print("mainstem: no owner is running", file=sys.stderr)
 

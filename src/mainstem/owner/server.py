@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from mainstem.errors import StorageError
+from mainstem.errors import StorageError, redacted
 from mainstem.owner import memory
 from mainstem.owner.arena import Value
 from mainstem.owner.held import HeldValues
@@ -140,7 +140,7 @@ class Owner:
 
     def status(self) -> dict[str, object]:
         """Returns what it serves, and what that holds."""
-        return {"spec": self._spec, "pid": os.getpid(), "clients": self.clients, **self.held.status()}
+        return {"spec": redacted(self._spec), "pid": os.getpid(), "clients": self.clients, **self.held.status()}
 
     def _wait_s(self) -> float | None:
         with self._lock:
@@ -179,7 +179,7 @@ class Owner:
         if hello.version != VERSION:
             return f"it speaks version {VERSION} of the protocol, the client version {hello.version}"
         if hello.spec not in ("", self._spec):
-            return f"it serves {self._spec}, not {hello.spec}"
+            return f"it serves {redacted(self._spec)}, not {redacted(hello.spec)}"
         if hello.host_bytes not in (0, self._host_bytes):
             return f"its host tier has {self._host_bytes} bytes, not {hello.host_bytes}"
         with self._lock:

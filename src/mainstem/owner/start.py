@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BackendUnavailable, BadArgument, redacted
 from mainstem.settings.owner import OwnerConfig
 
 READY = b"ready"
@@ -87,6 +87,11 @@ class Place:
         return cls(spec, path)
 
     @property
+    def shown(self) -> str:
+        """Returns the spec without passwords."""
+        return redacted(self.spec)
+
+    @property
     def log(self) -> Path:
         """Returns where an owner logs that a client started."""
         return Path(f"{self.path}.log")
@@ -134,14 +139,14 @@ def launch(place: Place, config: OwnerConfig, lock: int, timeout_s: float) -> No
             os.close(writer)
         answer = _read_all(reader, timeout_s)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BackendUnavailable(f"the owner of {place.spec} cannot be started: {error}") from error
+        raise BackendUnavailable(f"the owner of {place.shown} cannot be started: {error}") from error
     finally:
         os.close(reader)
     if answer is None:
-        raise BackendUnavailable(f"the owner of {place.spec} is not ready after {timeout_s:g} s, see {place.log}")
+        raise BackendUnavailable(f"the owner of {place.shown} is not ready after {timeout_s:g} s, see {place.log}")
     if answer != READY:
         why = answer.decode("utf-8", "replace") or f"it ended while starting, see {place.log}"
-        raise BackendUnavailable(f"the owner of {place.spec} cannot be started: {why}")
+        raise BackendUnavailable(f"the owner of {place.shown} cannot be started: {why}")
 
 
 def _spawn(place: Place, config: OwnerConfig, lock: int, ready: int) -> None:

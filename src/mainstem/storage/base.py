@@ -20,11 +20,12 @@ import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar, Self
 from urllib.parse import parse_qsl
 
-from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError
+from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError, redacted
 from mainstem.imports import PATH, load_object
 
 KEY_BYTES = 32
@@ -278,7 +279,7 @@ def open_backend(spec: str, *, existing: bool = False) -> Backend:
     if wrapped and wrapped[1] in WRAPPERS:
         wrapper = _built_in(WRAPPERS[wrapped[1]])
         parts = wrapped[3].split(",") if wrapped[1] == "tee" else [wrapped[3]]
-        return _wrap(wrapper, [open_backend(part, existing=existing) for part in parts], wrapped[2])
+        return _wrap(wrapper, parts, wrapped[2], existing)
     address, _, query = spec.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     scheme, colon, rest = address.partition(":")
@@ -294,13 +295,15 @@ def _opener(kind: type[Backend], existing: bool) -> Callable[[str, Mapping[str, 
     return kind.open_existing if existing else kind.from_spec
 
 
-def _wrap(wrapper: Callable[..., Backend], inner: list[Backend], argument: str | None) -> Backend:
-    try:
-        return wrapper(*inner) if argument is None else wrapper(*inner, argument)
-    except BaseException:
-        for backend in inner:
-            backend.close()
-        raise
+def _wrap(wrapper: Callable[..., Backend], specs: Sequence[str], argument: str | None, existing: bool) -> Backend:
+    with ExitStack() as opened:
+        inner: list[Backend] = []
+        for spec in specs:
+            inner.append(open_backend(spec, existing=existing))
+            opened.callback(inner[-1].close)
+        made = wrapper(*inner) if argument is None else wrapper(*inner, argument)
+        opened.pop_all()  # it owns them now
+        return made
 
 
 def _built_in(path: str) -> type[Backend]:
@@ -321,8 +324,8 @@ def _open_own(spec: str, path: str, options: Mapping[str, str], existing: bool) 
     except MainstemError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise BackendUnavailable(f"storage {spec!r}: from_spec of {path} failed: {why}") from error
+        why = redacted(f"{type(error).__name__}: {error}")
+        raise BackendUnavailable(f"storage {redacted(spec)!r}: from_spec of {path} failed: {why}") from error
     if not isinstance(opened, Backend):
         raise BadArgument("storage", spec, f"a class whose from_spec returns a back end; {path} returned {opened!r}")
     return opened

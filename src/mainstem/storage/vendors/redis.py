@@ -286,13 +286,11 @@ def _parse_address(address: str) -> tuple[str, int, str | None, str]:
             raise BadArgument("storage address", address, allowed)
         return "", 6379, address, "0"
     parts = urlsplit(address)
-    if "@" in parts.netloc:  # the text before it may contain a password: do not show it
-        raise BadArgument("storage address", "//...@" + parts.netloc.rpartition("@")[2], allowed)
     try:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = None
-    if not host:
+    if not host or "@" in parts.netloc:
         raise BadArgument("storage address", address, allowed)
     return host, 6379 if port is None else port, None, parts.path.strip("/") or "0"
 
