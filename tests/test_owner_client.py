@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,7 @@ from mainstem.owner.client import SharedBackend, status
 from mainstem.owner.protocol import Channel, Hello, Kind
 from mainstem.owner.start import Place, running
 from mainstem.storage import open_backend
-from mainstem.storage.base import ABSENT, Backend
+from mainstem.storage.base import ABSENT, Backend, Listed
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.pages import HEADER_BYTES
@@ -123,6 +124,60 @@ def test_exists_and_get_of_a_batch_take_one_round_trip(own: Served, monkeypatch:
     VALUES.read(store, *range(30))
     assert sent[2:] == [Kind.GET, Kind.PLACES, Kind.RELEASE]
     store.close()
+
+
+class Lists(MemoryBackend):
+    """A store that lists what nobody put: batches of any sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        for number, size in enumerate(self._sizes):
+            yield [Listed(bytes([number]) + at.to_bytes(31, "big"), at, float(number)) for at in range(size)]
+
+
+def test_a_listing_has_batches_of_any_size_and_ends_nothing_else() -> None:
+    with served(Lists([0, 5000, 0, 0, 1])) as own:
+        store = own.client()
+        listing = store.scan()
+        found = [*next(listing)]
+        VALUES.put(store, 1)
+        assert [*store.scan()], "another one at the same time"
+        found += [value for batch in listing for value in batch]
+        assert [value for value in found if value.age_s is not None] == [*itertools.chain(*own.backend.scan())]
+        assert [value.key for value in found if value.age_s is None] == VALUES.keys[1:2], "the host knows no ages"
+        store.close()
+
+
+def test_a_listing_that_is_abandoned_gives_its_connection_back(own: Served) -> None:
+    store = own.client()
+    VALUES.put(store, *range(3))
+    listing = store.scan()
+    assert len(next(listing)) == 3
+    VALUES.read(store, 0)
+    assert own.owner.clients == 2, "the listing has one of its own"
+    del listing
+    eventually(lambda: own.owner.clients == 1)
+    store.close()
+
+
+class ListsNothing(MemoryBackend):
+    """A store that cannot list."""
+
+    scan = Backend.scan
+
+
+def test_a_store_that_cannot_list_says_so_through_its_owner() -> None:
+    with served(ListsNothing()) as own:
+        store = own.client()
+        VALUES.put(store, 1)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="ListsNothing cannot list its values") as refused:
+                next(iter(store.scan()))
+            assert refused.value.cause == "refused"
+        store.close()
 
 
 # ---------------------------------------------------------------- pages of the tiers
@@ -418,7 +473,7 @@ def test_an_owner_of_another_user_is_not_used(own: Served, monkeypatch: pytest.M
 
 def test_another_version_is_refused(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "VERSION", 7)
-    with pytest.raises(BackendUnavailable, match="it speaks version 1 of the protocol, the client version 7"):
+    with pytest.raises(BackendUnavailable, match="it speaks version 2 of the protocol, the client version 7"):
         own.client()
 
 

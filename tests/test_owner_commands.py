@@ -71,6 +71,33 @@ def test_an_owner_started_by_hand_serves_until_it_is_stopped(
 
 
 @pytest.mark.usefixtures("owner")
+def test_a_store_is_listed_measured_verified_and_moved_through_its_owner(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = "shared+file:./kv"
+    store = open_backend(spec)
+    VALUES.put(store, *range(20))
+    store.close()
+
+    def run(*words: str) -> tuple[int, dict[str, object]]:
+        code = cli.main(["storage", *words, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    assert run("stats", spec)[1]["entries"] == 20
+    code, row = run("du", spec, "--no-headers")
+    assert (code, row["values"], row["bytes"]) == (0, 20, 20 * VALUES.size)
+    code, found = run("verify", spec)
+    assert code == 1 and found["damaged"] == {"header": 20}, "they are no sealed pages"
+    code, found = run("migrate", spec, "file:./new")
+    assert (code, found["copied"], found["left"]) == (0, 20, {})
+    assert cli.main(["storage", "clear", spec]) == 0
+    assert run("migrate", "file:./new", spec)[1]["copied"] == 20
+    direct = open_backend("file:./new")
+    assert VALUES.read(direct, *range(20)) == [VALUES.size] * 20
+    direct.close()
+
+
+@pytest.mark.usefixtures("owner")
 def test_a_second_owner_of_one_store_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["store", "serve", "file:./kv"]) == 1
     assert "has an owner already" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from rigs.stores import Values, cause_of
 from mainstem.errors import StorageError
 from mainstem.owner.arena import Value
 from mainstem.owner.held import HeldValues
-from mainstem.storage.base import ABSENT, BackendStats
+from mainstem.storage.base import ABSENT, BackendStats, Listed
 from mainstem.storage.memory import MemoryBackend
 
 GRAIN = 4096
@@ -246,6 +246,58 @@ def test_clients_that_miss_the_same_values_at_once_read_them_once() -> None:
     assert sorted(lengths) == [[GRAIN] * 2, [GRAIN] * 3]
     assert rig.backend.calls.count("get") == 2, "one for the first three, one for the last"
     rig.held.check()
+
+
+# ---------------------------------------------------------------- listing
+
+
+def listed(rig: Rig) -> list[int]:
+    """Returns which values a listing has, in its order."""
+    found = [value for batch in rig.held.scan() for value in batch]
+    assert {value.length for value in found} <= {GRAIN}
+    return [KEYS.index(value.key) for value in found]
+
+
+def test_a_listing_has_each_value_once_wherever_it_is() -> None:
+    rig = Rig()
+    rig.backend.put(KEYS[:4], [VALUES.value(at) for at in range(4)])
+    rig.get(2, 3)
+    rig.put(4, 5)
+    rig.write_all()
+    rig.put(6)  # not written yet
+    rig.held.delete(KEYS[5:6])
+    rig.backend.calls.clear()
+    assert sorted(listed(rig)) == [0, 1, 2, 3, 4, 6]
+    assert rig.backend.calls == [] and rig.held.status()["host_hits"] == 0, "a listing is no use"
+
+
+def test_what_moves_between_the_store_and_the_host_while_it_is_listed_is_listed() -> None:
+    rig = Rig()
+    rig.backend.put(KEYS[:3], [VALUES.value(at) for at in range(3)])
+    rig.put(9)
+    listing = rig.held.scan()
+    seen = [value.key for value in next(listing)]
+    assert seen == [KEYS[9]]
+    rig.get(0)  # now the host has it, too
+    rig.backend.delete(KEYS[:1])  # and soon alone, as if the store had made room
+    rig.put(5)
+    seen += [value.key for batch in listing for value in batch]
+    assert {*seen} == {KEYS[at] for at in (0, 1, 2, 5, 9)}
+
+
+def test_a_store_that_cannot_list_says_so_before_anything_is_listed() -> None:
+    rig = Rig()
+    rig.put(0)
+
+    def refuse() -> Iterator[Sequence[Listed]]:
+        raise StorageError("refused", "it cannot list its values")
+        yield []
+
+    rig.backend.scan = refuse  # type: ignore[method-assign]
+    listing = rig.held.scan()
+    assert cause_of(lambda: next(listing)) == "refused"
+    rig.backend.scan = lambda: {}[0]  # type: ignore[method-assign]
+    assert cause_of(lambda: next(rig.held.scan())) == "protocol"
 
 
 # ---------------------------------------------------------------- calls that overtake each other

@@ -19,6 +19,7 @@ from mainstem.owner.client import status
 from mainstem.owner.protocol import (
     MAX_BYTES,
     MAX_KEYS,
+    VERSION,
     Channel,
     Hello,
     Kind,
@@ -27,20 +28,22 @@ from mainstem.owner.protocol import (
     new_socket,
     pack_failure,
     pack_keys,
+    pack_listed,
     pack_places,
     pack_sizes,
     unpack_failure,
     unpack_keys,
+    unpack_listed,
     unpack_places,
     unpack_sizes,
 )
-from mainstem.storage.base import Capabilities
+from mainstem.storage.base import Capabilities, Listed
 from mainstem.storage.memory import MemoryBackend
 
 pytestmark = pytest.mark.deadline
 
 VALUES = Values(10_000)
-HELLO = bytes([Kind.HELLO]) + Hello(1, 0, "memory:").pack()
+HELLO = bytes([Kind.HELLO]) + Hello(VERSION, 0, "memory:").pack()
 
 
 @pytest.fixture
@@ -185,6 +188,8 @@ def test_bodies_are_read_as_they_were_packed() -> None:
         capabilities = Capabilities(*(bool(bits >> at & 1) for at in range(5)))
         welcome = Welcome(7, bytes(range(16)), 1 << 40, capabilities)
         assert Welcome.unpack(memoryview(welcome.pack())) == welcome
+    listed = [Listed(keys[0], 1 << 40), Listed(keys[1], 0, 0.0), Listed(keys[2], 7, 12.5)]
+    assert unpack_listed(memoryview(pack_listed(listed))) == listed
     error = unpack_failure(memoryview(pack_failure(StorageError("full", "no room"))))
     assert (error.cause, str(error)) == ("full", "full: no room")
 
@@ -199,6 +204,7 @@ def test_the_largest_batch_fits_a_message() -> None:
     keys = [bytes(32)] * MAX_KEYS
     assert len(pack_sizes(keys, [0] * MAX_KEYS)) < MAX_BYTES
     assert len(pack_places([(0, 0)] * MAX_KEYS)) < MAX_BYTES
+    assert len(pack_listed([Listed(bytes(32), 0)] * MAX_KEYS)) < MAX_BYTES
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, receiver = Channel(one), Channel(other)
     sender.send(Kind.PUT, bytes(MAX_BYTES - 1))

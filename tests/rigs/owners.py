@@ -55,7 +55,7 @@ def served(
         thread = threading.Thread(target=owner.run)
         thread.start()
         try:
-            yield Served(owner, path, thread)
+            yield Served(owner, backend, path, thread)
         finally:
             owner.stop()
             thread.join(patience(20))
@@ -66,8 +66,8 @@ def served(
 class Served:
     """An owner in a thread."""
 
-    def __init__(self, owner: Owner, path: Path, thread: threading.Thread) -> None:
-        self.owner, self.path, self.thread = owner, path, thread
+    def __init__(self, owner: Owner, backend: Backend, path: Path, thread: threading.Thread) -> None:
+        self.owner, self.backend, self.path, self.thread = owner, backend, path, thread
 
     def client(self, **options: Any) -> SharedBackend:
         return SharedBackend("memory:", socket=str(self.path), **options)

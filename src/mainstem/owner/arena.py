@@ -73,6 +73,10 @@ class Arena:
         """Returns the value of a key."""
         return self._published.get(key)
 
+    def lengths(self) -> dict[bytes, int]:
+        """Returns the length of each value that has a key."""
+        return {key: value.length for key, value in self._published.items()}
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Marks values as used now, the first of them last: the later ones of a chain are useless without it."""
         for key in reversed(keys):

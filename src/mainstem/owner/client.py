@@ -41,11 +41,12 @@ from mainstem.owner.protocol import (
     pack_sizes,
     peer_uid,
     unpack_failure,
+    unpack_listed,
     unpack_places,
 )
 from mainstem.owner.start import Place, launch
 from mainstem.settings.owner import OwnerConfig
-from mainstem.storage.base import KEY_BYTES, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import KEY_BYTES, Backend, BackendStats, Capabilities, Listed, check_options
 from mainstem.units import parse_bytes, parse_seconds, parse_timeout
 
 Bytes = NDArray[np.uint8]
@@ -181,6 +182,12 @@ class SharedBackend(Backend):
                     stored.append(offset >= 0 or offset == KEPT)
                 connection.ask(Kind.COMMIT, b"", Kind.OK)
         return stored
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists the host tier, then what only the store has; one round trip for each batch."""
+        with self._session() as connection:
+            while (page := connection.next_page()) is not None:
+                yield page
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes values in the host tier and in the store."""
@@ -367,6 +374,12 @@ class _Connection:
         if not 0 < len(places) <= len(wanted):
             raise Malformed(f"{len(places)} places for {len(wanted)} values")
         return places
+
+    def next_page(self) -> list[Listed] | None:
+        """Asks for the next values of a listing; None: there are no more."""
+        self.channel.send(Kind.SCAN)
+        answer = self.channel.receive()
+        return None if answer.kind == Kind.OK else unpack_listed(_expected(answer, Kind.LISTED))
 
     def ask_json(self, kind: Kind) -> dict[str, Any]:
         """Asks for counts."""

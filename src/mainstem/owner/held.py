@@ -14,14 +14,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 from mainstem.errors import StorageError
 from mainstem.owner.arena import Arena, Value
-from mainstem.storage.base import ABSENT, Backend, BackendStats
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Listed
 from mainstem.storage.file.space import rounded
 from mainstem.tiers.store import Breaker
 
@@ -257,6 +258,21 @@ class HeldValues:
 
     # ------------------------------------------------------------ the rest
 
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists what the arena holds, then what only the back end has, then what came to the arena meanwhile.
+
+        Raises:
+            StorageError: the back end cannot list its values, or cannot go on.
+        """
+        first = self._lengths()
+        with _own_errors():
+            stored = iter(self._backend.scan())
+            begin = next(stored, ())  # before anything is listed, because it may refuse
+            yield from _listed(first)
+            for batch in chain([begin], stored):
+                yield [value for value in batch if value.key not in first]
+        yield from _listed({key: length for key, length in self._lengths().items() if key not in first})
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes values.
 
@@ -324,6 +340,10 @@ class HeldValues:
         """
         with self._changed:
             self._arena.check()
+
+    def _lengths(self) -> dict[bytes, int]:
+        with self._changed:
+            return self._arena.lengths()
 
     def _remove(self, keys: Sequence[bytes] | None, call: Callable[[], None]) -> None:
         """Forgets values, removes them from the back end, and forgets what was read from it meanwhile."""
@@ -401,6 +421,13 @@ def _own_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise StorageError("protocol", f"{type(error).__name__}: {error}") from error
+
+
+def _listed(lengths: Mapping[bytes, int]) -> Iterator[Sequence[Listed]]:
+    """Divides a listing into batches."""
+    values = (Listed(key, length) for key, length in lengths.items())
+    while batch := list(islice(values, SCANNED)):
+        yield batch
 
 
 def _whole(answers: list[T], keys: Sequence[bytes]) -> list[T]:

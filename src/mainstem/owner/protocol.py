@@ -6,6 +6,7 @@
     GET       PLACES       where values are; they stay there until RELEASE, or the next request
     PUT       PLACES       where to write values       COMMIT  OK    they are written
     RELEASE   -            ends what the last GET or PUT holds
+    SCAN      LISTED       the next values of a listing, which any other request ends; or OK: there are no more
     DELETE    OK           CLEAR  OK           STATS  JSON         STATUS  JSON
 
 Any request may be answered by FAILED: a cause and a text. One request at a time on a connection. The first bytes of
@@ -15,6 +16,7 @@ off.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -25,9 +27,9 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
 from mainstem.errors import StorageError
-from mainstem.storage.base import KEY_BYTES, Capabilities
+from mainstem.storage.base import KEY_BYTES, Capabilities, Listed
 
-VERSION = 1
+VERSION = 2
 
 MAX_KEYS = 2048
 """Keys of one message; a longer batch takes several."""
@@ -42,6 +44,7 @@ _MAGIC = b"mainstem"
 _HELLO = struct.Struct("<8sIQ")
 _WELCOME = struct.Struct("<I16sQB")
 _PLACE = struct.Struct("<qq")
+_LISTED = struct.Struct(f"<{KEY_BYTES}sQd")
 _PEER = struct.Struct("3i")
 
 
@@ -65,6 +68,8 @@ class Kind(IntEnum):
     JSON = 15
     OK = 16
     FAILED = 17
+    SCAN = 18
+    LISTED = 19
 
 
 class Malformed(Exception):
@@ -171,6 +176,20 @@ def unpack_places(body: memoryview) -> list[tuple[int, int]]:
     if len(body) % _PLACE.size:
         raise Malformed(f"{len(body)} bytes are no places")
     return list(_PLACE.iter_unpack(body))
+
+
+def pack_listed(values: Sequence[Listed]) -> bytes:
+    """Returns the body of LISTED; an age that is not known is no number."""
+    return b"".join(
+        _LISTED.pack(value.key, value.length, math.nan if value.age_s is None else value.age_s) for value in values
+    )
+
+
+def unpack_listed(body: memoryview) -> list[Listed]:
+    """Reads the body of LISTED."""
+    if len(body) % _LISTED.size:
+        raise Malformed(f"{len(body)} bytes are no listing")
+    return [Listed(key, length, None if math.isnan(age) else age) for key, length, age in _LISTED.iter_unpack(body)]
 
 
 def pack_failure(error: StorageError) -> bytes:

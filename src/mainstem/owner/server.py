@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,7 @@ from mainstem.owner.arena import Value
 from mainstem.owner.held import HeldValues
 from mainstem.owner.protocol import (
     KEPT,
+    MAX_KEYS,
     NO_PLACE,
     VERSION,
     Channel,
@@ -35,12 +36,13 @@ from mainstem.owner.protocol import (
     Welcome,
     new_socket,
     pack_failure,
+    pack_listed,
     pack_places,
     peer_uid,
     unpack_keys,
     unpack_sizes,
 )
-from mainstem.storage.base import ABSENT, Backend
+from mainstem.storage.base import ABSENT, Backend, Listed
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +219,7 @@ class _Connection:
         self._held = owner.held
         self._leased: list[Value] = []
         self._reserved: list[tuple[bytes, Value]] = []
+        self._listing: Iterator[Sequence[Listed]] | None = None
         self.ended = threading.Event()
 
     def serve(self) -> None:
@@ -250,6 +253,8 @@ class _Connection:
     def _answer(self, message: Message) -> None:
         if message.kind != Kind.COMMIT:
             self._release()
+        if message.kind != Kind.SCAN:
+            self._listing = None
         try:
             answer = self._act(message)
         except StorageError as error:
@@ -271,6 +276,8 @@ class _Connection:
                 self._reserved = []
             case Kind.RELEASE:
                 return None
+            case Kind.SCAN:
+                return self._scan()
             case Kind.DELETE:
                 self._held.delete(unpack_keys(body))
             case Kind.CLEAR:
@@ -299,6 +306,15 @@ class _Connection:
         places = [(room.offset, room.length) if isinstance(room, Value) else _no_room(room) for _, room in pairs]
         return Kind.PLACES, pack_places(places)
 
+    def _scan(self) -> tuple[Kind, bytes]:
+        if self._listing is None:
+            self._listing = _pages(self._held.scan())
+        page = next(self._listing, None)
+        if page is None:
+            self._listing = None
+            return Kind.OK, b""
+        return Kind.LISTED, pack_listed(page)
+
     def _release(self) -> None:
         if self._leased:
             self._held.release(self._leased)
@@ -306,6 +322,13 @@ class _Connection:
         if self._reserved:
             self._held.abort([value for _, value in self._reserved])
             self._reserved = []
+
+
+def _pages(listing: Iterator[Sequence[Listed]]) -> Iterator[Sequence[Listed]]:
+    """Divides batches, which may be empty, so that each fits a message."""
+    for batch in listing:
+        for at in range(0, len(batch) or 1, MAX_KEYS):
+            yield batch[at : at + MAX_KEYS]
 
 
 def _no_room(kept: bool) -> tuple[int, int]:
