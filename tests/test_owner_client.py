@@ -24,7 +24,7 @@ from mainstem.owner.client import SharedBackend, status
 from mainstem.owner.protocol import Channel, Hello, Kind
 from mainstem.owner.start import Place, running
 from mainstem.storage import open_backend
-from mainstem.storage.base import ABSENT, Backend, Listed
+from mainstem.storage.base import ABSENT, Backend, Limit, Listed
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.pages import HEADER_BYTES
@@ -106,6 +106,16 @@ def shared_files() -> Iterator[str]:
         spec = f"shared(host_bytes=64MiB&linger=60)+file:{made}/kv?capacity=256MiB"
         open_backend(spec).close()
         yield spec
+
+
+def test_a_client_takes_values_as_long_as_the_store_does(own: Served) -> None:
+    assert own.client().longest is None
+    short = MemoryBackend()
+    short.longest = Limit(1000, "its option slot raises that")
+    with served(short) as limited:
+        store = limited.client()
+        assert store.longest == short.longest
+        store.close()
 
 
 def test_exists_and_get_of_a_batch_take_one_round_trip(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:

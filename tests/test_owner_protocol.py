@@ -37,7 +37,7 @@ from mainstem.owner.protocol import (
     unpack_places,
     unpack_sizes,
 )
-from mainstem.storage.base import Capabilities, Listed
+from mainstem.storage.base import Capabilities, Limit, Listed
 from mainstem.storage.memory import MemoryBackend
 
 pytestmark = pytest.mark.deadline
@@ -184,9 +184,10 @@ def test_bodies_are_read_as_they_were_packed() -> None:
     assert unpack_places(memoryview(pack_places([(-1, -1), (1 << 40, 3)]))) == [(-1, -1), (1 << 40, 3)]
     hello = Hello(1, 8 << 30, "file:/\udcff?capacity=1GiB")
     assert Hello.unpack(memoryview(hello.pack())) == hello
-    for bits in range(32):
-        capabilities = Capabilities(*(bool(bits >> at & 1) for at in range(5)))
-        welcome = Welcome(7, bytes(range(16)), 1 << 40, capabilities)
+    for bits in range(64):
+        capabilities = Capabilities(*(bool(bits >> at & 1) for at in range(6)))
+        longest = Limit(1 << 40, "its option slot räises that") if bits % 2 else None
+        welcome = Welcome(7, bytes(range(16)), 1 << 40, capabilities, longest)
         assert Welcome.unpack(memoryview(welcome.pack())) == welcome
     listed = [Listed(keys[0], 1 << 40), Listed(keys[1], 0, 0.0), Listed(keys[2], 7, 12.5)]
     assert unpack_listed(memoryview(pack_listed(listed))) == listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,23 @@ def test_a_second_server_finds_what_the_first_one_stored_and_outlives_it(
         eventually(lambda: not is_alive(before["pid"]), 60.0)
     with serve(over(spec(home))) as alone:  # it has closed the store, which has everything
         assert all(alone.ask(PROMPTS[at]).storage == STORED for at in range(3))
+
+
+def test_a_server_counts_what_it_would_with_the_store_itself(serve: Serve, home: Path) -> None:
+    def counted(store: str) -> list[str]:
+        with serve(over(store)) as server:
+            for _ in range(2):
+                for prompt in PROMPTS[:3]:
+                    server.ask(prompt)
+                server.settle()
+                server.flush()
+            text = server.http.get("/metrics").text
+        return re.findall(r"^mainstem_(?:storage|moved|dropped|late|prefetch|cached|host)_.*$", text, re.MULTILINE)
+
+    direct = counted(f"file:{home}/direct")
+    assert 'mainstem_cached_tokens_total{tier="storage"} 240.0' in "\n".join(direct)
+    assert sum(line.startswith("mainstem_storage_") for line in direct) >= 2
+    assert counted(f"shared(host_bytes=16MiB&linger=0)+file:{home}/shared") == direct
 
 
 def test_an_owner_that_is_killed_is_a_counted_miss_and_then_another_one(

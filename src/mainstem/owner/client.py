@@ -101,7 +101,7 @@ class SharedBackend(Backend):
             first = self._connect(start_s)
         except OSError as error:
             raise BackendUnavailable(f"{self._where}: {error}") from error
-        self._capabilities = first.welcome.capabilities
+        self._capabilities, self.longest = first.welcome.capabilities, first.welcome.longest
         self._idle.append(first)
         _clients.add(self)
 

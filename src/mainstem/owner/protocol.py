@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
 from mainstem.errors import StorageError
-from mainstem.storage.base import KEY_BYTES, Capabilities, Listed
+from mainstem.storage.base import KEY_BYTES, Capabilities, Limit, Listed
 
 VERSION = 2
 
@@ -42,7 +42,7 @@ KEPT = -2
 
 _MAGIC = b"mainstem"
 _HELLO = struct.Struct("<8sIQ")
-_WELCOME = struct.Struct("<I16sQB")
+_WELCOME = struct.Struct("<I16sQBQ")
 _PLACE = struct.Struct("<qq")
 _LISTED = struct.Struct(f"<{KEY_BYTES}sQd")
 _PEER = struct.Struct("3i")
@@ -117,25 +117,28 @@ class Welcome(NamedTuple):
         name: 16 random bytes, of this owner alone: connections with equal names share memory.
         memory_bytes: the size of the shared memory.
         capabilities: those of its back end.
+        longest: the longest value that it takes.
     """
 
     pid: int
     name: bytes
     memory_bytes: int
     capabilities: Capabilities
+    longest: Limit | None = None
 
     def pack(self) -> bytes:
         """Returns the body of WELCOME."""
         bits = sum(flag << at for at, flag in enumerate(astuple(self.capabilities)))
-        return _WELCOME.pack(self.pid, self.name, self.memory_bytes, bits)
+        size, remedy = (0, "") if self.longest is None else (self.longest.size, self.longest.remedy)
+        return _WELCOME.pack(self.pid, self.name, self.memory_bytes, bits, size) + remedy.encode()
 
     @classmethod
     def unpack(cls, body: memoryview) -> Self:
         """Reads the body of WELCOME."""
-        pid, name, memory_bytes, bits = _unpack(_WELCOME, body)
-        return cls(
-            pid, name, memory_bytes, Capabilities(*(bool(bits >> at & 1) for at in range(len(fields(Capabilities)))))
-        )
+        pid, name, memory_bytes, bits, size = _unpack(_WELCOME, body[: _WELCOME.size])
+        capabilities = Capabilities(*(bool(bits >> at & 1) for at in range(len(fields(Capabilities)))))
+        limit = Limit(size, bytes(body[_WELCOME.size :]).decode("utf-8", "replace")) if size else None
+        return cls(pid, name, memory_bytes, capabilities, limit)
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

@@ -96,7 +96,7 @@ class Owner:
         view = memory.attach(self._descriptor, host_bytes)
         backend.register([view])
         self.held = HeldValues(backend, view, clock=clock)
-        self._welcome = Welcome(os.getpid(), os.urandom(16), host_bytes, backend.capabilities)
+        self._welcome = Welcome(os.getpid(), os.urandom(16), host_bytes, backend.capabilities, backend.longest)
         self._listener = new_socket()
         path.unlink(missing_ok=True)
         self._listener.bind(str(path))
