@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rigs.listening import Listener, listening
@@ -93,6 +94,28 @@ def test_what_is_in_storage_is_known_until_it_is_removed(serve: Serve, ends: Opt
         server.flush()
         listener.until(lambda: not listener.on("GPU") | listener.on("CPU"))
         assert listener.on("STORAGE") == pages(PROMPT[:PAGE])
+
+
+def test_what_a_server_finds_in_storage_is_in_storage_when_its_host_has_given_it_up(
+    serve: Serve, ends: Options, tmp_path: Path
+) -> None:
+    over: Options = {"storage": f"file:{tmp_path}", "prefetch": "wait_complete", "prefetch-min-tokens": "16"}
+    with serve(over) as server:
+        server.ask(PROMPT, tokens=1)
+        assert server.stop() == 0
+    longer = PROMPT[: 3 * PAGE] + [3] * PAGE * 2
+    with (
+        serve({**over, **ends}) as server,
+        listening(str(ends["kv-events"]), str(ends["kv-events-replay"])) as listener,
+    ):
+        assert server.ask(longer, tokens=1).storage == 3 * PAGE
+        server.settle()
+        listener.replay()
+        listener.until(lambda: listener.on("CPU") >= pages(longer))
+        server.flush()
+        listener.until(lambda: not listener.on("CPU"))
+        assert listener.on("STORAGE") == pages(longer), "three pages that it found, and two that it wrote"
+        assert server.ask(longer, tokens=1).storage
 
 
 def test_a_server_refuses_to_publish_prompts_to_others(serve: Serve) -> None:

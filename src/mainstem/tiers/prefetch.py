@@ -157,6 +157,7 @@ class Anchor:
             self._move(node, length)
         if kept:
             self._names.keep(node, self.names(length - 1, length)[0])
+            self._core.note_written(node, begin)  # storage has them
         return kept
 
     def _attach(self, row: int, begin: int, page_ids: Ids, ours: Marks) -> int:
