@@ -93,6 +93,18 @@ def test_a_replica_is_stored_as_few_events_each_after_its_parent() -> None:
     assert len(stored) < 5
 
 
+def test_the_whole_state_is_made_in_steps_that_other_threads_run_between() -> None:
+    line = Line(kept_bytes=0)
+    for path in range(10):
+        hashes = tuple(range(path * 100, path * 100 + 100))
+        line.send(BlockStored(hashes, None, tuple(range(200)), 2, "GPU"))
+    pauses: list[None] = []
+    (paused,) = line.feed.replay(0, 5.0, lambda: pauses.append(None))
+    assert len(pauses) == 3, "after every 256 pages or a little more"
+    assert [paused] == line.feed.replay(0, 5.0)
+    assert len(list(decode(paused[1]).events)) == 11
+
+
 def test_a_replay_has_the_batches_themselves_while_they_are_kept() -> None:
     line = Line()
     for event in (FIRST, NEXT, GONE):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.auth
-from machine import patience
+from machine import eventually, patience
 
 from mainstem import BadArgument
 from mainstem.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -104,6 +104,19 @@ def test_who_comes_late_asks_for_what_it_missed() -> None:
             events += decode(frames[2]).events
         assert isinstance(events[0], AllBlocksCleared)
         assert publisher.stats(0).replays == 1
+
+
+def test_a_long_answer_gives_way_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_way = threading.Event()
+    monkeypatch.setattr(module, "_give_way", gave_way.set)
+    with closing(Publisher(ANY, ANY)) as publisher, connected(zmq.REQ, publisher.replay) as router:
+        pages = tuple(range(300))
+        publisher.put(BlockStored(pages, None, pages, 1, "GPU"))
+        eventually(lambda: publisher.stats(0).published)
+        assert not gave_way.is_set()
+        router.send((0).to_bytes(8, "big"))
+        _, payload = router.recv_multipart()
+        assert len(list(decode(payload).events)) == 2 and gave_way.is_set()
 
 
 def test_a_request_socket_gets_one_answer_to_one_question_as_with_vllm() -> None:

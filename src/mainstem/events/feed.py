@@ -10,15 +10,16 @@ followed it finds a gap, however much was lost in between, and asks for what no 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mainstem.events.replica import Replica
-from mainstem.events.source import AllBlocksCleared, Event
+from mainstem.events.source import AllBlocksCleared, BlockStored, Event
 from mainstem.events.wire import Batch, decode, encode
 
 _KEPT_BYTES = 64 << 20  # of batches, for replays
 _BATCH_BYTES = 128  # what keeping a batch takes besides
 _NUMBERS = 1024  # a millisecond
+_STEP_PAGES = 256  # of the whole state
 
 
 class Feed:
@@ -55,16 +56,33 @@ class Feed:
             self._kept_bytes -= len(self._kept.popleft()[1]) + _BATCH_BYTES
         return batch
 
-    def replay(self, first: int, now_s: float) -> list[tuple[int, bytes]]:
-        """Returns the batches from a number on. If they are not kept any more: one that clears all and stores all."""
+    def replay(self, first: int, now_s: float, give_way: Callable[[], None] = lambda: None) -> list[tuple[int, bytes]]:
+        """Returns the batches from a number on. If they are not kept any more: one that clears all and stores all.
+
+        Args:
+            first: the number.
+            now_s: seconds since 1970.
+            give_way: called between the steps of making that batch, each of which takes about a millisecond.
+        """
         if first >= self._next:
             return []
         if self._kept and self._kept[0][0] <= first:
             return [batch for batch in self._kept if batch[0] >= first]
-        return [(self._next - 1, self._encode(self._replica.state(), now_s))]
+        return [(self._next - 1, self._encode(_in_steps(self._replica.state(), give_way), now_s))]
 
-    def _encode(self, events: Sequence[Event], now_s: float) -> bytes:
-        return encode(Batch(now_s, list(events), self._rank))
+    def _encode(self, events: Iterable[Event], now_s: float) -> bytes:
+        return encode(Batch(now_s, events, self._rank))
+
+
+def _in_steps(events: Iterable[Event], give_way: Callable[[], None]) -> Iterator[Event]:
+    """Calls `give_way` after every few events."""
+    pages = 0
+    for event in events:
+        yield event
+        pages += len(event.block_hashes) if isinstance(event, BlockStored) else 0
+        if pages >= _STEP_PAGES:
+            give_way()
+            pages = 0
 
 
 class Follower:

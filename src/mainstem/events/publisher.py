@@ -41,6 +41,7 @@ _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _LINGER_MS = 1000
 _HEARTBEAT_MS = 1000
+_PAUSE_S = 0.001
 _HINT = "KV events need pyzmq: pip install 'mainstem[events]'"
 
 
@@ -186,7 +187,7 @@ class Publisher:
         client, *_, wanted = router.recv_multipart()
         self._replays += 1
         first = int.from_bytes(wanted[:_NUMBER_BYTES], "big")
-        for number, batch in self._feed.replay(first, self._clock()):
+        for number, batch in self._feed.replay(first, self._clock(), _give_way):
             router.send_multipart((client, b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
         router.send_multipart((client, b"", _END, b""))
 
@@ -194,6 +195,11 @@ class Publisher:
         if isinstance(event, BlockStored) and event.lora_name is not None:
             return replace(event, lora_name=self._adapter_name(event.lora_name))
         return event
+
+
+def _give_way() -> None:
+    """Lets the scheduler run: as long as this thread computes, it holds the interpreter's lock again and again."""
+    time.sleep(_PAUSE_S)
 
 
 def _address(bound: zmq.Socket[bytes]) -> str:

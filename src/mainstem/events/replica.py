@@ -44,13 +44,12 @@ class Replica:
                 case AllBlocksCleared():
                     self.blocks.clear()
 
-    def state(self) -> list[Event]:
-        """Returns events that make another replica equal to this one: all is cleared, and stored, parents first."""
-        events: list[Event] = [AllBlocksCleared()]
+    def state(self) -> Iterator[Event]:
+        """Yields events that make another replica equal to this one: all is cleared, and stored, parents first."""
+        yield AllBlocksCleared()
         for path in self._paths():
             for medium in get_args(Medium):
-                events.extend(self._runs(path, medium))
-        return events
+                yield from self._runs(path, medium)
 
     def path(self, hash_: int) -> tuple[int, ...]:
         """Returns all tokens from the beginning of a sequence to the end of a page.

@@ -2,8 +2,8 @@
 
 The core notes each move of pages of full attention, with their hashes (`core/csrc/tree/journal.h`). A page is stored on
 a medium as long as a match can find it there: it is committed, and was not removed. Splits and joins of nodes make no
-events. What was written to storage is stored there until it is deleted, or until too much else was written; a store
-that others use, or that makes room by itself, is not watched. A prefix of a hybrid model is usable only where its
+events. What was written to storage, or read from it, is stored there until it is deleted, or until too much else was; a
+store that others use, or that makes room by itself, is not watched. A prefix of a hybrid model is usable only where its
 windows and states are, too; these have no events.
 
 Knows the tree and its namespaces; nothing of queues, sockets or formats.

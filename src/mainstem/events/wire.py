@@ -9,6 +9,7 @@ events are about full attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -19,19 +20,20 @@ class Batch(NamedTuple):
     """Events that were sent together, at a time in seconds since 1970."""
 
     sent_s: float
-    events: list[Event]
+    events: Iterable[Event]
     rank: int | None
 
 
 def encode(batch: Batch) -> bytes:
-    """Returns a batch as bytes.
+    """Returns a batch as bytes, one event at a time: to encode all at once would keep other threads from running.
 
     Raises:
         BackendUnavailable: msgspec is not installed.
     """
     with needs("msgspec", "KV events need msgspec: pip install 'mainstem[events]'"):
         import msgspec
-    return msgspec.msgpack.encode([batch.sent_s, [_to_map(event) for event in batch.events], batch.rank])
+    events = [msgspec.Raw(msgspec.msgpack.encode(_to_map(event))) for event in batch.events]
+    return msgspec.msgpack.encode([batch.sent_s, events, batch.rank])
 
 
 def decode(payload: bytes) -> Batch:
