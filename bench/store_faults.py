@@ -42,7 +42,7 @@ from mainstem.runtime.models import LoadedModel
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.storage.base import check_options
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 
 GOAL = 1.10
 """Maximum median time relative to no storage, for stores that are dead, frozen or hung."""

@@ -35,7 +35,7 @@ from bench.tables import number
 from mainstem.errors import BackendUnavailable, StorageError
 from mainstem.runtime.host import HostLayout, HostPool, Planes
 from mainstem.storage.base import Backend, open_backend
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
 MEMCPY, SYNCED, UNSYNCED = "memcpy", "plain file, fdatasync", "plain file, no sync"

@@ -19,7 +19,7 @@ from mainstem.identity import Identity
 from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, Listed, conformance, open_backend
 from mainstem.storage.base import check_options
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 from mainstem.tiers.store import Store
 from mainstem.tiers.workers import ThreadWorkers
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import mainstem
 from mainstem import HostPolicy, HostTier
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
 PAGE_SIZE, WIDTH = 4, 8

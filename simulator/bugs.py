@@ -31,7 +31,7 @@ def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cach
     return Mutant(name, like, file, ((old, new),), by)
 
 
-_PAGES, _STORE, _PENDING, _HOST = "tiers/pages.py", "tiers/store.py", "tiers/pending.py", "tiers/host.py"
+_SEALER, _STORE, _PENDING, _HOST = "tiers/sealer.py", "tiers/store.py", "tiers/pending.py", "tiers/host.py"
 _BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
     f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "write", "warm")
 )
@@ -41,11 +41,11 @@ _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- keys of pages, and their verification
     _mutant(
-        "stored keys leave out the namespace", "sglang#26747", _PAGES,
+        "stored keys leave out the namespace", "sglang#26747", _SEALER,
         "+ self._identity + namespace", "+ self._identity",
     ),
     _mutant(
-        "stored keys leave out the identity", "sglang#33268", _PAGES,
+        "stored keys leave out the identity", "sglang#33268", _SEALER,
         'data = len(self._identity).to_bytes(8, "little") + self._identity + namespace', "data = namespace",
     ),
     _mutant(
@@ -53,38 +53,38 @@ PYTHON: tuple[Mutant, ...] = (
         'if field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size", "weights"):',
     ),
     _mutant(
-        "stored keys leave out the shard", "sglang#26670", _PAGES,
+        "stored keys leave out the shard", "sglang#26670", _SEALER,
         'suffix = len(row).to_bytes(8, "little") + row + self._shard', 'suffix = len(row).to_bytes(8, "little") + row',
         "ranks",
     ),
     _mutant(
-        "stored keys leave out the component", "-", _PAGES,
+        "stored keys leave out the component", "-", _SEALER,
         'suffix = len(row).to_bytes(8, "little") + row + self._shard', "suffix = self._shard",
         "hybrid",
     ),
     _mutant(
-        "a page's key does not depend on the pages before it", "vllm#8229", _PAGES,
+        "a page's key does not depend on the pages before it", "vllm#8229", _SEALER,
         'self._named(b"page" + parent + symbols', 'self._named(b"page" + symbols',
     ),
     _mutant(
-        "keys of 8 bits: different pages collide", "CVE-2025-25183", _PAGES,
+        "keys of 8 bits: different pages collide", "CVE-2025-25183", _SEALER,
         "return self._blake3(data, key=self._name_key).digest()",
         "return self._blake3(data, key=self._name_key).digest()[:1] * 32",
     ),
     _mutant(
-        "the tag is not checked", "sglang#39269", _PAGES,
+        "the tag is not checked", "sglang#39269", _SEALER,
         " or bytes(slot[_TAG]) != self._tag(slot)", "",
     ),
     _mutant(
-        "the tag covers the header only", "LMCache#4463", _PAGES,
+        "the tag covers the header only", "LMCache#4463", _SEALER,
         "        hasher.update(slot[HEADER_BYTES:])\n", "",
     ),
     _mutant(
-        "the tag needs no secret", "-", _PAGES,
+        "the tag needs no secret", "-", _SEALER,
         "self._blake3(slot[: _TAG.start], key=self._tag_key)", "self._blake3(slot[: _TAG.start])",
     ),
     _mutant(
-        "an intact page of another key is accepted", "openvino.genai#3722", _PAGES,
+        "an intact page of another key is accepted", "openvino.genai#3722", _SEALER,
         'return None if stored == key else "misdirected"', "return None",
     ),
     _mutant(

@@ -20,7 +20,7 @@ from mainstem.pool import Pool
 from mainstem.settings.engine import HostPolicy, WritePolicy
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 from mainstem.tiers.store import Store
 from mainstem.tiers.transfer import Move
 from mainstem.tree import Match, Tree

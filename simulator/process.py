@@ -20,9 +20,9 @@ from mainstem.pool import Pool
 from mainstem.settings.engine import HostPolicy, PrefetchPolicy, StorageConfig, WritePolicy
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
-from mainstem.tiers.pages import Sealer
 from mainstem.tiers.pending import Agree
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import Sealer
 from mainstem.tiers.store import Found, Store, StoreCall
 from mainstem.tree import Tree
 from simulator.events import Listener

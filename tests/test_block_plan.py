@@ -12,8 +12,8 @@ from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.integrations.block_plan import Group, Job, Plan, Planner
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Part, Store
 
 BLOCK = 4

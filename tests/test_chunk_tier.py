@@ -11,7 +11,7 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from mainstem.errors import StorageError
 from mainstem.integrations.chunk_tier import CHUNK, ChunkTier, Ended
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Store
 
 SIZE = 64

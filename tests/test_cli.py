@@ -456,7 +456,7 @@ def test_stats_of_a_store_name_who_wrote_to_it(
 ) -> None:
     from mainstem.identity import Identity
     from mainstem.tiers.identities import enter
-    from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+    from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 
     spec, secret = f"file:{tmp_path}/kv?capacity=64MiB", "a secret of more than sixteen bytes"
     one = Identity("m-1", "w" * 64, "bfloat16", "none", "l", "s", "gqa", "r", "t", "ids/4", 16, tp_size=2)

@@ -18,7 +18,7 @@ from mainstem.runtime import copies
 from mainstem.runtime.host import SLOT_ALIGNMENT, HostLayout, HostPool, Planes, free_memory_bytes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape
 from mainstem.settings.engine import HostSize
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.transfer import HostMemory, Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]

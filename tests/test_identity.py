@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mainstem.errors import BadArgument
 from mainstem.identity import Identity
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 
 FIELDS = [field.name for field in fields(Identity)]
 NUMBERS = {"page_size", "tp_rank", "tp_size"}

@@ -18,7 +18,7 @@ from mainstem.replay.readers.open import open_trace
 from mainstem.replay.report.plot import check_plot
 from mainstem.settings.replay import TraceOptions
 from mainstem.storage import open_backend
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 
 MISSING = ModuleNotFoundError("No module named 'package.part'", name="package.part")
 

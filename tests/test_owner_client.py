@@ -27,8 +27,8 @@ from mainstem.storage import open_backend
 from mainstem.storage.base import ABSENT, Backend, Limit, Listed
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Part, Store
 
 pytestmark = pytest.mark.deadline

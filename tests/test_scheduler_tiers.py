@@ -24,8 +24,8 @@ from mainstem.runtime.runner import Segment
 from mainstem.settings.engine import HostPolicy, Limits, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
-from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.sealer import HEADER_BYTES, Sealer
 from mainstem.tiers.store import Store
 from mainstem.tiers.transfer import Move
 

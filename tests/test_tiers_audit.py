@@ -18,7 +18,7 @@ from mainstem.storage.conformance import make_keys
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.audit import BASE, DAY_S, HOUR_S, Audit, Group, Usage, damage
 from mainstem.tiers.identities import enter, id_of, summarize
-from mainstem.tiers.pages import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
+from mainstem.tiers.sealer import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
 
 KEYS = make_keys(random.Random(5), 40)
 SEALER = Sealer(None, SECRET)

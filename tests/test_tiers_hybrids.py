@@ -13,7 +13,7 @@ from rigs.hand_driven import FaultyBackend
 from mainstem.components import by_name
 from mainstem.storage.base import Limit
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 
 Q = [*P, *range(20, 28)]  # 8 pages
 MORE = [30, 31, 32, 33]

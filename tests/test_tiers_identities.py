@@ -20,8 +20,8 @@ from mainstem.storage.base import Capabilities
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly
 from mainstem.tiers.identities import LISTED, ROOM_BYTES, Summary, describe, enter, explain, find, summarize
-from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 from mainstem.tiers.sealed import keep_note, note_bytes
+from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 
 
 def named(**changes: Any) -> Identity:

@@ -40,7 +40,7 @@ def test_without_blake3_a_store_says_what_to_install() -> None:
     code = """
 from mainstem.errors import BackendUnavailable
 from mainstem.identity import Identity
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 try:
     Sealer(Identity("m", "w", "d", "q", "l", "s", "a", "r", "t", "k", 1))
 except BackendUnavailable as error:

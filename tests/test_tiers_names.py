@@ -11,7 +11,7 @@ from rigs.hand_driven import FaultyBackend, Rig, make_store
 from mainstem.errors import StaleHandle
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.names import PageNames
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 from mainstem.tree import Tree
 
 PAGE = 4

@@ -17,8 +17,8 @@ from mainstem.storage.base import ABSENT, Capabilities, Limit
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import Prefix, ReadOnly, Tee
 from mainstem.tiers.codecs import CODECS
-from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Breaker, Found, Part, Store, StoreCall, Written
 
 PAGE = 4  # bytes of symbols

@@ -37,8 +37,8 @@ from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.tiers.controller import Tiers, TierStats
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.load import Load
-from mainstem.tiers.pages import Sealer
 from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.sealer import Sealer
 from mainstem.tiers.store import Store
 from mainstem.tree import Inserted, Match, NodeView, Tree
 

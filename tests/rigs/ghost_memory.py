@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
 

@@ -19,7 +19,7 @@ from mainstem.storage.base import Backend
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.load import Load
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 from mainstem.tiers.store import Store
 
 T = TypeVar("T")

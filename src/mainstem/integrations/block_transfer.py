@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument
 from mainstem.integrations.block_plan import Job, Part
 from mainstem.tiers import store as stores
-from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Store, StoreCall, Written
 
 log = logging.getLogger(__name__)

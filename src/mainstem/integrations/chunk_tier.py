@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.tiers import store as stores
-from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Found, Store, StoreCall, Written
 from mainstem.tiers.workers import Call, Workers
 

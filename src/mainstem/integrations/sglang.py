@@ -26,7 +26,7 @@ from mainstem.imports import needs
 from mainstem.settings.engine import StorageConfig, StorageSecret
 from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.tiers.keyed import KeyedPages, Kind
-from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 
 KNOWN = ("0.5.23",)
 """The versions of SGLang that the tests ran with."""

@@ -40,8 +40,8 @@ from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend, open_backend
 from mainstem.storage.wrappers import Wrapper
 from mainstem.tiers import identities
-from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import Store, StoreCall
 from mainstem.tiers.workers import ThreadWorkers
 from mainstem.units import parse_bytes, parse_seconds

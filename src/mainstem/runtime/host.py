@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, StorageError
 from mainstem.runtime.copies import ERRORS, Copier, Copy, CpuCopier, CudaCopier, Step, Transfer
 from mainstem.settings.engine import HostSize
-from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.transfer import LayerTicket, Move, Ticket
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.tiers.codecs import find_codec
 from mainstem.tiers.host import HostTier
-from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import Store
 from mainstem.tiers.workers import ThreadWorkers
 

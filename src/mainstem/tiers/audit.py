@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from mainstem.storage.base import Backend, Listed
 from mainstem.storage.moving import BATCH_VALUES, Progress, each_batch, read_fault
 from mainstem.tiers import identities
-from mainstem.tiers.pages import HEADER_BYTES, Header, Sealer
+from mainstem.tiers.sealer import HEADER_BYTES, Header, Sealer
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 

@@ -25,7 +25,7 @@ from mainstem.units import show_bytes
 if TYPE_CHECKING:
     from mainstem.storage import Backend
     from mainstem.storage.moving import Migration, Progress
-    from mainstem.tiers.pages import Sealer
+    from mainstem.tiers.sealer import Sealer
 
 _STORAGE_EXAMPLES = """\
 Examples:
@@ -223,7 +223,7 @@ def _print_usage(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sealer(secret: StorageSecret) -> Sealer:
-    from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+    from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 
     return Sealer(None, secret.storage_secret or PUBLIC_SECRET)
 

@@ -26,7 +26,7 @@ from mainstem.errors import StorageError
 from mainstem.identity import Identity
 from mainstem.storage.base import Backend
 from mainstem.tiers import sealed
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 
 LISTED = 32
 """The most identities that are listed; the oldest are dropped."""

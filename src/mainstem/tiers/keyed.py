@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.tiers import identities
-from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES, Sealer
 from mainstem.tiers.store import Part, Store, StoreCall, Written
 from mainstem.tiers.workers import ThreadWorkers
 

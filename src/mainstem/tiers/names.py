@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from mainstem._core import Tree
-from mainstem.tiers.pages import Sealer
+from mainstem.tiers.sealer import Sealer
 
 _MAX_NODES = 1 << 16  # about 16 MB
 

@@ -9,7 +9,7 @@ These calls block and raise what the back end raises: `Store` makes them on its 
 from __future__ import annotations
 
 from mainstem.storage.base import ABSENT, Backend
-from mainstem.tiers.pages import HEADER_BYTES, Label, Sealer
+from mainstem.tiers.sealer import HEADER_BYTES, Label, Sealer
 
 _MARK_BYTES = 32  # that hiding adds
 

@@ -29,8 +29,8 @@ from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.tiers import identities, sealed
 from mainstem.tiers.codecs import CODECS, Codec
-from mainstem.tiers.pages import HEADER_BYTES, Label, Sealer
 from mainstem.tiers.rows import Row
+from mainstem.tiers.sealer import HEADER_BYTES, Label, Sealer
 from mainstem.tiers.workers import Call, Workers
 
 log = logging.getLogger(__name__)
