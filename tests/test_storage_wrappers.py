@@ -7,12 +7,12 @@ import random
 import sys
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, open_backend
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Listed, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import Compress, Prefix, ReadOnly, Tee
@@ -421,6 +421,40 @@ def test_a_tee_lists_each_value_once_and_a_name_cannot_list() -> None:
     assert sorted(found.key for batch in tee.scan() for found in batch) == sorted(KEYS[:5])
     with pytest.raises(StorageError, match="list, or move, the store that it wraps"):
         open_backend("prefix(a)+memory:").scan()
+
+
+class OneByOne(MemoryBackend):
+    """Lists a value in each batch."""
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        for batch in list(super().scan()):
+            yield from ([found] for found in batch)
+
+
+def test_what_moves_while_a_tee_is_listed_is_listed() -> None:
+    one, two = OneByOne(), OneByOne()
+    one.put(KEYS[:2], [value(0), value(1)])
+    two.put(KEYS[2:5], [value(2), value(3), value(4)])
+    tee = Tee(one, two)
+    found: set[bytes] = set()
+    for number, batch in enumerate(tee.scan()):
+        found |= {listed.key for listed in batch}
+        if number == 1:
+            assert all(read(Tee(one, two), at) for at in (2, 3, 4)), "by another process"
+    assert found == {*KEYS[:5]}
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_tee_of_a_store_that_cannot_list_says_so_at_once(silent: int) -> None:
+    class Silent(MemoryBackend):
+        scan = Backend.scan
+
+    stores: list[Backend] = [MemoryBackend(), MemoryBackend()]
+    stores[silent] = Silent()
+    for store in stores:
+        store.put(KEYS[:1], [value(0)])
+    with pytest.raises(StorageError, match="Silent cannot list"):
+        next(Tee(*stores).scan())
 
 
 def test_tee_writes_both_and_is_full_when_both_are() -> None:

@@ -440,11 +440,13 @@ class Tee(Backend):
         return [any(stored) for stored in zip(*answers, strict=True)]
 
     def scan(self) -> Iterator[Sequence[Listed]]:
-        """Lists the first store, then what the second has and the first lacks."""
-        yield from self._stores[0].scan()
-        for batch in self._stores[1].scan():
-            there = self._stores[0].exists([found.key for found in batch])
+        """Lists what the second store has and the first lacks, then the first: values move to that one."""
+        first, second = self._stores
+        next(iter(first.scan()), ())  # it may refuse
+        for batch in second.scan():
+            there = first.exists([found.key for found in batch])
             yield [found for found, known in zip(batch, there, strict=True) if not known]
+        yield from first.scan()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes from both stores."""
