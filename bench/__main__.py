@@ -27,6 +27,7 @@ NAMES = (
     "generate",
     "models",
     "plan",
+    "servers",
 )
 WIDTH = 160
 """Columns of the widest table."""
@@ -95,6 +96,11 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
 
         kinds = states.QUICK if report.quick else states.Settings()
         states.run(replace(kinds, traces=tuple(options.trace)), report)
+        return
+    if name == "servers":
+        from bench import servers  # needs the packages of an HTTP client
+
+        servers.run(servers.QUICK if report.quick else servers.Settings(), report)
         return
     # The others need the runtime.
     from bench import generate, marks, models, plan, store_faults, throughput, tiers, ttft

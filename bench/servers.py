@@ -1,0 +1,330 @@
+"""What users of three servers wait for, over HTTP: Mainstem, vLLM on the CPU, and transformers' continuous batching.
+
+One model in bfloat16, the same folder, prompts and number of threads for all. Servers take turns within a round, in
+another order each round, and only one of them runs at a time. Ratios are of measurements of the same round.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from rich.table import Table
+
+from bench.client import Answer, ServerFailed
+from bench.report import Report
+from bench.tables import number
+from mainstem.units import show_bytes
+
+OWN, PEER = "Mainstem", "vLLM"
+JOIN = f", {OWN} over {PEER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of the benchmark. Lengths are in tokens.
+
+    Args:
+        rounds: in which all servers take turns.
+        new_tokens: of each answer whose decode is measured.
+        prefix, long_prefix: what the prompts of a case share.
+        question: what each of these prompts has of its own.
+        loads: requests at once behind one prefix.
+        alone: requests at once that share nothing.
+        long_load: requests at once behind one long prefix.
+        passage: is repeated in the prompt whose answer repeats it.
+    """
+
+    rounds: int = 3
+    new_tokens: int = 128
+    prefix: int = 800
+    long_prefix: int = 4096
+    question: int = 20
+    loads: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    alone: int = 8
+    long_load: int = 16
+    passage: int = 200
+
+
+QUICK = Settings(rounds=1, new_tokens=8, loads=(1, 8))
+
+
+class Server(Protocol):
+    """A server under measurement; see `hosted.Server`."""
+
+    name: str
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Lets only this server run while the block does."""
+
+    def ask(self, prompts: Sequence[str], tokens: int) -> list[Answer]:
+        """Sends all prompts at once, and waits for all answers."""
+
+    def peak_bytes(self) -> int:
+        """Returns the most memory that it has held."""
+
+    def preemptions(self) -> int | None:
+        """Returns how many requests it has preempted; None: it does not say."""
+
+
+class Words:
+    """Texts of random words, each of which is one token, so that every server counts the same tokens.
+
+    Args:
+        words: each begins with a blank.
+        seed: equal seeds give equal texts.
+    """
+
+    def __init__(self, words: Sequence[str], seed: str) -> None:
+        self._words, self._random = words, random.Random(seed)
+
+    def text(self, n: int) -> str:
+        """Returns a new text of n words."""
+        return "".join(self._random.choices(self._words, k=n))
+
+
+def words_of(tokenizer: Any) -> list[str]:
+    """Returns the words that a tokenizer of transformers has as tokens of their own, with the blank before them."""
+    words = sorted(word for word in map(tokenizer.decode, range(len(tokenizer))) if re.fullmatch(r" [a-z]{3,}", word))
+    return [word for word in words if len(tokenizer.encode(word)) == 1]
+
+
+# ---------------------------------------------------------------- cases
+
+Take = Callable[[Server, Words, Settings], dict[str, float]]
+"""Measures one server in one round: values by what they are."""
+
+COLD, WARM = "cold first token", "warm first token"
+REPEATING = "decode of one request that repeats its prompt"
+
+
+def behind(load: int, length: int) -> str:
+    """Returns the name of the decode of requests that share a prefix."""
+    requests = "decode of one request" if load == 1 else f"{load} at once"
+    return f"{requests} behind one prefix of {length:,} tokens"
+
+
+def unshared(load: int) -> str:
+    """Returns the name of the rate of requests that share nothing."""
+    return f"{load} at once, nothing shared, prefill counted"
+
+
+def _first_tokens(server: Server, words: Words, settings: Settings) -> dict[str, float]:
+    prefix = words.text(settings.prefix)
+    asked = (prefix, prefix + words.text(settings.question))
+    cold, warm = (_ask(server, [prompt], 1)[0] for prompt in asked)
+    return {COLD: cold.first_s - cold.sent_s, WARM: warm.first_s - warm.sent_s}
+
+
+def _behind(load: int, length: int) -> Take:
+    def take(server: Server, words: Words, settings: Settings) -> dict[str, float]:
+        prefix = words.text(length)
+        _ask(server, [prefix + words.text(settings.question)], 1)
+        asked = [prefix + words.text(settings.question) for _ in range(load)]
+        return {behind(load, length): decode_rate(_ask(server, asked, settings.new_tokens))}
+
+    return take
+
+
+def _unshared(server: Server, words: Words, settings: Settings) -> dict[str, float]:
+    asked = [words.text(settings.prefix) for _ in range(settings.alone)]
+    answers = _ask(server, asked, settings.new_tokens)
+    seconds = max(answer.last_s for answer in answers) - min(answer.sent_s for answer in answers)
+    return {unshared(settings.alone): sum(answer.tokens for answer in answers) / seconds}
+
+
+def _repeating(server: Server, words: Words, settings: Settings) -> dict[str, float]:
+    prompt = words.text(settings.passage) * (settings.prefix // settings.passage)
+    return {REPEATING: decode_rate(_ask(server, [prompt], settings.new_tokens))}
+
+
+def decode_rate(answers: Sequence[Answer]) -> float:
+    """Returns tokens per second from the first token of any to the last of all, without the first token of each.
+
+    So prefill is not part of it, unless a server leaves requests waiting while it answers others.
+    """
+    seconds = max(answer.last_s for answer in answers) - min(answer.first_s for answer in answers)
+    return sum(answer.tokens - 1 for answer in answers) / seconds
+
+
+def _ask(server: Server, prompts: Sequence[str], tokens: int) -> list[Answer]:
+    answers = server.ask(prompts, tokens)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer.prompt_tokens != prompt.count(" "):
+            raise ServerFailed(f"counts {answer.prompt_tokens} tokens in a prompt of {prompt.count(' ')}")
+    return answers
+
+
+def cases(settings: Settings) -> Iterator[tuple[Take, tuple[str, ...]]]:
+    """Yields what is measured one after the other, with the names of its values."""
+    yield _first_tokens, (COLD, WARM)
+    for load in settings.loads:
+        yield _behind(load, settings.prefix), (behind(load, settings.prefix),)
+    yield _behind(settings.long_load, settings.long_prefix), (behind(settings.long_load, settings.long_prefix),)
+    yield _unshared, (unshared(settings.alone),)
+    yield _repeating, (REPEATING,)
+
+
+# ---------------------------------------------------------------- goals
+
+TIMES = (COLD, WARM)
+"""What is measured in seconds; all else is in tokens per second."""
+
+_DEFAULT = Settings()
+GOALS: Mapping[str, float] = {
+    COLD: 0.9,
+    WARM: 0.7,
+    behind(1, _DEFAULT.prefix): 1.1,
+    REPEATING: 1.5,
+    behind(8, _DEFAULT.prefix): 1.5,
+    behind(_DEFAULT.long_load, _DEFAULT.long_prefix): 1.0,
+    unshared(_DEFAULT.alone): 1.0,
+}
+"""Mainstem's value over vLLM's: at most this for times, at least this for tokens per second."""
+
+
+def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each goal, in the form of `goals.judge`."""
+    ratios = {row["what"]: row.get("ratio") for row in rows if row["server"] == OWN}
+    judged = []
+    for what, goal in GOALS.items():
+        ratio = ratios.get(what)
+        met = None if ratio is None else ratio <= goal if what in TIMES else ratio >= goal
+        name = what + JOIN
+        judged.append({"what": name, "goal": goal, "unit": "ratio", "measured": ratio, "met": met})
+    return judged
+
+
+# ---------------------------------------------------------------- the run
+
+
+def run(settings: Settings, report: Report) -> None:
+    """Starts the servers that are installed, and measures them. The others are named in a note."""
+    from bench.hosted import SYSTEMS, THREADS, Hosted
+    from mainstem.runtime.models import load_model
+
+    loaded = load_model(dtype="bfloat16")
+    model, words = Path(loaded.model.config.name_or_path), words_of(loaded.tokenizer)
+    report.settings.update(
+        model=loaded.name, dtype="bfloat16", threads=THREADS, load_at_start=round(os.getloadavg()[0], 2)
+    )
+    del loaded  # its memory is for the servers
+    with TemporaryDirectory() as logs, ExitStack() as stack:
+        servers: list[Server] = []
+        for system in SYSTEMS:
+            version = system.version()
+            if version is None:
+                report.notes.append(f"{system.name} is left out: it is not installed at {system.python}")
+                continue
+            report.versions[f"{system.package}, serving"] = version
+            report.progress(f"servers: {system.name} {version} starts")
+            try:
+                servers.append(stack.enter_context(Hosted(system, model, Path(logs, system.name))))
+            except ServerFailed as error:
+                report.failures.append(f"{system.name}: {error}")
+        measure(settings, report, servers, words)
+
+
+def measure(settings: Settings, report: Report, servers: Sequence[Server], words: Sequence[str]) -> None:
+    """Measures servers in turns; adds rows, goals and tables to the report.
+
+    If a server fails in a case, its row says why in place of values, and so does the run.
+    """
+    report.settings.update(asdict(settings))
+    values: Values = {}
+    errors: dict[tuple[str, str], str] = {}
+    for done in range(settings.rounds):
+        order = [servers[(done + at) % len(servers)] for at in range(len(servers))]
+        for at, (take, names) in enumerate(cases(settings)):
+            for server in order:
+                if (server.name, names[0]) in errors:
+                    continue
+                report.progress(f"servers: round {done + 1} of {settings.rounds}, {names[0]}: {server.name}")
+                try:
+                    with server.turn():
+                        _ask(server, [Words(words, f"{done} {at} first").text(settings.question)], 2)  # not counted
+                        for name, value in take(server, Words(words, f"{done} {at}"), settings).items():
+                            values.setdefault((server.name, name), []).append(value)
+                except ServerFailed as error:
+                    errors |= {(server.name, name): str(error) for name in names}
+                    report.failures.append(f"{server.name}, {names[0]}: {error}")
+    named = [(server.name, name) for _, names in cases(settings) for name in names for server in servers]
+    report.rows = [_row(*name, values, errors) for name in named]
+    report.more["goals"] = judge(report.rows)
+    report.more["servers"] = [_counts(server) for server in servers]
+    for title, heads, lines in shown(report.as_json()):
+        table = Table(*heads, title=title)
+        for line in lines:
+            table.add_row(*line)
+        report.tables.append(table)
+
+
+Values = dict[tuple[str, str], list[float]]
+"""By server and what was measured: a value a round."""
+
+
+def _row(server: str, what: str, values: Values, errors: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"server": server, "what": what, "unit": "s" if what in TIMES else "tokens/s"}
+    if (server, what) in errors:
+        return {**row, "error": errors[server, what]}
+    own = values[server, what]
+    row |= {"median": median(own), "least": min(own), "most": max(own)}
+    if (PEER, what) in values and (PEER, what) not in errors:
+        row["ratio"] = median(one / peer for one, peer in zip(own, values[PEER, what], strict=True))
+    return row
+
+
+def _counts(server: Server) -> dict[str, Any]:
+    with server.turn():
+        return {"server": server.name, "peak_bytes": server.peak_bytes(), "preemptions": server.preemptions()}
+
+
+# ---------------------------------------------------------------- tables
+
+
+def shown(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yields the tables of a record, for the terminal and the documentation: title, heads, lines."""
+    rows = {(row["server"], row["what"]): row for row in record["rows"]}
+    names = [each["server"] for each in record["servers"]]
+    goals = {goal["what"].partition(JOIN)[0]: goal for goal in record["goals"]}
+    lines = []
+    for what in dict.fromkeys(what for _, what in rows):
+        goal = goals.get(what, {"goal": None, "measured": rows.get((OWN, what), {}).get("ratio"), "met": None})
+        ratio, limit = ("–" if goal[key] is None else number(goal[key]) for key in ("measured", "goal"))
+        met = {True: "yes", False: "no", None: ""}[goal["met"]]
+        unit = next(row["unit"] for (_, own), row in rows.items() if own == what)
+        lines.append([f"{what}, {unit}", *(_cell(rows[name, what]) for name in names), ratio, limit, met])
+    yield "median (least to most)", ["", *names, f"{OWN} / {PEER}", "goal", "met"], lines
+
+    settings = record["settings"]
+    loads, length = settings["loads"], settings["prefix"]
+    lines = [[name, *(_step(rows[name, behind(load, length)], load) for load in loads)] for name in names]
+    yield "milliseconds per output token of a request, by load", ["at once", *map(str, loads)], lines
+
+    lines = [
+        [
+            each["server"],
+            show_bytes(each["peak_bytes"]),
+            "–" if each["preemptions"] is None else str(each["preemptions"]),
+        ]
+        for each in record["servers"]
+    ]
+    yield "over the whole run", ["", "peak memory", "preemptions"], lines
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return "failed"
+    return f"{number(row['median'])} ({number(row['least'])} to {number(row['most'])})"
+
+
+def _step(row: Mapping[str, Any], load: int) -> str:
+    return "failed" if "error" in row else number(1000 * load / row["median"])
