@@ -303,6 +303,15 @@ def _models(records: Records) -> str:
     return markdown(records["models"]["rows"]).rstrip()
 
 
+def _servers(records: Records) -> str:
+    """All tables of the benchmark of servers, which it also prints."""
+    from bench.servers import shown  # imports an HTTP client
+
+    if "servers" not in records:
+        return "Not recorded yet."
+    return "\n\n".join(_table(heads, lines) for _, heads, lines in shown(records["servers"]))
+
+
 def _states(records: Records) -> str:
     """Hits in percent by rule, with few slots for states; the mean last."""
     rules = ("marks", "unmarked", "earlier", "marconi")
@@ -386,6 +395,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "policies": _policies,
     "plan": _plan,
     "models": _models,
+    "servers": _servers,
     "states": _states,
     "records": _runs,
 }

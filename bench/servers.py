@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
@@ -36,7 +35,6 @@ class Settings:
         rounds: in which all servers take turns.
         new_tokens: of each answer whose decode is measured.
         prefix, long_prefix: what the prompts of a case share.
-        question: what each of these prompts has of its own.
         loads: requests at once behind one prefix.
         alone: requests at once that share nothing.
         long_load: requests at once behind one long prefix.
@@ -47,7 +45,6 @@ class Settings:
     new_tokens: int = 128
     prefix: int = 800
     long_prefix: int = 4096
-    question: int = 20
     loads: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     alone: int = 8
     long_load: int = 16
@@ -75,31 +72,65 @@ class Server(Protocol):
         """Returns how many requests it has preempted; None: it does not say."""
 
 
-class Words:
-    """Texts of random words, each of which is one token, so that every server counts the same tokens.
+class Tokenizer(Protocol):
+    """The part of a tokenizer of transformers that prompts need."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Returns the text of tokens."""
+
+
+_PLACES = ("bridge", "castle", "garden", "harbour", "library", "market", "mill", "museum", "river", "station", "tower")
+_NAMES = ("Arden", "Bellow", "Carrow", "Dunmore", "Elstow", "Farley", "Garth", "Helm", "Inver", "Jarrow", "Kelso")
+
+
+class Texts:
+    """Prompts that no server has seen before: sentences with random names and numbers.
+
+    Each begins with a blank, so that it has as many tokens after another text.
 
     Args:
-        words: each begins with a blank.
+        tokenizer: of the model.
         seed: equal seeds give equal texts.
     """
 
-    def __init__(self, words: Sequence[str], seed: str) -> None:
-        self._words, self._random = words, random.Random(seed)
+    def __init__(self, tokenizer: Tokenizer, seed: str) -> None:
+        self._tokenizer, self._random = tokenizer, random.Random(seed)
 
-    def text(self, n: int) -> str:
-        """Returns a new text of n words."""
-        return "".join(self._random.choices(self._words, k=n))
+    def facts(self, n: int) -> str:
+        """Returns a text of n tokens."""
+        while True:
+            tokens: list[int] = []
+            while len(tokens) < n:
+                tokens += self._tokenizer.encode(self._fact())
+            text = self._tokenizer.decode(tokens[:n])
+            if self.count(text) == n:
+                return text
 
+    def question(self) -> str:
+        """Returns what a prompt ends with: the beginning of a story, which repeats less than the facts."""
+        return f" In {self._year()} a child came to the {self._place()} for the first time."
 
-def words_of(tokenizer: Any) -> list[str]:
-    """Returns the words that a tokenizer of transformers has as tokens of their own, with the blank before them."""
-    words = sorted(word for word in map(tokenizer.decode, range(len(tokenizer))) if re.fullmatch(r" [a-z]{3,}", word))
-    return [word for word in words if len(tokenizer.encode(word)) == 1]
+    def count(self, text: str) -> int:
+        """Returns the number of tokens of a text."""
+        return len(self._tokenizer.encode(text))
+
+    def _fact(self) -> str:
+        distance = self._random.randrange(10, 100)
+        return f" The {self._place()} was built in {self._year()}, {distance} metres from the {self._place()}."
+
+    def _place(self) -> str:
+        return f"{self._random.choice(_PLACES)} of {self._random.choice(_NAMES)}"
+
+    def _year(self) -> int:
+        return self._random.randrange(1100, 2000)
 
 
 # ---------------------------------------------------------------- cases
 
-Take = Callable[[Server, Words, Settings], dict[str, float]]
+Take = Callable[[Server, Texts, Settings], dict[str, float]]
 """Measures one server in one round: values by what they are."""
 
 COLD, WARM = "cold first token", "warm first token"
@@ -117,33 +148,33 @@ def unshared(load: int) -> str:
     return f"{load} at once, nothing shared, prefill counted"
 
 
-def _first_tokens(server: Server, words: Words, settings: Settings) -> dict[str, float]:
-    prefix = words.text(settings.prefix)
-    asked = (prefix, prefix + words.text(settings.question))
-    cold, warm = (_ask(server, [prompt], 1)[0] for prompt in asked)
+def _first_tokens(server: Server, texts: Texts, settings: Settings) -> dict[str, float]:
+    prefix = texts.facts(settings.prefix)
+    asked = (prefix, prefix + texts.question())
+    cold, warm = (_ask(server, texts, [prompt], 1)[0] for prompt in asked)
     return {COLD: cold.first_s - cold.sent_s, WARM: warm.first_s - warm.sent_s}
 
 
 def _behind(load: int, length: int) -> Take:
-    def take(server: Server, words: Words, settings: Settings) -> dict[str, float]:
-        prefix = words.text(length)
-        _ask(server, [prefix + words.text(settings.question)], 1)
-        asked = [prefix + words.text(settings.question) for _ in range(load)]
-        return {behind(load, length): decode_rate(_ask(server, asked, settings.new_tokens))}
+    def take(server: Server, texts: Texts, settings: Settings) -> dict[str, float]:
+        prefix = texts.facts(length)
+        _ask(server, texts, [prefix + texts.question()], 1)
+        asked = [prefix + texts.question() for _ in range(load)]
+        return {behind(load, length): decode_rate(_ask(server, texts, asked, settings.new_tokens))}
 
     return take
 
 
-def _unshared(server: Server, words: Words, settings: Settings) -> dict[str, float]:
-    asked = [words.text(settings.prefix) for _ in range(settings.alone)]
-    answers = _ask(server, asked, settings.new_tokens)
+def _unshared(server: Server, texts: Texts, settings: Settings) -> dict[str, float]:
+    asked = [texts.facts(settings.prefix) + texts.question() for _ in range(settings.alone)]
+    answers = _ask(server, texts, asked, settings.new_tokens)
     seconds = max(answer.last_s for answer in answers) - min(answer.sent_s for answer in answers)
     return {unshared(settings.alone): sum(answer.tokens for answer in answers) / seconds}
 
 
-def _repeating(server: Server, words: Words, settings: Settings) -> dict[str, float]:
-    prompt = words.text(settings.passage) * (settings.prefix // settings.passage)
-    return {REPEATING: decode_rate(_ask(server, [prompt], settings.new_tokens))}
+def _repeating(server: Server, texts: Texts, settings: Settings) -> dict[str, float]:
+    prompt = texts.facts(settings.passage) * (settings.prefix // settings.passage)
+    return {REPEATING: decode_rate(_ask(server, texts, [prompt], settings.new_tokens))}
 
 
 def decode_rate(answers: Sequence[Answer]) -> float:
@@ -152,14 +183,16 @@ def decode_rate(answers: Sequence[Answer]) -> float:
     So prefill is not part of it, unless a server leaves requests waiting while it answers others.
     """
     seconds = max(answer.last_s for answer in answers) - min(answer.first_s for answer in answers)
+    if not seconds:
+        raise ServerFailed("all tokens came at once")
     return sum(answer.tokens - 1 for answer in answers) / seconds
 
 
-def _ask(server: Server, prompts: Sequence[str], tokens: int) -> list[Answer]:
+def _ask(server: Server, texts: Texts, prompts: Sequence[str], tokens: int) -> list[Answer]:
     answers = server.ask(prompts, tokens)
     for prompt, answer in zip(prompts, answers, strict=True):
-        if answer.prompt_tokens != prompt.count(" "):
-            raise ServerFailed(f"counts {answer.prompt_tokens} tokens in a prompt of {prompt.count(' ')}")
+        if answer.prompt_tokens != texts.count(prompt):
+            raise ServerFailed(f"counts {answer.prompt_tokens} tokens in a prompt of {texts.count(prompt)}")
     return answers
 
 
@@ -212,7 +245,7 @@ def run(settings: Settings, report: Report) -> None:
     from mainstem.runtime.models import load_model
 
     loaded = load_model(dtype="bfloat16")
-    model, words = Path(loaded.model.config.name_or_path), words_of(loaded.tokenizer)
+    model, tokenizer = Path(loaded.model.config.name_or_path), loaded.tokenizer
     report.settings.update(
         model=loaded.name, dtype="bfloat16", threads=THREADS, load_at_start=round(os.getloadavg()[0], 2)
     )
@@ -222,18 +255,18 @@ def run(settings: Settings, report: Report) -> None:
         for system in SYSTEMS:
             version = system.version()
             if version is None:
-                report.notes.append(f"{system.name} is left out: it is not installed at {system.python}")
+                report.notes.append(f"{system.name} is left out: {system.python} lacks {' or '.join(system.packages)}")
                 continue
-            report.versions[f"{system.package}, serving"] = version
+            report.versions[f"{system.packages[0]}, serving"] = version
             report.progress(f"servers: {system.name} {version} starts")
             try:
                 servers.append(stack.enter_context(Hosted(system, model, Path(logs, system.name))))
             except ServerFailed as error:
                 report.failures.append(f"{system.name}: {error}")
-        measure(settings, report, servers, words)
+        measure(settings, report, servers, tokenizer)
 
 
-def measure(settings: Settings, report: Report, servers: Sequence[Server], words: Sequence[str]) -> None:
+def measure(settings: Settings, report: Report, servers: Sequence[Server], tokenizer: Tokenizer) -> None:
     """Measures servers in turns; adds rows, goals and tables to the report.
 
     If a server fails in a case, its row says why in place of values, and so does the run.
@@ -250,8 +283,9 @@ def measure(settings: Settings, report: Report, servers: Sequence[Server], words
                 report.progress(f"servers: round {done + 1} of {settings.rounds}, {names[0]}: {server.name}")
                 try:
                     with server.turn():
-                        _ask(server, [Words(words, f"{done} {at} first").text(settings.question)], 2)  # not counted
-                        for name, value in take(server, Words(words, f"{done} {at}"), settings).items():
+                        first, texts = (Texts(tokenizer, f"{done} {at} {what}") for what in ("first", "measured"))
+                        _ask(server, first, [first.question()], 2)  # after a stop; it is not counted
+                        for name, value in take(server, texts, settings).items():
                             values.setdefault((server.name, name), []).append(value)
                 except ServerFailed as error:
                     errors |= {(server.name, name): str(error) for name in names}
