@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-vllm lint \
 	bench record bench-index bench-core bench-policies bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
+	bench-models bench-plan bench-servers simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -37,8 +37,9 @@ help:
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
 	@echo "make bench-engines  Mainstem inside vLLM beside vLLM's own example connector"
+	@echo "make bench-servers  the server beside vLLM's and transformers', over HTTP, on this CPU"
 	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
-	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: about an hour"
+	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: about two hours"
 	@echo "make bench-index   benchmark the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -152,8 +153,8 @@ $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 	@touch $@
 
 # Measures again what the documentation shows, and writes it there. The machine must be idle.
-record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready
-	@echo "Measuring everything that is recorded, one by one: about an hour on two idle cores."
+record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready $(VLLM)/ready
+	@echo "Measuring everything that is recorded, one by one: about two hours on two idle cores."
 	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
 	$(BIN)/python -m bench.figures --write
 
@@ -179,6 +180,9 @@ bench-models: $(VENV)/dev
 
 bench-plan: $(VENV)/dev
 	$(BIN)/python -m bench plan $(ARGS)
+
+bench-servers: $(VENV)/dev $(VLLM)/ready
+	$(BIN)/python -m bench servers $(ARGS)
 
 bench-engines: $(VENV)/dev $(VLLM)/mainstem
 	$(BIN)/python -m bench.engines $(ARGS)

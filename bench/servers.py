@@ -35,9 +35,9 @@ class Settings:
         rounds: in which all servers take turns.
         new_tokens: of each answer whose decode is measured.
         prefix, long_prefix: what the prompts of a case share.
-        loads: requests at once behind one prefix.
+        loads: requests at once after one prefix.
         alone: requests at once that share nothing.
-        long_load: requests at once behind one long prefix.
+        long_load: requests at once after one long prefix.
         passage: is repeated in the prompt whose answer repeats it.
     """
 
@@ -137,10 +137,10 @@ COLD, WARM = "cold first token", "warm first token"
 REPEATING = "decode of one request that repeats its prompt"
 
 
-def behind(load: int, length: int) -> str:
-    """Returns the name of the decode of requests that share a prefix."""
+def sharing(load: int, length: int) -> str:
+    """Returns the name of the decode of requests that share a cached prefix."""
     requests = "decode of one request" if load == 1 else f"{load} at once"
-    return f"{requests} behind one prefix of {length:,} tokens"
+    return f"{requests} after one prefix of {length:,} tokens"
 
 
 def unshared(load: int) -> str:
@@ -155,12 +155,12 @@ def _first_tokens(server: Server, texts: Texts, settings: Settings) -> dict[str,
     return {COLD: cold.first_s - cold.sent_s, WARM: warm.first_s - warm.sent_s}
 
 
-def _behind(load: int, length: int) -> Take:
+def _sharing(load: int, length: int) -> Take:
     def take(server: Server, texts: Texts, settings: Settings) -> dict[str, float]:
         prefix = texts.facts(length)
         _ask(server, texts, [prefix + texts.question()], 1)
         asked = [prefix + texts.question() for _ in range(load)]
-        return {behind(load, length): decode_rate(_ask(server, texts, asked, settings.new_tokens))}
+        return {sharing(load, length): decode_rate(_ask(server, texts, asked, settings.new_tokens))}
 
     return take
 
@@ -200,8 +200,8 @@ def cases(settings: Settings) -> Iterator[tuple[Take, tuple[str, ...]]]:
     """Yields what is measured one after the other, with the names of its values."""
     yield _first_tokens, (COLD, WARM)
     for load in settings.loads:
-        yield _behind(load, settings.prefix), (behind(load, settings.prefix),)
-    yield _behind(settings.long_load, settings.long_prefix), (behind(settings.long_load, settings.long_prefix),)
+        yield _sharing(load, settings.prefix), (sharing(load, settings.prefix),)
+    yield _sharing(settings.long_load, settings.long_prefix), (sharing(settings.long_load, settings.long_prefix),)
     yield _unshared, (unshared(settings.alone),)
     yield _repeating, (REPEATING,)
 
@@ -215,10 +215,10 @@ _DEFAULT = Settings()
 GOALS: Mapping[str, float] = {
     COLD: 0.9,
     WARM: 0.7,
-    behind(1, _DEFAULT.prefix): 1.1,
+    sharing(1, _DEFAULT.prefix): 1.1,
     REPEATING: 1.5,
-    behind(8, _DEFAULT.prefix): 1.5,
-    behind(_DEFAULT.long_load, _DEFAULT.long_prefix): 1.0,
+    sharing(8, _DEFAULT.prefix): 1.5,
+    sharing(_DEFAULT.long_load, _DEFAULT.long_prefix): 1.0,
     unshared(_DEFAULT.alone): 1.0,
 }
 """Mainstem's value over vLLM's: at most this for times, at least this for tokens per second."""
@@ -340,7 +340,7 @@ def shown(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
 
     settings = record["settings"]
     loads, length = settings["loads"], settings["prefix"]
-    lines = [[name, *(_step(rows[name, behind(load, length)], load) for load in loads)] for name in names]
+    lines = [[name, *(_step(rows[name, sharing(load, length)], load) for load in loads)] for name in names]
     yield "milliseconds per output token of a request, by load", ["at once", *map(str, loads)], lines
 
     lines = [

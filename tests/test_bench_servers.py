@@ -22,11 +22,11 @@ from bench import figures, hosted, servers
 from bench.client import Answer, Client, ServerFailed
 from bench.hosted import Hosted, System
 from bench.report import Report
-from bench.servers import COLD, REPEATING, WARM, Settings, Texts, behind, decode_rate, measure, unshared
+from bench.servers import COLD, REPEATING, WARM, Settings, Texts, decode_rate, measure, sharing, unshared
 
 Event = dict[str, Any]
 SMALL = Settings(rounds=2, new_tokens=5, prefix=16, long_prefix=24, loads=(1, 2), alone=2, long_load=3, passage=4)
-NAMES = [COLD, WARM, behind(1, 16), behind(2, 16), behind(3, 24), unshared(2), REPEATING]
+NAMES = [COLD, WARM, sharing(1, 16), sharing(2, 16), sharing(3, 24), unshared(2), REPEATING]
 
 
 # ---------------------------------------------------------------- the client
@@ -256,7 +256,7 @@ def test_each_value_is_what_a_user_waits_for(doubles: tuple[Double, Double]) -> 
     _, rows = measured(*doubles)
     assert list(dict.fromkeys(what for _, what in rows)) == NAMES
     medians = {what: rows["vLLM", what]["median"] for what in NAMES}
-    rates = {behind(1, 16): 4 / 1.0, behind(2, 16): 8 / 1.0, behind(3, 24): 12 / 1.0, REPEATING: 4 / 1.0}
+    rates = {sharing(1, 16): 4 / 1.0, sharing(2, 16): 8 / 1.0, sharing(3, 24): 12 / 1.0, REPEATING: 4 / 1.0}
     assert medians == {COLD: 16.0, WARM: QUESTION, unshared(2): pytest.approx(10 / (2 * (16 + QUESTION) + 1)), **rates}
     assert {rows["vLLM", what]["unit"] for what in (COLD, WARM)} == {"s"}
     assert {rows["vLLM", what]["unit"] for what in rates} == {"tokens/s"}
@@ -282,7 +282,7 @@ def test_ratios_are_to_vllm_in_the_same_round(doubles: tuple[Double, Double]) ->
 def test_goals_are_a_most_for_times_and_a_least_for_rates(
     doubles: tuple[Double, Double], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "GOALS", {COLD: 0.9, WARM: 0.4, behind(1, 16): 1.1, REPEATING: 0.5, "other": 1.0})
+    monkeypatch.setattr(servers, "GOALS", {COLD: 0.9, WARM: 0.4, sharing(1, 16): 1.1, REPEATING: 0.5, "other": 1.0})
     made, _ = measured(*doubles)
     judged = {goal["what"]: (goal["measured"], goal["met"]) for goal in made.more["goals"]}
     assert judged == {
@@ -290,7 +290,7 @@ def test_goals_are_a_most_for_times_and_a_least_for_rates(
         for what, expected in {
             COLD: (0.5, True),
             WARM: (0.5, False),
-            behind(1, 16): (0.5, False),
+            sharing(1, 16): (0.5, False),
             REPEATING: (0.5, True),
             "other": (None, None),
         }.items()
@@ -317,11 +317,11 @@ def test_a_case_in_which_a_server_fails_once_has_no_values(doubles: tuple[Double
     own, peer = doubles
     own.fails = lambda prompts: len(prompts) == 3 and len(own.asked) > 16
     made, rows = measured(own, peer)
-    assert made.failures == [f"Mainstem, {behind(3, 24)}: it is out of memory"]
-    assert rows["Mainstem", behind(3, 24)]["error"] == "it is out of memory"
-    assert not {"median", "ratio"} & set(rows["Mainstem", behind(3, 24)])
-    assert rows["vLLM", behind(3, 24)]["median"] == 12.0
-    assert all("median" in rows["Mainstem", what] for what in NAMES if what != behind(3, 24))
+    assert made.failures == [f"Mainstem, {sharing(3, 24)}: it is out of memory"]
+    assert rows["Mainstem", sharing(3, 24)]["error"] == "it is out of memory"
+    assert not {"median", "ratio"} & set(rows["Mainstem", sharing(3, 24)])
+    assert rows["vLLM", sharing(3, 24)]["median"] == 12.0
+    assert all("median" in rows["Mainstem", what] for what in NAMES if what != sharing(3, 24))
 
 
 def test_a_failed_case_is_not_tried_again_and_gives_no_ratio(doubles: tuple[Double, Double]) -> None:
@@ -329,7 +329,7 @@ def test_a_failed_case_is_not_tried_again_and_gives_no_ratio(doubles: tuple[Doub
     peer.fails = lambda prompts: len(prompts) == 3
     made, rows = measured(own, peer)
     assert len(made.failures) == 1 and sum(len(prompts) == 3 for prompts in peer.asked) == 1
-    assert "median" in rows["Mainstem", behind(3, 24)] and "ratio" not in rows["Mainstem", behind(3, 24)]
+    assert "median" in rows["Mainstem", sharing(3, 24)] and "ratio" not in rows["Mainstem", sharing(3, 24)]
 
 
 def test_a_server_that_counts_other_tokens_in_a_prompt_fails(doubles: tuple[Double, Double]) -> None:
@@ -362,7 +362,7 @@ def test_the_tables_show_medians_goals_failures_and_loads(
     for line in (
         "| cold first token, s | 8.00 (8.00 to 8.00) | 16.0 (16.0 to 16.0) | 0.500 | 0.900 | yes |",
         "| warm first token, s | 7.00 (7.00 to 7.00) | 14.0 (14.0 to 14.0) | 0.500 | 0.400 | no |",
-        f"| {behind(3, 24)}, tokens/s | failed | 12.0 (12.0 to 12.0) | – | – |  |",
+        f"| {sharing(3, 24)}, tokens/s | failed | 12.0 (12.0 to 12.0) | – | – |  |",
         "| at once | 1 | 2 |",
         "| Mainstem | 500.0 | 500.0 |",
         "| Mainstem | 1.07 GB | 2 |",
@@ -379,9 +379,8 @@ def test_the_documentation_says_that_nothing_is_recorded_yet() -> None:
 # ---------------------------------------------------------------- processes
 
 DOUBLE = Path(__file__).parent / "doubles" / "model_server.py"
-MINE = System(
-    "Mainstem", "pytest", Path(sys.executable), f"{DOUBLE} {{port}}", {"model": "{name}"}, preempted="preempted"
-)
+RUNS = f"{DOUBLE} {{port}}"
+MINE = System("Mainstem", ("pytest", "httpx"), Path(sys.executable), RUNS, {"model": "{name}"}, preempted="preempted")
 
 
 def states(process: Any) -> str:
