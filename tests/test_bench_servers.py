@@ -113,6 +113,7 @@ FAILURES: dict[str, tuple[list[bytes], int, str]] = {
     "an error in the stream": ([sse(text("a"), {"error": "out of memory"})], 200, "error in the stream: out of memory"),
     "an early end": ([sse(text("a"))], 200, "the stream ended before the answer"),
     "no usage": ([sse(text("a b c", "length"))], 200, "the stream ended before the answer"),
+    "no reason to end": ([sse(text("a b c"), usage(3))], 200, "the stream ended before the answer"),
     "no text": ([sse(usage(3))], 200, "the stream ended before the answer"),
     "too few tokens": ([sse(text("a", "stop"), usage(1))], 200, "an answer of 1 tokens instead of 3"),
 }
@@ -176,16 +177,16 @@ def test_equal_seeds_give_equal_texts_and_others_differ() -> None:
 
 def test_a_text_has_its_number_of_tokens_after_another_one_and_where_its_end_is_encoded_otherwise() -> None:
     class Merging(Tokenizer):
-        """Splits the last word, if it is a year."""
+        """Splits the last word, if it is an odd number."""
 
         def encode(self, text: str) -> list[int]:
-            return super().encode(re.sub(r"(\d\d)(\d\d)$", r"\1 \2", text))
+            return super().encode(re.sub(r"(\d)([13579])$", r"\1 \2", text))
 
     texts = Texts(Merging(), "a")
-    for n in (7, 40):  # the seventh word is the year
-        text = texts.facts(n)
-        assert texts.count(text) == n and text.startswith(" ")
-        assert texts.count(texts.facts(3) + text) == 3 + n
+    for _ in range(9):
+        text = texts.facts(9)  # its last word is a number
+        assert texts.count(text) == 9 and text.startswith(" ")
+        assert texts.count(texts.facts(3) + text) == 12
 
 
 # ---------------------------------------------------------------- turns and rows
