@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.table import Table
 
@@ -22,6 +22,9 @@ from bench.client import Answer, ServerFailed
 from bench.report import Report
 from bench.tables import number
 from mainstem.units import show_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OWN, PEER = "Mainstem", "vLLM"
 JOIN = f", {OWN} over {PEER}"
@@ -55,7 +58,7 @@ QUICK = Settings(rounds=1, new_tokens=8, loads=(1, 8))
 
 
 class Server(Protocol):
-    """A server under measurement; see `hosted.Server`."""
+    """A server under measurement; see `hosted.Hosted`."""
 
     name: str
 
@@ -72,16 +75,6 @@ class Server(Protocol):
         """Returns how many requests it has preempted; None: it does not say."""
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer of transformers that prompts need."""
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """Returns the text of tokens."""
-
-
 _PLACES = ("bridge", "castle", "garden", "harbour", "library", "market", "mill", "museum", "river", "station", "tower")
 _NAMES = ("Arden", "Bellow", "Carrow", "Dunmore", "Elstow", "Farley", "Garth", "Helm", "Inver", "Jarrow", "Kelso")
 
@@ -96,7 +89,7 @@ class Texts:
         seed: equal seeds give equal texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
         self._tokenizer, self._random = tokenizer, random.Random(seed)
 
     def facts(self, n: int) -> str:
@@ -105,7 +98,7 @@ class Texts:
             tokens: list[int] = []
             while len(tokens) < n:
                 tokens += self._tokenizer.encode(self._fact())
-            text = self._tokenizer.decode(tokens[:n])
+            text = str(self._tokenizer.decode(tokens[:n]))
             if self.count(text) == n:
                 return text
 
@@ -245,7 +238,7 @@ def run(settings: Settings, report: Report) -> None:
     from mainstem.runtime.models import load_model
 
     loaded = load_model(dtype="bfloat16")
-    model, tokenizer = Path(loaded.model.config.name_or_path), loaded.tokenizer
+    model, tokenizer = Path(str(loaded.model.config.name_or_path)), loaded.tokenizer
     report.settings.update(
         model=loaded.name, dtype="bfloat16", threads=THREADS, load_at_start=round(os.getloadavg()[0], 2)
     )
@@ -266,7 +259,7 @@ def run(settings: Settings, report: Report) -> None:
         measure(settings, report, servers, tokenizer)
 
 
-def measure(settings: Settings, report: Report, servers: Sequence[Server], tokenizer: Tokenizer) -> None:
+def measure(settings: Settings, report: Report, servers: Sequence[Server], tokenizer: PreTrainedTokenizerBase) -> None:
     """Measures servers in turns; adds rows, goals and tables to the report.
 
     If a server fails in a case, its row says why in place of values, and so does the run.
