@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.table import Table
 
-from bench.client import Answer, ServerFailed
+from bench.client import Answer, Clock, ServerFailed
 from bench.report import Report
 from bench.tables import number
 from mainstem.units import show_bytes
@@ -42,6 +43,7 @@ class Settings:
         alone: requests at once that share nothing.
         long_load: requests at once after one long prefix.
         passage: is repeated in the prompt whose answer repeats it.
+        limit_s: a case that takes a server longer than this is not repeated with it.
     """
 
     rounds: int = 3
@@ -52,6 +54,7 @@ class Settings:
     alone: int = 8
     long_load: int = 16
     passage: int = 200
+    limit_s: float = 120.0
 
 
 QUICK = Settings(rounds=1, new_tokens=8, loads=(1, 8))
@@ -259,7 +262,13 @@ def run(settings: Settings, report: Report) -> None:
         measure(settings, report, servers, tokenizer)
 
 
-def measure(settings: Settings, report: Report, servers: Sequence[Server], tokenizer: PreTrainedTokenizerBase) -> None:
+def measure(
+    settings: Settings,
+    report: Report,
+    servers: Sequence[Server],
+    tokenizer: PreTrainedTokenizerBase,
+    clock: Clock = time.perf_counter,
+) -> None:
     """Measures servers in turns; adds rows, goals and tables to the report.
 
     If a server fails in a case, its row says why in place of values, and so does the run.
@@ -267,13 +276,16 @@ def measure(settings: Settings, report: Report, servers: Sequence[Server], token
     report.settings.update(asdict(settings))
     values: Values = {}
     errors: dict[tuple[str, str], str] = {}
+    slow: set[tuple[str, str]] = set()
     for done in range(settings.rounds):
         order = [servers[(done + at) % len(servers)] for at in range(len(servers))]
         for at, (take, names) in enumerate(cases(settings)):
             for server in order:
-                if (server.name, names[0]) in errors:
+                case = server.name, names[0]
+                if case in errors or case in slow:
                     continue
                 report.progress(f"servers: round {done + 1} of {settings.rounds}, {names[0]}: {server.name}")
+                began_s = clock()
                 try:
                     with server.turn():
                         first, texts = (Texts(tokenizer, f"{done} {at} {what}") for what in ("first", "measured"))
@@ -283,6 +295,8 @@ def measure(settings: Settings, report: Report, servers: Sequence[Server], token
                 except ServerFailed as error:
                     errors |= {(server.name, name): str(error) for name in names}
                     report.failures.append(f"{server.name}, {names[0]}: {error}")
+                if clock() - began_s > settings.limit_s:
+                    slow.add(case)
     named = [(server.name, name) for _, names in cases(settings) for name in names for server in servers]
     report.rows = [_row(*name, values, errors) for name in named]
     report.more["goals"] = judge(report.rows)
@@ -295,7 +309,7 @@ def measure(settings: Settings, report: Report, servers: Sequence[Server], token
 
 
 Values = dict[tuple[str, str], list[float]]
-"""By server and what was measured: a value a round."""
+"""By server and what was measured: a value a round, from the first one on."""
 
 
 def _row(server: str, what: str, values: Values, errors: Mapping[tuple[str, str], str]) -> dict[str, Any]:
@@ -303,9 +317,9 @@ def _row(server: str, what: str, values: Values, errors: Mapping[tuple[str, str]
     if (server, what) in errors:
         return {**row, "error": errors[server, what]}
     own = values[server, what]
-    row |= {"median": median(own), "least": min(own), "most": max(own)}
+    row |= {"rounds": len(own), "median": median(own), "least": min(own), "most": max(own)}
     if (PEER, what) in values and (PEER, what) not in errors:
-        row["ratio"] = median(one / peer for one, peer in zip(own, values[PEER, what], strict=True))
+        row["ratio"] = median(one / peer for one, peer in zip(own, values[PEER, what], strict=False))
     return row
 
 
@@ -350,7 +364,8 @@ def shown(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
 def _cell(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return "failed"
-    return f"{number(row['median'])} ({number(row['least'])} to {number(row['most'])})"
+    spread = f"{number(row['least'])} to {number(row['most'])}" if row["rounds"] > 1 else "once"
+    return f"{number(row['median'])} ({spread})"
 
 
 def _step(row: Mapping[str, Any], load: int) -> str:

@@ -333,6 +333,25 @@ def test_a_failed_case_is_not_tried_again_and_gives_no_ratio(doubles: tuple[Doub
     assert "median" in rows["Mainstem", sharing(3, 24)] and "ratio" not in rows["Mainstem", sharing(3, 24)]
 
 
+def test_a_case_that_takes_a_server_too_long_is_not_repeated_with_it(doubles: tuple[Double, Double]) -> None:
+    peer = doubles[1]
+    asked, now_s = peer.ask, 0.0
+
+    def slow(prompts: Sequence[str], tokens: int) -> list[Answer]:
+        nonlocal now_s
+        now_s += 61.0 if len(prompts) == 3 else 1.0
+        return asked(prompts, tokens)
+
+    peer.ask = slow  # type: ignore[method-assign]
+    made = report()
+    measure(replace(SMALL, limit_s=60.0), made, doubles, Tokenizer(), clock=lambda: now_s)
+    rounds = {(row["server"], row["what"]): row["rounds"] for row in made.rows}
+    assert rounds.pop(("vLLM", sharing(3, 24))) == 1
+    assert set(rounds.values()) == {2}
+    assert next(row["ratio"] for row in made.rows if row["what"] == sharing(3, 24)) == 0.5
+    assert "(once)" in figures.TABLES["servers"]({"servers": made.as_json()})
+
+
 def test_a_server_that_counts_other_tokens_in_a_prompt_fails(doubles: tuple[Double, Double]) -> None:
     own, peer = doubles
     peer.extra_tokens = 1
