@@ -80,9 +80,9 @@ class GhostRunner:
         numbers = []
         for segment in segments:
             sequence = running[id(segment.tables[0])]
-            tokens = sequence.known[segment.start : segment.end]
-            require(np.array_equal(tokens, segment.tokens), "tokens of another request")
-            numbers.append(fingerprints(process.origin_of(sequence.request.namespace), sequence.known[: segment.end]))
+            text = np.concatenate([sequence.known, sequence.draft])[: segment.end]
+            require(np.array_equal(text[segment.start :], segment.tokens), "tokens of another request")
+            numbers.append(fingerprints(process.origin_of(sequence.request.namespace), text))
         for layer in range(memory.layers):
             for segment, expected in zip(segments, numbers, strict=True):
                 if segment.arriving is not None:
@@ -101,7 +101,8 @@ class GhostRunner:
             left = expected if arrived else expected ^ POISON
             process.write(segment.tables, segment.state, segment.start, left)
             process.world.did("share", segment.start, segment.end)
-        rows = [next_token(expected[-1]) for segment, expected in zip(segments, numbers, strict=True) if segment.logits]
+        asked = [expected[len(expected) - s.logits :] for s, expected in zip(segments, numbers, strict=True)]
+        rows = [next_token(number) for numbers_of in asked for number in numbers_of]
         return _LOGITS[rows]
 
 
@@ -179,6 +180,7 @@ class Requests:
             max_running=random.randint(1, 6),
             age_limit_s=random.choice((0.1, 1.0, 30.0)),
             states_per_path=8,
+            draft_tokens=random.choice((0, 3, 20)),
         )
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
         servers = random.randint(1, self.max_servers)

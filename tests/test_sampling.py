@@ -1,11 +1,12 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mainstem.runtime.sampling import Sampler, probabilities, sample
+from mainstem.runtime.sampling import Sampler, probabilities, sample, verify
 from mainstem.settings.engine import SamplingParams
 
 VOCAB = 50
@@ -222,3 +223,58 @@ def test_extreme_settings_give_a_token_of_the_vocabulary(params: dict[str, float
     assert 0 <= token < 5000
     if params["temperature"] < 1 or "top_p" in params:
         assert token == int(logits.argmax())
+
+
+# Drafts
+
+
+def _one_by_one(logits: torch.Tensor, sampler: Sampler) -> list[int]:
+    """The tokens that a request draws from these rows, each after the one before it."""
+    return [sample(row.unsqueeze(0), [sampler])[0][0] for row in logits]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
+def test_a_draft_is_accepted_as_far_as_it_is_what_would_have_been_drawn(params: dict[str, float]) -> None:
+    rng = random.Random(0)
+    for seed in range(30):
+        drafts, rows, expected = [], [], []
+        for i in range(3):
+            n = rng.randint(0, 5)
+            own = _logits(10 * seed + i, n + 1)
+            drawn = _one_by_one(own, Sampler(SamplingParams(**params), random.Random(i)))
+            right = rng.randint(0, n)
+            wrong = [(token + 1) % VOCAB for token in drawn[right:n]]
+            drafts.append(np.array(drawn[:right] + wrong, np.int32))
+            rows.append(own)
+            expected.append(drawn[: right + 1])
+        chosen = verify(torch.cat(rows), _samplers(3, **params), drafts)
+        assert [[token for token, _ in choices] for choices in chosen] == expected
+
+
+def test_random_numbers_go_on_where_a_draft_was_rejected() -> None:
+    logits = _logits(3, 4)
+    drawn = _one_by_one(logits, _samplers(1, temperature=1.0, seed=5)[0])
+    (sampler,) = _samplers(1, temperature=1.0, seed=5)
+    wrong = np.array([drawn[0], (drawn[1] + 1) % VOCAB, drawn[2]], np.int32)
+    (first,) = verify(logits, [sampler], [wrong])
+    (second,) = verify(logits[2:3], [sampler], [wrong[:0]])
+    assert [token for token, _ in first + second] == drawn[:3]
+
+
+def test_a_draft_leaves_the_distribution_as_it_is() -> None:
+    logits, count = _logits(1, 2), 4000
+    likely = int(logits[0].argmax())
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1), random.Random(0))
+    drawn = [verify(logits, [sampler], [np.array([likely], np.int32)])[0] for _ in range(count)]
+    for row, tokens in ((0, [c[0][0] for c in drawn]), (1, [c[1][0] for c in drawn if len(c) == 2])):
+        seen = torch.bincount(torch.tensor(tokens), minlength=VOCAB) / len(tokens)
+        assert (seen - torch.softmax(logits[row], -1)).abs().sum() < 0.12
+    assert all((len(choices) == 2) == (choices[0][0] == likely) for choices in drawn)
+
+
+def test_logits_that_are_not_finite_end_a_draft() -> None:
+    logits = _logits(0, 3)
+    logits[1] = math.nan
+    draft = np.array([int(logits[0].argmax()), 0], np.int32)
+    (choices,) = verify(logits, _samplers(1), [draft])
+    assert choices[0] is not None and choices[1:] == [None]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete, prompt
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, chain, complete, prompt
 from rigs.scheduler import Bench
 
 from mainstem.errors import BadTokens, RequestTooLong
@@ -30,6 +30,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
         cache=cache,
         token_budget=rng.choice([1, 3, 7, 64]),
         max_running=rng.choice([1, 2, 5, 12]),
+        draft_tokens=rng.choice([0, 3, 20]),
         age_limit_s=rng.choice([0.0, 5.0, 1e9]),
     )
     stems = [prompt(rng.random(), rng.randint(1, 30)) for _ in range(4)]
@@ -255,6 +256,95 @@ def test_a_hit_may_end_inside_a_page() -> None:
         bench.run_and_flush()
         assert bench.last(second).usage.cached_tokens == cached
         bench.assert_complete()
+
+
+# Drafts
+
+
+def test_an_answer_given_before_is_drafted_from_the_tree_and_verified_in_few_forwards() -> None:
+    bench = Bench(draft_tokens=7)
+    steps = []
+    for _ in range(2):
+        before = len(bench.ghost.forwards)
+        bench.add(prompt(3, 9), max_tokens=20, ignore_eos=True)
+        bench.run()
+        steps.append(len(bench.ghost.forwards) - before)
+    bench.assert_complete()
+    assert steps[0] == 20
+    assert steps[1] <= 5  # 1, then drafts of 2, 4 and 7 tokens, and one more for the last
+    assert bench.scheduler.totals.accepted_tokens >= 15
+
+
+def test_a_text_that_repeats_itself_is_drafted_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [5, 6, 9] * 9
+    following = {chain(text[:n]): torch.eye(VOCAB)[text[n]] for n in range(9, len(text))}
+    monkeypatch.setattr("rigs.ghost.logits", following.__getitem__)
+    bench = Bench(draft_tokens=7, cache=False)
+    id = bench.add(text[:9], max_tokens=18, ignore_eos=True)
+    bench.run()
+    assert list(bench.output(id)[0]) == text[9:]
+    assert len(bench.ghost.forwards) <= 6
+
+
+def test_drafts_that_are_wrong_are_overwritten_and_never_published() -> None:
+    bench = Bench(page_size=1, draft_tokens=7)
+    tokens = prompt(3, 9)
+    first = bench.add(tokens, max_tokens=12, temperature=0.25, seed=1, ignore_eos=True)
+    bench.run()
+    for seed in range(2, 12):  # each is drafted as others went on, and parts from them
+        bench.add(tokens, max_tokens=12, temperature=0.25, seed=seed, ignore_eos=True)
+        bench.run()
+    totals = bench.scheduler.totals
+    assert totals.drafted_tokens > totals.accepted_tokens > 0
+    bench.add([*tokens, *bench.output(first)[0]], max_tokens=3)
+    bench.run_and_flush()
+    bench.assert_complete()
+
+
+def test_the_decodes_of_a_step_share_the_drafts() -> None:
+    bench = Bench(draft_tokens=6)
+    bench.add(prompt(3, 9), max_tokens=20, ignore_eos=True)
+    bench.run()
+    for _ in range(3):
+        bench.add(prompt(3, 9), max_tokens=20, ignore_eos=True)
+    bench.run()
+    decodes = [forward for forward in bench.ghost.forwards if len(forward) == 3 and max(forward) <= 7]
+    assert max(map(max, decodes)) == 3  # the next token and two more
+    for _ in range(7):
+        bench.add(prompt(3, 9), max_tokens=20, ignore_eos=True)
+    drafted = bench.scheduler.totals.drafted_tokens
+    while len(bench.scheduler._running) < 7:
+        bench.step()
+    bench.step()
+    assert bench.scheduler.totals.drafted_tokens == drafted
+    bench.run_and_flush()
+    bench.assert_complete()
+
+
+def test_drafts_preempt_nobody_and_need_no_page_that_is_not_there() -> None:
+    bench = Bench(pages=6, page_size=4, draft_tokens=20, partial=False)
+    for _ in range(2):
+        first = bench.add(prompt(3, 4), max_tokens=9, ignore_eos=True)
+        bench.run()
+    other = bench.add(prompt(4, 4), max_tokens=9, ignore_eos=True)
+    again = bench.add(prompt(3, 4), max_tokens=9, ignore_eos=True)
+    bench.run_and_flush()
+    bench.assert_complete()
+    assert bench.scheduler.totals.preemptions == 0
+    assert bench.output(again) == bench.output(first) != bench.output(other)
+
+
+def test_a_draft_ends_with_its_request() -> None:
+    bench = Bench(draft_tokens=20)
+    whole = bench.add(prompt(3, 9), max_tokens=12, ignore_eos=True)
+    bench.run()
+    letters = bench.output(whole)[1]
+    short = bench.add(prompt(3, 9), max_tokens=5, ignore_eos=True)
+    stopped = bench.add(prompt(3, 9), max_tokens=12, ignore_eos=True, stop=(letters[5:7],))
+    bench.run_and_flush()
+    assert bench.output(short)[1:] == (letters[:5], "length")
+    assert bench.output(stopped)[1:] == (letters[:5], "stop")
+    bench.assert_complete()
 
 
 # The order of admission

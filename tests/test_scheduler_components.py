@@ -116,6 +116,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: s
         images=images,
         token_budget=chunk,
         max_running=rng.choice([1, 2, 5, 12]),
+        draft_tokens=rng.choice([0, 3, 20]),
         age_limit_s=rng.choice([0.0, 5.0, 1e9]),
         checkpoint_tokens=rng.choice([0, 0, page_size, 3 * page_size]),
         states_per_path=rng.choice([1, 3, 8]),

@@ -124,6 +124,57 @@ def test_match_of_an_unknown_namespace_makes_none() -> None:
     assert tree.stats().namespaces == 1
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_continuation_is_what_followed_in_some_sequence_that_begins_with_the_key(seed: int, page_size: int) -> None:
+    rng, tree, known = random.Random(seed), Tree(page_size), []
+    for at in range(60):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(24))]
+        known.append(tokens[: len(tokens) // page_size * page_size])
+        tree.insert(tokens, np.arange(at, at + len(tokens) // page_size, dtype=np.int32))
+        key, most = [rng.randrange(2) for _ in range(rng.randrange(12))], rng.randrange(12)
+        before = tree.stats()
+        found = np.frombuffer(tree.continuation(key, most), np.int32).tolist()
+        assert tree.stats() == before
+        longer = [other for other in known if other[: len(key)] == key and len(other) > len(key)]
+        assert bool(found) == bool(longer and most)
+        ends = [other for other in longer if other[len(key) :][:most] == found]
+        assert ends or not found
+        assert len(found) == most or not found or any(len(other) == len(key) + len(found) for other in ends)
+
+
+def test_a_continuation_is_of_the_sequence_used_last() -> None:
+    tree = Tree(page_size=2)
+    for last in (5, 7, 9):
+        tree.insert([1, 2, 3, last, last, last], ids(last, last + 10, last + 20))
+
+    def after(*key: int) -> list[int]:
+        return np.frombuffer(tree.continuation(key, 3), np.int32).tolist()
+
+    assert after(1, 2, 3) == [9, 9, 9]
+    tree.match([1, 2, 3, 5, 5, 5])
+    assert after(1, 2, 3) == [5, 5, 5]
+    assert after(1, 2) == [3, 5, 5]
+    assert after(1, 2, 3, 7) == [7, 7]
+    assert after(1, 2, 3, 6) == after(2) == after(1, 2, 3, 5, 5, 5) == []
+
+
+def test_a_continuation_stays_in_its_namespace_and_does_not_need_the_pages() -> None:
+    tree = Tree(page_size=2)
+    tree.insert([1, 2, 3, 4], ids(0, 1), Namespace(salt="a"))
+    assert tree.continuation([1, 2], 9) == tree.continuation([1, 2], 9, Namespace(salt="b")) == b""
+    assert len(tree.continuation([1, 2], 9, Namespace(salt="a"))) == 8
+    tree.remove([1, 2, 3, 4], Namespace(salt="a"))
+    assert tree.continuation([1, 2], 9, Namespace(salt="a")) == b""
+
+
+def test_a_continuation_refuses_what_is_out_of_range() -> None:
+    with pytest.raises(BadTokens):
+        single().continuation([-1], 3)
+    with pytest.raises(BadArgument, match="most"):
+        single().continuation([1], -1)
+
+
 # ---------------------------------------------------------------- insert
 
 

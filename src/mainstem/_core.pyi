@@ -96,6 +96,9 @@ class Tree:
         Symbols that a match of the first `most` symbols would find (-1: all but one): in whole pages, in the next page, and in further whole pages when every tier counts.
         """
 
+    def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes:
+        """At most `most` symbols that followed a key, in the sequence used last."""
+
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
         """
         The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.

@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mainstem import _core
 from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
 from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
-from mainstem.keys import Encoded, KeyKind, KeySequence, TokenLike
+from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
 from mainstem.tiers.controller import Tiers
@@ -227,6 +230,29 @@ class PrefixCache:
             if hit >= boundary:
                 return hit
             # The match ends inside a token that must not be cut: match again, up to the beginning of that token.
+
+    def continuation(self, tokens: TokenLike, most: int, namespace: NamespaceLike = None) -> NDArray[np.int32]:
+        """Returns what followed these tokens, in the sequence used last among those that begin with them.
+
+        A draft for speculative decoding. Changes nothing, and does not ask whether the pages are still there.
+
+        Args:
+            tokens: all tokens so far.
+            most: the largest number of tokens to return.
+
+        Returns:
+            int32 tokens, up to an image or the end of a sequence; none if nothing begins with `tokens`.
+
+        Raises:
+            BadTokens: a token is out of range.
+            BadArgument: `most` is out of range, or the cache's keys are not tokens.
+        """
+        keys = self.tree.keys
+        if not isinstance(keys, (TokenKeys, TypedKeys)):
+            raise BadArgument("keys", keys, "TokenKeys or TypedKeys")
+        found = np.frombuffer(self.tree.continuation(tokens, most, namespace), "<u4")
+        other = np.flatnonzero(found >= keys.limit)  # symbols of images
+        return found[: other[0] if len(other) else len(found)].astype(np.int32)
 
     def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """Removes the page that holds the last token of a prefix, and everything after it, from device and host.

@@ -115,9 +115,10 @@ class Ghost:
             self._spoil(segments)
             error, self.fail_next = self.fail_next, None
             raise error
-        last = [self._write(segment, start) for segment, start in zip(segments, before, strict=True)]
+        written = [self._write(segment, start) for segment, start in zip(segments, before, strict=True)]
         self.forwards.append([len(segment.tokens) for segment in segments])
-        rows = [logits(end) for segment, end in zip(segments, last, strict=True) if segment.logits]
+        asked = [hashes[len(hashes) - s.logits :] for s, hashes in zip(segments, written, strict=True)]
+        rows = [logits(hash_) for hashes in asked for hash_ in hashes]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def embed(self, segment: Segment) -> None:
@@ -166,7 +167,8 @@ class Ghost:
         hashes = pages.verify(table, max(0, read), start)
         return hashes[-1] if len(hashes) else None
 
-    def _write(self, segment: Segment, hash_: np.uint64) -> np.uint64:
+    def _write(self, segment: Segment, hash_: np.uint64) -> list[np.uint64]:
+        """Writes a segment; returns the hash after each of its tokens."""
         assert len(segment.tokens) > 0
         tokens, hashes = symbols_of(segment.tokens, segment.images, segment.start), []
         for token in tokens:
@@ -177,7 +179,7 @@ class Ghost:
             pages.write(table, segment.start, tokens, hashes)
         if segment.state >= 0:
             self._states[segment.state] = hash_
-        return hash_
+        return hashes
 
     def _spoil(self, segments: Sequence[Segment]) -> None:
         """Poisons what a failed forward would have written."""

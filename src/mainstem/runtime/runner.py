@@ -76,7 +76,7 @@ class Segment:
         tables: for each component of pages, in the layout's order, its int32 page ids, for at least start + n
             positions. No other segment may use the pages that this one writes to. Entries before what the query at
             `start` sees are not read.
-        logits: whether to return the logits of the last token.
+        logits: of how many of the last tokens to return the logits.
         arriving: the transfer of pages before `start`, if it is under way, layer by layer.
         state: slot of the state at `start`, overwritten by the state at `end`. If start == 0, it is not read.
         images: of the request, in order; those outside the segment are ignored.
@@ -88,7 +88,7 @@ class Segment:
     tokens: NDArray[np.int32]
     start: int
     tables: tuple[NDArray[np.int32], ...]
-    logits: bool
+    logits: int
     arriving: LayerTicket | None = None
     state: int = -1
     images: tuple[ImageInput, ...] = ()
@@ -102,10 +102,10 @@ class Segment:
         return self.start + len(self.tokens)
 
     def part(self, begin: int, end: int) -> Segment:
-        """Returns the part of the segment at positions [begin, end); only the last part returns logits."""
+        """Returns the part of the segment at positions [begin, end), with those of the logits that are in it."""
         rows = slice(begin - self.start, end - self.start)
         positions = None if self.positions is None else self.positions[:, rows]
-        logits = self.logits and end == self.end
+        logits = max(0, end - max(begin, self.end - self.logits))
         return replace(self, tokens=self.tokens[rows], start=begin, positions=positions, logits=logits)
 
 
@@ -179,7 +179,7 @@ class ModelRunner:
         """Computes the segments' new tokens, writes their KV and states, and returns the requested logits.
 
         Returns:
-            float32 [rows, vocab_size], one row for each segment with `logits`, in order, on the model's device.
+            float32 [rows, vocab_size], each segment's `logits` in order, on the model's device.
 
         Raises:
             BadArgument: a segment is empty, holds a token outside the vocabulary, is longer than the model's context,
@@ -248,10 +248,10 @@ class ModelRunner:
         parts = []
         for batch in self._batches(segments):
             parts.append(self._compute([segment for _, segment in batch], pools))
-            rows += [index for index, segment in batch if segment.logits]
+            rows += [index for index, segment in batch for _ in range(segment.logits)]
         if len(parts) == 1:
             return parts[0]
-        order = torch.from_numpy(np.argsort(np.array(rows, dtype=np.int64)))
+        order = torch.from_numpy(np.argsort(np.array(rows, dtype=np.int64), stable=True))
         return torch.cat(parts)[order.to(self._like.device)]
 
     def _batches(self, segments: Sequence[Segment]) -> Iterator[list[tuple[int, Segment]]]:
@@ -286,8 +286,9 @@ class ModelRunner:
     def _compute(self, segments: Sequence[Segment], pools: Pools) -> torch.Tensor:
         """Runs one forward. Without states, all tokens are one row; with states, each segment is, all equally long."""
         rows = 1 if pools.states is None else len(segments)
-        last = np.cumsum([len(s.tokens) for s in segments]) - 1
-        wanted = self._tensor(last[[s.logits for s in segments]])
+        ends = np.cumsum([len(s.tokens) for s in segments])
+        asked = [np.arange(end - s.logits, end) for s, end in zip(segments, ends, strict=True)]
+        wanted = self._tensor(np.concatenate(asked))
         arriving = tuple(dict.fromkeys(s.arriving for s in segments if s.arriving is not None))
         with torch.inference_mode(), self.adapters.select(segments[0].adapter):
             inputs = self._inputs(segments, rows)
@@ -399,6 +400,8 @@ class ModelRunner:
             raise BadArgument(f"{name}.tokens", tokens, "one dimension with at least one token")
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise BadArgument(f"{name}.tokens", tokens, f"token ids in [0, {self.vocab_size})")
+        if not 0 <= segment.logits <= len(tokens):
+            raise BadArgument(f"{name}.logits", segment.logits, f"in [0, {len(tokens)}]")
         if segment.start < 0 or segment.end > self._max_context:
             raise BadArgument(f"{name}.start", segment.start, f"in [0, {self._max_context - len(tokens)}]")
         if len(segment.tables) < len(self._attended):

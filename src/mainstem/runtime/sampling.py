@@ -14,13 +14,19 @@ from __future__ import annotations
 import math
 import random as random_module
 from collections.abc import Sequence
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mainstem.runtime.request import TokenLogprob
 from mainstem.settings.engine import SamplingParams
 
 _FEW = 256
+
+Choice: TypeAlias = tuple[int, TokenLogprob | None] | None
+"""A token and its logprob if requested; None where the logits hold NaN or +inf."""
 
 
 class Sampler:
@@ -71,7 +77,7 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return chances
 
 
-def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int, TokenLogprob | None] | None]:
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
     """Samples the next token of every request of a batch.
 
     Args:
@@ -86,7 +92,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int,
         return []
     best = logits.max(dim=-1)
     peaks, greedy = best.values.tolist(), best.indices.tolist()
-    choices: list[tuple[int, TokenLogprob | None] | None] = []
+    choices: list[Choice] = []
     for row, sampler in enumerate(samplers):
         if not math.isfinite(peaks[row]):
             choices.append(None)
@@ -95,6 +101,41 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int,
         alternatives = sampler.params.logprobs
         choices.append((token, None if alternatives is None else _logprob(logits[row], token, alternatives)))
     return choices
+
+
+def verify(
+    logits: torch.Tensor, samplers: Sequence[Sampler], drafts: Sequence[NDArray[np.int32]]
+) -> list[list[Choice]]:
+    """Samples the next tokens of every request of a batch: one, and one more for each drafted token that is right.
+
+    A draft changes no result. Each token is drawn from the logits after all tokens before it, as it would be one by
+    one, and with the same random numbers. With a draft that is certain of its tokens, this accepts as often as the rule
+    of speculative sampling (Leviathan et al. 2023, Chen et al. 2023).
+
+    Args:
+        logits: float32 [rows, vocab]: for each request, those after its last token and after each of its draft's.
+        samplers: one per request.
+        drafts: one per request, int32 [any number].
+
+    Returns:
+        For each request its choices, at least one, see `sample`. Only the last may be None.
+    """
+    first = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1]
+    chosen: list[list[Choice]] = [[] for _ in samplers]
+    going = list(range(len(samplers)))
+    for at in range(max((len(draft) + 1 for draft in drafts), default=0)):
+        rows = logits if len(going) == len(logits) else logits[torch.from_numpy(first[going] + at).to(logits.device)]
+        choices = sample(rows, [samplers[i] for i in going])
+        for i, choice in zip(going, choices, strict=True):
+            chosen[i].append(choice)
+        going = [i for i in going if at < len(drafts[i]) and _token(chosen[i][at]) == drafts[i][at]]
+        if not going:
+            break
+    return chosen
+
+
+def _token(choice: Choice) -> int | None:
+    return None if choice is None else choice[0]
 
 
 def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -20,6 +20,9 @@ positions are computed instead.
 checkpoints of the prompt, at every page boundary of the answer (only the last copy stays), and where a waiting request
 parts from a running prefill. Chunks end at these positions, and never inside an image that must not be split.
 
+**Drafts.** A decode computes the next token and a few guesses (`drafts`) in one forward; sampling keeps those that it
+agrees with, so it draws what it would have drawn without them. Models with states have none: a state cannot go back.
+
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
 
@@ -33,6 +36,7 @@ The scheduler knows no threads, streams or models, and no tensors other than the
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import random as random_module
@@ -51,10 +55,11 @@ from mainstem.components import Chunked, Full, Local, State, Window, by_name
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
+from mainstem.runtime.drafts import look_up
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.sampling import Sampler, sample
+from mainstem.runtime.sampling import Choice, Sampler, verify
 from mainstem.runtime.sequence import Sequence, spliced_images
 from mainstem.runtime.sizing import window_pages
 from mainstem.runtime.text import Detokenizer, Tokenizer
@@ -75,7 +80,8 @@ _POLL_S = 0.001  # between polls of transfers that all waiting requests need
 _IDLE_POLL_S = 0.01  # the same, when no request waits
 
 _NOTHING = Delta("")
-_NOT_SAMPLED = (0, None)
+_NOT_SAMPLED: list[Choice] = [(0, None)]
+_NO_LOGITS = "the model's logits hold NaN or infinity"
 
 Event = tuple[str, Delta | Progress]
 """The id of a request, and what happened to it."""
@@ -102,6 +108,7 @@ class Totals:
         host_tokens, storage_tokens: cached tokens that were on the host; in storage.
         computed_tokens: all that went through the model.
         generated_tokens: sampled.
+        drafted_tokens: computed as a guess, see `drafts`; and those of them that were right: accepted_tokens.
         preemptions: times a running request was preempted.
         errors: requests that ended with an error.
         stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
@@ -115,6 +122,8 @@ class Totals:
     storage_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     errors: int = 0
     stateless_tokens: int = 0
@@ -297,6 +306,7 @@ class Scheduler:
         scheduled += self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
         )
+        self._schedule_drafts([sequence for sequence, _ in scheduled])
         self._idle = not scheduled
         if scheduled:
             self._forward(scheduled)
@@ -371,6 +381,24 @@ class Scheduler:
             scheduled.append((sequence, sequence.chunk(budget)))
             budget -= scheduled[-1][1]
         return scheduled
+
+    def _schedule_drafts(self, scheduled: list[Sequence]) -> None:
+        """Adds drafts to the decodes of a step. They share `draft_tokens` evenly, and preempt nobody."""
+        decodes = [sequence for sequence in scheduled if sequence.draftable > 0]
+        share = self._limits.draft_tokens // len(decodes) if decodes else 0
+        for sequence in decodes if share else ():
+            draft = self._draft(sequence, sequence.pace.length(min(share, sequence.draftable)))
+            if len(draft):
+                with contextlib.suppress(OutOfPages):
+                    sequence.speculate(draft)
+
+    def _draft(self, sequence: Sequence, most: int) -> NDArray[np.int32]:
+        """Returns up to `most` tokens that may come next: what the cache knows, else what the text itself repeats."""
+        if most and self._cache.enabled and not sequence.request.images:
+            draft = self._cache.continuation(sequence.known, most, sequence.request.namespace)
+            if len(draft):
+                return draft
+        return look_up(sequence.known, most)
 
     def _room(self) -> tuple[int, ...]:
         """Returns the pages and slots that are free or can be evicted, by component."""
@@ -521,7 +549,9 @@ class Scheduler:
             require_equal(self._ranks, lambda: [_digest(segment) for segment in segments], "requests or pages")
             logits = self._runner.forward(segments)
             scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
-            choices = self._ranks.share(lambda: sample(logits, [sequence.sampler for sequence in sampled]))
+            choices = self._ranks.share(
+                lambda: verify(logits, [each.sampler for each in sampled], [each.draft for each in sampled])
+            )
             if choices or logits.device.type == "cpu":
                 self._meter.end()
         except Exception as error:
@@ -534,9 +564,9 @@ class Scheduler:
             return
         chosen = dict(zip(sampled, choices, strict=True))
         for sequence, n in scheduled:
-            self.totals.computed_tokens += n
-            if chosen.get(sequence, _NOT_SAMPLED) is None:  # what it has computed is not worth keeping
-                self._finish(sequence, "error", error="the model's logits hold NaN or infinity")
+            self.totals.computed_tokens += n + len(sequence.draft)
+            if chosen.get(sequence, _NOT_SAMPLED)[0] is None:  # what it has computed is not worth keeping
+                self._finish(sequence, "error", error=_NO_LOGITS)
                 continue
             was_prefilling = sequence.prefilling
             kept = sequence.advance(n)
@@ -544,12 +574,11 @@ class Scheduler:
                 self.totals.checkpoints[kept] += 1
             if was_prefilling:
                 self._report_progress(sequence)
-        for sequence, choice in chosen.items():
-            if choice is None:
+        for sequence, choices_of in chosen.items():
+            if choices_of[0] is None:
                 continue
-            token, logprob = choice
             try:
-                self._process_token(sequence, token, () if logprob is None else (logprob,))
+                self._process_choices(sequence, choices_of)
             except Exception as error:  # e.g. the tokenizer cannot decode a token; other requests go on
                 log.exception("request %s failed; ending it", sequence.id)
                 self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
@@ -573,9 +602,10 @@ class Scheduler:
             return scheduled, sampled, logits
         for sequence in failed:
             self._uncount_load(sequence)
-        good = [row for row, sequence in enumerate(sampled) if sequence not in failed]
+        rows = torch.split(logits, [1 + len(sequence.draft) for sequence in sampled])
+        good = [at for at, sequence in enumerate(sampled) if sequence not in failed]
         scheduled = [(sequence, n) for sequence, n in scheduled if sequence not in failed]
-        return scheduled, [sampled[row] for row in good], logits[good]
+        return scheduled, [sampled[at] for at in good], torch.cat([logits[:0], *(rows[at] for at in good)])
 
     def _fits(self, sequence: Sequence, lease: Lease) -> bool:
         """Whether all pages of a request can be allocated; if not, loading is wasted work."""
@@ -597,6 +627,24 @@ class Scheduler:
     def _report_progress(self, sequence: Sequence) -> None:
         if not sequence.generated:
             self._events.append((sequence.id, Progress(sequence.computed, sequence.length)))
+
+    def _process_choices(self, sequence: Sequence, choices: list[Choice]) -> None:
+        """Processes the next token, and those of the draft that were right, until the request ends."""
+        drafted, kept = sequence.take_draft(), len(choices) - 1
+        if drafted:
+            sequence.pace.observe(drafted, kept)
+            self.totals.drafted_tokens += drafted
+            self.totals.accepted_tokens += kept
+        for at, choice in enumerate(choices):
+            if choice is None:
+                self._finish(sequence, "error", error=_NO_LOGITS)
+                return
+            if at:
+                sequence.advance(1)
+            token, logprob = choice
+            self._process_token(sequence, token, () if logprob is None else (logprob,))
+            if sequence.id not in self._running:
+                return
 
     def _process_token(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Appends a sampled token to its sequence, and reports it; ends the request if it was the last."""

@@ -13,6 +13,7 @@ from mainstem.cache import Lease
 from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
 from mainstem.runtime.checkpoints import Checkpoint, Reason, Span, chunk_end
+from mainstem.runtime.drafts import Pace
 from mainstem.runtime.request import Request, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
@@ -47,7 +48,11 @@ class Sequence:
         self.sampler = sampler
         self.text = text
         self.length = len(request.tokens)
+        self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
+        self._tokens[: self.length] = request.tokens
         self.computed = 0
+        self.draft = self._tokens[:0]  # after the known tokens, computed with the newest of them; see `speculate`
+        self.pace = Pace()
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
@@ -63,8 +68,6 @@ class Sequence:
         self._checkpoints: list[Checkpoint] = []
         self._page_size = 0  # stays 0 unless the model has states
         self._prefill_end = self.length
-        self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
-        self._tokens[: self.length] = request.tokens
         self._images = spliced_images(request)
         self._encoded, self._encoded_length = prompt, self.length
         self._symbols = self._tokens
@@ -193,15 +196,37 @@ class Sequence:
         if missing > 0:
             self._lease.reserve(missing)
 
+    @property
+    def draftable(self) -> int:
+        """How many tokens may be drafted after the newest: none before the last of the prompt, or if it has a state."""
+        if self.prefilling or self._page_size:
+            return 0
+        return len(self._tokens) - self.length - 1  # the last token of all is never computed
+
+    def speculate(self, draft: NDArray[np.int32]) -> None:
+        """Computes a draft in the next forward, too; OutOfPages changes nothing."""
+        assert self._lease is not None and len(draft) <= self.draftable
+        missing = self.length + len(draft) - self._lease.reserved
+        if missing > 0:
+            self._lease.reserve(missing)
+        self.slide(1 + len(draft))
+        self._tokens[self.length : self.length + len(draft)] = draft
+        self.draft = self._tokens[self.length : self.length + len(draft)]
+
+    def take_draft(self) -> int:
+        """Ends the draft, which was computed, and returns its length. What was right of it is appended by `append`."""
+        drafted, self.draft = len(self.draft), self.draft[:0]
+        return drafted
+
     def segment(self, n: int) -> Segment:
-        """Returns the next n tokens to compute."""
+        """Returns the next n tokens to compute, and the draft."""
         assert self._lease is not None and 0 < n <= self.uncomputed
-        begin, end = self.computed, self.computed + n
+        begin, end = self.computed, self.computed + n + len(self.draft)
         return Segment(
             self._tokens[begin:end],
             begin,
             self._lease.tables,
-            n == self.uncomputed,
+            1 + len(self.draft) if n == self.uncomputed else 0,
             None if self._load is None else self._load.ticket,
             state=self._lease.state,
             images=self.request.images,

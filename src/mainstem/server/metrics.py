@@ -65,6 +65,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     "engine": (
         Row("mainstem_prompt_tokens", COUNTER, "Prompt tokens of admitted requests", "totals.prompt_tokens"),
         Row("mainstem_generation_tokens", COUNTER, "Tokens generated", "totals.generated_tokens"),
+        Row("mainstem_drafted_tokens", COUNTER, "Tokens guessed and computed", "totals.drafted_tokens"),
+        Row("mainstem_accepted_tokens", COUNTER, "Guessed tokens that were right", "totals.accepted_tokens"),
         Row("mainstem_preemptions", COUNTER, "Running requests preempted to free pages", "totals.preemptions"),
         Row("mainstem_cached_tokens", COUNTER, "Prompt tokens found in the cache, by tier",
             _each("totals.{}_tokens", "device", "host", "storage"), ("tier",)),

@@ -111,6 +111,8 @@ class Limits(Settings):
             Checkpoints are kept while slots are free. 0 keeps them only at marks and where prompts part and end.
         states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
         token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
+        draft_tokens: Maximum number of guessed tokens per step, over all requests, that are computed beside the next
+            ones and kept if they are right; the answer is the same. 0 turns this off.
         max_running: Maximum number of requests that run at the same time; 1 or more.
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
     """
@@ -118,6 +120,7 @@ class Limits(Settings):
     checkpoint_tokens: int = setting(1024, integer(0))
     states_per_path: int = setting(16, integer(1))
     token_budget: int = setting(512, integer(1))
+    draft_tokens: int = setting(7, integer(0))
     max_running: int = setting(16, integer(1))
     age_limit_s: float = setting(
         30.0, Range("a number, 0 or more", lambda value: value == math.inf or number(0).holds(value)), flag=False

@@ -102,6 +102,12 @@ nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::in
   return nb::make_tuple(whole(p.pages), p.partial, whole(p.host_pages));
 }
 
+nb::bytes continuation(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, std::size_t most) {
+  const Key key(tokens, limit);
+  key.check(0);
+  return to_bytes(tree.continuation(view(ns), key.bytes(), most));
+}
+
 nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
                  std::int32_t priority, std::uint32_t tier, bool ready, bool past_flights) {
   const Key key(tokens, limit);
@@ -231,6 +237,9 @@ NB_MODULE(_core, m) {
                    "tuple[int, int, int]"),
            "Symbols that a match of the first `most` symbols would find (-1: all but one): in whole pages, in the next "
            "page, and in further whole pages when every tier counts.")
+      .def("continuation", &continuation, "ns"_a, "tokens"_a.none(), "limit"_a, "most"_a,
+           nb::sig("def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes"),
+           "At most `most` symbols that followed a key, in the sequence used last.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
            "ready"_a, "past_flights"_a = false,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "

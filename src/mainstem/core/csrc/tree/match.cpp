@@ -121,4 +121,42 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckR
   return result;
 }
 
+// Returns the child used last whose key begins with `tail`, which is shorter than a page.
+Index Tree::child_used_last(Index node, Bytes tail) const {
+  Index best = kNone;
+  Index at = nodes_[node].last_child;
+  for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen, at = nodes_[at].previous) {
+    const bool later = best == kNone || nodes_[at].accessed > nodes_[best].accessed;
+    if (later && std::equal(tail.begin(), tail.end(), nodes_[at].key.data())) best = at;
+  }
+  return best;
+}
+
+std::string Tree::continuation(std::string_view ns, Bytes key, std::size_t most) const {
+  const std::uint32_t pages = nodes_.whole_pages(key);
+  const Index root = nodes_.find_root(ns);
+  Walk path;
+  nodes_.walk(root, key, pages, &path, {});
+  const std::uint32_t found = path.empty() ? 0 : nodes_[path.back().node].start + path.back().pages;
+  if (root == kNone || found < pages) return {};
+
+  Index node = path.empty() ? root : path.back().node;
+  std::size_t at = nodes_[node].key.size();  // of the node's key
+  if (!path.empty()) at = std::size_t{path.back().pages} * nodes_.page_bytes;
+  const Bytes tail = key.subspan(std::size_t{pages} * nodes_.page_bytes);
+  if (node != root && at < nodes_[node].key.size()) {
+    if (!std::equal(tail.begin(), tail.end(), nodes_[node].key.data() + at)) return {};
+  } else {
+    node = child_used_last(node, tail);
+    at = 0;
+  }
+  std::string symbols;
+  const std::size_t bytes = most * nodes_.symbol_bytes;
+  for (at += tail.size(); node != kNone && symbols.size() < bytes; node = child_used_last(node, {}), at = 0) {
+    const std::string_view own = text(nodes_[node].key).substr(at);
+    symbols += own.substr(0, bytes - symbols.size());
+  }
+  return symbols;
+}
+
 }  // namespace mainstem

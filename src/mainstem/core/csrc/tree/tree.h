@@ -97,6 +97,9 @@ class Tree : private TreeShape {
   // they were stored. It may throw.
   MatchResult match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {});
   PeekResult peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {}) const;
+  // The symbols after a key, at most `most`, of the sequence used last among those that begin with the key; whether or
+  // not any tier still has their pages. Of nodes that part inside a page, only the youngest are looked at.
+  std::string continuation(std::string_view ns, Bytes key, std::size_t most) const;
 
   // Inserts after the root of a namespace, or after a node (the namespace is then ignored). The caller ensures that the
   // node is on the path of the whole key; see `lies_on`. With `to_be_locked` nodes are split so that a lock at the end
@@ -244,6 +247,7 @@ class Tree : private TreeShape {
   bool parts_from_another(std::uint32_t pages) const;
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
   Inside look_inside(Index node, Bytes tail) const;
+  Index child_used_last(Index node, Bytes tail) const;
   bool divides_pages() const { return cells_.rows.size() == 1 && cells_.rows[0].leaf_only(); }
   template <class Each>
   void end_transfer(Index node, std::uint32_t tier, Each each);
