@@ -282,6 +282,22 @@ PYTHON: tuple[Mutant, ...] = (
         "hybrid-scheduler",
     ),
     _mutant(
+        "a rejected draft stays in the cache", "-", _SCHEDULER,
+        "drafted, kept = sequence.take_draft(), len(choices) - 1",
+        "drafted = kept = sequence.take_draft()\n        sequence.computed += drafted - len(choices) + 1",
+        "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
+    ),
+    _mutant(
+        "a draft is accepted although another token was drawn", "-", "runtime/sampling.py",
+        "_token(chosen[i][at]) == drafts[i][at]", "chosen[i][at] is not None",
+        "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
+    ),
+    _mutant(
+        "a sequence with a state, which cannot go back, has drafts", "-", _SEQUENCE,
+        "if self.prefilling or self._page_size:", "if self.prefilling:",
+        "tests/test_scheduler_components.py::test_random_work_gives_what_it_would_give_without_a_cache",
+    ),
+    _mutant(
         "where all layers slide, a load needs pages for the whole prompt", "here", _SCHEDULER,
         "        if Full.name not in self._cache.pools:\n            return True  #", "        #",
         "tests/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",

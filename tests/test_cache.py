@@ -94,6 +94,23 @@ def test_peek_is_what_a_lease_would_hit_and_changes_nothing() -> None:
     assert cache.stats() == before
 
 
+def test_a_continuation_is_a_draft_in_token_ids() -> None:
+    cache = PrefixCache(8, 2)
+    serve(cache, [1, 2, 3, 4, 5, 6])
+    assert cache.continuation(np.array([1, 2, 3], np.int32), 2).tolist() == [4, 5]
+    assert cache.continuation(np.array([2], np.int32), 2).tolist() == []
+    with pytest.raises(BadArgument, match="most"):
+        cache.continuation(np.array([1], np.int32), -1)
+    with pytest.raises(BadArgument, match="keys"):
+        PrefixCache(8, 2, keys=BigramKeys()).continuation(np.array([1], np.int32), 2)
+
+
+def test_a_continuation_ends_before_an_image() -> None:
+    cache = PrefixCache(16, 2, keys=TypedKeys(100))
+    serve(cache, [1, 2, 3, Image(b"x" * 16, 6), 4, 5])
+    assert cache.continuation(np.array([1], np.int32), 9).tolist() == [2, 3]
+
+
 def test_namespaces_share_nothing() -> None:
     cache = PrefixCache(16, 1)
     serve(cache, [1, 2, 3], Namespace(adapter="a"))

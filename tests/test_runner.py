@@ -248,6 +248,20 @@ def test_a_hit_at_any_page_boundary_gives_the_same_logits(family: str, page_size
             rig.close(row, tokens)
 
 
+def test_logits_of_the_last_tokens_are_those_of_single_steps() -> None:
+    rig = make_rig("llama", 32)
+    tables, first, second = rig.tables(2, 20), tokens_of(1, 12), tokens_of(2, 9)
+    rows = rig.runner.forward(
+        [Segment(first, 0, (tables[0],), 3), Segment(tokens_of(3, 2), 0, (rig.tables(3, 20)[2],), 0),
+         Segment(second, 0, (tables[1],), 2)]
+    )  # fmt: skip
+    whole = [(first, 10), (first, 11), (first, 12), (second, 8), (second, 9)]
+    for row, (tokens, length) in zip(rows, whole, strict=True):
+        rig.close(row, tokens[:length])
+    with pytest.raises(BadArgument, match=r"segments\[0\].logits"):
+        rig.runner.forward([Segment(first, 0, (tables[0],), 13)])
+
+
 def test_no_rows_when_no_logits_are_wanted() -> None:
     rig = make_rig("llama", 16)
     rows = rig.runner.forward([Segment(tokens_of(1, 5), 0, (rig.tables(1, 5)[0],), False)])

@@ -88,7 +88,7 @@ class LayeredGhost(Ghost):
         good = [segment for segment, well in zip(segments, fine, strict=True) if well]
         rows = iter(super().forward(good) if good else torch.empty(0, VOCAB))
         garbage = torch.zeros(VOCAB)
-        asked = [well for segment, well in zip(segments, fine, strict=True) if segment.logits]
+        asked = [well for segment, well in zip(segments, fine, strict=True) for _ in range(segment.logits)]
         return torch.stack([next(rows) if well else garbage for well in asked]) if asked else torch.empty(0, VOCAB)
 
 

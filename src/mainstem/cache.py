@@ -231,26 +231,28 @@ class PrefixCache:
                 return hit
             # The match ends inside a token that must not be cut: match again, up to the beginning of that token.
 
-    def continuation(self, tokens: TokenLike, most: int, namespace: NamespaceLike = None) -> NDArray[np.int32]:
+    def continuation(self, symbols: NDArray[np.int32], most: int, namespace: NamespaceLike = None) -> NDArray[np.int32]:
         """Returns what followed these tokens, in the sequence used last among those that begin with them.
 
         A draft for speculative decoding. Changes nothing, and does not ask whether the pages are still there.
 
         Args:
-            tokens: all tokens so far.
+            symbols: int32 [n], all tokens so far, with the symbols of images in their places.
             most: the largest number of tokens to return.
+            namespace: only sequences of the same namespace are looked at.
 
         Returns:
-            int32 tokens, up to an image or the end of a sequence; none if nothing begins with `tokens`.
+            int32 tokens, up to an image or the end of a sequence; none if nothing begins with `symbols`.
 
         Raises:
-            BadTokens: a token is out of range.
             BadArgument: `most` is out of range, or the cache's keys are not tokens.
         """
         keys = self.tree.keys
         if not isinstance(keys, (TokenKeys, TypedKeys)):
             raise BadArgument("keys", keys, "TokenKeys or TypedKeys")
-        found = np.frombuffer(self.tree.continuation(tokens, most, namespace), "<u4")
+        key = np.asarray(symbols, np.int32).tobytes()
+        check_integer("most", most, 0, 2**31)
+        found = np.frombuffer(self.tree.core.continuation(encode_namespace(namespace), key, 0, most), "<u4")
         other = np.flatnonzero(found >= keys.limit)  # symbols of images
         return found[: other[0] if len(other) else len(found)].astype(np.int32)
 

@@ -394,8 +394,8 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, most: int) -> NDArray[np.int32]:
         """Returns up to `most` tokens that may come next: what the cache knows, else what the text itself repeats."""
-        if most and self._cache.enabled and not sequence.request.images:
-            draft = self._cache.continuation(sequence.known, most, sequence.request.namespace)
+        if most and self._cache.enabled:
+            draft = self._cache.continuation(sequence.symbols, most, sequence.request.namespace)
             if len(draft):
                 return draft
         return look_up(sequence.known, most)
