@@ -55,6 +55,17 @@ def test_cold_warm_chunked_and_batched_give_the_same_tokens(family: str, config:
             same(completion, greedy(prompt, 8))
 
 
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_drafts_change_neither_tokens_nor_logprobs(family: str) -> None:
+    model, greedy = tiny_pair(family)
+    (prompt,) = family_of_prompts(VOCAB, 20, [1])
+    with Engine(model, EngineConfig(pages=100, page_size=8, draft_tokens=7)) as engine:
+        for _ in range(2):  # the second time, the tree knows the answer
+            (completion,) = ask(engine, [prompt], 24)
+            same(completion, greedy(prompt, 24))
+        assert engine.stats().totals.accepted_tokens >= 15
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_real_model_gives_the_same_tokens(smollm2: LoadedModel) -> None:
