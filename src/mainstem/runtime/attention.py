@@ -19,9 +19,10 @@ This module knows pages and positions. It does not know tokens, requests or the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -73,6 +74,15 @@ class Extent(NamedTuple):
         """The position after the last."""
         return self.start + self.tokens
 
+    def seen(self, first: int, last: int, component: Attended) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the begin and the end of the keys that each query at positions [first, last) sees."""
+        begins = np.array([component.seen_from(position) for position in range(first, last)], dtype=np.int64)
+        positions = np.arange(first, last, dtype=np.int64)
+        ends = positions + 1
+        for low, high in self.regions:
+            ends[(positions >= low) & (positions < high)] = min(high, self.end)
+        return begins, ends
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -111,15 +121,28 @@ class Span:
         return (cache[index] if isinstance(index, slice) else cache.index_select(0, index)).flatten(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchPlan:
     """What the layers of a pool need in one forward: the slots of new keys, and the keys that each query sees."""
 
     pool: KVPool
     component: Attended
+    extents: tuple[Extent, ...]
     slots: slice | torch.Tensor
-    spans: tuple[Span, ...]
-    masks: Masks
+    derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False)
+    """What a kernel made of it in the first layer, for the others."""
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """One for each extent."""
+        lasts = np.cumsum([extent.tokens for extent in self.extents]).tolist()
+        pairs = zip(self.extents, lasts, strict=True)
+        return tuple(_span(extent, last - extent.tokens, self.pool, self.component) for extent, last in pairs)
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The masks of all spans."""
+        return Masks(max(extent.end for extent in self.extents), self.component, self.pool)
 
     def write(self, cache: torch.Tensor, new: torch.Tensor) -> None:
         """Writes `new` [tokens, kv_heads, head_dim] to the batch's slots of a layer's cache."""
@@ -133,13 +156,7 @@ class BatchPlan:
 def plan_batch(extents: Sequence[Extent], pool: KVPool, component: Attended = FULL) -> BatchPlan:
     """Plans one forward of `extents`, packed in this order, over a pool of this component's layers."""
     slots = np.concatenate([pool.slots(extent.page_table, extent.start, extent.end) for extent in extents])
-    spans = []
-    row = 0
-    for extent in extents:
-        spans.append(_span(extent, row, pool, component))
-        row += extent.tokens
-    masks = Masks(max(extent.end for extent in extents), component, pool)
-    return BatchPlan(pool, component, run_of(slots, pool.device), tuple(spans), masks)
+    return BatchPlan(pool, component, tuple(extents), run_of(slots, pool.device))
 
 
 def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
@@ -148,15 +165,18 @@ def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
         first, used = component.seen_from(extent.start) // pool.page_size, -(-extent.end // pool.page_size)
         page_index = run_of(extent.page_table[first:used].astype(np.int64), pool.device)
         origin = first * pool.page_size
-    cuts = pairwise([*_tile_starts(extent, component), extent.end])
+    cuts = pairwise([*tile_starts(extent, component), extent.end])
     tiles = tuple(_tile(extent, first, last, row - extent.start, origin, component) for first, last in cuts)
     whole = page_index is None and component.seen_from(extent.end - 1) == 0
     causal = whole and all(tile.runs is None for tile in tiles)
     return Span(slice(row, row + extent.tokens), page_index, tiles, causal)
 
 
-def _tile_starts(extent: Extent, component: Attended) -> list[int]:
-    """Returns the position of each tile's first query. No tile goes past the end of a chunk: its queries see one."""
+def tile_starts(extent: Extent, component: Attended) -> list[int]:
+    """Returns the position of each tile's first query: at most `TILE_ROWS` apart.
+
+    No tile goes past the end of a chunk: its queries see one.
+    """
     starts = set(range(extent.start, extent.end, TILE_ROWS))
     if isinstance(component, Chunked):
         starts |= set(range(component.seen_from(extent.start) + component.tokens, extent.end, component.tokens))
@@ -175,14 +195,9 @@ def _tile(extent: Extent, first: int, last: int, shift: int, origin: int, compon
         component: which keys a query sees.
     """
     begin, rows = component.seen_from(first), slice(first + shift, last + shift)
-    regions = [(low, high) for low, high in extent.regions if low < last and high > first]
-    if not regions:
+    if not any(low < last and high > first for low, high in extent.regions):
         return Tile(rows, slice(begin - origin, last - origin), None)
-    positions = np.arange(first, last, dtype=np.int64)
-    ends = positions + 1
-    for low, high in regions:
-        ends[(positions >= low) & (positions < high)] = min(high, extent.end)
-    begins = np.array([component.seen_from(position) for position in range(first, last)])
+    begins, ends = extent.seen(first, last, component)
     return Tile(rows, slice(begin - origin, int(ends.max()) - origin), np.stack([begins, ends], 1) - begin)
 
 
@@ -231,6 +246,10 @@ class Masks:
     def _additive(self, seen: torch.Tensor, groups: int) -> torch.Tensor:
         mask = torch.zeros(seen.shape, dtype=self._pool.dtype, device=seen.device)
         return mask.masked_fill_(~seen, float("-inf")).repeat(groups, 1)
+
+
+Stored = tuple[torch.Tensor, torch.Tensor]
+"""Keys or values: a layer's pages [pages, page_size, kv_heads, numbers], and new rows [tokens, kv_heads, numbers]."""
 
 
 class Attention(Protocol):
@@ -304,9 +323,8 @@ class SdpaAttention:
         plan.write(keys, key)
         plan.write(values, value)
         out = query.new_empty(*query.shape[:2], value.shape[2])
-        for span in plan.spans:
-            keys_seen, values_seen = span.read(keys, key), span.read(values, value)
-            _attend_span(span, plan.masks, query, keys_seen, values_seen, scale, sinks, softcap, out)
+        everyone = range(len(plan.extents))
+        self._attend(plan, everyone, query, (keys, key), (values, value), scale, sinks, softcap, out)
         return out
 
     def attend_latent(
@@ -317,25 +335,42 @@ class SdpaAttention:
         plan.write(keys, latents.kept)
         out = query.new_empty(*query.shape[:2], latents.value.shape[2])
         absorbed = []
-        for span in plan.spans:
+        for index, span in enumerate(plan.spans):
             if span.page_index is None:
                 expanded = latents.key[span.rows], latents.value[span.rows]
             elif latents.absorbs(span.tokens):
-                absorbed.append(span)
+                absorbed.append(index)
                 continue
             else:
                 expanded = latents.expand(span.read(keys, latents.kept))
             _attend_span(span, plan.masks, query, *expanded, scale, None, None, out)
         if absorbed:  # all at once: the projection is read once
-            rows = run_of(np.concatenate([np.arange(s.rows.start, s.rows.stop) for s in absorbed]), query.device)
+            spans = [plan.spans[index].rows for index in absorbed]
+            rows = run_of(np.concatenate([np.arange(span.start, span.stop) for span in spans]), query.device)
             ours = query.new_empty(*query.shape[:2], latents.kept.shape[2])
             ours[rows] = latents.absorb(query[rows])
             found = query.new_empty(*query.shape[:2], latents.rank)
-            for span in absorbed:
-                kept = span.read(keys, latents.kept)
-                _attend_span(span, plan.masks, ours, kept, kept[..., : latents.rank], scale, None, None, found)
+            values = keys[..., : latents.rank], latents.kept[..., : latents.rank]
+            self._attend(plan, absorbed, ours, (keys, latents.kept), values, scale, None, None, found)
             out[rows] = latents.project(found[rows])
         return out
+
+    def _attend(
+        self,
+        plan: BatchPlan,
+        members: Sequence[int],
+        query: torch.Tensor,
+        keys: Stored,
+        values: Stored,
+        scale: float,
+        sinks: torch.Tensor | None,
+        softcap: float | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Computes the rows of some extents of a plan, the `members`, into their rows of `out`."""
+        for span in (plan.spans[index] for index in members):
+            seen = span.read(*keys), span.read(*values)
+            _attend_span(span, plan.masks, query, *seen, scale, sinks, softcap, out)
 
 
 def _attend_span(
