@@ -36,6 +36,7 @@ _BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
     f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "write", "warm")
 )
 _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
+_SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -490,6 +491,42 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a page that leaves one medium is forgotten on all", "-", "events/replica.py",
         "                if not block.media:\n", "                if True:\n",
+    ),
+    # ---------------------------------------------------------------- attention over the tree
+    _mutant(
+        "partial results are merged without their maximum", "-", _TREE_ATTENTION,
+        "lse.softmax(0)", "lse.exp() / lse.exp().sum(0)",
+        "tests/test_tree_attention.py::test_large_scores_do_not_overflow",
+    ),
+    _mutant(
+        "a sink is in each part, not once", "-", _TREE_ATTENTION,
+        ".expand(1, *lse.shape[1:])", ".expand(lse.shape)",
+        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a shared run is read one page too far", "-", _FOLDING,
+        "queries[run.members[0]], bounds)", "queries[run.members[0]], [bounds[0], bounds[1] + size])",
+        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a shared run is read one page short", "-", _FOLDING,
+        "queries[run.members[0]], bounds)", "queries[run.members[0]], [bounds[0], bounds[1] - size])",
+        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a run is shared one page after its members part", "-", _SHARING,
+        "begin + int(equal.argmin())", "begin + int(equal.argmin()) + 1",
+        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a sharer is in the group of another prefix", "-", _SHARING,
+        "(ids[group[1:], begin:] ==", "(ids[group[1:2], begin:] ==",
+        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a run is folded for queries that see only its end", "-", _FOLDING,
+        "(int(begins.max()), min(", "(int(begins.min()), min(",
+        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
 )
 

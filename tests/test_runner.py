@@ -39,7 +39,7 @@ from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter
-from mainstem.runtime.attention import PAGED, BatchPlan, PackedPositions, SdpaAttention
+from mainstem.runtime.attention import FULL, PAGED, BatchPlan, PackedPositions
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.latent import Latents
@@ -47,6 +47,7 @@ from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.runtime.tree_attention import TreeAttention
 from mainstem.runtime.vision import Vision
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import Move
@@ -533,7 +534,7 @@ def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- loading while computing
 
 
-class _Recorded(SdpaAttention):
+class _Recorded(TreeAttention):
     """Records which layers were computed."""
 
     def __init__(self) -> None:
@@ -580,7 +581,7 @@ class _Arriving:
 def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests whose prefix arrives layer by layer, and one without: each layer is awaited, then read."""
     attention = _Recorded()
-    monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: attention)
+    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", lambda: attention)
     rig = make_rig.__wrapped__("llama", 3)
     tokens, other = tokens_of(1, 40), tokens_of(2, 9)
     tables = rig.tables(3, 40)
@@ -724,7 +725,7 @@ def test_two_requests_never_write_to_one_window_page() -> None:
         rig.runner.forward(segments)
 
 
-class _Deaf(SdpaAttention):
+class _Deaf(TreeAttention):
     """Ignores windows, sinks or soft caps."""
 
     def __init__(self, what: str) -> None:
@@ -744,13 +745,14 @@ class _Deaf(SdpaAttention):
         if self._what != "windows":
             sinks, softcap = (None, softcap) if self._what == "sinks" else (sinks, None)
             return super().attend(layer, query, key, value, scale, plan, sinks, softcap)
-        spans = [replace(span, causal=span.page_index is None) for span in plan.spans]
-        return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks, softcap)
+        if all(extent.start == 0 for extent in plan.extents):  # others have no pages before their windows
+            plan = replace(plan, component=FULL)
+        return super().attend(layer, query, key, value, scale, plan, sinks, softcap)
 
 
 @pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
 def test_the_self_test_minds_what_a_kernel_ignores(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: _Deaf(what))
+    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", lambda: _Deaf(what))
     model = loaded(tiny(family, **WINDOWED[family]))
     counts = dict.fromkeys(Layout.of(model.model.config, CONTEXT).names, 8)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
@@ -776,7 +778,7 @@ def test_the_self_test_minds_the_temperature_of_each_position(step: int, monkeyp
     assert {module.floor_scale for module in model.modules() if hasattr(module, "floor_scale")} == {step}
 
 
-class _Shifted(SdpaAttention):
+class _Shifted(TreeAttention):
     """Gives every position its neighbour's value."""
 
     def attend(
@@ -794,7 +796,7 @@ class _Shifted(SdpaAttention):
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", _Shifted)
+    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", _Shifted)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(tiny("llama")), 8, 16)
 
