@@ -27,6 +27,7 @@ NAMES = (
     "generate",
     "models",
     "plan",
+    "attention",
     "servers",
 )
 WIDTH = 160
@@ -103,7 +104,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         servers.run(servers.QUICK if report.quick else servers.Settings(), report)
         return
     # The others need the runtime.
-    from bench import generate, marks, models, plan, store_faults, throughput, tiers, ttft
+    from bench import attention, generate, marks, models, plan, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
@@ -117,6 +118,9 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         return
     if name == "plan":
         plan.run(plan.QUICK if report.quick else plan.Settings(), report)
+        return
+    if name == "attention":
+        attention.run(attention.QUICK if report.quick else attention.Settings(), report)
         return
 
     if name == "store-faults":

@@ -296,6 +296,21 @@ def _plan(records: Records) -> str:
     return _table(["tokens", "cached before", "GFLOPs", "predicted", "measured", "ratio"], lines)
 
 
+def _attention(records: Records) -> str:
+    """A step's attention, folded and request by request, with pages of 16 positions."""
+    groups: dict[str, dict[str, Row]] = {}
+    for row in records["attention"]["rows"]:
+        if row["page_size"] == 16:
+            groups.setdefault(row["shape"], {})[row["dtype"]] = row
+
+    def cell(row: Row) -> list[str]:
+        times = f"{1000 * row['folded_s']:,.1f}, {1000 * row['by_request_s']:,.1f} ms"
+        return [times, f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"]
+
+    lines = ([shape, *cell(rows["bfloat16"]), *cell(rows["float32"])] for shape, rows in groups.items())
+    return _table(["requests", "bfloat16", "ratio", "float32", "ratio"], lines)
+
+
 def _models(records: Records) -> str:
     """The table of the models, as the benchmark itself writes it."""
     from bench.models import markdown  # imports the runtime
@@ -394,6 +409,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "throughput": _throughput,
     "policies": _policies,
     "plan": _plan,
+    "attention": _attention,
     "models": _models,
     "servers": _servers,
     "states": _states,
