@@ -134,10 +134,9 @@ def test_a_request_whose_pages_are_consecutive_is_one_view() -> None:
 
 def test_what_is_not_worth_a_call_is_gathered() -> None:
     few = [[*range(SHARED // 16 - 1), 100 + i] for i in range(2)]
-    (call,) = calls_of(few, [SHARED - 16] * 2)
-    assert call.groups == 2 and call.places is None
+    assert [call.places for call in calls_of(few, [SHARED - 16] * 2)] == [None, None]
     more = [[*range(SHARED // 16), 100 + i] for i in range(2)]
-    assert len(calls_of(more, [SHARED] * 2)) == 2
+    assert calls_of(more, [SHARED] * 2)[0].rows == slice(0, 2)
 
 
 def test_long_runs_of_a_request_are_read_in_place() -> None:
@@ -152,6 +151,13 @@ def test_requests_of_very_different_sizes_do_not_fill_one_call() -> None:
     tables = [[*range(100 * i, 100 * i + 20, 2)] for i in range(4)]
     calls = calls_of(tables, [159, 159, 3, 5])
     assert [call.groups for call in calls] == [2, 2]
+
+
+def test_no_call_gathers_more_than_fits_a_cache() -> None:
+    """A request whose own keys are more is alone."""
+    tables = [[*range(100 * i, 100 * i + 80, 2)] for i in range(3)]
+    assert [call.groups for call in calls_of(tables, [600] * 3)] == [2, 1]
+    assert [call.groups for call in calls_of([[*range(0, 200, 2)], [*range(200, 400, 2)]], [1500] * 2)] == [1, 1]
 
 
 def test_new_tokens_of_a_long_prompt_are_one_causal_call() -> None:

@@ -53,6 +53,7 @@ class Batch:
             patch.setattr("mainstem.runtime.folding.FOLD_BYTES", fold_bytes)
             for name in ("VIEW_BYTES", "CUT_BYTES"):
                 patch.setattr(f"mainstem.runtime.folding.{name}", self.view_positions * position_bytes)
+            patch.setattr("mainstem.runtime.folding.GATHER_BYTES", 10 * self.view_positions * position_bytes)
             patch.setattr("mainstem.runtime.folding.BEGIN_STEP", self.fold_pages)
             patch.setattr("mainstem.runtime.attention.TILE_ROWS", self.tile_rows)
             yield

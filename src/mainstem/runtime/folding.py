@@ -33,6 +33,10 @@ FOLD_BYTES = 768 << 10
 VIEW_BYTES = 256 << 10
 CUT_BYTES = 2 << 20
 
+# Keys and values that one call gathers, if they are of more than one request: what is read again soon after stays in a
+# core's own cache.
+GATHER_BYTES = 1 << 20
+
 # Where windows begin at different positions, runs begin at multiples of this many positions.
 BEGIN_STEP = 64
 
@@ -110,7 +114,8 @@ def fold(plan: BatchPlan, members: Sequence[int], group: int, partial: bool, cau
         causal: which results of causal calls the kernel has: whole ones, partial ones too, or none.
     """
     queries = list(_queries(plan, members, partial, causal))
-    calls = _gather(_parts(plan.pool, queries), queries)
+    most = max(1, GATHER_BYTES // _position_bytes(plan.pool))
+    calls = _gather(_parts(plan.pool, queries), queries, most)
     several = np.bincount([member for call in calls for part in call for member in part.members]) > 1
     merged = set(range(len(queries)) if partial else np.flatnonzero(several).tolist())
     for call in calls:
@@ -156,7 +161,7 @@ def _is_causal(extent: Extent, plan: BatchPlan, partial: bool, causal: Causal) -
 def _parts(pool: KVPool, queries: Sequence[_Queries]) -> Iterator[_Part]:
     """Yields the parts of all queries: together, those of a query have each key that it sees once."""
     size = pool.page_size
-    position_bytes = pool.shape.kv_heads * sum(pool.shape.planes) * pool.dtype.itemsize
+    position_bytes = _position_bytes(pool)
     view, cut = (-(-count // position_bytes) for count in (VIEW_BYTES, CUT_BYTES))
     pages = [(-(-query.common[0] // size), query.common[1] // size) for query in queries]
     least = -(-FOLD_BYTES // (position_bytes * size))
@@ -207,8 +212,13 @@ def _pieces(slots: NDArray[np.int64], common: NDArray[np.bool_], least: int) -> 
         yield np.flatnonzero(np.repeat(~long, np.diff(bounds))), False
 
 
-def _gather(parts: Iterable[_Part], queries: Sequence[_Queries]) -> list[list[_Part]]:
-    """Returns the parts of each call: one, or some of nearly the same number of rows and keys."""
+def _position_bytes(pool: KVPool) -> int:
+    """Returns the bytes of a position in one layer, keys and values."""
+    return pool.shape.kv_heads * sum(pool.shape.planes) * pool.dtype.itemsize
+
+
+def _gather(parts: Iterable[_Part], queries: Sequence[_Queries], most: int) -> list[list[_Part]]:
+    """Returns the parts of each call: one, or some of nearly the same number of rows, and `most` keys together."""
     calls: list[list[_Part]] = []
     rest: list[tuple[int, int, _Part]] = []
     for part in parts:
@@ -221,8 +231,9 @@ def _gather(parts: Iterable[_Part], queries: Sequence[_Queries]) -> list[list[_P
         rows = rest[0][0]
         keys = max(count for n, count, _ in rest if 2 * n >= rows)
         fits = [2 * n >= rows and 2 * count + _SLACK >= keys for n, count, _ in rest]
-        chosen = [part for (_, _, part), fit in zip(rest, fits, strict=True) if fit]
-        calls.append(sorted(chosen, key=lambda part: part.members))
+        chosen = sorted((part for (_, _, part), fit in zip(rest, fits, strict=True) if fit), key=lambda p: p.members)
+        at_once = max(1, most // keys)
+        calls += [chosen[first : first + at_once] for first in range(0, len(chosen), at_once)]
         rest = [sized for sized, fit in zip(rest, fits, strict=True) if not fit]
     return calls
 

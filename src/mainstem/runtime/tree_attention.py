@@ -58,6 +58,11 @@ class TreeAttention(SdpaAttention):
         out: torch.Tensor,
     ) -> None:
         """See `SdpaAttention._attend`."""
+        if len(members) == 1 and sinks is None:
+            span = plan.spans[members[0]]
+            if span.tokens == 1 and isinstance(span.page_index, slice):  # there is nothing to fold or to gather
+                super()._attend(plan, members, query, keys, values, scale, sinks, softcap, out)
+                return
         numbers = values[0].shape[-1]
         if plan.pool.shape.latent:
             values = keys  # a latent's values are the first numbers of its keys, and the kernel wants one size
