@@ -282,6 +282,18 @@ def test_a_hit_needs_the_blocks_of_all_ranks() -> None:
     assert plans.hit("third", 0, 13) == 12
 
 
+def test_a_save_has_a_number_and_says_where_its_blocks_end() -> None:
+    plans = planner(group(Full()), group(State(), 1, offered=True), group(Window(4), 2, block_tokens=8))
+    plans.begin("a", hashes(16))
+    plans.scheduled("a", 0, 16, [[1, 2, 3, 4], [0, 0, 0, 104], [0, 202]])
+    plans.state("a", 1, 104, 16)
+    (first,) = plans.take().saves
+    assert [(part.row.number, part.ends) for part in first.parts] == [(0, [4, 8, 12, 16]), (2, [16]), (1, [16])]
+    plans.begin("b", hashes(8, "b"))
+    plans.scheduled("b", 0, 8, [[1, 2], [0, 0], [0]])
+    assert plans.take().saves[0].number > first.number
+
+
 def test_a_request_that_ends_leaves_what_it_has_planned() -> None:
     plans = planner()
     plans.begin("a", hashes(8))

@@ -56,7 +56,8 @@ def name(number: int) -> bytes:
 
 
 def part(row: Row, blocks: Sequence[int], first: int = 0) -> Part:
-    return Part(row, [name(first + at) for at in range(len(blocks))], list(blocks))
+    numbers = range(first, first + len(blocks))
+    return Part(row, [name(number) for number in numbers], list(blocks), [number + 1 for number in numbers])
 
 
 def save(transfers: Transfers, *jobs: Job) -> None:
@@ -186,7 +187,7 @@ def test_saves_of_a_slow_store_are_dropped_and_leave_room_for_loads() -> None:
     save(transfers, Job("b", (part(FULL, [7], first=50),)))
     assert transfers.counts["no room"] == 3
     transfers.load([Job("c", (part(FULL, [11, 12, 13, 14]),))])
-    assert transfers.poll() == Results(loaded={"c"})
+    assert transfers.poll() == Results(loaded={"c"}, saved={0: False})
     workers.run_all()
     transfers.poll()
     assert transfers.counts["saved"] == 4
@@ -204,6 +205,25 @@ def test_a_write_that_waits_for_others_is_not_late() -> None:
     workers.run_all()
     transfers.poll()
     assert transfers.counts["saved"] == 1 and not store.faults and not store.slow
+
+
+def test_a_save_is_reported_once_storage_has_all_of_it() -> None:
+    backend, workers = FaultyBackend(), HandWorkers()
+    store = make_store(backend, HandWorkers(instant=True), writers=workers)
+    transfers = Transfers(store, Memory(), 8 * (HEADER_BYTES + 2 * LAYER_BYTES))
+    save(transfers, Job("a", (part(FULL, [1]), part(WINDOW, [1])), 7), Job("b", (part(FULL, [2, 3], first=2),), 8))
+    assert transfers.poll().saved == {}, "nothing has been written"
+    workers.run_all()
+    assert transfers.poll().saved == {7: True, 8: True}
+    assert transfers.poll().saved == {}, "it is reported once"
+    save(transfers, Job("a", (part(FULL, [1]),), 9), Job("c", (part(FULL, [1, 2, 3, 4, 5], first=10),), 10))
+    save(transfers, Job("d", (part(FULL, [6], first=20),), 11))
+    workers.run_all()
+    assert transfers.poll().saved == {11: False, 9: True, 10: False}, "there was no room for all of 10, for none of 11"
+    backend.instead["put"] = StorageError("io", "a test")
+    save(transfers, Job("a", (part(FULL, [1], first=30),), 12))
+    workers.run_all()
+    assert transfers.poll().saved == {12: False}
 
 
 def test_closing_ends_the_writes_that_are_queued() -> None:

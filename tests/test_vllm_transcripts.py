@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from doubles.vllm_interface import SPECS, KVConnectorRole, vllm_double
+from doubles.vllm_interface import SPECS, BlockStored, KVConnectorRole, vllm_double
 from rigs.hand_driven import HandWorkers
 
 from mainstem.errors import BadArgument
@@ -38,6 +38,7 @@ def configs(config: dict[str, Any], groups: list[Any], blocks: int, hash_tokens:
     vllm.model_config.model = "tiny"
     vllm.model_config.hf_config = SimpleNamespace(to_dict=dict)
     vllm.attention_config = SimpleNamespace(backend=None)
+    vllm.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
     vllm.kv_transfer_config.kv_connector_extra_config = {"storage": "memory:", "weights": "tiny", "host_bytes": 0}
     made = [
         SimpleNamespace(layer_names=layers, kv_cache_spec=SPECS[spec["type"]](**spec), is_eagle_group=False)
@@ -54,11 +55,25 @@ def configs(config: dict[str, Any], groups: list[Any], blocks: int, hash_tokens:
     return vllm, cache
 
 
+def make_request(name: str, hashes: list[bytes], tokens: Sequence[int], salt: str | None = None) -> Any:
+    """Makes one of vLLM's requests."""
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=hashes,
+        all_token_ids=list(tokens),
+        lora_request=None,
+        cache_salt=salt,
+        session_id=None,
+        num_preemptions=0,
+        num_computed_tokens=0,
+    )
+
+
 class Replay:
     """Plays vLLM's part of a transcript."""
 
     def __init__(self, module: ModuleType, lines: list[Any]) -> None:
-        self.lines, self.loaded, self.saved = lines, 0, 0
+        self.lines, self.loaded, self.saved, self.announced = lines, 0, 0, 0
         start = next(line for line in lines if line[0] == "config")
         caches = next(line for line in lines if line[0] == "caches")[1]
         vllm, cache = configs(*start[1:])
@@ -80,9 +95,7 @@ class Replay:
 
     def new(self, request: str, hashes: list[str]) -> None:
         live = [bytes.fromhex(each) for each in hashes]
-        self.requests[request] = SimpleNamespace(
-            request_id=request, block_hashes=live, lora_request=None, num_preemptions=0, num_computed_tokens=0
-        )
+        self.requests[request] = make_request(request, live, tokens=range(1024))
         self.scheduler.on_new_request(self.requests[request])
 
     def match(self, request: str, computed: int, tokens: int, preemptions: int, found: list[Any]) -> None:
@@ -127,6 +140,9 @@ class Replay:
         self.waiting |= {job.request: job for job in meta.plan.loads}
         self.check_loaded(self.worker.get_transfer_results(set()))
         self.worker.clear_connector_metadata()
+        confirmed = SimpleNamespace(kv_connector_worker_meta=self.worker.build_connector_worker_meta())
+        self.scheduler.update_connector_output(confirmed)
+        self.announced += sum(len(event.block_hashes) for event in self.scheduler.take_events())
 
     def check_loaded(self, results: Any) -> None:
         assert not self.worker.get_block_ids_with_load_errors() and not results.failed_recving
@@ -157,6 +173,7 @@ def test_the_calls_of_the_real_engine_are_answered_as_in_acceptance(module: Modu
     replay = Replay(module, json.loads(lzma.decompress(path.read_bytes())))
     replay.run()
     assert replay.saved > 50 and replay.loaded > 50
+    assert replay.announced == replay.saved
 
 
 def test_there_are_transcripts() -> None:
@@ -237,6 +254,130 @@ def test_every_rank_has_blocks_of_its_own_unless_ranks_hold_the_same_heads(
     assert shards(1) == ["0 of 4", "1 of 4", "2 of 4", "3 of 4"]
     assert shards(2) == ["0 of 2", "0 of 2", "1 of 2", "1 of 2"]
     assert shards(1, mla=True) == [""] * 4
+
+
+class Worked:
+    """A connector for both roles, whose writes run on demand, and a request of four blocks."""
+
+    def __init__(self, module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        workers = {"mainstem-read": HandWorkers(instant=True), "mainstem-write": HandWorkers()}
+        monkeypatch.setattr(module, "ThreadWorkers", lambda threads, name: workers[name])
+        self.writers = workers["mainstem-write"]
+        given[1].kv_cache_groups = given[1].kv_cache_groups[:1]
+        given[1].prefix_cacheable_group_ids = (0,)
+        self.scheduler = module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1])
+        self.writers.run_all()
+        self.worker = module.MainstemConnector(given[0], KVConnectorRole.WORKER, given[1])
+        layers = given[1].kv_cache_groups[0].layer_names
+        self.worker.register_kv_caches({name: torch.zeros([8, 2, 32, 64]) for name in layers})
+
+    def save(self, request: Any, blocks: list[int], end: int) -> None:
+        """Runs a step that computes a request up to `end`."""
+        state = SimpleNamespace(get_block_ids=lambda name: [blocks], boundary_state_offloads={})
+        scheduled = {request.request_id: end - request.num_computed_tokens}
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        self.worker.wait_for_save()
+        request.num_computed_tokens = end
+
+    def published(self, ranks: int = 1) -> list[Any]:
+        """Returns the events that vLLM gets after what `ranks` workers have to say."""
+        self.worker.get_transfer_results(set())
+        meta = self.worker.build_connector_worker_meta()
+        for _ in range(ranks - 1):
+            meta = meta and meta.aggregate(meta)
+        self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))
+        return list(self.scheduler.take_events())
+
+
+def test_blocks_are_announced_as_vllm_announces_its_own_once_they_are_stored(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = Worked(module, given, monkeypatch)
+    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128), salt="s")
+    request.lora_request = SimpleNamespace(lora_path="nowhere", lora_name="french", name="french", adapter_id=3)
+    worked.scheduler.on_new_request(request)
+    worked.save(request, [1, 2, 3, 4], 64)
+    worked.scheduler.request_finished(request, [])
+    assert worked.published() == [], "nothing is stored yet"
+    worked.writers.run_all()
+    (event,) = worked.published()
+    assert event == BlockStored(
+        block_hashes=[0x0101010101010101, 0x0202020202020202],
+        parent_block_hash=None,
+        token_ids=list(range(64)),
+        block_size=32,
+        lora_id=3,
+        medium="STORAGE",
+        lora_name="french",
+        extra_keys=[("s",), None],
+        group_idx=0,
+        kv_cache_spec_kind="FullAttentionSpec",
+        kv_cache_spec_sliding_window=None,
+    )
+    assert worked.published() == []
+
+
+def test_an_event_says_what_precedes_its_blocks(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = Worked(module, given, monkeypatch)
+    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128))
+    request.num_computed_tokens = 32
+    worked.scheduler.on_new_request(request)
+    worked.save(request, [1, 2, 0, 4], 128)
+    worked.writers.run_all()
+    events = worked.published()
+    assert [(event.parent_block_hash, event.token_ids[0], len(event.token_ids)) for event in events] == [
+        (0x0101010101010101, 32, 32),
+        (0x0303030303030303, 96, 32),
+    ], "a block that vLLM does not keep is not stored"
+
+
+def test_after_a_reset_a_request_finds_nothing_of_before_and_what_it_goes_on_with_is_not_saved(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = Worked(module, given, monkeypatch)
+    hashes = [bytes([at]) * 32 for at in range(1, 5)]
+    running, waiting = make_request("running", hashes, range(129)), make_request("waiting", hashes, range(129))
+    running.num_tokens = waiting.num_tokens = 129
+    worked.scheduler.on_new_request(running)
+    worked.scheduler.on_new_request(waiting)
+    worked.save(running, [1, 2, 3, 4], 64)
+    worked.writers.run_all()
+    assert worked.scheduler.get_num_new_matched_tokens(waiting, 0) == (64, True)
+    worked.scheduler.reset_cache()
+    assert worked.scheduler.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    worked.save(running, [1, 2, 3, 4], 128)
+    assert worked.writers.run_all() == 0, "its first blocks were computed before"
+    running.num_computed_tokens, running.num_preemptions = 0, 1
+    assert worked.scheduler.get_num_new_matched_tokens(running, 0) == (0, False)
+    worked.save(running, [1, 2, 3, 4], 96)
+    worked.writers.run_all()
+    waiting.num_preemptions = 1
+    assert worked.scheduler.get_num_new_matched_tokens(waiting, 0) == (96, True)
+
+
+@pytest.mark.parametrize("why", ["a rank is missing", "forgotten", "nobody listens"])
+def test_what_is_not_known_to_be_found_is_not_announced(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "a rank is missing":
+        given[0].parallel_config.tensor_parallel_size = 2
+    if why == "nobody listens":
+        given[0].kv_events_config = None
+    worked = Worked(module, given, monkeypatch)
+    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128))
+    worked.scheduler.on_new_request(request)
+    worked.save(request, [1, 2, 3, 4], 64)
+    if why == "forgotten":
+        worked.scheduler.reset_cache()
+    worked.writers.run_all()
+    assert worked.published() == []
+    worked.scheduler.on_new_request(request)
+    worked.save(request, [1, 2, 3, 4], 128)
+    worked.writers.run_all()
+    assert len(worked.published(ranks=2 if why == "a rank is missing" else 1)) == (why != "nobody listens")
 
 
 def test_an_adapter_adds_the_digest_of_its_files(module: ModuleType, tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ class KVConnectorMetadata:
     pass
 
 
+class KVConnectorWorkerMetadata:
+    pass
+
+
 class SupportsHMA:
     pass
 
@@ -67,6 +71,26 @@ SPECS = {
 }
 
 
+@dataclass
+class BlockStored:
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
+
+
+def extra_keys(request: Any, start: int, end: int, first: int) -> tuple[tuple[Any, ...] | None, int]:
+    return ((("cache_salt", request.cache_salt),) if start == 0 and request.cache_salt else None), first
+
+
 class LookupResult(enum.Enum):
     MISS = enum.auto()
     HIT = enum.auto()
@@ -76,16 +100,28 @@ class LookupResult(enum.Enum):
 
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
+    "vllm.distributed.kv_events": {"MEDIUM_STORAGE": "STORAGE", "BlockStored": BlockStored},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": KVConnectorBase_V1,
         "KVConnectorMetadata": KVConnectorMetadata,
         "KVConnectorRole": KVConnectorRole,
         "KVConnectorTransferResults": KVConnectorTransferResults,
+        "KVConnectorWorkerMetadata": KVConnectorWorkerMetadata,
         "SupportsHMA": SupportsHMA,
     },
     "vllm.distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
     "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu", is_cpu=lambda: False)},
-    "vllm.v1.kv_cache_interface": {**SPECS, "group_kernel_blocks": lambda cache, blocks: cache},
+    "vllm.v1.core.kv_cache_utils": {
+        "generate_block_hash_extra_keys": extra_keys,
+        "maybe_convert_block_hash": lambda hash_bytes: int.from_bytes(hash_bytes[-8:], "big"),
+        "to_event_extra_keys": lambda keys: [each and tuple(value for _, value in each) for each in keys],
+    },
+    "vllm.v1.kv_cache_interface": {
+        **SPECS,
+        "get_kv_cache_spec_kind": lambda spec: SimpleNamespace(value=type(spec).__name__),
+        "get_kv_cache_spec_sliding_window": lambda spec: getattr(spec, "sliding_window", None),
+        "group_kernel_blocks": lambda cache, blocks: cache,
+    },
     "vllm.v1.kv_offload.base": {
         "LookupResult": LookupResult,
         "Medium": enum.Enum("Medium", ["CPU", "STORAGE"]),

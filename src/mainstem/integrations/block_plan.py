@@ -14,6 +14,7 @@ This module knows tokens, block ids and names. It knows no tensors and no engine
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,11 +56,17 @@ class Part:
         row: the group's row.
         names: the names of the blocks in storage.
         blocks: their block ids.
+        ends: how many tokens of the request there are up to the end of each block.
     """
 
     row: Row
     names: list[bytes]
     blocks: list[int]
+    ends: list[int]
+
+    def cut(self, first: int, last: int | None = None) -> Part:
+        """Returns blocks [first, last) of it."""
+        return Part(self.row, self.names[first:last], self.blocks[first:last], self.ends[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +76,12 @@ class Job:
     Args:
         request: its id.
         parts: the blocks of each group, without empty parts.
+        number: of a save, which no other save has.
     """
 
     request: str
     parts: tuple[Part, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +144,7 @@ class Planner:
         self._unit = math.lcm(*(group.block_tokens for group in groups))
         self._requests: dict[str, _Request] = {}
         self._step = _Step()
+        self._saves = itertools.count()
         self._epoch = b""
 
     def begin(self, request: str, hashes: Sequence[bytes], namespace: bytes = b"") -> None:
@@ -153,12 +163,15 @@ class Planner:
         self._requests.pop(request, None)
 
     def forget(self, epoch: bytes) -> None:
-        """Makes everything that was stored before unfindable for requests that begin later.
+        """Removes all requests, and makes everything that was stored before unfindable for those that begin later.
+
+        A request that runs on has blocks from before, so it must not be begun again until it starts anew.
 
         Args:
             epoch: at least 16 random bytes.
         """
         self._epoch = epoch
+        self._requests.clear()
 
     def hit(self, request: str, computed: int, tokens: int, life: int = 0) -> int | None:
         """Returns how many tokens after `computed` can be loaded, or None: ask again in the next step.
@@ -230,12 +243,14 @@ class Planner:
         if entry is None or group is None or not group.offered or block == NULL_BLOCK or end % group.block_tokens:
             return
         if end <= len(entry.hashes) * self._hash_tokens:
-            self._save(request, Part(group.row, [self._names(entry, end)[end // self._hash_tokens]], [block]))
+            name = self._names(entry, end)[end // self._hash_tokens]
+            self._save(request, Part(group.row, [name], [block], [end]))
 
     def take(self) -> Plan:
         """Returns what was planned since the last call."""
         step, self._step = self._step, _Step()
-        return Plan(tuple(step.loads), tuple(Job(request, tuple(parts)) for request, parts in step.saves.items()))
+        saves = (Job(request, tuple(parts), next(self._saves)) for request, parts in step.saves.items())
+        return Plan(tuple(step.loads), tuple(saves))
 
     def _save(self, request: str, part: Part) -> None:
         if part.blocks:
@@ -243,9 +258,10 @@ class Planner:
 
     def _part(self, entry: _Request, group: Group, blocks: Sequence[int], first: int, last: int) -> Part:
         """Returns blocks [first, last) of a group, without those that the engine does not keep."""
-        names, stride = self._names(entry, last * group.block_tokens), group.block_tokens // self._hash_tokens
+        names = self._names(entry, last * group.block_tokens)
         kept = [at for at in range(first, min(last, len(blocks))) if blocks[at] != NULL_BLOCK]
-        return Part(group.row, [names[(at + 1) * stride] for at in kept], [blocks[at] for at in kept])
+        ends = [(at + 1) * group.block_tokens for at in kept]
+        return Part(group.row, [names[end // self._hash_tokens] for end in ends], [blocks[at] for at in kept], ends)
 
     def _names(self, entry: _Request, end: int) -> list[bytes]:
         """Returns the names of a request, up to `end` at least."""

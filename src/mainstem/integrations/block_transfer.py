@@ -109,11 +109,13 @@ class Results:
         loaded: requests whose load has ended, well or not.
         failed: those of them of which something could not be loaded.
         failed_blocks: the blocks that were not loaded.
+        saved: the saves that have ended, by number, and whether storage has all their blocks.
     """
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
+    saved: dict[int, bool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,6 +126,25 @@ class _Copy:
     slots: list[int]
     content: NDArray[np.uint8]
     layers: set[str]  # that are not copied yet
+
+
+@dataclass(slots=True)
+class _Save:
+    """A job within its step. `whole`: there was room for all of it."""
+
+    number: int
+    whole: bool
+    copies: list[_Copy]
+
+
+@dataclass(slots=True)
+class _Write:
+    """A job after its step."""
+
+    number: int
+    whole: bool
+    slots: list[int]
+    call: StoreCall[Written]
 
 
 @dataclass(slots=True)
@@ -164,8 +185,9 @@ class Transfers:
         self._store, self._blocks, self._sleep = store, blocks, sleep
         self._slots = Slots(count, longest)
         store.register([self._slots.memory])
-        self._copies: list[tuple[str, list[_Copy]]] = []
-        self._writes: deque[tuple[StoreCall[Written], list[int]]] = deque()
+        self._saves: list[_Save] = []
+        self._writes: deque[_Write] = deque()
+        self._saved: dict[int, bool] = {}  # as in `Results`
         self._loads: deque[_Load] = deque()
         self._abandoned: list[_Read] = []  # reads of no use, which keep their slots until they return
         self._saving = 0  # slots that saves hold
@@ -179,30 +201,33 @@ class Transfers:
         self._reap()
         for job in jobs:
             copies = [copy for part in job.parts if (copy := self._room_for(part)) is not None]
+            whole = sum(len(copy.slots) for copy in copies) == sum(len(part.blocks) for part in job.parts)
             if copies:
-                self._copies.append((job.request, copies))
+                self._saves.append(_Save(job.number, whole, copies))
+            else:
+                self._saved[job.number] = False
 
     def copy(self, layer: str) -> None:
         """Copies a layer, which the step has just computed."""
-        for _, copies in self._copies:
-            for copy in copies:
+        for save in self._saves:
+            for copy in save.copies:
                 if layer in copy.layers:
                     self._blocks.gather(copy.part.row, layer, copy.part.blocks, copy.content)
                     copy.layers.remove(layer)
 
     def flush(self) -> None:
         """Copies what is left, and queues the writes."""
-        for _, copies in self._copies:
+        for save in self._saves:
             parts, slots = [], []
-            for copy in copies:
+            for copy in save.copies:
                 for layer in sorted(copy.layers):
                     self._blocks.gather(copy.part.row, layer, copy.part.blocks, copy.content)
                 self._slots.fill(copy.slots, copy.content)
                 views = self._slots.views(copy.slots, copy.content.shape[1])
                 parts.append(stores.Part(copy.part.row, copy.part.names, views))
                 slots += copy.slots
-            self._writes.append((self._store.write(parts, queued=True), slots))
-        self._copies.clear()
+            self._writes.append(_Write(save.number, save.whole, slots, self._store.write(parts, queued=True)))
+        self._saves.clear()
 
     def _room_for(self, part: Part) -> _Copy | None:
         limit = int(self._slots.count * _SAVES_SHARE)
@@ -214,20 +239,20 @@ class Transfers:
         if count <= 0:
             return None
         self._saving += count
-        part = Part(part.row, part.names[:count], part.blocks[:count])
         content = np.empty((count, self._blocks.block_bytes(part.row)), dtype=np.uint8)
-        return _Copy(part, self._slots.take(count), content, set(self._blocks.layers(part.row)))
+        return _Copy(part.cut(0, count), self._slots.take(count), content, set(self._blocks.layers(part.row)))
 
     def _reap(self) -> None:
         """Frees the slots of writes and of abandoned reads that have returned."""
-        kept: deque[tuple[StoreCall[Written], list[int]]] = deque()
-        for call, slots in self._writes:
-            if call.done():
-                self.counts["saved"] += call.value.pages
-                self._saving -= len(slots)
-                self._slots.give(slots)
+        kept: deque[_Write] = deque()
+        for write in self._writes:
+            if write.call.done():
+                self.counts["saved"] += write.call.value.pages
+                self._saving -= len(write.slots)
+                self._slots.give(write.slots)
+                self._saved[write.number] = write.whole and write.call.value.whole
             else:
-                kept.append((call, slots))
+                kept.append(write)
         self._writes = kept
         for read in self._abandoned:
             if read.call.done():
@@ -243,14 +268,15 @@ class Transfers:
             size = self._store.config.batch_pages
             for part in job.parts:
                 for at in range(0, len(part.blocks), size):
-                    parts.append(Part(part.row, part.names[at : at + size], part.blocks[at : at + size]))
+                    parts.append(part.cut(at, at + size))
             self._loads.append(_Load(job.request, parts))
         self._advance()
 
     def poll(self) -> Results:
         """Copies what has been read to its blocks, and returns what has ended. Does not wait."""
-        results = Results()
         self._reap()
+        results = Results(saved=self._saved)
+        self._saved = {}
         for load in self._loads:
             self._take_in(load, results)
         self._loads = deque(load for load in self._loads if load.request not in results.loaded)
@@ -283,8 +309,8 @@ class Transfers:
                 load.waiting.popleft()
                 load.no_room_since_s = None
                 if count < len(part.blocks):
-                    load.waiting.appendleft(Part(part.row, part.names[count:], part.blocks[count:]))
-                    part = Part(part.row, part.names[:count], part.blocks[:count])
+                    load.waiting.appendleft(part.cut(count))
+                    part = part.cut(0, count)
                 slots = self._slots.take(count)
                 views = self._slots.views(slots, self._blocks.block_bytes(part.row))
                 load.reads.append(_Read(part, slots, self._store.read(part.row, part.names, views)))

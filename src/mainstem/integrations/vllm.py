@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +32,8 @@ from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BackendUnavailable, BadArgument, redacted
 from mainstem.identity import Identity
 from mainstem.imports import needs
-from mainstem.integrations.block_plan import Group, Plan, Planner
+from mainstem.integrations.block_events import Announcements
+from mainstem.integrations.block_plan import Group, Job, Part, Plan, Planner
 from mainstem.integrations.block_transfer import Transfers
 from mainstem.integrations.chunk_tier import ChunkTier
 from mainstem.integrations.files import digest_adapter, digest_weights
@@ -48,20 +49,29 @@ from mainstem.units import parse_bytes, parse_seconds
 
 with needs("vllm", "mainstem.integrations.vllm is loaded by vLLM, which is not installed: pip install vllm"):
     import vllm
+    from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
         SupportsHMA,
     )
     from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import (
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        to_event_extra_keys,
+    )
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         MambaSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
+        get_kv_cache_spec_kind,
+        get_kv_cache_spec_sliding_window,
         group_kernel_blocks,
     )
     from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
@@ -135,6 +145,17 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be i
     """What the scheduler sends to the workers in each step."""
 
     plan: Plan = field(default_factory=Plan)
+
+
+@dataclass
+class Saved(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as `Metadata`
+    """What workers send back: the saves that have ended, by number, and whether storage has all their blocks."""
+
+    saves: list[tuple[int, bool]]
+
+    def aggregate(self, other: Saved) -> Saved:
+        """Returns the reports of both."""
+        return Saved(self.saves + other.saves)
 
 
 # ---------------------------------------------------------------- what vLLM's configuration says
@@ -293,6 +314,58 @@ def adapter_of(request: Any) -> bytes:
         return secrets.token_bytes(32)
 
 
+# ---------------------------------------------------------------- what vLLM publishes
+
+
+class Events:
+    """Describes saves as vLLM describes what comes to its own cache, so that one router understands both.
+
+    Args:
+        groups: the groups that are stored.
+        hash_tokens: positions per hash.
+        kv_cache_config: vLLM's.
+    """
+
+    def __init__(self, groups: Sequence[Group], hash_tokens: int, kv_cache_config: Any) -> None:
+        self._hash_tokens = hash_tokens
+        self._groups = {group.row.number: group for group in groups}
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+
+    def of(self, request: Any, save: Job) -> list[BlockStored]:
+        """Returns an event for each run of blocks that a save stores."""
+        return [self._of_run(request, run) for part in save.parts for run in self._runs(part)]
+
+    def _runs(self, part: Part) -> Iterator[Part]:
+        size, first = self._groups[part.row.number].block_tokens, 0
+        for at in range(1, len(part.ends) + 1):
+            if at == len(part.ends) or part.ends[at] != part.ends[at - 1] + size:
+                yield part.cut(first, at)
+                first = at
+
+    def _of_run(self, request: Any, run: Part) -> BlockStored:
+        number = run.row.number
+        size, spec, adapter = self._groups[number].block_tokens, self._specs[number], request.lora_request
+        start = run.ends[0] - size
+        extra = [generate_block_hash_extra_keys(request, end - size, end, 0)[0] for end in run.ends]
+        return BlockStored(
+            block_hashes=[self._hash(request, end) for end in run.ends],
+            parent_block_hash=self._hash(request, start) if start else None,
+            token_ids=list(request.all_token_ids[start : run.ends[-1]]),
+            block_size=size,
+            lora_id=adapter.adapter_id if adapter else None,
+            medium=MEDIUM_STORAGE,
+            lora_name=adapter.name if adapter else None,
+            extra_keys=to_event_extra_keys(extra),
+            group_idx=number,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+            session_id=request.session_id,
+        )
+
+    def _hash(self, request: Any, end: int) -> Any:
+        return maybe_convert_block_hash(request.block_hashes[end // self._hash_tokens - 1])
+
+
 # ---------------------------------------------------------------- the store
 
 
@@ -426,6 +499,10 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._transfers: Transfers | None = None
         self._stores: list[Store] = []
         self._failed_blocks: set[int] = set()
+        settings = vllm_config.kv_events_config
+        self._events_on = settings is not None and settings.enable_kv_cache_events
+        self._announced: Announcements[BlockStored] = Announcements(vllm_config.parallel_config.tensor_parallel_size)
+        self._saved: list[tuple[int, bool]] = []
         self._entering: StoreCall[list[identities.Summary]] | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler()
@@ -440,6 +517,7 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         ]
         self._stores = _open_store(self._options, all_ranks)
         self._planner = Planner(self._stores, self._groups, first.page_size)
+        self._events = Events(self._groups, first.page_size, self._kv_cache_config)
         self._entering = self._stores[0].enter_identity()
 
     # ---- scheduler
@@ -476,7 +554,20 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             for group, block, end in offered:
                 self._planner.state(request_id, group, block, end)
         self._explain()
-        return Metadata(self._planner.take())
+        plan = self._planner.take()
+        if self._events_on:
+            for save in plan.saves:
+                self._announced.hold(save.number, self._events.of(self._requests[save.request], save))
+        return Metadata(plan)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Takes in which saves have ended on the workers."""
+        if isinstance(connector_output.kv_connector_worker_meta, Saved):
+            self._announced.confirm(connector_output.kv_connector_worker_meta.saves)
+
+    def take_events(self) -> list[BlockStored]:
+        """Returns the blocks that every worker has stored since the last call, for vLLM to publish."""
+        return self._announced.take()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Ends a request. Its blocks were copied in the steps that computed them, so vLLM may free them."""
@@ -492,9 +583,14 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return False, None
 
     def reset_cache(self) -> bool:
-        """Makes everything that was stored so far unfindable for this engine: its weights may have been replaced."""
+        """Makes everything that was stored so far unfindable for this engine: its weights may have been replaced.
+
+        A request that runs on is neither saved nor announced until vLLM looks it up anew, to compute it from its start.
+        """
         if self._planner is not None:
             self._planner.forget(secrets.token_bytes(16))
+            self._requests.clear()
+            self._announced.clear()
         return True
 
     @property
@@ -553,6 +649,7 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if self._transfers is None:
             return KVConnectorTransferResults()
         results = self._transfers.poll()
+        self._saved += results.saved.items() if self._events_on else ()
         hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
         self._failed_blocks = set() if hybrid else results.failed_blocks
         return KVConnectorTransferResults(
@@ -563,6 +660,11 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """Returns the blocks that could not be loaded, for vLLM to compute."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def build_connector_worker_meta(self) -> Saved | None:
+        """Returns the saves that have ended, if somebody listens to events."""
+        saved, self._saved = self._saved, []
+        return Saved(saved) if saved else None
 
     @property
     def counts(self) -> Counter[str]:
