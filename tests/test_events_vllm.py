@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from machine import patience
+from rigs.vllm_process import PYTHON
+from skips import needs_vllm
 
 from mainstem.events import AllBlocksCleared, BlockRemoved, BlockStored
 from mainstem.events.wire import Batch, encode
 
-ROOT = Path(__file__).parents[1]
-PYTHON = Path(os.environ.get("MAINSTEM_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 DECODE = """
 import sys, msgspec
 from vllm.distributed.kv_events import KVEventBatch
@@ -22,7 +20,7 @@ print("decoded:", msgspec.msgpack.Decoder(KVEventBatch).decode(bytes.fromhex(sys
 pytestmark = [
     pytest.mark.deadline,
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM at .venv-vllm: make test-vllm"),
+    needs_vllm,
 ]
 
 

@@ -20,9 +20,10 @@ from machine import eventually
 from rigs.servers import free_port, stop, valkey
 from rigs.vllm_process import ENVIRONMENT, PYTHON, ROOT, VLLM, EngineEnded
 from rigs.vllm_store import set_mood
+from skips import needs_vllm
 
 pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM at .venv-vllm: make test-vllm"),
+    needs_vllm,
     pytest.mark.slow,
     pytest.mark.deadline,
     pytest.mark.timeout(1800),

@@ -24,7 +24,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+    "PYTHONPATH": str(ROOT / "tests"),  # Mainstem is installed there
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
