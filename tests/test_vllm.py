@@ -12,15 +12,18 @@ import random
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import eventually
+from machine import eventually, patience
 from rigs.servers import free_port, stop, valkey
 from rigs.vllm_process import ENVIRONMENT, PYTHON, ROOT, VLLM, EngineEnded
 from rigs.vllm_store import set_mood
 from skips import needs_vllm
+
+from mainstem.events.wire import decode
 
 pytestmark = [
     needs_vllm,
@@ -29,6 +32,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 BLOCK = 32
+BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # of the llama: layers, keys and values, heads, numbers, float32
 VOCAB = 512
 ALONE = {"host_bytes": 0, "timeout": "1s"}
 """Without an owner, so that the faults of a store reach the connector."""
@@ -102,6 +106,25 @@ def plain(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLL
         engine.end()
 
 
+def save_adapter(folder: Path, seed: int) -> Path:
+    """Makes a LoRA adapter of the llama with random weights, large enough to change its answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{side}.weight": torch.randn(shape) / 4
+        for layer in range(3)
+        for name, rows in (("q_proj", 128), ("v_proj", 64))
+        for side, shape in (("A", (8, 128)), ("B", (rows, 8)))
+    }
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
 def prompts(count: int, shared: int, own: int, seed: int = 0) -> list[list[int]]:
     """Returns prompts that share their first tokens."""
     dice = random.Random(seed)
@@ -173,6 +196,80 @@ def test_salts_share_nothing_and_a_reset_makes_everything_unfindable(llama: Path
         assert engine.ask("reset", connector=True)
         assert engine.generate(asked, salt="a")[0]["cached"] == 0
         engine.end()
+
+
+def test_adapters_share_nothing_with_each_other_or_the_base(llama: Path, tmp_path: Path) -> None:
+    asked, options = prompts(2, 100, 45), {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    adapters = [None, *((name, at, str(save_adapter(tmp_path / name, at))) for at, name in enumerate("ab", start=1))]
+    with VLLM(llama, None, tmp_path / "plain.log", **options) as engine:
+        expected = [texts(engine.generate(asked, tokens=8, adapter=each)) for each in adapters]
+        engine.end()
+    assert len({json.dumps(each) for each in expected}) == 3, "the adapters change the answers"
+    spec = f"file:{tmp_path}/kv?capacity=1GiB"
+    for name, hits in [("first", [0, whole(asked[0][:100])]), ("second", [whole(prompt) for prompt in asked])]:
+        with VLLM(llama, spec, tmp_path / f"{name}.log", **options) as engine:
+            for adapter, answer in zip(adapters, expected, strict=True):
+                answers = engine.generate(asked, tokens=8, adapter=adapter)
+                assert [each["cached"] for each in answers] == hits, adapter
+                assert texts(answers) == answer, adapter
+            engine.end()
+    save_adapter(tmp_path / "c", 3).rename(tmp_path / "new")
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(
+        (tmp_path / "new" / "adapter_model.safetensors").read_bytes()
+    )
+    with VLLM(llama, spec, tmp_path / "third.log", **options) as engine:
+        assert engine.generate(asked, tokens=8, adapter=adapters[1])[0]["cached"] == 0, "other weights, the same name"
+        assert engine.generate(asked, tokens=8, adapter=adapters[2])[0]["cached"] == hits[0]
+        engine.end()
+
+
+def test_requests_that_are_preempted_find_what_they_computed(llama: Path, tmp_path: Path, plain: VLLM) -> None:
+    asked, transcript = prompts(8, 20, 90), tmp_path / "calls.json"
+    expected = texts(plain.generate(asked, tokens=150))
+    small = {"kv_cache_memory_bytes": 24 * BLOCK_BYTES}
+    spec = f"file:{tmp_path}/kv?capacity=1GiB"
+    with VLLM(llama, spec, tmp_path / "log", extra=ALONE, transcript=transcript, **small) as engine:
+        assert texts(engine.generate(asked, tokens=150, together=True)) == expected
+        counts = engine.end()
+    matches = [line for line in json.loads(transcript.read_text()) if line[0] == "match"]
+    preempted = [found for _, _, _, _, preemptions, found in matches if preemptions]
+    assert len(preempted) > 4 and max(found[0] for found in preempted) >= 3 * BLOCK
+    assert counts["loaded"] > 12
+
+
+def test_what_is_stored_is_published_as_what_vllm_has_itself(llama: Path, tmp_path: Path) -> None:
+    import zmq
+
+    folder, asked = tmp_path / "moody", prompts(2, 100, 45)
+    with zmq.Context() as context, context.socket(zmq.SUB) as router:
+        router.linger, router.rcvtimeo = 0, int(1000 * patience(30))
+        router.subscribe(b"")
+        endpoint = f"ipc://{tmp_path}/events"
+        router.connect(endpoint)
+
+        def published(until: int) -> list[Any]:
+            """Returns events up to one that has this token."""
+            events: list[Any] = []
+            while not any(until in event.token_ids for event in events if event.medium == "GPU"):
+                events += decode(router.recv_multipart()[2]).events
+            return events
+
+        options = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}}
+        spec = f"rigs.vllm_store:Moody?folder={folder}"
+        with VLLM(llama, spec, tmp_path / "log", extra=ALONE, **options) as engine:
+            engine.generate(asked, settled=True)
+            engine.generate([[0] * 40], settled=True)
+            events = published(until=0)
+            stored = [event for event in events if event.medium == "STORAGE"]
+            assert [replace(event, medium="GPU") for event in stored] == [
+                event for event in events if event.medium == "GPU" and 0 not in event.token_ids
+            ]
+            assert sum(len(event.block_hashes) for event in stored) == 5
+            set_mood(folder, "dead")
+            engine.generate(prompts(2, 100, 45, seed=1), settled=True)
+            engine.generate([[1] * 40, [2] * 40], settled=True)
+            assert all(event.medium == "GPU" or 0 in event.token_ids for event in published(until=2))
+            engine.end()
 
 
 def test_what_a_store_cannot_give_is_computed_and_it_is_used_again_once_it_works(

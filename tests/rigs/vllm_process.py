@@ -170,8 +170,10 @@ class _Engine:
         salt: str | None = None,
         together: bool = False,
         settled: bool = False,
+        adapter: tuple[str, int, str] | None = None,
     ) -> list[Answer]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         wrapped = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
@@ -179,7 +181,8 @@ class _Engine:
         answers = []
         for batch in batches:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            outputs = self._llm.generate(batch, parameters, use_tqdm=False)
+            lora = LoRARequest(*adapter) if adapter else None
+            outputs = self._llm.generate(batch, parameters, use_tqdm=False, lora_request=lora)
             if settled:
                 self.settle()
             took = {"seconds": time.perf_counter() - began_s, "cpu": time.process_time() - began_cpu_s}
