@@ -231,10 +231,44 @@ def test_requests_that_are_preempted_find_what_they_computed(llama: Path, tmp_pa
     with VLLM(llama, spec, tmp_path / "log", extra=ALONE, transcript=transcript, **small) as engine:
         assert texts(engine.generate(asked, tokens=150, together=True)) == expected
         counts = engine.end()
-    matches = [line for line in json.loads(transcript.read_text()) if line[0] == "match"]
+    matches = [line for line in kept_calls(transcript, "preempted") if line[0] == "match"]
     preempted = [found for _, _, _, _, preemptions, found in matches if preemptions]
     assert len(preempted) > 4 and max(found[0] for found in preempted) >= 3 * BLOCK
     assert counts["loaded"] > 12
+
+
+def test_two_tensor_parallel_ranks_hit_after_a_restart_and_share_nothing_with_one(llama: Path, tmp_path: Path) -> None:
+    asked, spec = prompts(2, 100, 45), f"file:{tmp_path}/kv?capacity=1GiB"
+    two = {"tensor_parallel_size": 2, "variables": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    with VLLM(llama, spec, tmp_path / "first.log", apart=True, **two) as engine:
+        expected = texts(engine.generate(asked))
+        engine.end()
+    with VLLM(llama, spec, tmp_path / "second.log", apart=True, **two) as engine:
+        answers = engine.generate(asked)
+        assert texts(answers) == expected
+        assert [answer["cached"] for answer in answers] == [whole(prompt) for prompt in asked]
+        engine.end()
+    with VLLM(llama, spec, tmp_path / "third.log") as engine:
+        assert engine.generate(asked[:1])[0]["cached"] == 0
+        engine.end()
+
+
+def test_images_of_their_own_share_nothing_and_hit_after_a_restart(tmp_path: Path) -> None:
+    from bench import tiny_vision
+
+    # The one family here that vLLM imports without torchvision, whose builds want CUDA.
+    model = tiny_vision.save("idefics3", tmp_path / "idefics3", hidden_size=128, head_dim=32)
+    options = {"limit_mm_per_prompt": {"image": 1}, "skip_mm_profiling": True, "kv_cache_memory_bytes": 16 << 20}
+    asked, spec = ["<bos>Look: <image>" + "What is it, and who made it? " * 5], f"file:{tmp_path}/kv?capacity=1GiB"
+    with VLLM(model, spec, tmp_path / "first.log", **options) as engine:
+        first = [engine.generate(asked, tokens=8, picture=seed)[0] for seed in (1, 2)]
+        assert first[0]["tokens"] != first[1]["tokens"] and first[1]["cached"] == 0
+        engine.end()
+    with VLLM(model, spec, tmp_path / "second.log", **options) as engine:
+        for seed, before in enumerate(first, start=1):
+            (answer,) = engine.generate(asked, tokens=8, picture=seed)
+            assert answer["tokens"] == before["tokens"] and answer["cached"] == 256
+        engine.end()
 
 
 def test_what_is_stored_is_published_as_what_vllm_has_itself(llama: Path, tmp_path: Path) -> None:
@@ -380,20 +414,29 @@ def test_another_block_size_finds_nothing_and_the_log_says_why(llama: Path, tmp_
     assert "that others stored are not found, because they differ" in log and "page size 32, here 64" in log
 
 
-@pytest.mark.parametrize("kind", ["full", "windows"])
+@pytest.mark.parametrize("kind", ["full", "windows", "states"])
 def test_the_calls_of_the_engine_are_written_down(llama: Path, tmp_path: Path, kind: str) -> None:
-    model = llama if kind == "full" else save_model(tmp_path / "gemma3", **WINDOWS)
-    asked, transcript = prompts(10, 100, 90, seed=9), tmp_path / "calls.json"
-    with VLLM(model, f"file:{tmp_path}/kv", tmp_path / "log", transcript=transcript) as engine:
+    model = llama if kind == "full" else save_model(tmp_path / kind, **(WINDOWS if kind == "windows" else STATES))
+    options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 32 << 20} if kind == "states" else {}
+    asked = prompts(5, 100, 200, seed=9) if kind == "states" else prompts(10, 100, 90, seed=9)
+    transcript = tmp_path / "calls.json"
+    with VLLM(model, f"file:{tmp_path}/kv", tmp_path / "log", transcript=transcript, **options) as engine:
         for again in (False, True):
-            engine.generate(asked[:4], tokens=6, settled=True)
+            engine.generate(asked[:4], tokens=6)
             assert engine.ask("reset", connector=False)
-            engine.generate(asked, tokens=40, together=again, settled=True)
+            engine.generate(asked, tokens=40, together=again)
         engine.ask("reset", connector=True)
-        engine.generate(asked[:2], settled=True)
+        engine.generate(asked[:2])
         engine.end()
-    lines = transcript.read_text()
-    assert {"config", "match", "alloc", "step", "received", "finished"} <= {line[0] for line in json.loads(lines)}
+    names = {line[0] for line in kept_calls(transcript, kind)}
+    assert {"config", "match", "alloc", "step", "received", "finished"} <= names
+
+
+def kept_calls(transcript: Path, kind: str) -> list[Any]:
+    """Returns the lines of a transcript, and keeps it for `make test` if that is asked for."""
+    text = transcript.read_text()
     if os.environ.get("MAINSTEM_RECORD"):
         kept = ROOT / "tests" / "recorded" / f"vllm-{kind}.json.xz"
-        kept.write_bytes(lzma.compress(lines.encode(), preset=9))
+        kept.write_bytes(lzma.compress(text.encode(), preset=9))
+    lines: list[Any] = json.loads(text)
+    return lines

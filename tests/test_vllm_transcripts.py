@@ -22,7 +22,6 @@ from rigs.hand_driven import HandWorkers
 from mainstem.errors import BadArgument
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "recorded").glob("vllm-*.json.xz"))
-DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16}
 
 
 @pytest.fixture
@@ -80,7 +79,10 @@ class Replay:
         self.scheduler = module.MainstemConnector(vllm, KVConnectorRole.SCHEDULER, cache)
         self.worker = module.MainstemConnector(vllm, KVConnectorRole.WORKER, cache)
         self.layers = {number: group.layer_names for number, group in enumerate(cache.kv_cache_groups)}
-        self.tensors = {name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, (shape, dtype) in caches.items()}
+        self.tensors = {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            for name, (shape, dtype) in caches.items()
+        }
         self.worker.register_kv_caches(self.tensors)
         self.requests: dict[str, Any] = {}
         self.waiting: dict[str, Any] = {}
@@ -107,12 +109,14 @@ class Replay:
         ids = SimpleNamespace(get_block_ids=lambda: blocks)
         self.scheduler.update_state_after_alloc(self.requests[request], ids, tokens)
 
-    def step(self, scheduled: dict[str, Any], hashes: dict[str, list[str]], expected: dict[str, Any]) -> None:
+    def step(
+        self, scheduled: dict[str, Any], hashes: dict[str, list[str]], offered: dict[str, Any], expected: dict[str, Any]
+    ) -> None:
         for request, (_, computed, _) in scheduled.items():
             entry = self.requests[request]
             entry.num_computed_tokens = computed
             entry.block_hashes[:] = [bytes.fromhex(each) for each in hashes[request]]
-        state = SimpleNamespace(get_block_ids=lambda name: scheduled[name][2], boundary_state_offloads={})
+        state = SimpleNamespace(get_block_ids=lambda name: scheduled[name][2], boundary_state_offloads=offered)
         output = SimpleNamespace(
             num_scheduled_tokens={name: tokens for name, (tokens, _, _) in scheduled.items()},
             kv_connector_block_state=state,
@@ -165,19 +169,21 @@ class Replay:
 
 
 def fingerprint(name: bytes, layer: str) -> float:
-    return float(zlib.crc32(name + layer.encode()) % 251 + 1)
+    return float(zlib.crc32(name + layer.encode()) % 101 + 1)
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.name.split(".")[0])
 def test_the_calls_of_the_real_engine_are_answered_as_in_acceptance(module: ModuleType, path: Path) -> None:
     replay = Replay(module, json.loads(lzma.decompress(path.read_bytes())))
     replay.run()
-    assert replay.saved > 50 and replay.loaded > 50
+    assert replay.saved > 50 and replay.loaded > 25
     assert replay.announced == replay.saved
 
 
 def test_there_are_transcripts() -> None:
-    assert len(TRANSCRIPTS) >= 2
+    assert {"vllm-full", "vllm-windows", "vllm-states", "vllm-preempted"} <= {
+        path.name.split(".")[0] for path in TRANSCRIPTS
+    }
 
 
 @pytest.fixture

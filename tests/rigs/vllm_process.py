@@ -44,6 +44,8 @@ class VLLM:
         apart: scheduler and worker are processes of their own.
         transcript: a file for a transcript of the connector's calls.
         extra: further options of the connector.
+        connector: vLLM's `kv_transfer_config`, in place of `storage` and `extra`.
+        variables: further environment variables.
         options: options of vLLM's `LLM`.
     """
 
@@ -57,6 +59,7 @@ class VLLM:
         transcript: Path | None = None,
         extra: dict[str, Any] | None = None,
         connector: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         if storage is not None:
@@ -75,6 +78,7 @@ class VLLM:
             **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(apart)),
             "MAINSTEM_TRANSCRIPT": str(transcript),
+            **(variables or {}),
         }
         command = [str(PYTHON), __file__, str(model), json.dumps(options)]
         self.log = log
@@ -99,9 +103,9 @@ class VLLM:
         """Waits for the next line of the process."""
         return self._read()
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 4, **arguments: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[list[int] | str], tokens: int = 4, **arguments: Any) -> list[Answer]:
         """Answers prompts one by one: the generated `tokens`, how many were `cached`, and what it took."""
-        asked = [list(prompt) for prompt in prompts]
+        asked = list(prompts)
         answers: list[Answer] = self.ask("generate", prompts=asked, tokens=tokens, **arguments)
         return answers
 
@@ -165,9 +169,10 @@ class _Engine:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: list[list[int] | str],
         tokens: int,
         salt: str | None = None,
+        picture: int | None = None,
         together: bool = False,
         settled: bool = False,
         adapter: tuple[str, int, str] | None = None,
@@ -176,7 +181,10 @@ class _Engine:
         from vllm.lora.request import LoRARequest
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        wrapped = [{"prompt_token_ids": each, **({"cache_salt": salt} if salt else {})} for each in prompts]
+        more: dict[str, Any] = {"cache_salt": salt} if salt else {}
+        if picture is not None:
+            more["multi_modal_data"] = {"image": _picture(picture)}
+        wrapped = [{"prompt" if isinstance(each, str) else "prompt_token_ids": each, **more} for each in prompts]
         batches = [wrapped] if together else [[each] for each in wrapped]
         answers = []
         for batch in batches:
@@ -241,6 +249,14 @@ class _Engine:
 
     def end(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _picture(seed: int) -> Any:
+    """Returns a random image."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8))
 
 
 def main() -> None:

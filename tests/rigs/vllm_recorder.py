@@ -76,6 +76,7 @@ class RecordedConnector(MainstemConnector):
             name: [tokens, self._requests[name].num_computed_tokens, state.get_block_ids(name)]
             for name, tokens in scheduler_output.num_scheduled_tokens.items()
         }
+        offered = state.boundary_state_offloads
         hashes = {name: [each.hex() for each in self._requests[name].block_hashes] for name in step}
         meta = super().build_connector_meta(scheduler_output)
         plan = {
@@ -83,7 +84,7 @@ class RecordedConnector(MainstemConnector):
             for kind, jobs in (("loads", meta.plan.loads), ("saves", meta.plan.saves))
         }
         if step or plan["loads"]:
-            _note("step", step, hashes, plan)
+            _note("step", step, hashes, offered, plan)
         return meta
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
@@ -97,6 +98,10 @@ class RecordedConnector(MainstemConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         _note("caches", {name: [list(each.shape), str(each.dtype)] for name, each in kv_caches.items()})
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        self.drain(60.0)  # as in a replay, where a write ends at once
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
