@@ -34,8 +34,9 @@ pytestmark = [
 BLOCK = 32
 BLOCK_BYTES = 3 * 2 * 2 * 32 * 4 * BLOCK  # of the llama: layers, keys and values, heads, numbers, float32
 VOCAB = 512
-ALONE = {"host_bytes": 0, "timeout": "1s"}
+ALONE: dict[str, Any] = {"host_bytes": 0}
 """Without an owner, so that the faults of a store reach the connector."""
+IMPATIENT = {**ALONE, "timeout": "1s"}
 WINDOWS: dict[str, Any] = {
     "model_type": "gemma3_text",
     "num_hidden_layers": 4,
@@ -320,7 +321,7 @@ def test_what_a_store_cannot_give_is_computed_and_it_is_used_again_once_it_works
         assert texts(answers) == expected
         return [answer["cached"] for answer in answers]
 
-    with VLLM(llama, f"rigs.vllm_store:Moody?folder={folder}", tmp_path / "log", extra=ALONE) as engine:
+    with VLLM(llama, f"rigs.vllm_store:Moody?folder={folder}", tmp_path / "log", extra=IMPATIENT) as engine:
         for mood, fault in [("lies", "altered"), ("stalls", "timeout"), ("hangs", "timeout"), ("dead", "unreachable")]:
             eventually(lambda: cached(engine) == hits, 60)
             before = engine.ask("counts").get(fault, 0)
@@ -347,7 +348,7 @@ def test_a_thousand_mixed_requests_while_the_store_is_killed_and_comes_back(
     with (
         ExitStack() as later,
         valkey(port) as server,
-        VLLM(llama, spec, tmp_path / "log", extra=ALONE) as engine,
+        VLLM(llama, spec, tmp_path / "log", extra=IMPATIENT) as engine,
     ):
         engine.tell("mixed", prompts=[asked[at] for at in order], tokens=4, at_once=8, abort_every=60, seed=7)
         while (progress := engine.hear()) != "over":

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ class VLLM:
                 "kv_connector_module_path": "mainstem.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"storage": storage, **(extra or {})},
+                "kv_connector_extra_config": {"storage": storage, "timeout": "60s", **(extra or {})},
             }
         if connector is not None and transcript is not None:
             connector |= {"kv_connector": "RecordedConnector", "kv_connector_module_path": "rigs.vllm_recorder"}
@@ -84,7 +86,13 @@ class VLLM:
         self.log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=environment,
+                start_new_session=True,
             )
         self._read()
 
@@ -117,16 +125,16 @@ class VLLM:
         return counts
 
     def kill(self) -> None:
-        """Kills the process."""
-        self._process.kill()
+        """Kills the process, and those that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def __enter__(self) -> VLLM:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process.poll() is None:
-            self.kill()
+        self.kill()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
