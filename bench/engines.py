@@ -318,9 +318,9 @@ def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
         | {"met": value <= WITHIN}
         for what, name, unit in (
             ("time to the first token after a restart", "loaded", "seconds"),
-            ("CPU time for it", "loaded", "cpu"),
+            ("CPU time to the first token after a restart", "loaded", "cpu"),
             ("time until a new prompt is stored", "saved", "seconds"),
-            ("CPU time for it", "saved", "cpu"),
+            ("CPU time until a new prompt is stored", "saved", "cpu"),
             ("time to the first token of a new prompt", "first", "seconds"),
         )
         for value in [ratio(name, unit)]
