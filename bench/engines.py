@@ -115,7 +115,7 @@ class Row:
         first: to the first token of a new prompt.
         saved: of a new prompt, until all of it is stored.
         loaded: to the first token of a stored prompt, after a restart.
-        bytes_a_prompt: in storage.
+        bytes_a_prompt: the KV of the tokens that are found again.
         hit_tokens: of a stored prompt, the fewest.
         altered: what altered pages led to.
     """
@@ -125,7 +125,7 @@ class Row:
     saved: Times = field(default_factory=Times)
     loaded: Times = field(default_factory=Times)
     bytes_a_prompt: float = 0.0
-    hit_tokens: int = TOKENS
+    hit_tokens: int = 0
     altered: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -159,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(loaded.model.config.name_or_path), Path(folder), report)
         rows = bench.run(prompts[:count], prompts[count:])
+    for row in rows:
+        row.bytes_a_prompt = row.hit_tokens * token_bytes(loaded.model.config)
     report.settings = {"model": loaded.name, "prompt_tokens": TOKENS, "prompts": count, **OPTIONS}
     report.versions = {"vllm": vllm_version()}
     report.notes.append(LMCACHE)
@@ -176,6 +178,11 @@ def make_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     """Returns prompts of TOKENS tokens that share nothing: the first token is another each time."""
     base = tokenizer.encode("The lighthouse of Port Arden stands 41 metres tall and was lit in 1889. " * 80)
     return [[at + 40, *base[: TOKENS - 1]] for at in range(count)]
+
+
+def token_bytes(config: Any) -> int:
+    """Returns the bytes of the keys and values of a token in bfloat16."""
+    return 2 * 2 * int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
 
 
 def vllm_version() -> str:
@@ -227,10 +234,6 @@ class Bench:
             expected = [answer["tokens"] for answer in engines[0][1].generate(first, tokens=8)]
             for _, engine in engines:
                 engine.end()
-        for system, row in zip(SYSTEMS, self.rows, strict=True):
-            files = [file for file in self._files(system).rglob("*") if file.is_file()]
-            stored = sum(file.stat().st_blocks * 512 for file in files)
-            row.bytes_a_prompt = stored / (len(first) + len(second))
         return expected
 
     def _load(self, prompts: Sequence[list[int]], expected: list[list[int]]) -> None:
@@ -240,7 +243,7 @@ class Bench:
                 for row, engine in turns(engines, at):
                     (answer,) = engine.generate([prompt], tokens=1)
                     row.loaded.add(answer)
-                    row.hit_tokens = min(row.hit_tokens, answer["cached"])
+                    row.hit_tokens = min(row.hit_tokens, answer["cached"]) if at else answer["cached"]
             for row, engine in engines:
                 if [answer["tokens"] for answer in engine.generate(prompts, tokens=8)] != expected:
                     remarks = self._report.failures if row.system == OURS else self._report.notes
@@ -288,11 +291,11 @@ def turns(engines: Sequence[tuple[Row, VLLM]], at: int) -> Iterator[tuple[Row, V
 
 
 def alter(files: Path) -> None:
-    """Changes a byte in each 32 KiB of every large file: some in every page."""
+    """Changes a byte in each 32 KiB of every large file, so some in every page: exponents of bfloat16, mostly."""
     for file in files.rglob("*"):
         if file.is_file() and file.stat().st_size > 1 << 16:
             with file.open("r+b") as opened:
-                for at in range(1 << 14, file.stat().st_size, 1 << 15):
+                for at in range((1 << 14) + 1, file.stat().st_size, 1 << 15):
                     opened.seek(at)
                     byte = opened.read(1)
                     if byte != b"\0":

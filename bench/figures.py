@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGES = ("README.md", "docs/models.md", "docs/performance.md", "docs/planning.md", "docs/policies.md")
+PAGES = ("README.md", "docs/models.md", "docs/performance.md", "docs/planning.md", "docs/policies.md", "docs/vllm.md")
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
 
@@ -336,6 +336,21 @@ def _states(records: Records) -> str:
     return _table(["%", "slots", "marks", "no marks", "earlier rule", "Marconi"], [*lines, ["mean", "", *means]])
 
 
+def _engines(records: Records) -> str:
+    """Milliseconds and CPU milliseconds inside vLLM, for each store."""
+
+    def cells(row: Row, name: str) -> list[str]:
+        return [f"{1000 * row[key]:,.0f}" if key in row else "–" for key in (f"{name}_s", f"{name}_cpu_s")]
+
+    lines = [
+        [row["system"], *cells(row, "first"), *cells(row, "saved"), *cells(row, "loaded"), row["altered"] or "–"]
+        for row in records["engines"]["rows"]
+    ]
+    times = ("first token of a new prompt", "until it is stored", "first token after a restart")
+    heads = [head for time in times for head in (time, "CPU")]
+    return _table(["ms", *heads, "prompts whose pages were altered"], lines)
+
+
 def _runs(records: Records) -> str:
     """The date, the machine and the versions of each record."""
     lines = []
@@ -413,6 +428,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "models": _models,
     "servers": _servers,
     "states": _states,
+    "engines": _engines,
     "records": _runs,
 }
 

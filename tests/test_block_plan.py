@@ -129,6 +129,29 @@ def test_a_store_that_has_not_answered_is_asked_again_and_never_blocks() -> None
     assert plans.hit("b", 0, 9) == 0 and workers.submitted == 2, "nobody waits for a slow store, but it is asked"
 
 
+@pytest.mark.parametrize("why", ["it is slow", "the request has ended"])
+def test_a_store_is_used_again_after_a_question_whose_answer_nobody_waited_for(why: str) -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0, breaker_failures=1, breaker_cooldown_s=10.0)
+    plans = planner(store=store)
+    plans.begin("a", hashes(8))
+    assert plans.hit("a", 0, 9) is None
+    clock.now_s += 5.0
+    plans.take()
+    assert plans.hit("a", 0, 9) == 0 and store.breaker.open and store.slow
+    workers.run_all()
+    clock.now_s += 10.0
+    store.slow = why == "it is slow"
+    plans.begin("b", hashes(8))
+    assert plans.hit("b", 0, 9) == (0 if store.slow else None)
+    plans.end("b")
+    workers.run_all()
+    plans.take()
+    assert not store.breaker.open and not store.slow, "the call that was tried has succeeded"
+    plans.begin("c", hashes(8))
+    assert plans.hit("c", 0, 9) is None and workers.waiting
+
+
 def test_an_answer_is_used_once_in_a_life() -> None:
     store = make_store(MemoryBackend())
     plans = planner(store=store)

@@ -58,6 +58,21 @@ def test_a_question_is_asked_once_and_never_waited_for() -> None:
     assert asked.look_up(KEYS[1]) is False, "nobody waits for a slow store"
 
 
+def test_a_store_is_used_again_after_a_question_whose_answer_nobody_waited_for() -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0, breaker_failures=1, breaker_cooldown_s=10.0)
+    asked = tier(store)
+    assert asked.look_up(KEYS[0]) is None
+    clock.now_s += 5.0
+    assert asked.look_up(KEYS[0]) is False and store.breaker.open
+    clock.now_s += 10.0
+    assert asked.look_up(KEYS[1]) is False, "it is tried, but nobody waits for a slow store"
+    workers.run_all()
+    asked.finished()
+    assert not store.breaker.open and not store.slow
+    assert asked.look_up(KEYS[2]) is None
+
+
 @pytest.mark.parametrize("fault", ["altered", "absent", "io"])
 def test_a_chunk_that_cannot_be_read_ends_its_job_there(fault: str) -> None:
     backend = FaultyBackend()
