@@ -364,6 +364,23 @@ def test_after_a_reset_a_request_finds_nothing_of_before_and_what_it_goes_on_wit
     assert worked.scheduler.get_num_new_matched_tokens(waiting, 0) == (96, True)
 
 
+def test_a_step_without_tokens_leaves_the_interpreter_to_the_threads_that_read(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[str] = []
+    monkeypatch.setattr(module.Transfers, "pause", lambda self: pauses.append("pause"))
+    worked = Worked(module, given, monkeypatch)
+    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128))
+    worked.scheduler.on_new_request(request)
+    for scheduled, expected in [({"a": 64}, 0), ({}, 1)]:
+        state = SimpleNamespace(get_block_ids=lambda name: [[1, 2, 3, 4]], boundary_state_offloads={})
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+        worked.worker.bind_connector_metadata(worked.scheduler.build_connector_meta(output))
+        worked.worker.start_load_kv(None)
+        worked.worker.wait_for_save()
+        assert len(pauses) == expected
+
+
 @pytest.mark.parametrize("why", ["a rank is missing", "forgotten", "nobody listens"])
 def test_what_is_not_known_to_be_found_is_not_announced(
     module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, why: str

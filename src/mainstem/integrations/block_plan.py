@@ -145,7 +145,9 @@ class Planner:
         self._requests: dict[str, _Request] = {}
         self._step = _Step()
         self._saves = itertools.count()
-        self._asked: list[StoreCall[Found]] = []  # polled until they end, also if nobody waits: the breaker counts on it
+        self._asked: list[
+            StoreCall[Found]
+        ] = []  # polled until they end, also if nobody waits: the breaker counts on it
         self._epoch = b""
 
     def begin(self, request: str, hashes: Sequence[bytes], namespace: bytes = b"") -> None:

@@ -169,7 +169,7 @@ class Transfers:
         store: reads and writes; closed by `close`.
         blocks: the engine's memory.
         buffer_bytes: the size of the slots, all together.
-        sleep: waits in `drain`.
+        sleep: waits in `drain` and `pause`.
 
     Raises:
         BadArgument: `buffer_bytes` is less than two blocks.
@@ -282,6 +282,10 @@ class Transfers:
         self._loads = deque(load for load in self._loads if load.request not in results.loaded)
         self._advance(results)
         return results
+
+    def pause(self) -> None:
+        """Gives the interpreter to other threads for a millisecond."""
+        self._sleep(_POLL_S)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until the writes that are queued have ended; returns whether they have."""

@@ -85,7 +85,9 @@ class ChunkTier:
         self._limit = max(1, buffer_bytes // (HEADER_BYTES + self._chunk_bytes))
         self._root = store.sealer.root(b"")
         self._lookups: dict[bytes, StoreCall[Found]] = {}
-        self._asked: list[StoreCall[Found]] = []  # polled until they end, also if nobody waits: the breaker counts on it
+        self._asked: list[
+            StoreCall[Found]
+        ] = []  # polled until they end, also if nobody waits: the breaker counts on it
         self._jobs: list[_Job] = []
         self._ended: list[Ended] = []
         self.counts: Counter[str] = Counter()

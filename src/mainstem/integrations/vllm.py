@@ -142,9 +142,10 @@ class Options:
 
 @dataclass
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be installed where types are checked
-    """What the scheduler sends to the workers in each step."""
+    """What the scheduler sends to the workers in each step. `idle`: it computes nothing."""
 
     plan: Plan = field(default_factory=Plan)
+    idle: bool = False
 
 
 @dataclass
@@ -558,7 +559,7 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         if self._events_on:
             for save in plan.saves:
                 self._announced.hold(save.number, self._events.of(self._requests[save.request], save))
-        return Metadata(plan)
+        return Metadata(plan, idle=not scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes in which saves have ended on the workers."""
@@ -629,7 +630,10 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts the loads of a step. Their requests wait, so the forward does not."""
         if self._transfers is not None:
-            self._transfers.load(self._get_connector_metadata().plan.loads)
+            meta = self._get_connector_metadata()
+            self._transfers.load(meta.plan.loads)
+            if meta.idle:  # vLLM steps again at once, and would keep the interpreter from the threads that read
+                self._transfers.pause()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Returns at once: no request runs before its load has ended."""
