@@ -147,7 +147,7 @@ class Planner:
         self._saves = itertools.count()
         self._asked: list[
             StoreCall[Found]
-        ] = []  # polled until they end, also if nobody waits: the breaker counts on it
+        ] = []  # polled until they end, for the breaker
         self._epoch = b""
 
     def begin(self, request: str, hashes: Sequence[bytes], namespace: bytes = b"") -> None:

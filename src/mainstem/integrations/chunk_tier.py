@@ -87,7 +87,7 @@ class ChunkTier:
         self._lookups: dict[bytes, StoreCall[Found]] = {}
         self._asked: list[
             StoreCall[Found]
-        ] = []  # polled until they end, also if nobody waits: the breaker counts on it
+        ] = []  # polled until they end, for the breaker
         self._jobs: list[_Job] = []
         self._ended: list[Ended] = []
         self.counts: Counter[str] = Counter()
