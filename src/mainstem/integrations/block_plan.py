@@ -145,9 +145,7 @@ class Planner:
         self._requests: dict[str, _Request] = {}
         self._step = _Step()
         self._saves = itertools.count()
-        self._asked: list[
-            StoreCall[Found]
-        ] = []  # polled until they end, for the breaker
+        self._asked: list[StoreCall[Found]] = []  # polled until they end, for the breaker
         self._epoch = b""
 
     def begin(self, request: str, hashes: Sequence[bytes], namespace: bytes = b"") -> None:

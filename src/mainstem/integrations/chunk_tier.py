@@ -85,9 +85,7 @@ class ChunkTier:
         self._limit = max(1, buffer_bytes // (HEADER_BYTES + self._chunk_bytes))
         self._root = store.sealer.root(b"")
         self._lookups: dict[bytes, StoreCall[Found]] = {}
-        self._asked: list[
-            StoreCall[Found]
-        ] = []  # polled until they end, for the breaker
+        self._asked: list[StoreCall[Found]] = []  # polled until they end, for the breaker
         self._jobs: list[_Job] = []
         self._ended: list[Ended] = []
         self.counts: Counter[str] = Counter()
