@@ -298,7 +298,8 @@ class _Watched(ModelRunner):
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Runs the model and keeps the rows of logits."""
         rows = super().forward(segments)
-        self.rows.update(zip([s.end for s in segments if s.logits], rows.clone(), strict=True))
+        ends = [end for s in segments for end in range(s.end - s.logits + 1, s.end + 1)]
+        self.rows.update(zip(ends, rows.clone(), strict=True))  # a later forward replaces that of a rejected draft
         return rows
 
 
