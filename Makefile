@@ -200,5 +200,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) build dist
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(VLLM) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) build dist

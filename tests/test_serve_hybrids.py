@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rigs.servers import free_port, mooncake_master, rclone_s3, valkey
-from rigs.serving import VOCAB, Answer, Options, Serve, server_of, tiny_folder
+from rigs.serving import VOCAB, Answer, Options, Serve, server_of, tiny_folder, unlike
 
 from bench.tiny_models import ALONE, GATHERED, HYBRIDS, LATENT, RESUMED, WINDOWED
 
@@ -48,7 +48,7 @@ MORE: dict[str, tuple[str, dict[str, Any], str]] = {
 def document(number: int) -> list[int]:
     """Returns a prompt that shares its first tokens with all others; ids below 2 are special."""
     shared = [2 + (7 * at * at + 3 * at) % (VOCAB - 2) for at in range(SHARED)]
-    return shared + [2 + (number * 7919 + at * (at + 3 * number + 11)) % (VOCAB - 2) for at in range(OWN)]
+    return shared + unlike(number, OWN)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 from machine import eventually
 from rigs.owners import end, folder, is_alive
-from rigs.serving import VOCAB, Answer, Options, Serve, Server, server_of, tiny_folder
+from rigs.serving import Answer, Options, Serve, Server, server_of, tiny_folder, unlike
 
 from mainstem.owner.client import status
 from mainstem.owner.start import Place
 
 PAGE = 16
 STORED = 5 * PAGE
-PROMPTS = [
-    [2 + (number * 7919 + at * (at + 3 * number + 11)) % (VOCAB - 2) for at in range(STORED + 3)] for number in range(6)
-]
+PROMPTS = [unlike(number, STORED + 3) for number in range(6)]
 pytestmark = pytest.mark.deadline
 
 

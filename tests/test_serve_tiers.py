@@ -26,6 +26,7 @@ from rigs.serving import (
     real_server,
     server_of,
     tiny_folder,
+    unlike,
 )
 
 PAGE = 16
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.deadline
 
 def document(number: int) -> list[int]:
     """Returns a prompt that shares nothing with others; ids below 2 are special."""
-    return [2 + (number * 7919 + at * (at + 3 * number + 11)) % (VOCAB - 2) for at in range(PROMPT_TOKENS)]
+    return unlike(number, PROMPT_TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,11 @@ def spelled(options: Options) -> list[str]:
 Serve = Callable[[Options], AbstractContextManager[Server]]
 
 
+def unlike(number: int, length: int) -> list[int]:
+    """Returns a prompt for a tiny model that shares nothing with those of other numbers; ids below 2 are special."""
+    return [2 + (number * 7919 + at * (at + 3 * number + 11)) % (VOCAB - 2) for at in range(length)]
+
+
 def tiny_folder(family: str, folder: Path, **changes: Any) -> Path:
     """Saves a tiny random model of a family in a folder. Its text has one word per token, `w0` to `w199`."""
     from tokenizers import Tokenizer, models, pre_tokenizers

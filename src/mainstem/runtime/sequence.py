@@ -204,7 +204,10 @@ class Sequence:
         return len(self._tokens) - self.length - 1  # the last token of all is never computed
 
     def speculate(self, draft: NDArray[np.int32]) -> None:
-        """Computes a draft in the next forward, too; OutOfPages changes nothing."""
+        """Computes a draft in the next forward, too.
+
+        OutOfPages: there is no draft. What was reserved for it stays, for the tokens that come in its place.
+        """
         assert self._lease is not None and len(draft) <= self.draftable
         missing = self.length + len(draft) - self._lease.reserved
         if missing > 0:
