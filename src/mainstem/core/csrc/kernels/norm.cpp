@@ -1,0 +1,80 @@
+#include "kernels/norm.h"
+
+#include <cmath>
+
+#include "kernels/parallel.h"
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::size_t kAlone = 1 << 15;  // numbers that one thread computes before others have begun
+constexpr std::size_t kPart = 8;         // rows
+
+// Where rows come from and go to.
+template <class Number>
+struct Norm {
+  const Number* x;
+  const Number* weight;
+  Number* out;
+  std::size_t width;
+  NormRule rule;
+};
+
+template <int kLanes>
+MAINSTEM_INLINE float total_of(typename Lanes<kLanes>::Floats v) {
+  const Floats4 four = fold<kLanes>(v);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+template <int kLanes, class Number>
+MAINSTEM_INLINE void norm_rows(const Norm<Number>& norm, std::size_t begin, std::size_t end) {
+  using Floats = typename Lanes<kLanes>::Floats;
+  for (std::size_t row = begin; row < end; ++row) {
+    const Number* x = norm.x + row * norm.width;
+    Number* out = norm.out + row * norm.width;
+    Floats squares = {};
+    for (std::size_t i = 0; i < norm.width; i += kLanes) {
+      const Floats numbers = load_floats<kLanes>(x + i);
+      squares += numbers * numbers;
+    }
+    const float mean = total_of<kLanes>(squares) / static_cast<float>(norm.width);
+    const float factor = 1 / std::sqrt(mean + norm.rule.epsilon);
+    for (std::size_t i = 0; i < norm.width; i += kLanes) {
+      Floats scaled = load_floats<kLanes>(x + i) * factor;
+      if (norm.rule.rounds) {
+        Number rounded[kLanes];
+        store<kLanes>(rounded, scaled);
+        scaled = load_floats<kLanes>(rounded);
+      }
+      store<kLanes>(out + i, scaled * (load_floats<kLanes>(norm.weight + i) + norm.rule.offset));
+    }
+  }
+}
+
+template <class Number>
+MAINSTEM_AVX512 void on_avx512(const Norm<Number>& norm, std::size_t begin, std::size_t end) {
+  norm_rows<16>(norm, begin, end);
+}
+
+template <class Number>
+MAINSTEM_AVX2 void on_avx2(const Norm<Number>& norm, std::size_t begin, std::size_t end) {
+  norm_rows<8>(norm, begin, end);
+}
+
+}  // namespace
+
+template <class Number>
+void rms_norm(const Number* x, const Number* weight, Number* out, std::size_t rows, std::size_t width,
+              const NormRule& rule, unsigned threads) {
+  const Norm<Number> norm{x, weight, out, width, rule};
+  const auto run = best_isa() == Isa::kAvx512 ? on_avx512<Number> : on_avx2<Number>;
+  const std::size_t part = rows * width <= kAlone ? rows : kPart;
+  share_out(rows, part, threads, [&](std::size_t begin, std::size_t end) { run(norm, begin, end); });
+}
+
+template void rms_norm(const float*, const float*, float*, std::size_t, std::size_t, const NormRule&, unsigned);
+template void rms_norm(const BFloat16*, const BFloat16*, BFloat16*, std::size_t, std::size_t, const NormRule&,
+                       unsigned);
+
+}  // namespace mainstem

@@ -1,0 +1,22 @@
+// RMS norm: each row divided by the root of the mean of its squares, times a gain.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/vectors.h"
+
+namespace mainstem {
+
+// What differs between families of models.
+struct NormRule {
+  float epsilon;  // added to the mean of squares
+  float offset;   // gain = weight + offset
+  bool rounds;    // to the rows' numbers before the gain, and again after it
+};
+
+// Computes rows [rows, width] of x to `out`; width is a multiple of kRowStep. Sums and factors are float32.
+template <class Number>
+void rms_norm(const Number* x, const Number* weight, Number* out, std::size_t rows, std::size_t width,
+              const NormRule& rule, unsigned threads);
+
+}  // namespace mainstem

@@ -1,0 +1,115 @@
+// Vectors of float32, whatever the machine: the compiler makes instructions of them that a function's `target` allows.
+//
+// Everything here is inlined into such a function, so none of it has an ABI of its own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define MAINSTEM_INLINE inline __attribute__((always_inline))
+
+namespace mainstem {
+
+// A bfloat16 is the upper half of a float32.
+using BFloat16 = std::uint16_t;
+
+template <int kLanes>
+struct Lanes {  // in the older form: the compiler ignores the attribute of a `using` here
+  typedef float Floats __attribute__((vector_size(4 * kLanes)));
+  typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
+  typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+};
+
+using Floats4 = Lanes<4>::Floats;
+
+template <class Vector>
+MAINSTEM_INLINE Vector load(const void* at) {
+  Vector vector;
+  std::memcpy(&vector, at, sizeof vector);
+  return vector;
+}
+
+MAINSTEM_INLINE float widen(float number) {
+  return number;
+}
+MAINSTEM_INLINE float widen(BFloat16 number) {
+  const std::uint32_t bits = std::uint32_t{number} << 16;
+  return load<float>(&bits);
+}
+
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats load_floats(const float* at) {
+  return load<typename Lanes<kLanes>::Floats>(at);
+}
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats load_floats(const BFloat16* at) {
+  using Words = typename Lanes<kLanes>::Words;
+  const Words bits = __builtin_convertvector(load<typename Lanes<kLanes>::Halves>(at), Words) << 16;
+  return load<typename Lanes<kLanes>::Floats>(&bits);
+}
+
+// Returns the nearest bfloat16 of each, the even one of two; NaN stays NaN.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Halves narrow(typename Lanes<kLanes>::Floats floats) {
+  using Words = typename Lanes<kLanes>::Words;
+  const Words bits = load<Words>(&floats);
+  const Words is_nan = Words((bits & 0x7fffffffu) > 0x7f800000u);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), typename Lanes<kLanes>::Halves);
+}
+
+// Writes the first `kCount` numbers of a vector.
+template <int kLanes, int kCount = kLanes>
+MAINSTEM_INLINE void store(float* to, typename Lanes<kLanes>::Floats floats) {
+  std::memcpy(to, &floats, kCount * sizeof *to);
+}
+template <int kLanes, int kCount = kLanes>
+MAINSTEM_INLINE void store(BFloat16* to, typename Lanes<kLanes>::Floats floats) {
+  const auto halves = narrow<kLanes>(floats);
+  std::memcpy(to, &halves, kCount * sizeof *to);
+}
+
+// Returns four numbers with the sum of a vector's lanes.
+template <int kLanes>
+MAINSTEM_INLINE Floats4 fold(typename Lanes<kLanes>::Floats v) {
+  if constexpr (kLanes == 16)
+    return fold<8>(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  else
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+}
+
+// Returns the sums of each of four.
+MAINSTEM_INLINE Floats4 sums(Floats4 a, Floats4 b, Floats4 c, Floats4 d) {
+  const Floats4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Floats4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
+// The length of a row is a multiple of this.
+inline constexpr std::size_t kRowStep = 32;
+
+// The instructions that kernels are compiled for.
+enum class Isa : std::uint8_t { kNone, kAvx2, kAvx512 };
+
+#ifdef __x86_64__
+#define MAINSTEM_AVX2 __attribute__((target("avx2,fma")))
+#define MAINSTEM_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#else
+#define MAINSTEM_AVX2
+#define MAINSTEM_AVX512
+#endif
+
+// Returns the best that this machine has.
+inline Isa best_isa() {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    return Isa::kAvx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::kAvx2;
+#endif
+  return Isa::kNone;
+}
+
+}  // namespace mainstem
