@@ -40,6 +40,7 @@ from mainstem.runtime.attention import (
     plan_batch,
 )
 from mainstem.runtime.caches import Gathering, Passing
+from mainstem.runtime.exchanges import Exchanged, exchange, restore, sharing
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.kv import KVPool, kv_shapes
 from mainstem.runtime.layout import Layout
@@ -143,6 +144,7 @@ class ModelRunner:
         self._embedded: dict[tuple[bytes, bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
         self._attended = self.layout.attended
         self._alone = _own_attention(model) if self._places else None
+        self.exchanged = Exchanged()
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
             self._kv = kv_shapes(model, self.layout.kv_layers)
@@ -438,9 +440,17 @@ class ModelRunner:
         """Compares two short prompts, packed, chunked and over scattered pages, with plain attention on whole ones."""
         length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
-        plain = self._plain_logits(prompts)
-        error = self._tested_error(prompts, plain)
+        restore(self._model)  # another runner may have exchanged its modules
+        with sharing(self._model) as given:
+            plain = self._plain_logits(prompts)
+        self.exchanged = exchange(self._model, given)
+        try:
+            error = self._tested_error(prompts, plain)
+        except BaseException:
+            restore(self._model)
+            raise
         if error > limit:
+            restore(self._model)
             raise UnsupportedModel(
                 f"{name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g} "
                 f"of their spread; {limit:g} is allowed" + (f" ({self._alone})" if self.alone else "")

@@ -1,0 +1,138 @@
+"""Linear layers and norms by the core's kernels, where they are quicker than PyTorch's.
+
+    rows                                          bfloat16          float32
+    few: a decode step, or a verified draft       the core          the core, from two on
+    more                                          PyTorch           PyTorch
+    many: a prefill, on a CPU without tiles       as float32        PyTorch
+
+With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at a third of the memory's speed. With
+many rows it computes; without AMX, products of bfloat16 are half as fast as those of float32, so each weight is widened
+while it is used. Both are as exact as PyTorch's: sums are float32, and rounded once.
+
+This module knows tensors. It does not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from mainstem import _core
+
+# Numbers of rows for which the core is quicker.
+_FEW = {torch.bfloat16: range(1, 17), torch.float32: range(2, 13)}
+_MANY = 48  # rows from which it pays to widen a weight
+_WIDENED = 1 << 22  # numbers of a weight that are widened at once
+_STEP = 32  # the core's kernels take rows of a multiple of so many numbers
+
+
+class Weights(NamedTuple):
+    """A linear layer: weight [outputs, inputs], bias [outputs]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def instructions() -> str:
+    """Returns the instructions that the core's kernels use on this machine; "" if it cannot run them."""
+    return _core.kernel_isa()
+
+
+def takes(tensor: torch.Tensor) -> bool:
+    """Returns whether the core's kernels can read a weight where it is."""
+    return (
+        type(tensor.data) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.dtype in _FEW
+        and tensor.is_contiguous()
+        and tensor.shape[-1] % _STEP == 0
+        and tensor.numel() > 0
+        and bool(instructions())
+    )
+
+
+def are_few(x: torch.Tensor) -> bool:
+    """Returns whether the core computes layers that are given x, [..., inputs]."""
+    return x.dtype in _FEW and x.numel() // x.shape[-1] in _FEW[x.dtype]
+
+
+def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
+    """Computes layers that are given the same few rows, in one call.
+
+    Args:
+        x: [..., inputs], for which `are_few`.
+        layers: of its dtype; `takes` their weights.
+
+    Returns:
+        For each layer [..., outputs], contiguous.
+    """
+    x = x.contiguous()
+    *batch, inputs = x.shape
+    rows = x.numel() // inputs
+    addresses, sizes = [], []
+    for weight, bias in layers:
+        outputs = weight.shape[0]
+        assert weight.shape[1] == inputs and weight.dtype is x.dtype
+        addresses.append((weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs))
+        sizes.append(rows * outputs)
+    out = x.new_empty(sum(sizes))
+    bfloat16 = x.dtype is torch.bfloat16
+    _core.linear(x.data_ptr(), rows, inputs, addresses, out.data_ptr(), bfloat16, torch.get_num_threads())
+    parts = (out,) if len(sizes) == 1 else out.split_with_sizes(sizes)
+    return [part.view(*batch, -1) for part in parts]
+
+
+def product(x: torch.Tensor, layer: Weights) -> torch.Tensor:
+    """Computes a layer, whose weight `takes`, for any number of rows: x [..., inputs] to [..., outputs]."""
+    if are_few(x) and x.dtype is layer.weight.dtype:
+        return products(x, [layer])[0]
+    if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and not _has_tiles():
+        return _widened(x, layer)
+    return linear(x, *layer)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:
+    """Divides rows by the root of their mean square plus `epsilon`, and multiplies them by `weight` plus `offset`.
+
+    Args:
+        x: [..., width], of the weight's dtype.
+        weight: [width], which `takes`.
+        epsilon: as above.
+        offset: as above.
+        rounds: whether the quotient is rounded to the dtype before it is multiplied.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    assert weight.shape == (width,) and weight.dtype is x.dtype
+    _core.rms_norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.numel() // width,
+        width,
+        epsilon,
+        offset,
+        rounds,
+        x.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _has_tiles() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
+def _widened(x: torch.Tensor, layer: Weights) -> torch.Tensor:
+    """Computes a layer in float32, some of its outputs at a time, so that little memory is needed."""
+    wide = x.flatten(0, -2).float()
+    out = x.new_empty(len(wide), len(layer.weight))
+    size = max(1, _WIDENED // wide.shape[1])
+    biases = (None,) * -(-len(layer.weight) // size) if layer.bias is None else layer.bias.float().split(size)
+    for weight, bias, target in zip(layer.weight.split(size), biases, out.split(size, dim=1), strict=True):
+        target.copy_(linear(wide, weight.float(), bias))
+    return out.view(*x.shape[:-1], -1)
