@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from bench.tiny_models import HYBRIDS, RESUMED, tiny
 from mainstem.errors import BadArgument, ModelNotFound, RequestTooLong, UnsupportedModel
-from mainstem.runtime import models
+from mainstem.runtime import kernels, models
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel, load_model, quicker_dtype
 from mainstem.settings.engine import EngineConfig, SamplingParams
@@ -292,14 +292,14 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
 @pytest.mark.parametrize("quicker", [torch.float32, torch.bfloat16])
 def test_auto_takes_the_dtype_that_is_quicker(quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    linear = torch.nn.functional.linear
+    product = kernels.product
 
-    def slow_linear(new: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def slow_product(new: torch.Tensor, layer: kernels.Weights) -> torch.Tensor:
         nonlocal now
-        now += 1.0 if weight.dtype == quicker else 2.0
-        return linear(new, weight)
+        now += 1.0 if layer.weight.dtype == quicker else 2.0
+        return product(new, layer)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", slow_linear)
+    monkeypatch.setattr(kernels, "product", slow_product)
     assert quicker_dtype(LlamaConfig(hidden_size=32, intermediate_size=8), clock=lambda: now) == quicker
 
 

@@ -16,6 +16,15 @@ def _logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def _probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return probabilities(logits.unsqueeze(0), [params])[0]
+
+
+def _draw(sampler: Sampler, logits: torch.Tensor) -> int:
+    ((token, _),) = sample(logits.unsqueeze(0), [sampler])
+    return token
+
+
 def _samplers(count: int, **params: object) -> list[Sampler]:
     return [Sampler(SamplingParams(**params), random.Random(i)) for i in range(count)]
 
@@ -51,7 +60,7 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int,
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for seed in range(20):
         logits = _logits(seed)[0]
-        ours, theirs = probabilities(logits, params).float(), _reference(logits, params)
+        ours, theirs = _probabilities(logits, params).float(), _reference(logits, params)
         assert torch.equal(ours > 0, theirs > 0)
         torch.testing.assert_close(ours, theirs)
 
@@ -63,7 +72,7 @@ def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, voca
     logits = torch.randn(vocab, generator=generator) * spread + torch.arange(vocab) * 1e-3
     for top_p in (0.01, 0.5, 0.9, 0.999):
         params = SamplingParams(temperature=1.0, top_p=top_p)
-        ours, theirs = probabilities(logits, params).float(), _reference(logits, params)
+        ours, theirs = _probabilities(logits, params).float(), _reference(logits, params)
         different = int(((ours > 0) != (theirs > 0)).sum())
         assert different <= 1, "sums of thousands of float32 may round to the other side of the threshold"
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-2)
@@ -71,8 +80,8 @@ def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, voca
 
 def test_top_p_counts_what_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert (probabilities(logits, SamplingParams(temperature=1, top_k=2, top_p=0.55)) > 0).tolist() == [1, 0, 0, 0]
-    assert (probabilities(logits, SamplingParams(temperature=1, top_p=0.55)) > 0).tolist() == [1, 1, 0, 0]
+    assert (_probabilities(logits, SamplingParams(temperature=1, top_k=2, top_p=0.55)) > 0).tolist() == [1, 0, 0, 0]
+    assert (_probabilities(logits, SamplingParams(temperature=1, top_p=0.55)) > 0).tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +97,10 @@ def test_top_p_counts_what_top_k_left() -> None:
 def test_top_p_ends_with_the_token_that_reaches_it(top_p: float, kept: list[int]) -> None:
     halving = 1 / math.log(2)  # the temperature at which a logit less by 1 is half as likely
     logits = torch.tensor([0.0, -1.0, -2.0, -2.0])
-    exact = probabilities(logits, SamplingParams(temperature=halving))
+    exact = _probabilities(logits, SamplingParams(temperature=halving))
     assert exact.tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 8], "or there is no exact tie to test"
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        chances = probabilities(logits[order], SamplingParams(temperature=halving, top_p=top_p))
+        chances = _probabilities(logits[order], SamplingParams(temperature=halving, top_p=top_p))
         assert (chances > 0).tolist() == [kept[token] for token in order]
         assert float(chances.sum()) == pytest.approx(1, abs=1e-15)
 
@@ -101,7 +110,7 @@ def test_top_p_ends_with_the_token_that_reaches_it(top_p: float, kept: list[int]
 def test_of_equally_likely_tokens_top_k_and_top_p_keep_all_or_none(filters: dict[str, float], equals: int) -> None:
     logits = torch.zeros(equals + 2)
     logits[equals // 2], logits[equals] = -20.0, 1.0
-    kept = probabilities(logits, SamplingParams(temperature=1.0, **filters)) > 0
+    kept = _probabilities(logits, SamplingParams(temperature=1.0, **filters)) > 0
     assert kept.tolist() == [token != equals // 2 for token in range(equals + 2)]
 
 
@@ -110,8 +119,8 @@ def test_draws_follow_the_probabilities() -> None:
     params = SamplingParams(temperature=1.5, top_k=6, seed=11)
     sampler = Sampler(params, random.Random(0))
     draws = 20_000
-    counts = torch.bincount(torch.tensor([sampler.draw(logits) for _ in range(draws)]), minlength=VOCAB)
-    expected = probabilities(logits, params).float()
+    counts = torch.bincount(torch.tensor([_draw(sampler, logits) for _ in range(draws)]), minlength=VOCAB)
+    expected = _probabilities(logits, params).float()
     assert not counts[expected == 0].any()
     kept = expected > 0
     chi_square = float(((counts - draws * expected)[kept] ** 2 / (draws * expected)[kept]).sum())
@@ -122,7 +131,7 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((VOCAB,), -math.inf)
     logits[VOCAB // 2] = 0.0
     sampler = Sampler(SamplingParams(temperature=1.0, seed=0), random.Random(0))
-    assert {sampler.draw(logits) for _ in range(200)} == {VOCAB // 2}
+    assert {_draw(sampler, logits) for _ in range(200)} == {VOCAB // 2}
 
 
 @pytest.mark.parametrize("uniform", [0.0, math.nextafter(1, 0)])
@@ -130,7 +139,7 @@ def test_no_random_number_draws_a_token_of_probability_zero(uniform: float, monk
     logits = torch.tensor([-math.inf, -math.inf, 0.0, 1.0, -math.inf])
     sampler = Sampler(SamplingParams(temperature=1.0), random.Random(0))
     monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.tensor(uniform, dtype=torch.float64))
-    assert sampler.draw(logits) == (2 if uniform == 0 else 3)
+    assert _draw(sampler, logits) == (2 if uniform == 0 else 3)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_batch() -> None:
@@ -152,10 +161,21 @@ def test_the_same_seed_gives_the_same_tokens_in_any_batch() -> None:
     assert len(set(alone)) > 3
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_no_row_of_the_probabilities_depends_on_the_other_rows(spread: float) -> None:
+    filters = [{}, {"top_k": 3}, {"top_k": 700}, {"top_p": 0.3}, {"top_p": 0.99}, {"min_p": 0.2}]
+    filters += [{"top_k": 40, "top_p": 0.9, "min_p": 0.1}]
+    params = [SamplingParams(temperature=0.5 + i / 4, **given) for i, given in enumerate(filters)]
+    logits = torch.randn(len(params), 5000, generator=torch.Generator().manual_seed(0)) * spread
+    together = probabilities(logits, params)
+    for row, own in enumerate(params):
+        assert torch.equal(together[row], _probabilities(logits[row], own))
+
+
 def test_without_a_seed_one_is_drawn_from_the_random_source() -> None:
     def tokens(source: random.Random) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=1.0), source)
-        return [sampler.draw(_logits(step)[0]) for step in range(20)]
+        return [_draw(sampler, _logits(step)[0]) for step in range(20)]
 
     assert tokens(random.Random(3)) == tokens(random.Random(3))
     assert tokens(random.Random(3)) != tokens(random.Random(4))
@@ -169,7 +189,7 @@ def test_greedy_takes_the_best_of_every_row_and_draws_nothing() -> None:
     assert [token for token, _ in sample(batch, greedy)] == batch.argmax(dim=-1).tolist()
     fresh = Sampler(SamplingParams(temperature=1.0, seed=1), random.Random(0))
     greedy[0].params = SamplingParams(temperature=1.0, seed=1)
-    assert [greedy[0].draw(row) for row in batch] == [fresh.draw(row) for row in batch]
+    assert [_draw(greedy[0], row) for row in batch] == [_draw(fresh, row) for row in batch]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

@@ -531,6 +531,25 @@ def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.N
     In one call, no row may be written twice, or both read and written. Raises BadArgument.
     """
 
+def kernel_isa() -> str:
+    """
+    The instructions that `linear` and `rms_norm` use: "avx512", "avx2", or "": this machine cannot run them.
+    """
+
+def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[int, int, int]], out: int, bfloat16: bool, threads: int) -> None:
+    """
+    Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.
+
+    Each weight is (address, address of the bias or 0, outputs). `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Raises BadArgument if `inputs` is not a multiple of 32.
+    """
+
+def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: float, offset: float, rounds: bool, bfloat16: bool, threads: int) -> None:
+    """
+    Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.
+
+    Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. Raises BadArgument if `width` is not a multiple of 32.
+    """
+
 class Replay:
     """
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.

@@ -6,8 +6,8 @@
     restore(model)                          as it was
 
 A module keeps its class, its weights and its hooks; only its `forward` changes. So whatever reads weights, wraps layers
-or copies the model finds what it always found. Layers that are given the same tensor (queries, keys and values; gate and
-up) are computed by one call of the core when the first of them is called, and the others return their part of it.
+or copies the model finds what it always found. Layers that are given the same tensor (queries, keys and values; gate
+and up) are computed by one call of the core when the first of them is called, and the others return their part of it.
 
 What cannot be proven stays as it is. Only the text part of a model is exchanged, and only on a CPU.
 """

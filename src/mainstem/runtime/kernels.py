@@ -5,8 +5,8 @@
     more                                          PyTorch           PyTorch
     many: a prefill, on a CPU without tiles       as float32        PyTorch
 
-With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at a third of the memory's speed. With
-many rows it computes; without AMX, products of bfloat16 are half as fast as those of float32, so each weight is widened
+With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at half of the memory's speed. With
+many rows it computes. Without AMX, products of bfloat16 are half as fast as those of float32, so each weight is widened
 while it is used. Both are as exact as PyTorch's: sums are float32, and rounded once.
 
 This module knows tensors. It does not know models.
@@ -132,7 +132,8 @@ def _widened(x: torch.Tensor, layer: Weights) -> torch.Tensor:
     wide = x.flatten(0, -2).float()
     out = x.new_empty(len(wide), len(layer.weight))
     size = max(1, _WIDENED // wide.shape[1])
-    biases = (None,) * -(-len(layer.weight) // size) if layer.bias is None else layer.bias.float().split(size)
-    for weight, bias, target in zip(layer.weight.split(size), biases, out.split(size, dim=1), strict=True):
-        target.copy_(linear(wide, weight.float(), bias))
+    for begin in range(0, len(layer.weight), size):
+        part = slice(begin, begin + size)
+        bias = None if layer.bias is None else layer.bias[part].float()
+        out[:, part] = linear(wide, layer.weight[part].float(), bias)
     return out.view(*x.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Samples tokens from logits, one request at a time; greedy requests of a batch together.
+"""Samples tokens from logits, all requests of a batch together.
 
 Temperature, top-k, top-p and min-p apply in this order, each to the result of the one before, like the warpers of
 Hugging Face transformers. Top-p keeps the likeliest tokens up to the one with which their sum reaches it. Top-k and
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from mainstem.runtime.request import TokenLogprob
 from mainstem.settings.engine import SamplingParams
 
-_FEW = 256
+_FEW = (256, 4096)  # tokens among which those are looked for that reach top_p
+_AT_ONCE = 1 << 17  # logits on a CPU: more of them take fresh memory, which takes longer than computing them
 
 Choice: TypeAlias = tuple[int, TokenLogprob | None] | None
 """A token and its logprob if requested; None where the logits hold NaN or +inf."""
@@ -42,39 +43,36 @@ class Sampler:
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """Draws a token from float32 logits [vocab]; consumes one random number."""
-        cumulative = torch.cumsum(probabilities(logits, self.params), dim=-1)
-        total = float(cumulative[-1])
-        assert math.isfinite(total) and total > 0
-        uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        # Strictly below the total, whatever the rounding, so that a token of probability zero is never drawn.
-        level = min(uniform * total, math.nextafter(total, 0.0))
-        return int(torch.searchsorted(cumulative, cumulative.new_tensor(level), right=True))
+    def uniform(self) -> float:
+        """Returns the next random number, in [0, 1)."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Returns the distribution that a token is drawn from.
+def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Returns the distributions that tokens are drawn from.
 
     Args:
-        logits: float32 [vocab].
-        params: temperature > 0.
+        logits: float32 [rows, vocab].
+        params: one per row, with a temperature > 0. A row's result does not depend on the other rows.
 
     Returns:
-        float64 [vocab], with sum 1; tokens that a filter removed have 0.
+        float64 [rows, vocab], rows with sum 1; tokens that a filter removed have 0.
     """
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
     # Relative to the best and in float64, so that no temperature, however small, makes all scores infinite.
-    scores = (logits - logits.max()).double() / params.temperature
-    if 0 < params.top_k < scores.numel():
-        kth_best = torch.topk(scores, params.top_k).values[-1]
-        scores = scores.masked_fill(scores < kth_best, -math.inf)
-    if params.top_p < 1:
-        scores = _keep_top_p(scores, params.top_p)
+    scores = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(column([p.temperature for p in params]))
+    if any(0 < p.top_k < scores.shape[1] for p in params):
+        _keep_top_k(scores, [p.top_k for p in params])
     chances = torch.softmax(scores, dim=-1)
-    if params.min_p > 0:
-        chances = chances.masked_fill(chances < params.min_p * chances.max(), 0)
-        chances = chances / chances.sum()
-    return chances
+    if any(p.top_p < 1 for p in params):
+        _keep_top_p(chances, column([p.top_p for p in params]))
+    if any(p.min_p > 0 for p in params):
+        least = column([p.min_p for p in params]) * chances.amax(-1, keepdim=True)
+        chances.masked_fill_(chances < least, 0)
+    return chances.div_(chances.sum(-1, keepdim=True))
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
@@ -91,15 +89,18 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
     if not samplers:
         return []
     best = logits.max(dim=-1)
-    peaks, greedy = best.values.tolist(), best.indices.tolist()
+    peaks, tokens = best.values.tolist(), best.indices.tolist()
+    drawn = [row for row, s in enumerate(samplers) if s.params.temperature > 0 and math.isfinite(peaks[row])]
+    size = max(1, _AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else len(samplers)
+    for part in (drawn[begin : begin + size] for begin in range(0, len(drawn), size)):
+        rows = logits if len(part) == len(samplers) else logits[part]
+        for row, token in zip(part, _draw(rows, [samplers[row] for row in part]), strict=True):
+            tokens[row] = token
     choices: list[Choice] = []
     for row, sampler in enumerate(samplers):
-        if not math.isfinite(peaks[row]):
-            choices.append(None)
-            continue
-        token = greedy[row] if sampler.params.temperature == 0 else sampler.draw(logits[row])
         alternatives = sampler.params.logprobs
-        choices.append((token, None if alternatives is None else _logprob(logits[row], token, alternatives)))
+        logprob = None if alternatives is None else _logprob(logits[row], tokens[row], alternatives)
+        choices.append((tokens[row], logprob) if math.isfinite(peaks[row]) else None)
     return choices
 
 
@@ -138,15 +139,37 @@ def _token(choice: Choice) -> int | None:
     return None if choice is None else choice[0]
 
 
-def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    chances = torch.softmax(scores, dim=-1)
+def _draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """Draws a token for each row; consumes one random number of each sampler."""
+    cumulative = probabilities(logits, [sampler.params for sampler in samplers]).cumsum_(dim=-1)
+    totals = cumulative[:, -1].tolist()
+    assert all(math.isfinite(total) and total > 0 for total in totals)
+    # Strictly below the total, whatever the rounding, so that a token of probability zero is never drawn.
+    levels = [min(s.uniform() * total, math.nextafter(total, 0.0)) for s, total in zip(samplers, totals, strict=True)]
+    tokens: list[int] = (
+        torch.searchsorted(cumulative, cumulative.new_tensor(levels).unsqueeze(1), right=True).squeeze(1).tolist()
+    )
+    return tokens
+
+
+def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> None:
+    """Removes what is worse than the k-th best of a row; a row whose k is 0 or too large keeps all."""
+    kept = [k if 0 < k < scores.shape[1] else 0 for k in top_k]
+    best = torch.topk(scores, max(kept)).values
+    least = [best[row, k - 1].item() if k else -math.inf for row, k in enumerate(kept)]
+    scores.masked_fill_(scores < scores.new_tensor(least).unsqueeze(1), -math.inf)
+
+
+def _keep_top_p(chances: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Removes what a row's likeliest tokens do not need to reach top_p, [rows, 1]; a row whose top_p is 1 keeps all."""
     # Nearly always a few tokens reach top_p, and finding them is much faster than sorting a whole vocabulary.
-    best = torch.topk(chances, min(_FEW, chances.numel())).values
-    if float(best.sum()) < top_p:
-        best = torch.sort(chances, descending=True).values
-    more_likely = torch.cumsum(best, dim=-1) - best
-    least = best[more_likely < top_p][-1]
-    return scores.masked_fill(chances < least, -math.inf)
+    for few in (*_FEW, chances.shape[1]):
+        best = torch.topk(chances, min(few, chances.shape[1])).values
+        sums = torch.cumsum(best, dim=-1)
+        if bool(((sums[:, -1:] >= top_p) | (top_p == 1)).all()):
+            break
+    last = (sums - best < top_p).sum(-1, keepdim=True) - 1
+    chances.masked_fill_(chances < best.gather(1, last).where(top_p < 1, 0.0), 0)
 
 
 def _logprob(logits: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
