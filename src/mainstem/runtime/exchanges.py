@@ -143,8 +143,8 @@ def _weights(layer: nn.Linear) -> Weights:
 
 def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The `forward` of an exchanged linear layer."""
-    if torch.is_grad_enabled():
-        return nn.Linear.forward(layer, x)
+    if torch.is_grad_enabled() or x.dtype is not layer._parameters["weight"].dtype:
+        return nn.Linear.forward(layer, x)  # which says what is wrong
     if kernels.are_few(x):
         group: _Group = layer._kernel
         return group.result(layer, x)

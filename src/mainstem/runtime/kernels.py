@@ -22,8 +22,10 @@ from torch.nn.functional import linear
 
 from mainstem import _core
 
+_ISA = _core.kernel_isa()
+
 # Numbers of rows for which the core is quicker.
-_FEW = {torch.bfloat16: range(1, 17), torch.float32: range(2, 13)}
+_FEW = {torch.bfloat16: range(1, 17), torch.float32: range(2, 13)} if _ISA else {}
 _MANY = 48  # rows from which it pays to widen a weight
 _WIDENED = 1 << 22  # numbers of a weight that are widened at once
 _STEP = 32  # the core's kernels take rows of a multiple of so many numbers
@@ -37,8 +39,8 @@ class Weights(NamedTuple):
 
 
 def instructions() -> str:
-    """Returns the instructions that the core's kernels use on this machine; "" if it cannot run them."""
-    return _core.kernel_isa()
+    """Returns the instructions that the core's kernels use: "avx512", "avx2", or "" where the machine has neither."""
+    return _ISA
 
 
 def takes(tensor: torch.Tensor) -> bool:
@@ -50,13 +52,13 @@ def takes(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and tensor.shape[-1] % _STEP == 0
         and tensor.numel() > 0
-        and bool(instructions())
     )
 
 
 def are_few(x: torch.Tensor) -> bool:
     """Returns whether the core computes layers that are given x, [..., inputs]."""
-    return x.dtype in _FEW and x.numel() // x.shape[-1] in _FEW[x.dtype]
+    inputs = x.shape[-1]
+    return x.dtype in _FEW and inputs % _STEP == 0 and x.numel() // inputs in _FEW[x.dtype]
 
 
 def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
@@ -86,10 +88,10 @@ def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
 
 
 def product(x: torch.Tensor, layer: Weights) -> torch.Tensor:
-    """Computes a layer, whose weight `takes`, for any number of rows: x [..., inputs] to [..., outputs]."""
-    if are_few(x) and x.dtype is layer.weight.dtype:
+    """Computes a layer on the CPU for any number of rows: x [..., inputs] to [..., outputs], of the same dtype."""
+    if are_few(x):
         return products(x, [layer])[0]
-    if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and not _has_tiles():
+    if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and _ISA and not _has_tiles():
         return _widened(x, layer)
     return linear(x, *layer)
 

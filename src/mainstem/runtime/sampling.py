@@ -98,9 +98,13 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
             tokens[row] = token
     choices: list[Choice] = []
     for row, sampler in enumerate(samplers):
+        if not math.isfinite(peaks[row]):
+            choices.append(None)
+            continue
         alternatives = sampler.params.logprobs
-        logprob = None if alternatives is None else _logprob(logits[row], tokens[row], alternatives)
-        choices.append((tokens[row], logprob) if math.isfinite(peaks[row]) else None)
+        choices.append(
+            (tokens[row], None if alternatives is None else _logprob(logits[row], tokens[row], alternatives))
+        )
     return choices
 
 
