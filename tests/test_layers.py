@@ -92,6 +92,8 @@ PUBLIC = {"_asdict", "_make", "_replace"}
 FOREIGN = {
     "integrations/transformers.py": {"_prepare_generation_config"},  # generate() merges its settings nowhere else
     "runtime/attention.py": {"_attn_implementation", "_can_set_attn_implementation"},  # transformers has no other way
+    "runtime/exchanges.py": {"_parameters"},  # the attributes of a module are found ten times as slowly
+    "runtime/kernels.py": {"_is_amx_tile_supported"},  # PyTorch 2.6 has no other name for it
     "runtime/parallel.py": {"_exit"},  # the only end of a process that waits for nothing
     "runtime/runner.py": {"_can_set_attn_implementation"},  # the same
     "runtime/tree_attention.py": {  # the only attention with log-sum-exps, and what products cost on this CPU
@@ -172,7 +174,7 @@ def code_lines(text: str) -> set[int]:
 # ---------------------------------------------------------------- the folders of the core
 
 CSRC = PACKAGE / "core" / "csrc"
-FOLDERS = ["structure", "residency", "eviction", "tree", "lease", "replay", "python"]
+FOLDERS = ["structure", "residency", "eviction", "tree", "lease", "replay", "kernels", "python"]
 """Lowest first, as in docs/design.md."""
 TABLES = ("namespace", "struct", "class", "NB_MODULE", "void bind_")
 """What looks like a function and is none, or lists bindings."""

@@ -38,8 +38,10 @@ from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
+from mainstem.runtime import exchanges, kernels
 from mainstem.runtime.adapters import Adapter
 from mainstem.runtime.attention import FULL, PAGED, BatchPlan, PackedPositions
+from mainstem.runtime.exchanges import Exchanged
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.latent import Latents
@@ -814,3 +816,30 @@ def test_half_precision_passes_the_self_test(dtype: torch.dtype) -> None:
 def test_an_empty_pool_is_refused(pages: int, page_size: int) -> None:
     with pytest.raises(BadArgument):
         ModelRunner(loaded(tiny("llama")), pages, page_size)
+
+
+def test_the_runner_exchanges_modules_for_kernels_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mainstem.runtime.runner")
+    runner = ModelRunner(loaded(tiny("llama")), 8, 16)
+    assert runner.exchanged == Exchanged(22, 7, 9, 0)
+    assert "kernels compute 22 linear layers in 13 calls, and 7 norms" in caplog.text
+
+
+def test_a_model_that_kernels_would_change_too_much_runs_by_its_own_code(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(exchanges._ROUNDING, torch.float32, 1.0)  # each module alone seems right
+    own = kernels.products
+    monkeypatch.setattr(kernels, "products", lambda x, layers: [each * 1.01 for each in own(x, layers)])
+    model = tiny("llama")
+    assert ModelRunner(loaded(model), 8, 16).exchanged == Exchanged()
+    assert "its own code runs" in caplog.text
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_is_refused_computes_by_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", _Shifted)
+    model = tiny("llama")
+    with pytest.raises(UnsupportedModel, match="self-test failed"):
+        ModelRunner(loaded(model), 8, 16)
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -54,6 +54,18 @@ class Exchanged:
     shared: int = 0
     refused: int = 0
 
+    @property
+    def any(self) -> bool:
+        """Whether kernels compute anything."""
+        return self.linears + self.norms > 0
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        if not self.any:
+            return "no kernels"
+        shared = f"{self.linears} linear layers in {self.linears - self.shared} calls"
+        return f"{kernels.instructions()} kernels compute {shared}, and {self.norms} norms"
+
 
 @contextmanager
 def sharing(model: nn.Module) -> Iterator[Given]:
@@ -99,7 +111,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, MethodType) and own.__func__ in (_linear, _norm):
-            del module.forward, module._kernel
+            del module.forward, module.kernel
 
 
 def _modules(model: Any) -> list[nn.Module]:
@@ -146,7 +158,7 @@ def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or x.dtype is not layer._parameters["weight"].dtype:
         return nn.Linear.forward(layer, x)  # which says what is wrong
     if kernels.are_few(x):
-        group: _Group = layer._kernel
+        group: _Group = layer.kernel
         return group.result(layer, x)
     return kernels.product(x, _weights(layer))
 
@@ -172,7 +184,7 @@ def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator) -> 
         if all(_equal(layer(x), own) for layer, own in zip(layers, plain, strict=True)):
             return True
     for layer in layers:
-        del layer.forward, layer._kernel
+        del layer.forward, layer.kernel
     return False
 
 
@@ -190,7 +202,7 @@ class _Rule:
 
 def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The `forward` of an exchanged norm."""
-    weight, rule = module._parameters["weight"], module._kernel
+    weight, rule = module._parameters["weight"], module.kernel
     if torch.is_grad_enabled() or hidden_states.dtype is not weight.dtype:
         own: torch.Tensor = type(module).forward(module, hidden_states)
         return own
@@ -238,7 +250,7 @@ def _proven_norm(module: nn.Module, generator: torch.Generator) -> bool:
 
 def _install(module: nn.Module, forward: Callable[..., torch.Tensor], kernel: object) -> None:
     """Makes `forward` that of a module, as a method: so copies of the module have their own."""
-    vars(module).update(forward=MethodType(forward, module), _kernel=kernel)
+    vars(module).update(forward=MethodType(forward, module), kernel=kernel)
 
 
 def _equal(ours: torch.Tensor, plain: torch.Tensor) -> bool:

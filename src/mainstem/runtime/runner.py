@@ -121,6 +121,9 @@ class ModelRunner:
             one component.
         page_size: positions per page.
 
+    Attributes:
+        exchanged: what kernels compute in place of the model's own code.
+
     Raises:
         UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is unchanged.
         BadArgument: a component has less than one page, or `page_size` is less than 1.
@@ -154,6 +157,9 @@ class ModelRunner:
             self._pools = Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
             with _frequent_steps(model):
                 self._self_test(loaded.name, limit)
+        if self.exchanged.refused:
+            log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
+        log.info("%s: %s", loaded.name, self.exchanged)
         if self._alone is None:
             install(model)
         else:
@@ -446,6 +452,11 @@ class ModelRunner:
         self.exchanged = exchange(self._model, given)
         try:
             error = self._tested_error(prompts, plain)
+            if error > limit and self.exchanged.any:
+                log.warning("%s: with kernels, logits differ by %.2g of their spread: its own code runs", name, error)
+                restore(self._model)
+                self.exchanged = Exchanged()
+                error = self._tested_error(prompts, plain)
         except BaseException:
             restore(self._model)
             raise
