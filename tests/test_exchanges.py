@@ -187,3 +187,16 @@ def test_hooks_of_a_layer_still_run(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *call: seen.append(call[2].shape))  # type: ignore[union-attr]
     logits(model)
     assert seen == [(1, 8, 96)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_norm_rounds_when_its_family_does(family: str) -> None:
+    model = tiny(family, head_dim=32).to(torch.bfloat16)
+    norm: Any = model.model.norm
+    nn.init.normal_(norm.weight, mean=1.0, std=0.3)
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode():
+        own = norm(x)
+        exchanged(model)
+        assert "forward" in vars(norm)
+        assert (norm(x) != own).float().mean() < 0.01
