@@ -160,30 +160,42 @@ def _is_causal(extent: Extent, plan: BatchPlan, partial: bool, causal: Causal) -
 
 def _parts(pool: KVPool, queries: Sequence[_Queries]) -> Iterator[_Part]:
     """Yields the parts of all queries: together, those of a query have each key that it sees once."""
+    view, cut = (-(-count // _position_bytes(pool)) for count in (VIEW_BYTES, CUT_BYTES))
+    for members, positions, slots in _runs(pool, queries, FOLD_BYTES):
+        query = queries[members[0]]
+        if len(members) == 1:
+            if query.causal:
+                none = np.empty(0, dtype=np.int64)
+                yield _Part(members, none, none, alone=True)
+            if len(slots) >= view and (np.diff(slots) == 1).all():
+                yield _Part(members, slots, positions, alone=True)
+                continue
+        common = (positions >= query.common[0]) & (positions < query.common[1])
+        for piece, alone in _pieces(slots, common, cut):
+            yield _Part(members, slots[piece], positions[piece], alone or len(members) > 1)
+
+
+def _runs(
+    pool: KVPool, queries: Sequence[_Queries], least_bytes: int
+) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.int64]]]:
+    """Yields keys and who sees them: their positions and slots. First what queries share, then what is left of each.
+
+    Args:
+        pool: of the keys.
+        queries: all of them.
+        least_bytes: of keys and values that a shared run spares reading again.
+    """
     size = pool.page_size
-    position_bytes = _position_bytes(pool)
-    view, cut = (-(-count // position_bytes) for count in (VIEW_BYTES, CUT_BYTES))
     pages = [(-(-query.common[0] // size), query.common[1] // size) for query in queries]
-    least = -(-FOLD_BYTES // (position_bytes * size))
+    least = -(-least_bytes // (_position_bytes(pool) * size))
     shared: list[list[int]] = [[] for _ in queries]
     for run in shared_runs([query.table for query in queries], pages, least, -(-BEGIN_STEP // size)):
         bounds = [run.begin * size, run.end * size]
-        positions, slots = _read(pool, queries[run.members[0]], bounds)
-        for piece, _ in _pieces(slots, np.ones(len(slots), dtype=np.bool_), cut):
-            yield _Part(run.members, slots[piece], positions[piece], alone=True)
+        yield run.members, *_read(pool, queries[run.members[0]], bounds)
         for member in run.members:
             shared[member] += bounds
     for index, query in enumerate(queries):
-        if query.causal:
-            none = np.empty(0, dtype=np.int64)
-            yield _Part((index,), none, none, alone=True)
-        positions, slots = _read(pool, query, [query.seen[0], *sorted(shared[index]), query.seen[1]])
-        if len(slots) >= view and (np.diff(slots) == 1).all():
-            yield _Part((index,), slots, positions, alone=True)
-            continue
-        common = (positions >= query.common[0]) & (positions < query.common[1])
-        for piece, alone in _pieces(slots, common, cut):
-            yield _Part((index,), slots[piece], positions[piece], alone)
+        yield (index,), *_read(pool, query, [query.seen[0], *sorted(shared[index]), query.seen[1]])
 
 
 def _read(pool: KVPool, query: _Queries, bounds: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -236,6 +248,42 @@ def _gather(parts: Iterable[_Part], queries: Sequence[_Queries], most: int) -> l
         calls += [chosen[first : first + at_once] for first in range(0, len(chosen), at_once)]
         rest = [sized for sized, fit in zip(rest, fits, strict=True) if not fit]
     return calls
+
+
+class Seen(NamedTuple):
+    """Keys, and the rows of a batch that see some of them.
+
+    Args:
+        slots: int64, of the keys, by position.
+        rows: int32.
+        begins, ends: int32, for each row which of `slots` it sees.
+    """
+
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    begins: NDArray[np.int32]
+    ends: NDArray[np.int32]
+
+
+def seen_keys(plan: BatchPlan, members: Sequence[int], least_bytes: int) -> list[Seen]:
+    """Returns what the queries of some extents see, in the pages: what several share is there once for all of them.
+
+    Args:
+        plan: of the batch, whose new keys are in their slots.
+        members: indices of its extents.
+        least_bytes: of keys and values in a layer that are worth a part of their own, times those who share them.
+    """
+    queries = list(_queries(plan, members, partial=False, causal="never"))
+    found = []
+    for own, positions, slots in _runs(plan.pool, queries, least_bytes):
+        if not len(slots):
+            continue
+        seers = [queries[index] for index in own]
+        rows = np.concatenate([query.row + np.arange(len(query.begins)) for query in seers])
+        bounds = (np.concatenate([getattr(query, name) for query in seers]) for name in ("begins", "ends"))
+        begins, ends = (np.searchsorted(positions, bound).astype(np.int32) for bound in bounds)
+        found.append(Seen(slots, rows.astype(np.int32), begins, ends))
+    return found
 
 
 # ---------------------------------------------------------------- calls

@@ -22,6 +22,9 @@ from torch.nn.functional import linear
 
 from mainstem import _core
 
+DTYPES = (torch.bfloat16, torch.float32)
+"""What the core's kernels compute with."""
+
 _ISA = _core.kernel_isa()
 
 # Numbers of rows for which the core is quicker.

@@ -49,7 +49,7 @@ from mainstem.runtime.places import run
 from mainstem.runtime.pools import STATE_LAYER, Pools
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
-from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.runtime.page_attention import attention_for
 from mainstem.runtime.vision import Vision
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import LayerTicket
@@ -134,7 +134,7 @@ class ModelRunner:
         text = model.config.get_text_config(decoder=True)
         self._model = model
         self._max_context = loaded.max_context
-        self._attention: Attention = TreeAttention()
+        self._attention: Attention = attention_for(model.device)
         self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
         self.adapters = Adapters(model)

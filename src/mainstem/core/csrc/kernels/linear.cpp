@@ -15,26 +15,6 @@ constexpr std::size_t kPrefetch = 4096;  // bytes ahead: the hardware's prefetch
 constexpr std::size_t kAlone = 1 << 17;  // bytes of weights that one thread reads before others have begun
 constexpr std::size_t kParts = 4;        // of a thread's work, so that none waits long for another
 
-// Two vectors from one row: the numbers at even and at odd places of bfloat16, else one vector after the other.
-template <int kLanes>
-struct Pair {
-  typename Lanes<kLanes>::Floats first, second;
-};
-
-template <int kLanes>
-MAINSTEM_INLINE Pair<kLanes> load_pair(const float* at) {
-  using Floats = typename Lanes<kLanes>::Floats;
-  return {load<Floats>(at), load<Floats>(at + kLanes)};
-}
-
-template <int kLanes>
-MAINSTEM_INLINE Pair<kLanes> load_pair(const BFloat16* at) {
-  using Floats = typename Lanes<kLanes>::Floats;
-  const auto both = load<typename Lanes<kLanes>::Words>(at);
-  const auto even = both << 16, odd = both & 0xffff0000u;
-  return {load<Floats>(&even), load<Floats>(&odd)};
-}
-
 // The rows of x as float32, pair by pair.
 class Rows {
  public:

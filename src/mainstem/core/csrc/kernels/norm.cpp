@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kernels/functions.h"
 #include "kernels/parallel.h"
 
 namespace mainstem {
@@ -21,12 +22,6 @@ struct Norm {
   NormRule rule;
 };
 
-template <int kLanes>
-MAINSTEM_INLINE float total_of(typename Lanes<kLanes>::Floats v) {
-  const Floats4 four = fold<kLanes>(v);
-  return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
 template <int kLanes, class Number>
 MAINSTEM_INLINE void norm_rows(const Norm<Number>& norm, std::size_t begin, std::size_t end) {
   using Floats = typename Lanes<kLanes>::Floats;
@@ -42,11 +37,7 @@ MAINSTEM_INLINE void norm_rows(const Norm<Number>& norm, std::size_t begin, std:
     const float factor = 1 / std::sqrt(mean + norm.rule.epsilon);
     for (std::size_t i = 0; i < norm.width; i += kLanes) {
       Floats scaled = load_floats<kLanes>(x + i) * factor;
-      if (norm.rule.rounds) {
-        Number rounded[kLanes];
-        store<kLanes>(rounded, scaled);
-        scaled = load_floats<kLanes>(rounded);
-      }
+      if (norm.rule.rounds) scaled = rounded<kLanes, Number>(scaled);
       store<kLanes>(out + i, scaled * (load_floats<kLanes>(norm.weight + i) + norm.rule.offset));
     }
   }

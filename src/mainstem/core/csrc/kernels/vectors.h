@@ -17,6 +17,7 @@ using BFloat16 = std::uint16_t;
 template <int kLanes>
 struct Lanes {  // in the older form: the compiler ignores the attribute of a `using` here
   typedef float Floats __attribute__((vector_size(4 * kLanes)));
+  typedef std::int32_t Signed __attribute__((vector_size(4 * kLanes)));
   typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
   typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 };
@@ -49,14 +50,14 @@ MAINSTEM_INLINE typename Lanes<kLanes>::Floats load_floats(const BFloat16* at) {
   return load<typename Lanes<kLanes>::Floats>(&bits);
 }
 
-// Returns the nearest bfloat16 of each, the even one of two; NaN stays NaN.
+// Returns the bits of each, the upper half of which are those of the nearest bfloat16, the even one of two; NaN stays
+// NaN.
 template <int kLanes>
-MAINSTEM_INLINE typename Lanes<kLanes>::Halves narrow(typename Lanes<kLanes>::Floats floats) {
+MAINSTEM_INLINE typename Lanes<kLanes>::Words nearest(typename Lanes<kLanes>::Floats floats) {
   using Words = typename Lanes<kLanes>::Words;
   const Words bits = load<Words>(&floats);
   const Words is_nan = Words((bits & 0x7fffffffu) > 0x7f800000u);
-  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), typename Lanes<kLanes>::Halves);
+  return (is_nan & 0x7fc00000u) | (~is_nan & (bits + 0x7fffu + ((bits >> 16) & 1u)));
 }
 
 // Writes the first `kCount` numbers of a vector.
@@ -66,8 +67,48 @@ MAINSTEM_INLINE void store(float* to, typename Lanes<kLanes>::Floats floats) {
 }
 template <int kLanes, int kCount = kLanes>
 MAINSTEM_INLINE void store(BFloat16* to, typename Lanes<kLanes>::Floats floats) {
-  const auto halves = narrow<kLanes>(floats);
+  const auto halves = __builtin_convertvector(nearest<kLanes>(floats) >> 16, typename Lanes<kLanes>::Halves);
   std::memcpy(to, &halves, kCount * sizeof *to);
+}
+
+// Returns each as a Number would keep it.
+template <int kLanes, class Number>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats rounded(typename Lanes<kLanes>::Floats floats) {
+  if constexpr (sizeof(Number) == sizeof(float)) return floats;
+  Number numbers[kLanes];
+  store<kLanes>(numbers, floats);
+  return load_floats<kLanes>(numbers);
+}
+
+// Two vectors of neighbours in memory: those at even and at odd places of bfloat16, else one vector after the other.
+template <int kLanes>
+struct Pair {
+  typename Lanes<kLanes>::Floats first, second;
+};
+
+template <int kLanes>
+MAINSTEM_INLINE Pair<kLanes> load_pair(const float* at) {
+  using Floats = typename Lanes<kLanes>::Floats;
+  return {load<Floats>(at), load<Floats>(at + kLanes)};
+}
+template <int kLanes>
+MAINSTEM_INLINE Pair<kLanes> load_pair(const BFloat16* at) {
+  using Floats = typename Lanes<kLanes>::Floats;
+  const auto both = load<typename Lanes<kLanes>::Words>(at);
+  const auto even = both << 16, odd = both & 0xffff0000u;
+  return {load<Floats>(&even), load<Floats>(&odd)};
+}
+
+// Writes what `load_pair` would read.
+template <int kLanes>
+MAINSTEM_INLINE void store_pair(float* to, Pair<kLanes> pair) {
+  store<kLanes>(to, pair.first);
+  store<kLanes>(to + kLanes, pair.second);
+}
+template <int kLanes>
+MAINSTEM_INLINE void store_pair(BFloat16* to, Pair<kLanes> pair) {
+  const auto both = (nearest<kLanes>(pair.first) >> 16) | (nearest<kLanes>(pair.second) & 0xffff0000u);
+  std::memcpy(to, &both, sizeof both);
 }
 
 // Returns four numbers with the sum of a vector's lanes.

@@ -1,13 +1,22 @@
 // The Python bindings of kernels/. Tensors come as addresses: a forward has hundreds of calls, and to exchange tensors
-// by DLPack takes longer than some of them. `runtime/linears.py` and `runtime/norms.py`, the only callers, know the
-// shapes.
+// by DLPack takes longer than some of them. `runtime/kernels.py`, `runtime/page_attention.py` and
+// `runtime/decoders.py`, the only callers, know the shapes.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <string>
 #include <tuple>
+#include <utility>
+#include <variant>
 #include <vector>
 
+#include "kernels/attention.h"
+#include "kernels/decoder.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "python/bind.h"
@@ -59,6 +68,136 @@ void norm(Address x, Address weight, Address out, std::size_t rows, std::size_t 
   (bfloat16 ? norm_at<BFloat16> : norm_at<float>)(x, weight, out, rows, width, {epsilon, offset, rounds}, threads);
 }
 
+// ---- attention
+
+template <class Number>
+using Array = nb::ndarray<const Number, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using GivenPart = std::tuple<Array<std::int64_t>, Array<std::int32_t>, Array<std::int32_t>, Array<std::int32_t>>;
+
+AttentionPlan::Part checked(const GivenPart& given, std::size_t count, std::vector<bool>& sees) {
+  const auto& [slots, rows, begins, ends] = given;
+  if (rows.size() != begins.size() || rows.size() != ends.size() || rows.size() == 0)
+    throw BadValue{"rows", std::to_string(rows.size()), "1 or more, each with a begin and an end"};
+  AttentionPlan::Part part{{slots.data(), slots.data() + slots.size()}, {rows.data(), rows.data() + rows.size()}, {}};
+  for (const std::int64_t slot : part.slots)
+    if (slot < 0) throw BadValue{"slots", std::to_string(slot), "0 or more"};
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const Range seen{begins.data()[i], ends.data()[i]};
+    if (seen.begin < 0 || seen.begin > seen.end || seen.end > static_cast<std::int64_t>(slots.size()))
+      throw BadValue{"ends", std::to_string(seen.end), "from the begin to the number of slots"};
+    if (part.rows[i] < 0 || part.rows[i] >= static_cast<std::int64_t>(count))
+      throw BadValue{"rows", std::to_string(part.rows[i]), "below the number of rows"};
+    if (seen.begin < seen.end) sees[part.rows[i]] = true;
+    part.seen.push_back(seen);
+  }
+  return part;
+}
+
+void make_plan(AttentionPlan* self, const std::vector<GivenPart>& parts, std::size_t rows) {
+  std::vector<AttentionPlan::Part> checked_parts;
+  std::vector<bool> sees(rows);
+  for (const auto& part : parts)
+    checked_parts.push_back(checked(part, rows, sees));
+  for (std::size_t row = 0; row < rows; ++row)
+    if (!sees[row]) throw BadValue{"parts", "nothing that row " + std::to_string(row) + " sees", "a key for each row"};
+  new (self) AttentionPlan(std::move(checked_parts), rows);
+}
+
+void check_heads(const Heads& heads) {
+  if (heads.kv_heads == 0 || heads.heads == 0 || heads.heads % heads.kv_heads)
+    throw BadValue{"heads", std::to_string(heads.heads), "a multiple of the KV heads"};
+  for (const std::size_t numbers : {heads.key_numbers, heads.value_numbers})
+    if (numbers == 0 || numbers % kHeadStep) throw BadValue{"numbers", std::to_string(numbers), "a multiple of 32"};
+}
+
+void check_end(const AttentionPlan& plan, std::int64_t positions) {
+  if (plan.end() > positions) throw BadValue{"slots", std::to_string(plan.end() - 1), "below the pool's positions"};
+}
+
+void attend(AttentionPlan& self, Address queries, Address keys, Address values, Address out,
+            const std::array<std::size_t, 4>& sizes, const std::array<std::size_t, 2>& strides, std::int64_t positions,
+            float scale, float softcap, Address sinks, bool bfloat16, unsigned threads) {
+  const Heads heads{sizes[0], sizes[1], sizes[2], sizes[3]};
+  check_heads(heads);
+  check_end(self, positions);
+  const auto at = [&]<class Number>(Number) {
+    const nb::gil_scoped_release unlocked;
+    self.attend<Number>(
+        reinterpret_cast<const Number*>(queries),
+        {reinterpret_cast<const Number*>(keys), reinterpret_cast<const Number*>(values), strides[0], strides[1]}, heads,
+        {scale, softcap, reinterpret_cast<const Number*>(sinks)}, reinterpret_cast<Number*>(out), threads);
+  };
+  bfloat16 ? at(BFloat16{}) : at(float{});
+}
+
+// ---- layers of a decoder
+
+using AnyDecoder = std::variant<Decoder<float>, Decoder<BFloat16>>;
+using GivenNorm = std::tuple<Address, float, float, bool>;  // weight or 0, epsilon, offset, rounds
+using GivenMatrix = std::pair<Address, Address>;            // weight, bias or 0
+
+template <class Number>
+Decoder<Number> decoder(const std::array<std::size_t, 5>& sizes, const std::array<GivenNorm, 4>& norms,
+                        const std::array<GivenMatrix, 7>& matrices, float scale, Activation activation) {
+  const auto [hidden, inner, heads, kv_heads, numbers] = sizes;
+  const auto norm = [&](std::size_t i) -> NormWeight<Number> {
+    const auto& [weight, epsilon, offset, rounds] = norms[i];
+    return {reinterpret_cast<const Number*>(weight), {epsilon, offset, rounds}};
+  };
+  const auto matrix = [&](std::size_t i, std::size_t outputs) -> Matrix<Number> {
+    return {reinterpret_cast<const Number*>(matrices[i].first), reinterpret_cast<const Number*>(matrices[i].second),
+            outputs};
+  };
+  return {hidden,
+          inner,
+          {heads, kv_heads, numbers, numbers},
+          {scale, 0, nullptr},
+          norm(0),
+          norm(1),
+          norm(2),
+          norm(3),
+          matrix(0, heads * numbers),
+          matrix(1, kv_heads * numbers),
+          matrix(2, kv_heads * numbers),
+          matrix(3, hidden),
+          matrix(4, inner),
+          matrix(5, inner),
+          matrix(6, hidden),
+          activation};
+}
+
+void make_decoder(AnyDecoder* self, const std::array<std::size_t, 5>& sizes, const std::array<GivenNorm, 4>& norms,
+                  const std::array<GivenMatrix, 7>& matrices, float scale, const std::string& activation,
+                  bool bfloat16) {
+  check_heads({sizes[2], sizes[3], sizes[4], sizes[4]});
+  for (const std::size_t i : {0, 1, 4})
+    check_step(sizes[i], "sizes");
+  const auto kind = activation == "silu" ? Activation::kSilu : Activation::kGeluTanh;
+  if (kind == Activation::kGeluTanh && activation != "gelu_tanh")
+    throw BadValue{"activation", activation, "silu or gelu_tanh"};
+  if (bfloat16)
+    new (self) AnyDecoder(decoder<BFloat16>(sizes, norms, matrices, scale, kind));
+  else
+    new (self) AnyDecoder(decoder<float>(sizes, norms, matrices, scale, kind));
+}
+
+void run_decoder(const AnyDecoder& self, Address x, Address cosines, Address sines, AttentionPlan& plan, Address keys,
+                 Address values, const Array<std::int64_t>& slots, std::int64_t positions, unsigned threads) {
+  check_end(plan, positions);
+  if (slots.size() != plan.rows()) throw BadValue{"slots", std::to_string(slots.size()), "one for each row"};
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    if (slots.data()[i] < 0 || slots.data()[i] >= positions)
+      throw BadValue{"slots", std::to_string(slots.data()[i]), "below the pool's positions"};
+  std::visit(
+      [&]<class Number>(const Decoder<Number>& layer) {
+        const nb::gil_scoped_release unlocked;
+        layer.run(reinterpret_cast<Number*>(x), reinterpret_cast<const Number*>(cosines),
+                  reinterpret_cast<const Number*>(sines), plan, reinterpret_cast<Number*>(keys),
+                  reinterpret_cast<Number*>(values), slots.data(), threads);
+      },
+      self);
+}
+
 const char* isa_name() {
   switch (best_isa()) {
     case Isa::kAvx512:
@@ -87,6 +226,47 @@ void bind_kernels(nb::module_& m) {
         "Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.\n\n"
         "Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. "
         "Raises BadArgument if `width` is not a multiple of 32.");
+
+  nb::class_<AttentionPlan>(m, "AttentionPlan",
+                            "Which rows of a batch see which keys, for all layers of a kind. One thread at a time.")
+      .def(
+          "__init__", &make_plan, "parts"_a, "rows"_a,
+          nb::sig("def __init__(self, parts: collections.abc.Sequence[tuple[numpy.typing.NDArray[numpy.int64], "
+                  "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
+                  "numpy.typing.NDArray[numpy.int32]]], rows: int) -> None"),
+          "Each part is its slots, the rows that see some of them, and for each row the begin and the end of those.\n\n"
+          "Raises BadArgument if a row sees nothing or is not below `rows`, or a range is not one of the slots.")
+      .def(
+          "attend", &attend, "queries"_a, "keys"_a, "values"_a, "out"_a, "sizes"_a, "strides"_a, "positions"_a,
+          "scale"_a, "softcap"_a, "sinks"_a, "bfloat16"_a, "threads"_a,
+          nb::sig("def attend(self, queries: int, keys: int, values: int, out: int, sizes: tuple[int, int, int, int], "
+                  "strides: tuple[int, int], positions: int, scale: float, softcap: float, sinks: int, bfloat16: bool, "
+                  "threads: int) -> None"),
+          "Computes `out` [rows, heads, numbers of a value], without the GIL. Tensors are addresses, as for "
+          "`linear`.\n\n"
+          "`sizes` are heads, KV heads, and numbers of a key and a value. `keys` and `values` have `positions` rows, "
+          "`strides` numbers apart. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is not "
+          "below "
+          "`positions`, or a size is not a multiple of 32.");
+  nb::class_<AnyDecoder>(m, "DecoderLayer", "A layer of a decoder, at the addresses of its weights.")
+      .def("__init__", &make_decoder, "sizes"_a, "norms"_a, "matrices"_a, "scale"_a, "activation"_a, "bfloat16"_a,
+           nb::sig(
+               "def __init__(self, sizes: tuple[int, int, int, int, int], norms: collections.abc.Sequence[tuple[int, "
+               "float, float, bool]], matrices: collections.abc.Sequence[tuple[int, int]], scale: float, "
+               "activation: str, bfloat16: bool) -> None"),
+           "`sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and "
+           "before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for "
+           "`rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each weight and bias (0 for "
+           "none).\n\nRaises BadArgument if a size is not a multiple of 32, or the activation is unknown.")
+      .def(
+          "run", &run_decoder, "x"_a, "cosines"_a, "sines"_a, "plan"_a, "keys"_a, "values"_a, "slots"_a, "positions"_a,
+          "threads"_a,
+          nb::sig("def run(self, x: int, cosines: int, sines: int, plan: AttentionPlan, keys: int, values: int, slots: "
+                  "numpy.typing.NDArray[numpy.int64], positions: int, threads: int) -> None"),
+          "Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to "
+          "their "
+          "slots.\n\n`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below "
+          "`positions`.");
 }
 
 }  // namespace mainstem

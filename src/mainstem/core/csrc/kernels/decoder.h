@@ -1,0 +1,52 @@
+// A layer of a decoder as Llama has it, for few rows: all its kernels in one call.
+//
+//   h = norm(x);   q, k, v = linear(h);   q, k = rotate(norm(q), norm(k));   x += linear(attention(q, pages with k, v))
+//   h = norm(x);   x += linear(activation(linear(h)) * linear(h))
+//
+// Each result is rounded where the model's own code rounds it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attention.h"
+#include "kernels/norm.h"
+#include "kernels/vectors.h"
+
+namespace mainstem {
+
+enum class Activation : std::uint8_t { kSilu, kGeluTanh };
+
+// A linear layer: weight [outputs, inputs], bias [outputs] or null.
+template <class Number>
+struct Matrix {
+  const Number* weight;
+  const Number* bias;
+  std::size_t outputs;
+};
+
+// An RMS norm; without a weight, there is none.
+template <class Number>
+struct NormWeight {
+  const Number* weight;
+  NormRule rule;
+};
+
+template <class Number>
+struct Decoder {
+  std::size_t hidden, inner;  // numbers of a row of x, and between the last two linear layers
+  Heads heads;                // keys and values have equally many numbers, a multiple of kHeadStep
+  Scores<Number> scores;
+  NormWeight<Number> before, after, of_queries, of_keys;
+  Matrix<Number> queries, keys, values, attended, gate, up, down;
+  Activation activation;
+
+  // Computes x [rows, hidden] in place, and writes new keys and values to their slots.
+  //
+  //   cosines, sines   [rows, numbers of a key], as transformers' `apply_rotary_pos_emb` takes them
+  //   slots            [rows]
+  void run(Number* x, const Number* cosines, const Number* sines, AttentionPlan& plan, Number* key_pages,
+           Number* value_pages, const std::int64_t* slots, unsigned threads) const;
+};
+
+}  // namespace mainstem

@@ -1,0 +1,105 @@
+// Functions of vectors: exponentials, what is made of them, and sums and maxima of lanes.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/vectors.h"
+
+namespace mainstem {
+
+template <int kLanes, std::size_t... kLane>
+MAINSTEM_INLINE Pair<kLanes / 2> halved(typename Lanes<kLanes>::Floats v, std::index_sequence<kLane...>) {
+  return {__builtin_shufflevector(v, v, kLane...), __builtin_shufflevector(v, v, (kLane + kLanes / 2)...)};
+}
+
+template <int kLanes>
+MAINSTEM_INLINE float total_of(typename Lanes<kLanes>::Floats v) {
+  const Floats4 four = fold<kLanes>(v);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+template <int kLanes>
+MAINSTEM_INLINE float highest_of(typename Lanes<kLanes>::Floats v) {
+  if constexpr (kLanes == 4) {
+    return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
+  } else {
+    const auto halves = halved<kLanes>(v, std::make_index_sequence<kLanes / 2>{});
+    return highest_of<kLanes / 2>(halves.first > halves.second ? halves.first : halves.second);
+  }
+}
+
+// Returns 0, 1, 2, ...
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Signed numbered() {
+  static constexpr std::int32_t kNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load<typename Lanes<kLanes>::Signed>(kNumbers);
+}
+
+// Returns e to the power of each, to 2 units in the last place; 0 below -87, where a float32 would lose bits. NaN stays
+// NaN. Cody and Waite's reduction to |r| <= ln(2) / 2, and Taylor's series.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats exponential(typename Lanes<kLanes>::Floats x) {
+  using Floats = typename Lanes<kLanes>::Floats;
+  using Words = typename Lanes<kLanes>::Words;
+  const Floats zero = {};
+  const auto vanishes = x < -87.0f;
+  x = vanishes ? zero - 87.0f : x;
+  x = x > 88.0f ? zero + 88.0f : x;
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number
+  const Floats shifted = x * 1.44269504088896341f + kMagic;
+  const Floats whole = shifted - kMagic;
+  const Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats series = zero + 1.0f / 5040;
+  for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    series = series * r + factor;
+  const Words power = (load<Words>(&shifted) << 23) + (127u << 23);  // the lowest bits of `shifted` are the number
+  const Floats result = series * load<Floats>(&power);
+  return vanishes ? zero : result;
+}
+
+template <int kLanes>
+MAINSTEM_INLINE float exponential(float x) {
+  return exponential<kLanes>(typename Lanes<kLanes>::Floats{} + x)[0];
+}
+
+// Returns cap * tanh(x / cap).
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats capped(typename Lanes<kLanes>::Floats x, float cap) {
+  const auto power = exponential<kLanes>(x * (2 / cap));  // infinite x: 0, or a number so large that the quotient is 1
+  return cap * (power - 1) / (power + 1);
+}
+
+namespace detail {
+
+template <int kStep, bool kLow, class Floats, std::size_t... kLane>
+MAINSTEM_INLINE Floats interleaved(Floats a, Floats b, std::index_sequence<kLane...>) {
+  constexpr int kLanes = sizeof...(kLane);
+  return __builtin_shufflevector(a, b,
+                                 (kLow ? (kLane & kStep ? int(kLane) - kStep + kLanes : int(kLane))
+                                       : (kLane & kStep ? int(kLane) + kLanes : int(kLane) + kStep))...);
+}
+
+template <int kLanes, int kStep>
+MAINSTEM_INLINE void exchange_blocks(typename Lanes<kLanes>::Floats* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kStep) continue;
+    const auto a = rows[i], b = rows[i + kStep];
+    rows[i] = interleaved<kStep, true>(a, b, std::make_index_sequence<kLanes>{});
+    rows[i + kStep] = interleaved<kStep, false>(a, b, std::make_index_sequence<kLanes>{});
+  }
+}
+
+}  // namespace detail
+
+// Transposes a square: blocks of half its size change places, then within each block (Eklundh, 1972).
+template <int kLanes>
+MAINSTEM_INLINE void transpose(typename Lanes<kLanes>::Floats* rows) {
+  if constexpr (kLanes == 16) detail::exchange_blocks<kLanes, 8>(rows);
+  detail::exchange_blocks<kLanes, 4>(rows);
+  detail::exchange_blocks<kLanes, 2>(rows);
+  detail::exchange_blocks<kLanes, 1>(rows);
+}
+
+}  // namespace mainstem
