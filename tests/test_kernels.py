@@ -11,7 +11,7 @@ from mainstem.runtime.kernels import Weights, product, products, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-ROWS = (1, 2, 3, 7, 8, 9, 12, 13, 16, 17, 47, 48, 100)
+ROWS = (1, 2, 3, 7, 8, 9, 12, 13, 16, 17, 32, 33, 47, 48, 100)
 NEEDS_ISA = pytest.mark.skipif(not kernels.instructions(), reason="the machine has neither AVX-512 nor AVX2")
 
 

@@ -114,9 +114,12 @@ def test_a_prefill_in_the_batch_leaves_the_others_to_the_kernel(monkeypatch: pyt
     plain = SdpaAttention().attend(1, query, key, value, 0.3, plan_batch(extents, pool))
     others = []
     rest = TreeAttention._attend
-    monkeypatch.setattr(
-        TreeAttention, "_attend", lambda *given: (others.append(list(given[2])), rest(*given)) and None
-    )
+
+    def noting(*given: Any) -> None:
+        others.append(list(given[2]))
+        rest(*given)
+
+    monkeypatch.setattr(TreeAttention, "_attend", noting)
     found = PageAttention().attend(1, query, key, value, 0.3, plan_batch(extents, pool))
     assert others == [[0]]
     torch.testing.assert_close(found, plain, **EXACT)

@@ -583,7 +583,7 @@ class _Arriving:
 def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests whose prefix arrives layer by layer, and one without: each layer is awaited, then read."""
     attention = _Recorded()
-    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", lambda: attention)
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: attention)
     rig = make_rig.__wrapped__("llama", 3)
     tokens, other = tokens_of(1, 40), tokens_of(2, 9)
     tables = rig.tables(3, 40)
@@ -754,7 +754,7 @@ class _Deaf(TreeAttention):
 
 @pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
 def test_the_self_test_minds_what_a_kernel_ignores(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", lambda: _Deaf(what))
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: _Deaf(what))
     model = loaded(tiny(family, **WINDOWED[family]))
     counts = dict.fromkeys(Layout.of(model.model.config, CONTEXT).names, 8)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
@@ -798,7 +798,7 @@ class _Shifted(TreeAttention):
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", _Shifted)
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: _Shifted())
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(tiny("llama")), 8, 16)
 
@@ -838,7 +838,7 @@ def test_a_model_that_kernels_would_change_too_much_runs_by_its_own_code(
 
 
 def test_a_model_that_is_refused_computes_by_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", _Shifted)
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: _Shifted())
     model = tiny("llama")
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(model), 8, 16)

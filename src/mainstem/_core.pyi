@@ -550,6 +550,42 @@ def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: floa
     Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. Raises BadArgument if `width` is not a multiple of 32.
     """
 
+class AttentionPlan:
+    """
+    Which rows of a batch see which keys, for all layers of a kind. One thread at a time.
+    """
+
+    def __init__(self, parts: Sequence[tuple[numpy.typing.NDArray[numpy.int64], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]], rows: int) -> None:
+        """
+        Each part is its slots, the rows that see some of them, and for each row the begin and the end of those.
+
+        Raises BadArgument if a row sees nothing or is not below `rows`, or a range is not one of the slots.
+        """
+
+    def attend(self, queries: int, keys: int, values: int, out: int, sizes: tuple[int, int, int, int], strides: tuple[int, int], positions: int, scale: float, softcap: float, sinks: int, bfloat16: bool, threads: int) -> None:
+        """
+        Computes `out` [rows, heads, numbers of a value], without the GIL. Tensors are addresses, as for `linear`.
+
+        `sizes` are heads, KV heads, and numbers of a key and a value. `keys` and `values` have `positions` rows, `strides` numbers apart. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is not below `positions`, or a size is not a multiple of 32.
+        """
+
+class DecoderLayer:
+    """A layer of a decoder, at the addresses of its weights."""
+
+    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float, bool]], matrices: Sequence[tuple[int, int]], scale: float, activation: str, bfloat16: bool) -> None:
+        """
+        `sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for `rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each weight and bias (0 for none).
+
+        Raises BadArgument if a size is not a multiple of 32, or the activation is unknown.
+        """
+
+    def run(self, x: int, cosines: int, sines: int, plan: AttentionPlan, keys: int, values: int, slots: numpy.typing.NDArray[numpy.int64], positions: int, threads: int) -> None:
+        """
+        Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to their slots.
+
+        `cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below `positions`.
+        """
+
 class Replay:
     """
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.

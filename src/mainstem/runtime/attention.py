@@ -129,6 +129,7 @@ class BatchPlan:
     component: Attended
     extents: tuple[Extent, ...]
     slots: slice | torch.Tensor
+    slot_ids: NDArray[np.int64] = field(repr=False)  # the same
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False)
     """What a kernel made of it in the first layer, for the others."""
 
@@ -156,7 +157,7 @@ class BatchPlan:
 def plan_batch(extents: Sequence[Extent], pool: KVPool, component: Attended = FULL) -> BatchPlan:
     """Plans one forward of `extents`, packed in this order, over a pool of this component's layers."""
     slots = np.concatenate([pool.slots(extent.page_table, extent.start, extent.end) for extent in extents])
-    return BatchPlan(pool, component, tuple(extents), run_of(slots, pool.device))
+    return BatchPlan(pool, component, tuple(extents), run_of(slots, pool.device), slots)
 
 
 def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
@@ -464,6 +465,7 @@ class Paging:
         max_context: positions that a sequence can have.
         arriving: transfers to the pools that are under way.
         given: what each layer has just given to the model's cache; empty without one.
+        adapted: whether an adapter's layers are in place of the model's own.
     """
 
     attention: Attention
@@ -472,6 +474,7 @@ class Paging:
     max_context: int
     arriving: tuple[LayerTicket, ...] = ()
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    adapted: bool = False
 
 
 class PackedPositions:

@@ -28,10 +28,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 _ISA = _core.kernel_isa()
 
 # Numbers of rows for which the core is quicker.
-_FEW = {torch.bfloat16: range(1, 17), torch.float32: range(2, 13)} if _ISA else {}
+_FEW = {torch.bfloat16: range(1, 33), torch.float32: range(2, 13)} if _ISA else {}
 _MANY = 48  # rows from which it pays to widen a weight
 _WIDENED = 1 << 22  # numbers of a weight that are widened at once
-_STEP = 32  # the core's kernels take rows of a multiple of so many numbers
+STEP = 32  # the core's kernels take rows of a multiple of so many numbers
 
 
 class Weights(NamedTuple):
@@ -46,6 +46,11 @@ def instructions() -> str:
     return _ISA
 
 
+def most_rows(dtype: torch.dtype) -> int:
+    """Returns the largest number of rows for which the core is quicker; 0: never."""
+    return max(_FEW.get(dtype, (0,)))
+
+
 def takes(tensor: torch.Tensor) -> bool:
     """Returns whether the core's kernels can read a weight where it is."""
     return (
@@ -53,7 +58,7 @@ def takes(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.dtype in _FEW
         and tensor.is_contiguous()
-        and tensor.shape[-1] % _STEP == 0
+        and tensor.shape[-1] % STEP == 0
         and tensor.numel() > 0
     )
 
@@ -61,7 +66,7 @@ def takes(tensor: torch.Tensor) -> bool:
 def are_few(x: torch.Tensor) -> bool:
     """Returns whether the core computes layers that are given x, [..., inputs]."""
     inputs = x.shape[-1]
-    return x.dtype in _FEW and inputs % _STEP == 0 and x.numel() // inputs in _FEW[x.dtype]
+    return x.dtype in _FEW and inputs % STEP == 0 and x.numel() // inputs in _FEW[x.dtype]
 
 
 def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:

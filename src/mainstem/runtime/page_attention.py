@@ -23,7 +23,6 @@ from mainstem.runtime.kv import run_of
 from mainstem.runtime.tree_attention import TreeAttention
 
 _FEW = 16  # new tokens of an extent, at most
-_HEAD_STEP = 32  # numbers of a head are a multiple of it
 SHARE_BYTES = 64 << 10  # of keys and values in a layer; see `seen_keys`
 
 
@@ -103,14 +102,14 @@ class PageAttention(TreeAttention):
             super()._attend(plan, others, query, keys, values, scale, sinks, softcap, out)
 
 
-def _reads(query: torch.Tensor, pages: torch.Tensor) -> bool:
+def _reads(query: torch.Tensor, stored: torch.Tensor) -> bool:
     """Returns whether the kernel can read keys or values [pages, page_size, kv_heads, numbers] where they are."""
-    _, page_size, kv_heads, numbers = pages.shape
-    page, position, head, number = pages.stride()
+    _, page_size, kv_heads, numbers = stored.shape
+    page, position, head, number = stored.stride()
     return (
         query.dtype in kernels.DTYPES
-        and pages.dtype is query.dtype
-        and numbers % _HEAD_STEP == 0
+        and stored.dtype is query.dtype
+        and numbers % kernels.STEP == 0
         and number == 1
         and page == page_size * position
         and (kv_heads == 1 or head == numbers)

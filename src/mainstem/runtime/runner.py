@@ -40,16 +40,17 @@ from mainstem.runtime.attention import (
     plan_batch,
 )
 from mainstem.runtime.caches import Gathering, Passing
+from mainstem.runtime.decoders import exchange_layers, restore_layers, settle
 from mainstem.runtime.exchanges import Exchanged, exchange, restore, sharing
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.kv import KVPool, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.page_attention import attention_for
 from mainstem.runtime.places import run
 from mainstem.runtime.pools import STATE_LAYER, Pools
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
-from mainstem.runtime.page_attention import attention_for
 from mainstem.runtime.vision import Vision
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import LayerTicket
@@ -304,6 +305,7 @@ class ModelRunner:
             cache: Cache | None = None
             plans = self._plans(segments, pools) if self._places else {}
             paging = Paging(self._attention, plans, self._places, self._max_context, arriving)
+            paging = replace(paging, adapted=segments[0].adapter is not None)
             if self.alone:
                 cache = Gathering(self._model.config, paging, segments[0].start)
             elif (passing := self._cache(segments, pools, arriving)) is not None:
@@ -446,26 +448,36 @@ class ModelRunner:
         """Compares two short prompts, packed, chunked and over scattered pages, with plain attention on whole ones."""
         length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
-        restore(self._model)  # another runner may have exchanged its modules
+        self._restore()  # another runner may have exchanged its modules
         with sharing(self._model) as given:
             plain = self._plain_logits(prompts)
         self.exchanged = exchange(self._model, given)
         try:
+            exchange_layers(self._model)
             error = self._tested_error(prompts, plain)
+            layers, refused = settle(self._model)
+            self.exchanged = replace(self.exchanged, layers=layers, refused=self.exchanged.refused + refused)
+            if layers:
+                error = max(error, self._tested_error(prompts, plain))
             if error > limit and self.exchanged.any:
                 log.warning("%s: with kernels, logits differ by %.2g of their spread: its own code runs", name, error)
-                restore(self._model)
-                self.exchanged = Exchanged()
+                self._restore()
                 error = self._tested_error(prompts, plain)
         except BaseException:
-            restore(self._model)
+            self._restore()
             raise
         if error > limit:
-            restore(self._model)
+            self._restore()
             raise UnsupportedModel(
                 f"{name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g} "
                 f"of their spread; {limit:g} is allowed" + (f" ({self._alone})" if self.alone else "")
             )
+
+    def _restore(self) -> None:
+        """Makes the model compute by its own code."""
+        restore_layers(self._model)
+        restore(self._model)
+        self.exchanged = Exchanged()
 
     def _test_length(self) -> int:
         seen = [row.tokens for row in self.layout.local.values()]
@@ -496,7 +508,7 @@ class ModelRunner:
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
         """Returns the largest difference of paged from plain logits [2, length, vocab], relative to their spread."""
         length = prompts.shape[1]
-        cuts = (length // 2, length - 1)
+        first, last = (length // 2, length - 1), (length, length - 1)
         page_size = min(self._page_size, 4)
         used = -(-length // page_size)
         counts = dict.fromkeys(self.layout.names, 2 * used)
@@ -504,7 +516,7 @@ class ModelRunner:
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
         error = 0.0
-        for begins, ends in (((0, 0), cuts), (cuts, (length, length))):
+        for begins, ends in (((0, 0), first), (first, last), (last, (length, length))):
             parts = [(i, b, e) for i, (b, e) in enumerate(zip(begins, ends, strict=True)) if e > b]
             segments = [self._test_segment(prompts[i], b, e, tables[i], page_size, i) for i, b, e in parts]
             wanted = torch.stack([plain[i, e - 1] for i, _, e in parts])
