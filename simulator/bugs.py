@@ -37,6 +37,7 @@ _BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
 )
 _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
+_DECODERS = "runtime/decoders.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -528,9 +529,26 @@ PYTHON: tuple[Mutant, ...] = (
         "(int(begins.max()), min(", "(int(begins.min()), min(",
         "tests/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
+    _mutant(
+        "a layer in one call forgets the adapter", "-", _DECODERS,
+        "            and not paging.adapted\n", "",
+        "tests/test_decoders.py::test_an_adapter_is_computed_by_its_own_layers",
+    ),
+    _mutant(
+        "a layer that clamps is taken for one that does not", "-", _DECODERS,
+        "_code(function) in known[name]", "bool(known[name])",
+        "tests/test_decoders.py::test_a_layer_with_other_code_is_not_exchanged",
+    ),
+    _mutant(
+        "a layer in one call is not compared by its keys", "-", _DECODERS,
+        "zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)", "[(ours, own)]",
+        "tests/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
+    ),
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
+_ATTENTION = _CORE + "kernels/attention.cpp"
+_ROWS_OF_PAGES = "tests/test_page_attention.py::"
 _LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
 NATIVE: tuple[Mutant, ...] = (
     _mutant(
@@ -782,6 +800,27 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "after a loss, what follows is noted as if nothing were missing", "-", "core/csrc/tree/journal.cpp",
         "  lost_ = true;\n", "",
+    ),
+    # ---------------------------------------------------------------- attention over pages
+    _mutant(
+        "units of a query are merged without their highest scores", "-", _ATTENTION,
+        "sum.highest = exponential<kLanes>(sum.highest - highest);", "sum.highest = 1;",
+        _ROWS_OF_PAGES + "test_long_parts_are_computed_in_several_units",
+    ),
+    _mutant(
+        "what was added before a higher score stays as heavy", "-", _ATTENTION,
+        "if (kept == 1) return;", "return;",
+        _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a query sees one key too many", "-", _ATTENTION,
+        "(at >= begin) & (at < end)", "(at >= begin) & (at <= end)",
+        _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a sink is merged though it is higher than all scores", "-", _ATTENTION,
+        "float highest = sinks ? widen(sinks[head]) : kLowest;", "float highest = kLowest;",
+        _ROWS_OF_PAGES + "test_large_scores_do_not_overflow",
     ),
 )
 # fmt: on
