@@ -38,6 +38,7 @@ _BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
 _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
 _DECODERS = "runtime/decoders.py"
+_TRITON = "runtime/triton_attention.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -543,6 +544,31 @@ PYTHON: tuple[Mutant, ...] = (
         "a layer in one call is not compared by its keys", "-", _DECODERS,
         "zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)", "[(ours, own)]",
         "tests/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
+    ),
+    _mutant(
+        "a GPU merges partial results without their maximum", "-", _TRITON,
+        "highest = tl.maximum(most, own)", "highest = tl.zeros([SOME], tl.float32)",
+        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a GPU reads a shared run one page too far", "-", _TRITON,
+        "tables[run.members[0]], begin, end)", "tables[run.members[0]], begin, end + size)",
+        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a GPU reads a shared run one page short", "-", _TRITON,
+        "tables[run.members[0]], begin, end)", "tables[run.members[0]], begin, end - size)",
+        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a GPU gives a tile the keys of its first row only", "-", _TRITON,
+        "int(bounds[rows, 1].max()))", "int(bounds[rows[0], 1]))",
+        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a GPU puts a result at the place of another row", "-", _TRITON,
+        'np.argsort(rows, kind="stable")', "np.arange(len(rows))",
+        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
 )
 

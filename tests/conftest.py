@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import patience
+from machine import DEVICE, patience
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ and simulator/ are not part of the package
 
@@ -21,7 +22,9 @@ pytest.register_assert_rewrite("rigs")  # a check of a rig that fails shows its 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Scales the timeout of each test to this machine, and watches what is skipped."""
+    """Scales the timeout of each test to this machine, watches skips, and has kernels of Triton interpreted."""
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
     if config.option.timeout is None:  # a worker inherits it from the process that started it
         config.option.timeout = patience(float(config.getini("timeout")))
     if not hasattr(config, "workerinput"):

@@ -1,4 +1,4 @@
-"""Deadlines that scale with how slow or busy this machine is.
+"""What tests are on: their device, and deadlines that scale with how slow or busy this machine is.
 
 Most tests have their own clock. Tests of real servers, processes and threads wait for events and give up after
 `patience(seconds)`: that many seconds on the machine on which the tests were written, and longer in proportion if this
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from functools import cache
 
+DEVICE = os.environ.get("MAINSTEM_GPU_DEVICE", "cpu")
+"""Of tests that can run on several: the CPU, or a GPU with `make test-gpu`."""
 REFERENCE_S = 0.014
 """What `_work` takes on an idle core of the machine on which the deadlines were written."""
 MAX_SLOWNESS = 40.0

@@ -16,7 +16,7 @@ from mainstem.errors import BadArgument
 from mainstem.runtime import kernels, page_attention
 from mainstem.runtime.attention import Extent, SdpaAttention, plan_batch
 from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.page_attention import PageAttention, attention_for
+from mainstem.runtime.page_attention import PageAttention
 from mainstem.runtime.tree_attention import TreeAttention
 from tests.rigs.batches import Batch, batches
 from tests.test_tree_attention import EXACT, GROUP, KV_HEADS, SINKS, attend, new_rows
@@ -176,8 +176,3 @@ def test_slots_beyond_the_pool_are_refused() -> None:
     room = torch.zeros(9 * 32)
     with pytest.raises(BadArgument, match="slots"):
         plan.attend(*[room.data_ptr()] * 4, (1, 1, 32, 32), (32, 32), 9, 1.0, 0.0, 0, False, 1)
-
-
-def test_the_kernel_is_for_cpus() -> None:
-    assert isinstance(attention_for(torch.device("cpu")), PageAttention)
-    assert type(attention_for(torch.device("meta"))) is TreeAttention

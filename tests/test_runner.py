@@ -803,6 +803,23 @@ def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         ModelRunner(loaded(tiny("llama")), 8, 16)
 
 
+class _Failing(_Shifted):
+    """Cannot be compiled."""
+
+    def attend(self, *arguments: Any, **others: Any) -> torch.Tensor:
+        raise ArithmeticError("out of shared memory")
+
+
+@pytest.mark.parametrize(("kernel", "says"), [(_Shifted, "logits differ"), (_Failing, "out of shared memory")])
+def test_a_kernel_for_gpus_that_fails_the_self_test_is_replaced(
+    kernel: type[TreeAttention], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda device: kernel())
+    runner = ModelRunner(loaded(tiny("llama")), 8, 16)
+    assert says in caplog.text and "attention is computed by PyTorch" in caplog.text
+    assert runner.forward([Segment(tokens_of(1, 5), 0, (TABLE,), True)]).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_the_self_test(dtype: torch.dtype) -> None:
     model = tiny("llama").to(dtype)  # type: ignore[call-arg, arg-type]

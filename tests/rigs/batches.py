@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -44,6 +45,14 @@ class Batch:
         table[:gone] = -1
         return extent._replace(page_table=table)
 
+    def on(self, device: str, dtype: torch.dtype | None = None) -> Batch:
+        """The batch over a copy of the pool on a device, of its own dtype or another one."""
+        pool = self.pool
+        copy = KVPool(pool.shape, pool.pages, pool.page_size, dtype or pool.dtype, device)
+        for plane, given in zip(copy.planes, pool.planes, strict=True):
+            plane.copy_(given)
+        return replace(self, pool=copy)
+
     @contextmanager
     def settings(self) -> Iterator[None]:
         """Makes small things as worth it as large ones are."""
@@ -56,6 +65,11 @@ class Batch:
             patch.setattr("mainstem.runtime.folding.GATHER_BYTES", 10 * self.view_positions * position_bytes)
             patch.setattr("mainstem.runtime.folding.BEGIN_STEP", self.fold_pages)
             patch.setattr("mainstem.runtime.attention.TILE_ROWS", self.tile_rows)
+            if "mainstem.runtime.triton_attention" in sys.modules:  # a test imports it where Triton is installed
+                worth = {"FOLD_POSITIONS": self.fold_pages * self.pool.page_size, "BEGIN_STEP": self.fold_pages}
+                parts = {"LEAST_SPAN": self.view_positions, "PROGRAMS": 8, "BLOCK_BYTES": 256}
+                for name, size in (worth | parts).items():
+                    patch.setattr(f"mainstem.runtime.triton_attention.{name}", size)
             yield
 
 

@@ -17,18 +17,13 @@ import torch
 
 from mainstem import _core
 from mainstem.runtime import kernels
-from mainstem.runtime.attention import Attention, BatchPlan, Stored
+from mainstem.runtime.attention import BatchPlan, Stored
 from mainstem.runtime.folding import seen_keys
 from mainstem.runtime.kv import run_of
 from mainstem.runtime.tree_attention import TreeAttention
 
 _FEW = 16  # new tokens of an extent, at most
 SHARE_BYTES = 64 << 10  # of keys and values in a layer; see `seen_keys`
-
-
-def attention_for(device: torch.device) -> Attention:
-    """Returns the best kernel for a device."""
-    return PageAttention() if device.type == "cpu" and kernels.instructions() else TreeAttention()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from mainstem.components import Full
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime import kernels
 from mainstem.runtime.adapters import Adapter, Adapters
 from mainstem.runtime.attention import (
     TOLERANCE,
@@ -46,11 +47,12 @@ from mainstem.runtime.host import HostPool
 from mainstem.runtime.kv import KVPool, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.page_attention import attention_for
+from mainstem.runtime.page_attention import PageAttention
 from mainstem.runtime.places import run
 from mainstem.runtime.pools import STATE_LAYER, Pools
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
+from mainstem.runtime.tree_attention import TreeAttention
 from mainstem.runtime.vision import Vision
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import LayerTicket
@@ -135,7 +137,7 @@ class ModelRunner:
         text = model.config.get_text_config(decoder=True)
         self._model = model
         self._max_context = loaded.max_context
-        self._attention: Attention = attention_for(model.device)
+        self._attention = attention_for(model.device)
         self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
         self.adapters = Adapters(model)
@@ -494,7 +496,7 @@ class ModelRunner:
         if not self.alone:
             install(self._model)
             try:
-                return self._paged_error(prompts, plain)
+                return self._packed_error(prompts, plain)
             except UnsupportedModel as refusal:
                 if not _gathers(self._model, self.layout) or self.vision is not None:
                     raise
@@ -504,6 +506,27 @@ class ModelRunner:
             return self._paged_error(prompts, plain)
         except Exception as error:  # models raise all kinds
             raise UnsupportedModel(f"{self._alone}; nor does it run over gathered keys: {error}") from error
+
+    def _packed_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
+        """Returns `_paged_error` with the device's own kernel, or with PyTorch's if that one does not compute it."""
+        kernel, other = self._attention, TreeAttention()
+        if type(kernel) is not type(other):
+            try:
+                error = self._paged_error(prompts, plain)
+            except UnsupportedModel:
+                raise
+            except Exception:  # compilers and drivers raise all kinds
+                log.warning("%s fails; attention is computed by PyTorch", type(kernel).__name__, exc_info=True)
+            else:
+                if error <= TOLERANCE[self._like.dtype]:
+                    return error
+                log.warning(
+                    "by %s, logits differ by %.2g of their spread; attention is computed by PyTorch",
+                    type(kernel).__name__,
+                    error,
+                )
+            self._attention = other
+        return self._paged_error(prompts, plain)
 
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
         """Returns the largest difference of paged from plain logits [2, length, vocab], relative to their spread."""
@@ -532,6 +555,20 @@ class ModelRunner:
         for own, component in zip(tables, self._attended.values(), strict=True):
             own[: component.seen_from(begin) // page_size] = -1
         return Segment(prompt[begin:end], begin, tuple(tables), True, state=slot)
+
+
+def attention_for(device: torch.device) -> Attention:
+    """Returns the attention kernel for a device: of a CPU the core's, of a GPU that in Triton, where it is installed."""
+    if device.type == "cpu" and kernels.instructions():
+        return PageAttention()
+    if device.type == "cuda":
+        try:
+            from mainstem.runtime.triton_attention import TritonAttention
+        except ImportError as error:
+            log.warning("attention is computed by PyTorch, since Triton cannot be imported: %s", error)
+        else:
+            return TritonAttention()
+    return TreeAttention()
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""Compiles the attention kernels for NVIDIA GPUs, which needs none: python -m rigs.compiled 80 90
+
+Prints a line for each kernel: the architecture, its name, and whether it multiplies in tensor cores.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from mainstem.runtime import triton_attention
+
+_HALF = {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16", "lse": None, "scale": "fp32"}
+_READ = {"tasks": "*i32", "rows": "*i32", "pages": "*i32"}
+_SIZES = {"KV_HEADS": 8, "GROUP": 4, "HEADS": 4, "ROWS": 64, "KEYS": 64, "PAGE": 16, "FIRST": 128, "REST": 0}
+_PART = {**_HALF, **_READ, **_SIZES, "VALUE": 128, "CAP": None}
+_PARTIAL = {"out": "*fp32", "lse": "*fp32"}
+_LATENT = {"values": None, "KV_HEADS": 1, "GROUP": 128, "HEADS": 64, "KEYS": 16, "FIRST": 512, "REST": 64, "VALUE": 512}
+_MERGE = {"results": "*fp32", "lse": "*fp32", "sinks": "*bf16", "out": "*bf16", "merged": "*i32", "firsts": "*i32"}
+
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prefill": (triton_attention._part, _PART),
+    "decode": (triton_attention._part, {**_PART, **_PARTIAL, "ROWS": 16, "CAP": 50.0}),
+    "latent": (triton_attention._part, {**_PART, **_PARTIAL, **_LATENT}),
+    "merge": (triton_attention._merge, {**_MERGE, "count": "i32", "ALL": 32, "VALUE": 128, "SOME": 8}),
+}
+
+
+def ptx(kernel: Any, arguments: dict[str, Any], architecture: int) -> str:
+    """Returns the code of a kernel; arguments are names of types, or constants."""
+    types = {name: given if isinstance(given, str) else "constexpr" for name, given in arguments.items()}
+    constants = {(i,): arguments[name] for i, name in enumerate(kernel.arg_names) if types[name] == "constexpr"}
+    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    return str(compile(source, target=GPUTarget("cuda", architecture, 32)).asm["ptx"])
+
+
+if __name__ == "__main__":
+    for architecture in map(int, sys.argv[1:]):
+        for name, (kernel, arguments) in KERNELS.items():
+            print(architecture, name, "mma" in ptx(kernel, {n: arguments[n] for n in kernel.arg_names}, architecture))
