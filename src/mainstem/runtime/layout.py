@@ -99,9 +99,8 @@ def _attended(config: PreTrainedConfig, index: int, layer: object, max_context: 
     """Returns the component of a layer's keys and values; None if it keeps none."""
     from transformers import cache_utils
 
-    if isinstance(layer, (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)) and not isinstance(
-        layer, cache_utils.DynamicLayer
-    ):
+    without_keys = cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", ())  # 5.17 has no such class
+    if isinstance(layer, without_keys) and not isinstance(layer, cache_utils.DynamicLayer):
         return None
     if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
         tokens, kinds = int(layer.sliding_window), getattr(config, "layer_types", None)

@@ -28,8 +28,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.imports import needs
 from mainstem.runtime.ranks import ONE_RANK, Ranks
@@ -124,7 +122,11 @@ def load_model(
 def cache_folder() -> Path:
     """Returns the folder of converted models: $MAINSTEM_CACHE, or `mainstem` in the user's cache folder."""
     chosen = os.environ.get("MAINSTEM_CACHE")
-    return Path(chosen) if chosen else platformdirs.user_cache_path("mainstem", appauthor=False)
+    if chosen:
+        return Path(chosen)
+    import platformdirs  # late: only models that are downloaded or converted need it
+
+    return platformdirs.user_cache_path("mainstem", appauthor=False)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
