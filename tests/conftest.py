@@ -25,10 +25,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Scales the timeout of each test to this machine, watches skips, and has kernels of Triton interpreted."""
     if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
+    elif not _has_gpu():
+        raise pytest.UsageError(f"MAINSTEM_GPU_DEVICE is {DEVICE}, and PyTorch finds no GPU")
     if config.option.timeout is None:  # a worker inherits it from the process that started it
         config.option.timeout = patience(float(config.getini("timeout")))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips())
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(scope="session")

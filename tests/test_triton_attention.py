@@ -16,11 +16,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from machine import DEVICE
 
+from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, LATENT, VARIANTS, WINDOWED, loaded, tiny
 from mainstem.runtime import kernels
 from mainstem.runtime.attention import FULL, Attention, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.runtime.layout import Layout
 from mainstem.runtime.page_attention import PageAttention
-from mainstem.runtime.runner import attention_for
+from mainstem.runtime.runner import ModelRunner, attention_for
 from mainstem.runtime.tree_attention import TreeAttention
 from tests.rigs.batches import Batch, batches
 from tests.rigs.interpreted import triton_attention
@@ -102,6 +104,32 @@ def test_a_plan_is_divided_once_for_all_its_layers(kernel: Attention, monkeypatc
     kernel.attend(0, new[0], new[1], new[2], SCALE, plan)
     monkeypatch.setattr("mainstem.runtime.triton_attention.shared_runs", lambda *_: pytest.fail("it is divided again"))
     kernel.attend(1, new[0], new[1], new[2], SCALE, plan)
+
+
+MODELS = {
+    "llama": FAMILIES["llama"],  # full attention
+    "mistral": WINDOWED["mistral"],  # windows
+    "gemma2": WINDOWED["gemma2"],  # windows and full attention, with capped scores
+    "gpt_oss": WINDOWED["gpt_oss"],  # sinks
+    "mimo_v2_flash": WINDOWED["mimo_v2_flash"],  # values smaller than keys
+    "llama4_text": VARIANTS["llama4_text"][1],  # chunks
+    "deepseek_v3": LATENT["deepseek_v3"],  # latents
+    "qwen3_next": HYBRIDS["qwen3_next"],  # states beside it
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_models_attend_by_it_as_by_their_own_code(
+    family: str, kernel: Attention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The self-test compares logits, over scattered pages and in chunks. Another kernel is taken if they differ."""
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda device: kernel)
+    model: Any = tiny(family, **MODELS[family]).to(DEVICE)  # type: ignore[call-arg, arg-type]
+    calls: list[int] = []
+    attend = kernel._attend  # type: ignore[attr-defined]
+    monkeypatch.setattr(kernel, "_attend", lambda *given: (calls.append(1), attend(*given)))
+    ModelRunner(loaded(model), dict.fromkeys(Layout.of(model.config, CONTEXT).names, 8), 16)
+    assert calls and "computed by PyTorch" not in caplog.text
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

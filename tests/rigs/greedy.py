@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import patience
+from machine import DEVICE, patience
 from rigs.letters import Letters
 
 from bench.tiny_models import loaded, tiny
@@ -32,7 +32,7 @@ def plain(model: Any) -> Callable[[Sequence[int], int], Greedy]:
     @functools.cache
     def next_token(tokens: tuple[int, ...]) -> tuple[int, float]:
         with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+            logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1].float()
         best = int(logits.argmax())
         return best, float(torch.log_softmax(logits, dim=-1)[best])
 
@@ -61,8 +61,8 @@ def same(completion: Completion, expected: Greedy) -> None:
 
 
 def pair_of(family: str, changes: dict[str, Any]) -> tuple[LoadedModel, Callable[[Sequence[int], int], Greedy]]:
-    """Returns a tiny model of a family, and plain greedy decoding by a copy of it."""
-    model = tiny(family, **changes)
+    """Returns a tiny model of a family on the tests' device, and plain greedy decoding by a copy of it."""
+    model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[call-arg, arg-type]
     made = loaded(model)
     return LoadedModel(made.model, Letters(), family, made.dtype, made.max_context), plain(copy.deepcopy(model))  # type: ignore[arg-type]
 

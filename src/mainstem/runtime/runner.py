@@ -558,7 +558,7 @@ class ModelRunner:
 
 
 def attention_for(device: torch.device) -> Attention:
-    """Returns the attention kernel for a device: of a CPU the core's, of a GPU that in Triton, where it is installed."""
+    """Returns the attention kernel for a device: the core's on a CPU, that in Triton on a GPU, if installed."""
     if device.type == "cpu" and kernels.instructions():
         return PageAttention()
     if device.type == "cuda":
