@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-vllm lint \
 	bench record bench-index bench-core bench-policies bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers simulate simulate-campaign mutants native coverage instructions stub clean
+	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
 	@echo "make test-hf       all tests of transformers' generate() over the cache, the real model's included"
 	@echo "make test-vllm     test inside vLLM's engine on the CPU, which is installed into $(VLLM)"
+	@echo "make test-gpu      what needs a GPU, by the system's own Python, without a network (docs/gpu.md); bench-gpu measures it"
 	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
@@ -131,6 +132,18 @@ $(VENV)/gemma: $(VENV)/dev
 
 test-gemma: $(VENV)/gemma
 	$(BIN)/pytest tests/test_gemma.py $(ARGS)
+
+# On a machine with a GPU: nothing is installed, and the core is built with a compiler and nanobind alone. Two families
+# need transformers 5.20, and a restart needs a store.
+GPU := PYTHONPATH=src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
+test-gpu:
+	$(PYTHON) scripts/build_core.py
+	$(GPU) -m pytest -o addopts=-ra -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart" \
+		tests/test_host.py tests/test_triton_attention.py tests/test_tree_attention.py tests/test_engine_hybrid.py
+
+bench-gpu:
+	$(PYTHON) scripts/build_core.py
+	$(GPU) -m bench.gpu $(ARGS)
 
 # SEEDS=0:200 selects the runs; ARGS takes the other options of `python -m simulator --help`.
 simulate: $(VENV)/dev

@@ -97,7 +97,7 @@ def run(settings: Settings, report: Report, clock: Clock = time.process_time) ->
 
 
 def _row(settings: Settings, shape: Shape, page_size: int, dtype: str, clock: Clock) -> dict[str, Any]:
-    extents = _extents(shape, page_size)
+    extents = extents_of(shape, page_size)
     pages = 1 + max(int(extent.page_table.max()) for extent in extents)
     kv = KVShape(settings.layers, settings.kv_heads, settings.head_dim, settings.head_dim)
     pool = KVPool(kv, pages, page_size, getattr(torch, dtype))
@@ -108,17 +108,18 @@ def _row(settings: Settings, shape: Shape, page_size: int, dtype: str, clock: Cl
     taken_s: dict[str, list[float]] = {name: [] for name in _KERNELS}
     with torch.inference_mode():
         for kernel in _KERNELS.values():
-            _step_s(kernel, extents, pool, new, clock)  # the first is slower
+            step_s(kernel, extents, pool, new, clock)  # the first is slower
         for _ in range(settings.rounds):
             for name, kernel in _KERNELS.items():
-                taken_s[name].append(_step_s(kernel, extents, pool, new, clock))
+                taken_s[name].append(step_s(kernel, extents, pool, new, clock))
     middle = {f"{name}_s": median(taken) for name, taken in taken_s.items()}
     ratios = sorted(slow / fast for slow, fast in zip(taken_s["by_request"], taken_s["folded"], strict=True))
     facts = {"shape": shape.label, "page_size": page_size, "dtype": dtype}
     return {**facts, **middle, "ratio": median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
 
 
-def _extents(shape: Shape, page_size: int) -> list[Extent]:
+def extents_of(shape: Shape, page_size: int) -> list[Extent]:
+    """Returns the requests of a step: they share whole pages, and own one page each in turn."""
     shared, end = shape.shared // page_size, shape.shared + shape.own + shape.new
     own = -(-end // page_size) - shared
     prefix, turns = np.arange(shared), shared + np.arange(own) * shape.requests
@@ -126,7 +127,7 @@ def _extents(shape: Shape, page_size: int) -> list[Extent]:
     return [Extent(shape.new, end - shape.new, table) for table in tables]
 
 
-def _step_s(
+def step_s(
     kernel: Attention, extents: Sequence[Extent], pool: KVPool, new: Sequence[torch.Tensor], clock: Clock
 ) -> float:
     """Returns the seconds of a step's attention, its plan included."""

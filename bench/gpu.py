@@ -1,0 +1,449 @@
+"""What a GPU does with pages: copies, loads beside computing, attention, folding, and the engine.
+
+    make bench-gpu                            on a machine with a GPU
+    python -m bench.gpu --dry-run             the same code with tiny sizes on the CPU: no figure of it says anything
+
+Writes `gpu-<hardware>.json` after each part, so that a run that is cut off keeps what it has. A part that fails is
+named, and the others run. Times are those of the clock, after the device has finished. Models have random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from rigs.letters import Letters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from bench import throughput, ttft
+from bench.attention import Shape, extents_of, step_s
+from bench.report import Report
+from mainstem.runtime.attention import Attention, SdpaAttention, plan_batch
+from mainstem.runtime.host import HostPool, Planes
+from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.runner import attention_for
+from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.tiers.transfer import Move, Ticket
+
+COPY_GOAL = 0.8
+"""The share of the link's own speed that copies of scattered pages should reach."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of the benchmark. The shape is that of Llama 3.2 1B.
+
+    Args:
+        device: "cuda", or "cpu" for a rehearsal.
+        dtype: of weights, keys and values.
+        layers, heads, kv_heads, head_dim, hidden, inner, vocab: of the model.
+        context: positions of a request at most.
+        page_sizes: positions per page.
+        copied_bytes: in one direction, for each measure.
+        rounds: of each measure; the median counts.
+        decodes: requests of a decode step, for attention.
+        prefills: likewise of a prefill.
+        sharers: numbers of requests that share one prefix.
+        prefix, own: positions that these share, and that each has beside it.
+        prompts: lengths of prefixes, for the time to the first token.
+        concurrent: requests at a time, for throughput.
+        new_tokens: of each of them.
+    """
+
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    layers: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 64
+    hidden: int = 2048
+    inner: int = 8192
+    vocab: int = 128_256
+    context: int = 16_384
+    page_sizes: tuple[int, ...] = (16, 64)
+    copied_bytes: int = 1 << 30
+    rounds: int = 9
+    decodes: tuple[Shape, ...] = (Shape(1, 0, 8192), Shape(32, 0, 1024), Shape(64, 2048, 256), Shape(8, 0, 16_000))
+    prefills: tuple[Shape, ...] = (Shape(1, 0, 0, 4096), Shape(8, 2048, 0, 256))
+    sharers: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    prefix: int = 4096
+    own: int = 128
+    prompts: tuple[int, ...] = (1024, 4096, 8192)
+    concurrent: tuple[int, ...] = (1, 8, 32)
+    new_tokens: int = 64
+
+
+REHEARSAL = Settings(
+    device="cpu",
+    dtype="float32",
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    hidden=64,
+    inner=96,
+    vocab=97,
+    context=512,
+    page_sizes=(16,),
+    copied_bytes=1 << 18,
+    rounds=1,
+    decodes=(Shape(2, 32, 16),),
+    prefills=(Shape(1, 0, 0, 20),),
+    sharers=(1, 2),
+    prefix=32,
+    own=8,
+    prompts=(64,),
+    concurrent=(2,),
+    new_tokens=2,
+)
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """Returns the name of the device, and what PyTorch says of it."""
+    if device == "cpu":
+        return {"name": platform.processor() or "cpu"}
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "name": found.name,
+        "memory_bytes": found.total_memory,
+        "multiprocessors": found.multi_processor_count,
+        "capability": f"{found.major}.{found.minor}",
+        "cuda": torch.version.cuda,
+    }
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Returns a clock in seconds, which first waits until the device has finished."""
+
+    def clock() -> float:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return clock
+
+
+class Bench:
+    """One run of the benchmark.
+
+    Args:
+        settings: its settings.
+        attention: the kernel of the device.
+    """
+
+    def __init__(self, settings: Settings, attention: Attention) -> None:
+        self._settings, self._attention = settings, attention
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._clock = clock_of(settings.device)
+
+    @property
+    def parts(self) -> dict[str, Callable[[], Iterator[Row]]]:
+        """What is measured, by name."""
+        return {
+            "copies": self.copies,
+            "hidden loads": self.hidden,
+            "attention": self.attention,
+            "folding": self.folding,
+            "graph": self.graph,
+            "ttft": self.ttft,
+            "throughput": self.throughput,
+        }
+
+    def _seconds(self, work: Callable[[], object], rounds: int | None = None) -> float:
+        """Returns the median time of some work, which runs once before."""
+        work()
+        taken = []
+        for _ in range(rounds or self._settings.rounds):
+            began_s = self._clock()
+            work()
+            taken.append(self._clock() - began_s)
+        return median(taken)
+
+    # ------------------------------------------------------------ copies
+
+    def copies(self) -> Iterator[Row]:
+        """Yields scattered pages, down and up, beside one pinned copy of the same bytes."""
+        for page_size in self._settings.page_sizes:
+            planes = self._planes(page_size)
+            size = planes.payload_bytes * planes.pages
+            link = self._link(size)
+            for layout in ("page_first", "layer_first"):
+                pool = HostPool([planes], [planes.pages], layout)  # type: ignore[arg-type]
+                move = [Move(0, *self._scattered(planes.pages))]
+                for way, begin in (("down", pool.down), ("up", pool.up)):
+                    taken_s = self._seconds(partial(_whole, begin, move))
+                    share = link[way] / taken_s
+                    yield {
+                        "page_size": page_size,
+                        "layout": layout,
+                        "way": way,
+                        "pages": planes.pages,
+                        "bytes_per_s": size / taken_s,
+                        "link_bytes_per_s": size / link[way],
+                        "share": share,
+                        "goal": COPY_GOAL,
+                        "met": share >= COPY_GOAL,
+                    }
+                pool.close()
+
+    def _planes(self, page_size: int) -> Planes:
+        s = self._settings
+        page_bytes = 2 * s.layers * page_size * s.kv_heads * s.head_dim * self._dtype.itemsize
+        shape = (s.layers, max(2, s.copied_bytes // page_bytes), page_size, s.kv_heads, s.head_dim)
+        return Planes(tuple(torch.randn(shape, dtype=self._dtype, device=s.device) for _ in range(2)))
+
+    def _scattered(self, pages: int) -> tuple[Any, Any]:
+        chance = np.random.default_rng(0)
+        return chance.permutation(pages).astype(np.int32), chance.permutation(pages).astype(np.int32)
+
+    def _link(self, size: int) -> dict[str, float]:
+        """Returns the seconds that one copy of so many bytes takes between pinned memory and the device."""
+        is_gpu = self._settings.device != "cpu"
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=is_gpu).fill_(1)
+        there = torch.empty(size, dtype=torch.uint8, device=self._settings.device).fill_(2)
+        up = self._seconds(lambda: there.copy_(host, non_blocking=True))
+        return {"up": up, "down": self._seconds(lambda: host.copy_(there, non_blocking=True))}
+
+    def hidden(self) -> Iterator[Row]:
+        """Yields how much of a load passes while the layers before it compute."""
+        s = self._settings
+        planes = self._planes(s.page_sizes[0])
+        pool = HostPool([planes], [planes.pages], "page_first")
+        move = [Move(0, *self._scattered(planes.pages))]
+        pool.down(move).wait()
+        size = min(4096, 64 * s.hidden // 32)
+        left, right = (torch.randn(size, size, dtype=self._dtype, device=s.device) for _ in range(2))
+        load_s = self._seconds(lambda: pool.up(move).wait())
+        product_s = self._seconds(lambda: left @ right)
+        products = max(1, round(load_s / s.layers / max(product_s, 1e-6)))  # a layer computes as long as it loads
+
+        def compute(layer: int) -> None:
+            for _ in range(products):
+                left @ right
+
+        def both() -> None:
+            ticket = pool.up(move)
+            for layer in range(s.layers):
+                ticket.wait_layer(layer)
+                compute(layer)
+            ticket.wait()
+
+        compute_s = self._seconds(lambda: [compute(layer) for layer in range(s.layers)])
+        both_s = self._seconds(both)
+        hidden = (compute_s + load_s - both_s) / min(compute_s, load_s)
+        yield {"load_s": load_s, "compute_s": compute_s, "both_s": both_s, "hidden": hidden}
+        pool.close()
+
+    # ------------------------------------------------------------ attention
+
+    def attention(self) -> Iterator[Row]:
+        """Yields a step's attention in all layers by each kernel, and by dense ones that read no pages."""
+        kernels = {type(kernel).__name__: kernel for kernel in (self._attention, TreeAttention(), SdpaAttention())}
+        for shape in (*self._settings.decodes, *self._settings.prefills):
+            for page_size in self._settings.page_sizes:
+                step = self._step(shape, page_size)
+                times = {f"{name}_s": self._seconds(partial(step, kernel)) for name, kernel in kernels.items()}
+                yield {"shape": shape.label, "page_size": page_size, **times, **self._dense(shape)}
+
+    def _step(self, shape: Shape, page_size: int) -> Callable[[Attention], float]:
+        s = self._settings
+        extents = extents_of(shape, page_size)
+        pages = 1 + max(int(extent.page_table.max()) for extent in extents)
+        pool = KVPool(KVShape(s.layers, s.kv_heads, s.head_dim, s.head_dim), pages, page_size, self._dtype, s.device)
+        for plane in pool.planes:
+            plane.normal_()
+        new = self._rows(shape.requests * shape.new)
+        return lambda kernel: step_s(kernel, extents, pool, new, time.perf_counter)
+
+    def _rows(self, tokens: int) -> list[torch.Tensor]:
+        s = self._settings
+        sizes = (s.heads, s.kv_heads, s.kv_heads)
+        return [torch.randn(tokens, n, s.head_dim, dtype=self._dtype, device=s.device) for n in sizes]
+
+    def _dense(self, shape: Shape) -> Row:
+        """Returns the times of attention to keys that are contiguous for each request; None where it cannot run."""
+        s, keys = self._settings, shape.shared + shape.own + shape.new
+        if shape.new not in (1, keys):
+            return {}  # neither a decode nor a whole prompt
+        q = torch.randn(shape.requests, s.heads, shape.new, s.head_dim, dtype=self._dtype, device=s.device)
+        k, v = (
+            torch.randn(shape.requests, s.kv_heads, keys, s.head_dim, dtype=self._dtype, device=s.device)
+            for _ in range(2)
+        )
+        is_causal = shape.new > 1
+
+        def torch_flash() -> None:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION if s.device != "cpu" else SDPBackend.MATH):
+                for _ in range(s.layers):
+                    scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+        times: Row = {"torch_flash_s": self._seconds(torch_flash), "flash_attn_s": None}
+        try:
+            from flash_attn import flash_attn_func  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError:
+            return times
+        across = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+        def flash_attn() -> None:
+            for _ in range(s.layers):
+                flash_attn_func(*across, causal=is_causal)
+
+        return {**times, "flash_attn_s": self._seconds(flash_attn)}
+
+    def folding(self) -> Iterator[Row]:
+        """Yields a decode of requests that share a prefix, beside as many that have copies of it."""
+        s = self._settings
+        for count in s.sharers:
+            shared, apart = Shape(count, s.prefix, s.own), Shape(count, 0, s.prefix + s.own)
+            taken = []
+            for shape in (shared, apart):
+                step = self._step(shape, s.page_sizes[0])
+                taken.append(self._seconds(partial(step, self._attention)))
+                del step
+            yield {"sharers": count, "shared_s": taken[0], "apart_s": taken[1], "ratio": taken[1] / taken[0]}
+
+    def graph(self) -> Iterator[Row]:
+        """Yields a decode step's attention, launched kernel by kernel and as one CUDA graph, with the same plan."""
+        s = self._settings
+        shape = s.decodes[-1]
+        extents = extents_of(shape, s.page_sizes[0])
+        pages = 1 + max(int(extent.page_table.max()) for extent in extents)
+        kv = KVShape(s.layers, s.kv_heads, s.head_dim, s.head_dim)
+        pool = KVPool(kv, pages, s.page_sizes[0], self._dtype, s.device)
+        new = self._rows(shape.requests)
+        plan = plan_batch(extents, pool)
+
+        def layers() -> None:
+            for layer in range(s.layers):
+                self._attention.attend(layer, new[0], new[1], new[2], s.head_dim**-0.5, plan)
+
+        eager_s = self._seconds(layers)
+        row: Row = {"shape": shape.label, "eager_s": eager_s, "graph_s": None}
+        if s.device != "cpu":
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                layers()
+            row["graph_s"] = self._seconds(captured.replay)
+        yield row
+
+    # ------------------------------------------------------------ the engine
+
+    def ttft(self) -> Iterator[Row]:
+        """Yields the time to the first token, cold and warm."""
+        lengths = ttft.Settings(self._settings.prompts, token_budget=2 * max(self._settings.prompts), repeats=(5, 2))
+        yield from self._engine(lambda report, loaded: ttft.run(lengths, report, loaded))
+
+    def throughput(self) -> Iterator[Row]:
+        """Yields requests and tokens per second of requests that share a prefix, with and without reuse."""
+        s = self._settings
+        loads = throughput.Settings(s.concurrent, max(s.prompts) // 4, 20, s.new_tokens, dtype=s.dtype)
+        yield from self._engine(lambda report, loaded: throughput.run(loads, report, loaded))
+
+    def _engine(self, measure: Callable[[Report, LoadedModel], None]) -> list[Row]:
+        s = self._settings
+        config = LlamaConfig(
+            vocab_size=s.vocab,
+            hidden_size=s.hidden,
+            intermediate_size=s.inner,
+            num_hidden_layers=s.layers,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            max_position_embeddings=s.context,
+        )
+        torch.manual_seed(0)
+        with torch.device(s.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype).eval()
+        loaded = LoadedModel(model, Letters(), "llama, random weights", self._dtype, s.context)  # type: ignore[arg-type]
+        report = Report("gpu", "", quick=False, progress=lambda line: None)
+        measure(report, loaded)
+        return report.rows
+
+
+def _whole(begin: Callable[[list[Move]], Ticket], move: list[Move]) -> None:
+    begin(move).wait()
+
+
+# ---------------------------------------------------------------- one run
+
+
+def run(settings: Settings, report: Report, save: Callable[[], object], attention: Attention | None = None) -> None:
+    """Measures all parts into `report.more`, and saves after each.
+
+    Args:
+        settings: of the benchmark.
+        report: to fill in.
+        save: called after each part.
+        attention: the kernel; None: that of the device.
+    """
+    found = hardware(settings.device)
+    report.settings.update(asdict(replace(settings, decodes=(), prefills=())))
+    report.more["hardware"] = [found]
+    bench = Bench(settings, attention or attention_for(torch.device(settings.device)))
+    for name, measure in bench.parts.items():
+        report.progress(f"gpu: {name}")
+        rows: list[Row] = []
+        try:
+            with torch.no_grad():
+                rows.extend(measure())
+        except Exception as error:  # noqa: BLE001  # libraries of devices raise all kinds, and the other parts count
+            report.failures.append(f"{name}: {type(error).__name__}: {error}")
+        report.more[name] = rows
+        if rows:
+            report.tables.append(_table(name, rows))
+        report.notes = [f"failed: {failure}" for failure in report.failures]
+        save()
+
+
+def _table(name: str, rows: list[Row]) -> Table:
+    shown = Table(*rows[0], title=name)
+    for row in rows:
+        shown.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    return shown
+
+
+def main() -> int:
+    """Returns 1 if a part failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    options = parser.parse_args()
+    if not options.dry_run and not torch.cuda.is_available():
+        print("bench-gpu needs a GPU that PyTorch finds; --dry-run runs its code on the CPU", file=sys.stderr)
+        return 2
+    settings = REHEARSAL if options.dry_run else Settings()
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware(settings.device)["name"].lower()).strip("-")
+    log = Console(stderr=True)
+    name = "rehearsal-gpu" if options.dry_run else f"gpu-{slug}"
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    report = Report(name, date, options.dry_run, progress=lambda line: log.print(line, style="dim"))
+    run(settings, report, lambda: report.write(options.out))
+    report.show(Console(width=160))
+    print(f"written to {report.write(options.out)}")
+    return int(bool(report.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
