@@ -138,7 +138,7 @@ test-gemma: $(VENV)/gemma
 GPU := PYTHONPATH=src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
 test-gpu:
 	$(PYTHON) scripts/build_core.py
-	$(GPU) -m pytest -o addopts=-ra -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart" \
+	$(GPU) -m pytest -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart" \
 		tests/test_host.py tests/test_triton_attention.py tests/test_tree_attention.py tests/test_engine_hybrid.py
 
 bench-gpu:

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench import throughput, ttft
 from bench.attention import Shape, extents_of, step_s
 from bench.report import Report
-from mainstem.runtime.attention import Attention, SdpaAttention, plan_batch
+from mainstem.runtime.attention import Attention, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool, KVShape
 from mainstem.runtime.models import LoadedModel
@@ -268,14 +268,18 @@ class Bench:
                 yield {"shape": shape.label, "page_size": page_size, **times, **self._dense(shape)}
 
     def _step(self, shape: Shape, page_size: int) -> Callable[[Attention], float]:
+        extents, pool, new = self._batch(shape, page_size)
+        return lambda kernel: step_s(kernel, extents, pool, new, time.perf_counter)
+
+    def _batch(self, shape: Shape, page_size: int) -> tuple[list[Extent], KVPool, list[torch.Tensor]]:
+        """Returns the requests of a step, their pages, and new queries, keys and values."""
         s = self._settings
         extents = extents_of(shape, page_size)
         pages = 1 + max(int(extent.page_table.max()) for extent in extents)
         pool = KVPool(KVShape(s.layers, s.kv_heads, s.head_dim, s.head_dim), pages, page_size, self._dtype, s.device)
         for plane in pool.planes:
             plane.normal_()
-        new = self._rows(shape.requests * shape.new)
-        return lambda kernel: step_s(kernel, extents, pool, new, time.perf_counter)
+        return extents, pool, self._rows(shape.requests * shape.new)
 
     def _rows(self, tokens: int) -> list[torch.Tensor]:
         s = self._settings
@@ -328,11 +332,7 @@ class Bench:
         """Yields a decode step's attention, launched kernel by kernel and as one CUDA graph, with the same plan."""
         s = self._settings
         shape = s.decodes[-1]
-        extents = extents_of(shape, s.page_sizes[0])
-        pages = 1 + max(int(extent.page_table.max()) for extent in extents)
-        kv = KVShape(s.layers, s.kv_heads, s.head_dim, s.head_dim)
-        pool = KVPool(kv, pages, s.page_sizes[0], self._dtype, s.device)
-        new = self._rows(shape.requests)
+        extents, pool, new = self._batch(shape, s.page_sizes[0])
         plan = plan_batch(extents, pool)
 
         def layers() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +38,21 @@ def test_each_part_has_rows_and_is_saved_when_it_ends() -> None:
     assert [row["sharers"] for row in report.more["folding"]] == [1, 2]
     assert all("TritonAttention_s" in row for row in report.more["attention"])
     assert report.more["hardware"] == [hardware("cpu")]
+
+
+def test_it_needs_none_of_the_packages_that_a_machine_with_a_gpu_may_lack(tmp_path: Path) -> None:
+    """Not even Triton: attention is then computed by PyTorch."""
+    absent = ["blake3", "msgspec", "cyclopts", "platformdirs", "gguf", "starlette", "zmq", "xxhash", "triton", "peft"]
+    code = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({absent}))
+sys.argv[1:] = ["--dry-run", "--out", {str(tmp_path)!r}]
+runpy.run_module("bench.gpu", run_name="__main__")
+"""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "rehearsal-gpu.json").read_text())["throughput"]
 
 
 def test_a_part_that_fails_is_named_and_the_others_run() -> None:

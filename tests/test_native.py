@@ -25,6 +25,33 @@ def build() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("build")
+def test_a_compiler_and_nanobind_alone_build_the_core(tmp_path: Path) -> None:
+    """As on a machine without CMake or a network."""
+    build = [sys.executable, str(ROOT / "scripts" / "build_core.py"), str(tmp_path)]
+    module = subprocess.run(build, capture_output=True, text=True, check=True, timeout=patience(280)).stdout.strip()
+    use = f"""
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("mainstem._core", {module!r})
+sys.modules["mainstem._core"] = core = module_from_spec(spec)
+spec.loader.exec_module(core)
+import mainstem
+cache = mainstem.PrefixCache(pages=8, page_size=4)
+for hit in (0, 8):
+    with cache.lease(range(9)) as lease:
+        assert lease.hit == hit, lease.hit
+        lease.reserve(9 - hit)
+        lease.publish(9)
+        lease.finish()
+print(sys.modules['mainstem._core'].__file__)
+"""
+    done = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == module
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("build")
 def test_random_operations_and_failing_allocations() -> None:
     # Kept between runs, so that only what was edited is rebuilt.
     out = ROOT / "build" / "native" / "short"

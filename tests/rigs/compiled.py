@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, compile
 from mainstem.runtime import triton_attention
 
 _HALF = {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16", "lse": None, "scale": "fp32"}
-_READ = {"tasks": "*i32", "rows": "*i32", "pages": "*i32"}
+_READ = {"tasks": "*i32", "rows": "*i32", "page_ids": "*i32"}
 _SIZES = {"KV_HEADS": 8, "GROUP": 4, "HEADS": 4, "ROWS": 64, "KEYS": 64, "PAGE": 16, "FIRST": 128, "REST": 0}
 _PART = {**_HALF, **_READ, **_SIZES, "VALUE": 128, "CAP": None}
 _PARTIAL = {"out": "*fp32", "lse": "*fp32"}

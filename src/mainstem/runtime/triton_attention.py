@@ -85,7 +85,7 @@ class _Run(NamedTuple):
     begin: int
     end: int
 
-    def pages(self, page_size: int) -> slice:
+    def page_slice(self, page_size: int) -> slice:
         """Returns the part of the table that is read."""
         return slice(self.begin // page_size, -(-self.end // page_size))
 
@@ -188,7 +188,7 @@ class _Work:
     Args:
         tasks: int32 [tiles, 5]: the first of its `rows`, how many, where its pages begin, its begin and its end.
         rows: int32 [n, 4]: a row of the batch, the place of its result, the begin and the end of the keys that it sees.
-        pages: int32, of all runs one after another.
+        page_ids: int32, of all runs one after another.
         merged: int32 [m], the rows of the batch that are computed.
         firsts: int32 [m + 1], the places of their results.
         results: float32 [places, heads, numbers]; None if each row has one result, which is whole.
@@ -200,7 +200,7 @@ class _Work:
 
     tasks: torch.Tensor
     rows: torch.Tensor
-    pages: torch.Tensor
+    page_ids: torch.Tensor
     merged: torch.Tensor
     firsts: torch.Tensor
     results: torch.Tensor | None
@@ -228,11 +228,11 @@ class _Work:
         if not is_whole:
             places = np.empty_like(rows)
             places[np.argsort(rows, kind="stable")] = np.arange(len(rows))
-        tasks, laid_out, pages, computed, firsts = _upload(
+        tasks, laid_out, page_ids, computed, firsts = _upload(
             pool.device,
             _tasks(runs, tiles, pool.page_size),
             np.column_stack([rows, places, bounds[rows]]),
-            np.concatenate([run.table[run.pages(pool.page_size)] for run in runs]),
+            np.concatenate([run.table[run.page_slice(pool.page_size)] for run in runs]),
             merged,
             np.cumsum([0, *counts]),
         )
@@ -240,7 +240,7 @@ class _Work:
         if not is_whole:
             results = query.new_empty(len(rows), heads, numbers, dtype=torch.float32)
             lse = query.new_empty(len(rows), heads, dtype=torch.float32)
-        return cls(tasks, laid_out, pages, computed, firsts, results, lse, pool.page_size, pool.shape.latent, shape)
+        return cls(tasks, laid_out, page_ids, computed, firsts, results, lse, pool.page_size, pool.shape.latent, shape)
 
     def attend(
         self,
@@ -266,7 +266,7 @@ class _Work:
             self.lse,
             self.tasks,
             self.rows,
-            self.pages,
+            self.page_ids,
             float(scale),
             KV_HEADS=kv_heads,
             GROUP=self.shape.group,
@@ -302,7 +302,7 @@ class _Work:
 
 def _tasks(runs: Sequence[_Run], tiles: Sequence[_Tile], page_size: int) -> NDArray[np.int64]:
     """Returns `_Work.tasks`. A page is at the task's third number plus its index in the table."""
-    used = [run.pages(page_size) for run in runs]
+    used = [run.page_slice(page_size) for run in runs]
     starts = np.cumsum([0, *(part.stop - part.start for part in used)]).tolist()
     counts = [len(tile.rows) for tile in tiles]
     firsts = np.cumsum([0, *counts]).tolist()
@@ -347,7 +347,7 @@ def _part(
     lse,
     tasks,
     rows,
-    pages,
+    page_ids,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -365,7 +365,7 @@ def _part(
     The first numbers of a key are apart from the rest, so that those of a latent are read once as key and value.
     """
     task, kv_head = tasks + 5 * tl.program_id(0), tl.program_id(1)
-    count, table, end = tl.load(task + 1), pages + tl.load(task + 2), tl.load(task + 4)
+    count, table, end = tl.load(task + 1), page_ids + tl.load(task + 2), tl.load(task + 4)
     index = tl.arange(0, ROWS)
     head = kv_head * GROUP + tl.program_id(2) * HEADS + index % HEADS
     exists = (index // HEADS < count) & (head < (kv_head + 1) * GROUP)
