@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +42,7 @@ from mainstem.runtime.runner import attention_for
 from mainstem.runtime.tree_attention import TreeAttention
 from mainstem.tiers.transfer import Move, Ticket
 
+RESULTS = Path(__file__).parent / "results"
 COPY_GOAL = 0.8
 """The share of the link's own speed that copies of scattered pages should reach."""
 
@@ -132,6 +133,26 @@ def hardware(device: str) -> dict[str, Any]:
         "capability": f"{found.major}.{found.minor}",
         "cuda": torch.version.cuda,
     }
+
+
+def name_of(device: str, what: str = "gpu") -> str:
+    """Returns the name of a record: "gpu-nvidia-h100-80gb-hbm3"."""
+    return f"{what}-{re.sub('[^a-z0-9]+', '-', hardware(device)['name'].lower()).strip('-')}"
+
+
+def record_tests(device: str, outcomes: Mapping[str, Sequence[Any]], folder: Path = RESULTS) -> Path:
+    """Writes how many tests had each outcome on a device, and which failed: `gpu-tests-<hardware>.json`.
+
+    Args:
+        device: on which they ran.
+        outcomes: pytest's reports, by outcome.
+        folder: for the JSON.
+    """
+    report = Report(name_of(device, "gpu-tests"), datetime.now(UTC).isoformat(timespec="seconds"), False, print)
+    report.more["hardware"] = [hardware(device)]
+    report.rows = [{name: len(outcomes.get(name, ())) for name in ("passed", "failed", "error", "skipped")}]
+    report.notes = [each.nodeid for name in ("failed", "error") for each in outcomes.get(name, ())]
+    return report.write(folder)
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -428,15 +449,14 @@ def main() -> int:
     """Returns 1 if a part failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         print("bench-gpu needs a GPU that PyTorch finds; --dry-run runs its code on the CPU", file=sys.stderr)
         return 2
     settings = REHEARSAL if options.dry_run else Settings()
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware(settings.device)["name"].lower()).strip("-")
     log = Console(stderr=True)
-    name = "rehearsal-gpu" if options.dry_run else f"gpu-{slug}"
+    name = "rehearsal-gpu" if options.dry_run else name_of(settings.device)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(name, date, options.dry_run, progress=lambda line: log.print(line, style="dim"))
     run(settings, report, lambda: report.write(options.out))

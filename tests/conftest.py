@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Skips())
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Records what passed on a GPU."""
+    if DEVICE != "cpu":
+        from bench.gpu import record_tests
+
+        terminalreporter.line(f"written to {record_tests(DEVICE, terminalreporter.stats)}")
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.gpu import REHEARSAL, Bench, hardware, run
+from bench.gpu import REHEARSAL, Bench, hardware, record_tests, run
 from bench.report import Report
 from tests.rigs.interpreted import triton_attention
 
@@ -38,6 +39,18 @@ def test_each_part_has_rows_and_is_saved_when_it_ends() -> None:
     assert [row["sharers"] for row in report.more["folding"]] == [1, 2]
     assert all("TritonAttention_s" in row for row in report.more["attention"])
     assert report.more["hardware"] == [hardware("cpu")]
+
+
+def test_what_tests_did_is_recorded_with_the_name_of_the_hardware(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.gpu.hardware", lambda device: {"name": "NVIDIA H100 80GB"})
+    outcomes = {"passed": [1, 2], "failed": [SimpleNamespace(nodeid="tests/test_a.py::test_b")]}
+    path = record_tests("cuda", outcomes, tmp_path)
+    assert path.name == "gpu-tests-nvidia-h100-80gb.json"
+    record = json.loads(path.read_text())
+    assert record["rows"] == [{"passed": 2, "failed": 1, "error": 0, "skipped": 0}]
+    assert record["notes"] == ["tests/test_a.py::test_b"]
 
 
 def test_it_needs_none_of_the_packages_that_a_machine_with_a_gpu_may_lack(tmp_path: Path) -> None:
