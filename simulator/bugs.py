@@ -32,8 +32,8 @@ def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cach
 
 
 _SEALER, _STORE, _PENDING, _HOST = "tiers/sealer.py", "tiers/store.py", "tiers/pending.py", "tiers/host.py"
-_BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
-    f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "write", "warm")
+_BACKUP, _LOAD, _PREFETCH, _ANCHOR, _MEETING, _WRITE, _WARM = (
+    f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "anchor", "meeting", "write", "warm")
 )
 _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
@@ -312,11 +312,12 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- prefetch
     _mutant(
         "pages that fail verification are accepted", "LMCache#4467", _PREFETCH,
-        "return 1 + read.intact if read.done", "return 1 + len(read.page_ids) if read.done",
+        "return 1 if self.call.failed else 2 + self.call.value", "return 2 + len(self.page_ids)",
     ),
     _mutant(
         "every batch reads the keys of the first one", "sglang#5221", _PREFETCH,
-        "self._anchor.names(begin, last)", "self._anchor.names(self._plan.have, self._plan.have + len(page_ids))",
+        "self._anchor.names(begin, begin + len(page_ids))",
+        "self._anchor.names(self._plan.have, self._plan.have + len(page_ids))",
     ),
     _mutant(
         "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
@@ -337,7 +338,7 @@ PYTHON: tuple[Mutant, ...] = (
         "                self._plan.stored[read.row][read.begin + kept] = False\n", "",
     ),
     _mutant(
-        "pages are inserted where some of another component are in flight", "here", _PREFETCH,
+        "pages are inserted where some of another component are in flight", "here", _ANCHOR,
         "rows = range(len(self._tree.components)) if self.node else ()", "rows = range(1) if self.node else ()",
         "hybrid-scheduler",
     ),
@@ -363,16 +364,34 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
     ),
     _mutant(
-        "a duplicate is freed twice", "sglang-jax#982", _PREFETCH,
+        "what arrived before its turn joins the tree a page too far", "-", _MEETING,
+        "self._anchor.place(0, begin + known, page_ids[known:])",
+        "self._anchor.place(0, begin + known, [*page_ids[1:], page_ids[0]][known:])",
+        "scheduler",
+    ),
+    _mutant(
+        "what arrived before its turn counts as arrived to its end", "-", _PREFETCH,
+        "read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True",
+        "read.good, read.failed, read.ended = len(read.page_ids), outcome == 1, True",
+        "scheduler",
+    ),
+    _mutant(
+        "what was never met is never freed", "-", _PREFETCH,
+        "            self._prefetches.pending.counts[\"prefetch_dropped\"] += meeting.release()\n            self._end()",
+        "            self._end()",
+        "scheduler",
+    ),
+    _mutant(
+        "a duplicate is freed twice", "sglang-jax#982", _ANCHOR,
         "        self._host.pools[row].release(page_ids[~ours])\n",
         "        self._host.pools[row].release(page_ids[~ours])\n" * 2,
     ),
     _mutant(
-        "a duplicate is lost", "sglang#16067", _PREFETCH,
+        "a duplicate is lost", "sglang#16067", _ANCHOR,
         "        self._host.pools[row].release(page_ids[~ours])\n", "",
     ),
     _mutant(
-        "duplicates count as pages of the tree", "mini-sglang#142", _PREFETCH,
+        "duplicates count as pages of the tree", "mini-sglang#142", _ANCHOR,
         "ours[:kept] = theirs[begin - first : length - first] == page_ids[:kept]", "ours[:kept] = True",
     ),
     Mutant(

@@ -73,6 +73,7 @@ class Request:
         self.prefetch: Prefetch | None = None
         self.lease: Lease | None = None
         self.load: Load | None = None
+        self.leads = False  # whether it computes while its prefetch goes on
         self.computed = 0
         self.spoilt = False  # whether a forward read pages that did not arrive
 
@@ -81,8 +82,9 @@ class Request:
     def begin(self) -> None:
         """Usually begins a prefetch."""
         if self._chance(0.9):
-            self.prefetch = self.process.tiers.prefetch(self.tokens[: self.prompt], self.namespace)
-            self.process.world.did("prefetch", self.prefetch is not None)
+            prompt, meets = self.tokens[: self.prompt], self._chance(0.5)
+            self.prefetch = self.process.tiers.prefetch(prompt, self.namespace, meets=meets)
+            self.process.world.did("prefetch", self.prefetch is not None, meets)
 
     @property
     def waiting(self) -> bool:
@@ -111,6 +113,23 @@ class Request:
         if lease.loadable and self._chance(0.9):
             self.load = self.process.tiers.load(lease)
             world.did("load", self.load.pages if self.load else 0)
+        if self.prefetch is not None and not self.leads:
+            key = cache.tree.keys.encode(prompt)
+            self.leads = self.prefetch.lead(key, lease.published)
+            world.did("lead", self.leads)
+
+    @property
+    def met(self) -> bool:
+        """Whether storage has brought what comes next."""
+        usable = self.prefetch.usable if self.leads and self.prefetch is not None else 0
+        return usable > self.computed and self.load is None and self._open().length == self.prompt
+
+    def meet(self) -> None:
+        """Ends the lease, to take another one after what storage has brought."""
+        self._open().finish(self.computed)
+        self.lease = None
+        self.process.world.seen["met"] += 1
+        self.process.world.did("meet", self.computed)
 
     def read(self) -> None:
         """Reads what a forward after the computed positions reads."""
@@ -146,6 +165,9 @@ class Request:
             begin = max(begin, lease.published + arriving.pages * self.process.cache.page_size)
         end = min(lease.reserved, lease.length, begin + self.random.choice((1, 3, 100)))
         end = self._to_boundary(end) if end > begin else end
+        ahead = self.prefetch.ahead(lease.published) if self.leads and self.prefetch is not None else None
+        if ahead is not None:
+            end = min(end, lease.published + ahead)
         if end <= begin or self.spoilt or not self._slide(begin, end):
             return
         numbers = self.numbers[:end]
@@ -207,6 +229,8 @@ class Request:
         upto = self.computed if self._chance(0.7) else self.random.randint(0, self.computed)
         lease.publish(upto)
         world.did("publish", upto, lease.published)
+        if self.leads and self.prefetch is not None:
+            self.prefetch.reached(lease.published)
 
     def settle(self) -> None:
         """Takes the result of a load; after a failure all positions after the hit are computed again."""
@@ -266,9 +290,12 @@ class Request:
     def leave(self) -> None:
         """Releases everything."""
         self.process.world.seen["left while loading"] += self.load is not None
+        if self.prefetch is not None and self.leads:
+            self.prefetch.stop_leading()
         if self.prefetch is not None and not self.prefetch.ended:
             self.prefetch.revoke()
         self.prefetch = self.lease = self.load = None
+        self.leads = False
 
     def check_tables(self) -> None:
         """Checks that published pages belong to the tree and all others in the tables to the lease."""
@@ -411,6 +438,8 @@ class Leases:
         request.settle()
         if request.load is not None and random.random() < 0.2:
             return request.wait
+        if request.met:
+            return request.meet
         if request.at_boundary and random.random() < 0.4:
             return request.checkpoint
         fresh = request.computed // self.page_size * self.page_size > lease.published

@@ -257,6 +257,7 @@ class Process:
         if self.store is not None:
             seen.update({f"counted: {cause}": n for cause, n in self.store.faults.items()})
             seen.update({f"short of {name}": n for name, n in self.tiers.stats().prefetch_short.items()})
+            seen["computed meanwhile"] += self.tiers.stats().late["meanwhile"]
             seen["breaker openings"] += self.store.breaker.openings
 
     def kill(self) -> None:

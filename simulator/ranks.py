@@ -217,6 +217,8 @@ class Ranks:
             return Request.checkpoint
         if first.load is not None:
             return Request.wait if random.random() < 0.3 else Request.settle
+        if first.met:
+            return Request.meet
         if lease.reserved < lease.length:
             return random.choice((Request.reserve, Request.reserve, Request.compute))
         if first.computed == lease.length:

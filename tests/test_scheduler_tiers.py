@@ -337,9 +337,9 @@ def test_storage_is_queried_a_few_times_for_one_request_however_long_it_waits() 
     asked: list[object] = []
     prefetch = bench.tiers.prefetch
 
-    def counted(tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
+    def counted(tokens: TokenLike, namespace: NamespaceLike = None, *, meets: bool = False) -> Prefetch | None:
         asked.append(tokens)
-        return prefetch(tokens, namespace)
+        return prefetch(tokens, namespace, meets=meets)
 
     bench.tiers.prefetch = counted  # type: ignore[method-assign]
     bench.add(prompt(18, 20), max_tokens=12, ignore_eos=True)
@@ -511,6 +511,13 @@ class Machine(TieredBench):
     def close(self, timeout_s: float) -> bool:
         return True
 
+    def forget(self) -> None:
+        """Lets everything end; then only storage has the prompts."""
+        while self.tiers.busy:
+            self.now_s += 1.0
+            self.tiers.poll()
+        self.cache.flush()
+
     @property
     def late(self) -> dict[str, int]:
         return {cause: pages for cause, pages in self.tiers.stats().late.items() if pages}
@@ -531,12 +538,34 @@ class TimedCall:
 SLOW_S = 10 * 0.01 / PAGE
 
 
-def test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage() -> None:
+def test_a_restarted_server_computes_while_it_finds_out_what_storage_takes() -> None:
+    """Storage takes 9 s for everything, computing 25 s, and the first request does not know the former."""
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0)
     machine.scheduler.measure()
     [usage] = machine.serve(machine.prompt)
+    assert usage.ttft_s < 16.0
+    assert machine.late == {"meanwhile": 250 - usage.storage_tokens // PAGE}
+
+
+def test_once_both_are_known_a_request_takes_less_than_loading_and_less_than_computing() -> None:
+    machine = Machine(SLOW_S, look_s=0.5, batch_s=2.0, prefetch_host_share=1.0, call_timeout_s=100.0)
+    machine.scheduler.measure()
+    for _ in range(2):
+        machine.serve(machine.prompt)
+        machine.forget()
+    [usage] = machine.serve(machine.prompt)
+    assert 0 < usage.storage_tokens < 1000
+    assert usage.ttft_s < 0.8 * 16.5, "loading takes 0.5 + 8 * 2 s, computing 25 s"
+    assert usage.cached_tokens == usage.storage_tokens
+
+
+def test_what_storage_brings_in_next_to_no_time_is_only_waited_for() -> None:
+    machine = Machine(SLOW_S, look_s=0.01, batch_s=0.01)
+    machine.scheduler.measure()
+    for _ in range(3):
+        machine.forget()
+        [usage] = machine.serve(machine.prompt)
     assert usage.storage_tokens == 1000
-    assert usage.queue_s == pytest.approx(1.0 + 8 * 1.0, abs=0.1)
     assert machine.late == {}
 
 
@@ -548,13 +577,13 @@ def test_without_a_measurement_the_limits_of_the_configuration_apply() -> None:
     assert machine.late == {"timeout": 250}
 
 
-def test_a_store_that_is_slower_than_computing_is_waited_for_as_long_as_computing_takes() -> None:
+def test_a_store_that_is_slower_than_computing_saves_some_of_it() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.2, batch_pages=8)
     machine.scheduler.measure()
     [usage] = machine.serve(machine.prompt)
-    assert usage.queue_s == pytest.approx(1.0 + 25.0, rel=0.02)
-    assert usage.storage_tokens == 20 * 8 * PAGE, "what had arrived by then"
-    assert machine.late == {"timeout": 250 - 20 * 8}
+    assert usage.ttft_s < 25.0
+    assert usage.storage_tokens > 200
+    assert machine.late == {"meanwhile": 250 - usage.storage_tokens // PAGE}
 
 
 def test_on_a_fast_machine_a_slow_store_is_hardly_waited_for() -> None:
@@ -570,19 +599,21 @@ def test_a_store_that_never_answers_delays_one_request_only_however_slow_the_mac
     machine = Machine(SLOW_S, look_s=1000.0, call_timeout_s=5.0)
     machine.scheduler.measure()
     [usage] = machine.serve(machine.prompt)
-    assert usage.queue_s == pytest.approx(5.0, abs=0.05)
+    assert usage.queue_s <= 1.0, "a forward of 32 tokens"
+    assert usage.ttft_s == pytest.approx(25.0, abs=1.0)
     [usage] = machine.serve(prompt(2, 1001))
     assert usage.queue_s <= 0.03
-    assert machine.late == {"timeout": 250, "slow": 250}
+    assert sum(machine.late.values()) > 400
 
 
-def test_a_store_that_was_too_slow_for_an_assumed_machine_is_waited_for_on_the_real_one() -> None:
+def test_a_store_that_was_too_slow_for_an_assumed_machine_is_used_on_the_real_one() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=0.1)
     for seed in range(4):
         machine.serve(prompt(seed + 5, 401))
         machine.step(200)  # it answers
         assert machine.store.slow == (seed < 2), "three forwards measure what computing takes"
-    assert machine.serve(machine.prompt)[0].storage_tokens == 1000
+    [usage] = machine.serve(machine.prompt)
+    assert usage.storage_tokens > 800 and usage.ttft_s < 6.0
 
 
 def test_the_scheduler_says_what_forwards_take_if_they_hold_prefills_and_wait_for_nothing() -> None:

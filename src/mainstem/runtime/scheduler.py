@@ -13,8 +13,9 @@ request starves within its priority: past the age limit, only older and preempte
 prefix of a request than the cache has, the request is deferred, unless it is past the age limit.
 
 **Host and storage.** A prompt is looked up in storage when it arrives. It is admitted when its prefetch no longer asks
-it to wait. The pages that the host has are loaded layer by layer while the forward computes. If a load fails, its
-positions are computed instead.
+it to wait. Where pages of a prefix can be used without those after them, it then computes from the front, while the
+prefetch reads from the back. Where both meet, it is admitted again, after the pages that have arrived. The pages that
+the host has are loaded layer by layer while the forward computes. If a load fails, its positions are computed instead.
 
 **Sliding windows and recurrent states.** Window pages are allocated chunk by chunk. A recurrent state is copied at the
 checkpoints of the prompt, at every page boundary of the answer (only the last copy stays), and where a waiting request
@@ -65,6 +66,8 @@ from mainstem.runtime.sizing import window_pages
 from mainstem.runtime.text import Detokenizer, Tokenizer
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
+from mainstem.tiers.load import Load
+from mainstem.tiers.prefetch import Prefetch
 from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
@@ -183,9 +186,9 @@ class Scheduler:
     @property
     def idle_s(self) -> float | None:
         """Seconds until a step may find something to do, if no request is added; None: never."""
-        if self._running or self._events or (self._waiting and not self._idle):
+        if self._events or (not self._idle and (self._running or self._waiting)):
             return 0.0
-        if self._waiting:
+        if self._running or self._waiting:
             return _POLL_S
         return _IDLE_POLL_S if self._tiers is not None and self._tiers.busy else None
 
@@ -327,6 +330,9 @@ class Scheduler:
 
         Allocates the pages that they need. Where there are none, the newest request is preempted.
         """
+        for sequence in tuple(self._running.values()):
+            if sequence.prefetch is not None:
+                self._meet(sequence, sequence.prefetch)
         self._allocate_running()
         running = tuple(self._running.values())
         budget = self._limits.token_budget
@@ -334,8 +340,8 @@ class Scheduler:
         for sequence in sorted(running, key=lambda sequence: sequence.prefilling):
             if sequence.prefilling and budget <= 0:
                 break
-            n = sequence.chunk(budget)
-            if self._allocate(sequence, partial(sequence.slide, n)):
+            n = self._chunk(sequence, budget)
+            if n and self._allocate(sequence, partial(sequence.slide, n)):
                 scheduled[sequence.id] = sequence, n
                 budget -= n if sequence.prefilling else 0
         return [(sequence, n) for sequence, n in scheduled.values() if sequence.id in self._running]
@@ -378,9 +384,16 @@ class Scheduler:
                 continue
             for other, _ in ranked:
                 self._request_checkpoint(sequence, other)
-            scheduled.append((sequence, sequence.chunk(budget)))
-            budget -= scheduled[-1][1]
+            if n := self._chunk(sequence, budget):
+                scheduled.append((sequence, n))
+                budget -= n
         return scheduled
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Returns how many tokens a request computes next; 0: it waits for pages from storage."""
+        ahead = None if sequence.prefetch is None else sequence.prefetch.ahead(sequence.computed)
+        budget = budget if ahead is None else min(budget, ahead)
+        return sequence.chunk(budget) if budget > 0 else 0
 
     def _schedule_drafts(self, scheduled: list[Sequence]) -> None:
         """Adds drafts to the decodes of a step. They share `draft_tokens` evenly, and preempt nobody."""
@@ -459,7 +472,7 @@ class Scheduler:
         """Starts to prefetch what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
             sequence.prefetch = self._tiers.prefetch(
-                sequence.encoded(self._cache.tree.keys), sequence.request.namespace
+                sequence.encoded(self._cache.tree.keys), sequence.request.namespace, meets=True
             )
             sequence.prefetches += 1
 
@@ -486,9 +499,34 @@ class Scheduler:
 
     def _drop_prefetch(self, sequence: Sequence) -> None:
         if sequence.prefetch is not None:
+            if sequence.leads:
+                sequence.prefetch.stop_leading()
             sequence.stored += sequence.prefetch.loaded
             sequence.prefetch.revoke()
-            sequence.prefetch = None
+            sequence.prefetch, sequence.leads = None, False
+
+    def _meet(self, sequence: Sequence, prefetch: Prefetch) -> None:
+        """Lets a request go on after the pages that have arrived: it is admitted again, before others."""
+        if prefetch.usable > sequence.computed and not sequence.loading:
+            keys, namespace = self._cache.tree.keys, sequence.request.namespace
+            if self._cache.peek(sequence.encoded(keys), namespace) > sequence.computed:
+                del self._running[sequence.id]
+                sequence.close()
+                sequence.was_preempted = sequence.met = True
+                self._waiting[sequence.id] = sequence
+                return
+        if prefetch.ended:
+            self._drop_prefetch(sequence)
+
+    def _leads(self, sequence: Sequence, load: Load | None) -> bool:
+        """Whether an admitted request computes while its prefetch goes on reading."""
+        prefetch, met = sequence.prefetch, sequence.met
+        sequence.met = False
+        if prefetch is None or (met and load is None):
+            return False  # what has arrived cannot be used
+        key = sequence.encoded(self._cache.tree.keys).symbols
+        sequence.leads = sequence.leads or prefetch.lead(key, sequence.computed)
+        return sequence.leads
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
@@ -502,12 +540,19 @@ class Scheduler:
             raise
         del self._waiting[sequence.id]
         self._running[sequence.id] = sequence
-        self._drop_prefetch(sequence)
+        met = sequence.met
+        if not self._leads(sequence, load):
+            self._drop_prefetch(sequence)
+        loaded = 0 if load is None else load.pages * self._cache.page_size
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock()
-            self._count_hits(sequence, 0 if load is None else load.pages * self._cache.page_size)
+            sequence.cached_tokens = sequence.computed - loaded
+            self.totals.prompt_tokens += len(sequence.request.tokens)
+            self.totals.cached_tokens += sequence.cached_tokens
+            self._count_load(sequence, load, loaded)
             self.totals.stateless_tokens += max(0, lease.reach - sequence.computed)
-            sequence.counted = load
+        elif met:
+            self._count_load(sequence, load, loaded)
         self._report_progress(sequence)
 
     def _checkpoints(self, sequence: Sequence, lease: Lease) -> list[Checkpoint]:
@@ -526,15 +571,20 @@ class Scheduler:
             atomic=sequence.atomic,
         )
 
-    def _count_hits(self, sequence: Sequence, loaded: int) -> None:
-        """Counts a request's cached tokens by tier, at its first admission."""
-        sequence.cached_tokens = sequence.computed
-        sequence.storage_tokens = min(sequence.stored, loaded)
-        sequence.host_tokens = loaded - sequence.storage_tokens
-        self.totals.prompt_tokens += len(sequence.request.tokens)
-        self.totals.cached_tokens += sequence.cached_tokens
-        self.totals.host_tokens += sequence.host_tokens
-        self.totals.storage_tokens += sequence.storage_tokens
+    def _count_load(self, sequence: Sequence, load: Load | None, loaded: int) -> None:
+        """Counts what is loaded for a request as cached tokens, by tier: at its first admission, and when it meets."""
+        stored = sequence.stored + (0 if sequence.prefetch is None else sequence.prefetch.loaded)
+        storage = min(stored - sequence.storage_tokens, loaded)
+        sequence.counted = None if load is None else (loaded - storage, storage)
+        self._add_cached(sequence, loaded - storage, storage)
+
+    def _add_cached(self, sequence: Sequence, host: int, storage: int) -> None:
+        sequence.cached_tokens += host + storage
+        sequence.host_tokens += host
+        sequence.storage_tokens += storage
+        self.totals.cached_tokens += host + storage
+        self.totals.host_tokens += host
+        self.totals.storage_tokens += storage
 
     def _forward(self, scheduled: list[tuple[Sequence, int]]) -> None:
         scheduled = [
@@ -574,6 +624,10 @@ class Scheduler:
                 self.totals.checkpoints[kept] += 1
             if was_prefilling:
                 self._report_progress(sequence)
+            if sequence.prefetch is not None:
+                sequence.prefetch.reached(sequence.computed)
+                if not sequence.prefilling:
+                    self._drop_prefetch(sequence)
         for sequence, choices_of in chosen.items():
             if choices_of[0] is None:
                 continue
@@ -602,6 +656,7 @@ class Scheduler:
             return scheduled, sampled, logits
         for sequence in failed:
             self._uncount_load(sequence)
+            self._drop_prefetch(sequence)  # what it brings cannot be used either
         rows = torch.split(logits, [1 + len(sequence.draft) for sequence in sampled])
         good = [at for at, sequence in enumerate(sampled) if sequence not in failed]
         scheduled = [(sequence, n) for sequence, n in scheduled if sequence not in failed]
@@ -616,13 +671,10 @@ class Scheduler:
 
     def _uncount_load(self, sequence: Sequence) -> None:
         if sequence.counted is None:
-            return  # it failed at a later admission, and only the first one counts
+            return  # it failed at an admission that did not count
+        host, storage = sequence.counted
         sequence.counted = None
-        sequence.cached_tokens -= sequence.host_tokens + sequence.storage_tokens
-        self.totals.cached_tokens -= sequence.host_tokens + sequence.storage_tokens
-        self.totals.host_tokens -= sequence.host_tokens
-        self.totals.storage_tokens -= sequence.storage_tokens
-        sequence.host_tokens = sequence.storage_tokens = 0
+        self._add_cached(sequence, -host, -storage)
 
     def _report_progress(self, sequence: Sequence) -> None:
         if not sequence.generated:

@@ -60,7 +60,9 @@ class Sequence:
         self.prefetch: Prefetch | None = None
         self.prefetches = 0  # number begun
         self.stored = 0  # positions that they loaded
-        self.counted: Load | None = None  # the load that is part of `cached_tokens`
+        self.leads = False  # whether it computes while `prefetch` goes on
+        self.met = False  # whether it waits to be admitted again, after pages that have arrived
+        self.counted: tuple[int, int] | None = None  # tokens of the load that count as cached: on the host, in storage
         self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
         self._arrival = arrival
         self._lease: Lease | None = None

@@ -32,11 +32,11 @@ from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers import identities
 from mainstem.tiers.backup import Backups
+from mainstem.tiers.costs import Costs
 from mainstem.tiers.host import HostPages, HostTier
 from mainstem.tiers.load import Load
 from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.prefetch import Prefetch, Prefetches
-from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store
 from mainstem.tiers.waits import LATE
 from mainstem.tiers.warm import Warming
@@ -120,7 +120,8 @@ class Tiers:
         host_pools: the pools of host pages, by component.
         pending: everything under way.
         writes: the queue of writes to storage, if there is storage.
-        prefill: the estimate of what computing takes, which the engine feeds; it bounds the wait for storage.
+        costs: the estimates of what computing and loading take.
+        prefill: that of computing, which the engine feeds; it bounds the wait for storage.
 
     Raises:
         BadArgument: the tree has another number of tiers, or the host another number of components or pages.
@@ -144,7 +145,8 @@ class Tiers:
             raise BadArgument("pages", sizes, f"at most the {host.memory.pages} that the memory has")
         self.tree, self.host, self.store = tree, host, store
         self.host_pools = tuple(Pool(pages) for pages in sizes)
-        self.prefill = PrefillCost()
+        self.costs = Costs()
+        self.prefill = self.costs.prefill
         self.pending = PendingList(host.agree)
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
@@ -155,7 +157,7 @@ class Tiers:
         self._warming: Warming | None = None
         if store is not None and self.writes is not None:
             names, rows = self.writes.names, self.writes.rows
-            self._prefetches = Prefetches(self._pages, self._backups, store, names, rows, self.prefill, self.pending)
+            self._prefetches = Prefetches(self._pages, self._backups, store, names, rows, self.costs, self.pending)
             self._warming = Warming(self._pages, store, self._prefetches, self.pending)
             for row in rows:
                 store.check_length(row, host.memory.payload_bytes(row.number))
@@ -183,6 +185,8 @@ class Tiers:
         self.pending.settle()
         if self._core is not None:
             self._backups.begin_touched(self._core.take_touched())
+        if self._prefetches is not None:
+            self._prefetches.go_on()
         if self.writes is not None:
             self.writes.begin()
         if self._warming is not None:
@@ -205,10 +209,18 @@ class Tiers:
             self.pending.counts["load_skipped"] += lease.loadable // self.tree.page_size
             return None
 
-    def prefetch(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> Prefetch | None:
+    def prefetch(
+        self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None, *, meets: bool = False
+    ) -> Prefetch | None:
         """Starts to look up in storage what neither device nor host has of a prompt.
 
         Returns None if there is no storage, too little is missing, or too many prefetches are under way.
+
+        Args:
+            tokens: the prompt.
+            namespace: its namespace.
+            meets: whether the request will go on computing while its pages are read, see `Prefetch.lead`; it then
+                waits only where that gains nothing.
 
         Raises:
             BadTokens: a token is out of range.
@@ -216,7 +228,7 @@ class Tiers:
         if self._prefetches is None:
             return None
         key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
-        return self._prefetches.ask(encode_namespace(namespace), key)
+        return self._prefetches.ask(encode_namespace(namespace), key, meets)
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts to copy what the host lacks of the prefix that ends at a node, as far as it was hit `hits` times.

@@ -81,6 +81,10 @@ class PendingList:
         """Returns what is under way of one kind."""
         return [item for item in self._items if isinstance(item, kind)]
 
+    def agreed(self, vote: int) -> int:
+        """Returns the lowest of the votes of all ranks, each of which calls this at the same point."""
+        return vote if self._agree is None else self._agree([vote])[0]
+
     def settle(self, some: Sequence[Pending] | None = None) -> None:
         """Settles what has ended on every rank, among some items or all. What that begins is not settled yet."""
         left = self._items if some is None else some

@@ -8,172 +8,39 @@ that: full attention from the front, then windows, then the state. Pages are rea
 arrived intact are added to the tree, at the prefetch's `Anchor`. If one did not, the prefetch aims at the deepest end
 that is left: what has arrived stays.
 
-A prefetch serves every request that lacks the same page. How long its requests wait is decided in `waits`.
+A prefetch serves every request that lacks the same page. How long its requests wait is decided in `waits`. One of them
+may go on computing meanwhile (`lead`): from then on full attention is read from the back, until both meet (`meeting`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mainstem.components import Full, State
+from mainstem.tiers.anchor import Anchor
 from mainstem.tiers.backup import Backups
+from mainstem.tiers.costs import Costs
 from mainstem.tiers.host import HostPages
+from mainstem.tiers.meeting import Meeting
 from mainstem.tiers.names import PageNames
 from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.plan import Ask, Marks, Plan
-from mainstem.tiers.prefill import PrefillCost
+from mainstem.tiers.plan import Plan
 from mainstem.tiers.rows import Row
-from mainstem.tiers.store import Find, Found, Store, StoreCall
-from mainstem.tiers.waits import Cause, Wait
-from mainstem.tree import HOST, IN_FLIGHT, PRESENT, Ids
+from mainstem.tiers.store import Store, StoreCall
+from mainstem.tiers.waits import ANY, Cause, Wait
+from mainstem.tree import Ids
 
 log = logging.getLogger(__name__)
 
+_LEAST_READ = 4  # pages, where a request computes meanwhile
+
 Missing = tuple[bytes, bytes]
 """A namespace, and the symbols up to the end of the first page that neither device nor host has."""
-
-
-class Anchor:
-    """The node that a prefetch's next pages follow, locked on the host.
-
-    Args:
-        host: the pages of the host.
-        names: the names of the tree's pages.
-        namespace, key: the prompt.
-        pages: pages of the prompt that some tier has of the first component.
-
-    Attributes:
-        node: the node; 0 before the first page of a prompt.
-        pages: pages of the prompt up to the node's end.
-        connected: whether a prefix needs all pages of the first component.
-    """
-
-    def __init__(self, host: HostPages, names: PageNames, namespace: bytes, key: bytes, pages: int) -> None:
-        self._tree, self._core, self._host, self._names = host.tree, host.tree.core, host, names
-        self._namespace, self._key = namespace, key
-        self.connected = isinstance(host.tree.components[0], Full)
-        self.node, self.pages = self._locate(pages), pages
-        self._core.lock(self.node, HOST)
-        self._named_from = 0
-        self._named: list[bytes] = []  # the names of the pages from there on
-
-    def look_up(
-        self, store: Store, asked: Sequence[tuple[Row, NDArray[np.int64]]], search: Callable[[Ask], list[Marks]]
-    ) -> StoreCall[Found]:
-        """Looks up pages of the prompt, by row; by a search where each of them is a request."""
-        first = min((int(pages[0]) for _, pages in asked if len(pages)), default=self.pages)
-        at = self.node
-        while at and self._core.end(at) > first:
-            at = self._core.parent(at)
-        self._named_from = self._core.end(at) if at else 0
-        page_bytes = self._tree.page_bytes
-        symbols = self._key[self._named_from * page_bytes :]
-        named_from, rows = self._named_from, {row.number: row for row, _ in asked}
-        pages = [(row, (part - named_from).tolist()) for row, part in asked]
-
-        def found(find: Find) -> list[list[bool]]:
-            marks = search(lambda row, part: find(rows[row], (part - named_from).tolist()))
-            return [marks[row.number][part].tolist() for row, part in asked]
-
-        return store.look_up(self._names.last(self._namespace, at), symbols, page_bytes, pages, found)
-
-    def take(self, names: list[bytes]) -> None:
-        """Takes the names of the pages that were looked up."""
-        self._named = names
-
-    def names(self, begin: int, end: int) -> list[bytes]:
-        """Returns the names of pages [begin, end)."""
-        return self._named[begin - self._named_from : end - self._named_from]
-
-    def mark_held(self, plan: Plan) -> None:
-        """Marks what the host has, or is being given, up to the node."""
-        for row, held in enumerate(plan.held):
-            held[:] = False
-            if row == 0 and self.connected:
-                held[: self.pages] = True
-            elif self.node:
-                held[: self.pages] = self._core.ids(self.node, row, HOST) >= 0
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether pages must wait, because those of the node are in flight on the host."""
-        rows = range(len(self._tree.components)) if self.node else ()
-        return any(self._core.presence(self.node, row, HOST) == IN_FLIGHT for row in rows)
-
-    def place(self, row: int, begin: int, page_ids: Ids) -> tuple[int, int]:
-        """Adds private pages of a component to the tree, from page `begin` of the prompt on.
-
-        Those of the first component come first, in order. Pages of the tree take precedence.
-
-        Returns how many of the pages are in the tree then, and how many of those are the given ones; others are freed.
-        """
-        broken = self.connected and self.node and self._core.presence(self.node, 0, HOST) != PRESENT
-        kept, ours = 0, np.zeros(len(page_ids), bool)
-        if len(page_ids) and not broken:
-            kept = self._insert(begin, page_ids, ours) if row == 0 else self._attach(row, begin, page_ids, ours)
-        self._host.pools[row].publish(page_ids[ours])
-        self._host.pools[row].release(page_ids[~ours])
-        return kept, int(ours.sum())
-
-    def back_to(self, pages: int) -> None:
-        """Moves to an earlier end."""
-        if pages < self.pages:
-            self._move(self._locate(pages), pages)
-
-    def release(self) -> None:
-        """Unlocks the node."""
-        self._core.unlock(self.node, HOST)
-
-    def _locate(self, pages: int) -> int:
-        return self._core.locate(self._namespace, self._key, pages) if pages else 0
-
-    def _move(self, node: int, pages: int) -> None:
-        self._core.lock(node, HOST)
-        self._core.unlock(self.node, HOST)
-        self.node, self.pages = node, pages
-
-    def _insert(self, begin: int, page_ids: Ids, ours: Marks) -> int:
-        """Adds pages of the first component; see `place`."""
-        after, first, end = self.node, self.pages, begin + len(page_ids)
-        if begin < first:  # a window may have gaps
-            after = first = 0
-        columns = [np.full(0 if isinstance(each, State) else end, -1, np.int32) for each in self._tree.components]
-        if self.connected:
-            columns[0][:] = 0  # before `after`
-        columns[0][begin:] = page_ids
-        key = self._key[: end * self._tree.page_bytes]
-        node, length, _, theirs = self._core.insert(self._namespace, key, 0, columns, after, 0, HOST, True)
-        length //= self._tree.page_size
-        kept = max(0, length - begin)
-        ours[:kept] = theirs[begin - first : length - first] == page_ids[:kept]
-        if length > self.pages:
-            self._move(node, length)
-        if kept:
-            self._names.keep(node, self.names(length - 1, length)[0])
-            self._core.note_written(node, begin)  # storage has them
-        return kept
-
-    def _attach(self, row: int, begin: int, page_ids: Ids, ours: Marks) -> int:
-        """Adds pages of another component to nodes that are there; see `place`."""
-        core, end = self._core, begin + len(page_ids)
-        whole = isinstance(self._tree.components[row], State)
-        if not whole:
-            self._locate(begin)  # splits a node there
-        last = at = self._locate(end)
-        while at and (core.end(at) == end if whole else core.end(at) > begin):
-            if not core.presence(at, row, HOST):
-                mine = slice(0, 1) if whole else slice(core.start(at) - begin, core.end(at) - begin)
-                core.attach(at, row, HOST, page_ids[mine], True)
-                ours[mine] = True
-            at = core.parent(at)
-        return len(page_ids) if last else 0
 
 
 @dataclass(eq=False)
@@ -185,6 +52,7 @@ class _Read:
     page_ids: Ids
     call: StoreCall[int] | None
     good: int = 0  # pages that arrived intact, from the first
+    failed: bool = False  # the call as a whole
     ended: bool = False
 
     @property
@@ -192,8 +60,11 @@ class _Read:
         return self.call is None or self.call.done()
 
     @property
-    def intact(self) -> int:
-        return len(self.page_ids) if self.call is None else self.call.value
+    def outcome(self) -> int:
+        """1: the call failed as a whole; otherwise 2 + the number of intact pages, from the first."""
+        if self.call is None:
+            return 2 + len(self.page_ids)
+        return 1 if self.call.failed else 2 + self.call.value
 
 
 class Prefetch:
@@ -205,15 +76,24 @@ class Prefetch:
         shared: whether there was ever more than one.
         wanted: whether a request asked for it; no request waits for a prefetch of `warm`.
         ended: whether no more pages will arrive.
+        meets: whether a request may go on computing while it reads.
     """
 
     def __init__(
-        self, prefetches: Prefetches, missing: Missing, anchor: Anchor, wait: Wait, plan: Plan, min_pages: int
+        self,
+        prefetches: Prefetches,
+        missing: Missing,
+        anchor: Anchor,
+        wait: Wait,
+        plan: Plan,
+        min_pages: int,
+        meets: bool,
     ) -> None:
         self.users, self.loaded = 1, 0
         self.shared = self.wanted = self.ended = False
         self._prefetches, self._missing, self._anchor, self._wait = prefetches, missing, anchor, wait
         self._store, self._plan, self._min_pages = prefetches.store, plan, min_pages
+        self._page_size = prefetches.host.tree.page_size
         self._depth = self._promised = plan.have  # the end that it aims at, and that storage seemed to have at first
         self._left: deque[tuple[int, int, int]] = deque()  # pages to read for that: row, begin, end
         self._reads: deque[_Read] = deque()
@@ -222,6 +102,12 @@ class Prefetch:
         self._broken = False  # a page of the reads under way did not arrive: those after it are not used
         self._lost = False  # because storage does not have it, rather than because the host has lost what is before it
         self._offer: int | None = None  # the deepest end, as this rank sees it
+        self.meets = meets and plan.any_end and anchor.connected and self._store.config.prefetch == "timeout"
+        self._meeting: Meeting | None = None  # once a request computes meanwhile
+        self._led = False  # whether one does
+        self._counted = False  # whether what is late has been counted
+        self._meanwhile = 0  # pages that it computed
+        self._positions = 0  # that it computes before it looks again
         self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
         every_end = not (prefetches.pending.alone or plan.any_end)
         search = partial(plan.search, every_end=every_end)
@@ -240,18 +126,151 @@ class Prefetch:
 
     def private_pages(self, row: int) -> int:
         """Returns the number of host pages of a component that are being read into and not in the tree yet."""
-        return sum(len(read.page_ids) for read in self._reads if read.row == row)
+        held = self._meeting.private_pages if self._meeting is not None and row == 0 else 0
+        return held + sum(len(read.page_ids) for read in self._reads if read.row == row)
+
+    # ---------------------------------------------------------------- a request that computes meanwhile
+
+    def lead(self, key: bytes, computed: int) -> bool:
+        """Lets a request compute from the front, while this reads from the back; returns whether it may.
+
+        Only one may at a time, and only if its prompt begins with the one that is read.
+
+        Args:
+            key: the symbols of its prompt.
+            computed: positions that it need not compute.
+        """
+        if not self.meets or self.ended or self._led or not self._anchor.begins(key):
+            return False
+        self._led = True
+        self._meet().front = computed // self._page_size
+        return True
+
+    def _meet(self) -> Meeting:
+        """Reads from the back from now on."""
+        if self._meeting is None:
+            self._meeting = Meeting(self._anchor, self._prefetches.host, self._prefetches.backups)
+        return self._meeting
+
+    def reached(self, computed: int) -> None:
+        """Notes how many positions the leader has computed and published."""
+        if self._meeting is not None:
+            front, self._meeting.front = self._meeting.front, computed // self._page_size
+            end = self._promised if self._looked_up else self._plan.pages
+            self._meanwhile += max(0, min(self._meeting.front, end) - front)
+
+    def ahead(self, computed: int) -> int | None:
+        """Returns how many positions the leader computes next at most; None: as many as it likes.
+
+        0: none in this step. What comes next has arrived, or is expected so soon that computing gains nothing.
+        """
+        if self._meeting is None or self.ended:
+            return None
+        self._meeting.front = computed // self._page_size
+        self._positions = self._prefetches.pending.agreed(self._worth_computing(computed // self._page_size))
+        size, end = self._page_size, computed + self._positions
+        pages = self._meeting.ahead(computed // size)
+        if pages is not None:
+            end = min(end, (computed // size + pages) * size)
+        return max(0, end // size * size - computed)
+
+    @property
+    def usable(self) -> int:
+        """Positions of the prompt up to the end of what it has added to the tree."""
+        return self._anchor.pages * self._page_size
+
+    def stop_leading(self) -> None:
+        """Notes that the leader has computed its prompt, or has ended. Counts what it computed meanwhile."""
+        self._led = False
+        if self.wanted and not self._counted:
+            self._prefetches.late["meanwhile" if self._looked_up else self._why()] += self._meanwhile
+            self._meanwhile = 0
+            if not self._looked_up:
+                self._store.gave_up(self._wait.waited_s)
+
+    def go_on(self) -> None:
+        """Adds what was met to the tree, and begins more reads."""
+        if self._meeting is not None:
+            self._join(self._meeting)
+            self._read_back(self._meeting)
+
+    def _worth_computing(self, front: int) -> int:
+        """Returns how many positions to compute before looking again, as this rank sees it; `ANY`: do not wait."""
+        if self._overdue():
+            return ANY
+        end = self._depth if self._looked_up else self._plan.pages
+        if self._meeting is not None and (pages := self._meeting.ahead(front)) is not None:
+            end = front + pages
+        reads = [(max(read.begin, front), min(read.begin + len(read.page_ids), end)) for read in self._reads]
+        left = [(max(begin, front), min(last, end)) for _, begin, last in self._left]
+        spans = [span for span in (*reads, *left) if span[0] < span[1]]
+        if self._looked_up and not spans:
+            return ANY
+        certain = min((begin for begin, _ in spans), default=front) - front  # nobody reads these
+        under_way = sum(len(read.page_ids) for read in self._reads)
+        later = sum(max(0, last - begin) for begin, last in left)
+        return max(certain * self._page_size, self._wait.positions(front, under_way, later))
+
+    def _join(self, meeting: Meeting) -> None:
+        ours = meeting.join()
+        self._prefetches.pending.counts["prefetched"] += ours
+        self.loaded += ours * self._page_size
+        if meeting.broken:
+            self._crowded = True
+            self._left.clear()
+            self._prefetches.pending.counts["prefetch_dropped"] += meeting.release()
+
+    def _take(self, meeting: Meeting, read: _Read) -> None:
+        """Keeps what has arrived for the meeting. The pages after a lost one are read again."""
+        end = read.begin + len(read.page_ids)
+        lost = read.begin + read.good
+        self._prefetches.host.pools[0].release(read.page_ids[read.good :])
+        if read.good:
+            meeting.add(read.begin, read.page_ids[: read.good])
+        if lost < end:
+            self._faulty = True
+            self._prefetches.late["fault"] += end - lost if read.failed else 1
+            self._plan.stored[0][lost] = False
+            if lost + 1 < end and not read.failed:
+                self._left = deque(sorted([*self._left, (0, lost + 1, end)]))
+
+    def _read_back(self, meeting: Meeting) -> None:
+        """Begins more reads, from the back."""
+        config = self._store.config
+        soon = self._positions // self._page_size if self._led and self._positions < ANY else 0
+        share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
+        while self.users > 0 and not meeting.broken and len(self._reads) < config.batches:
+            room = self._prefetches.room(self)
+            begin, end = meeting.next_read(self._left, meeting.front + soon, self._depth, room)
+            page_ids = self._prefetches.allocate(0, min(end - begin, share))
+            if not len(page_ids):
+                break
+            self._cut(end - len(page_ids), end)
+            self._begin_read(0, end - len(page_ids), page_ids)
+        if not self._reads and self._looked_up and (self.users <= 0 or not meeting):
+            self._prefetches.pending.counts["prefetch_dropped"] += meeting.release()
+            self._end()
+
+    def _cut(self, begin: int, end: int) -> None:
+        """Takes pages out of those left to read."""
+        parts = [part for row, b, e in self._left for part in ((row, b, min(e, begin)), (row, max(b, end), e))]
+        self._left = deque(part for part in parts if part[1] < part[2])
 
     # ---------------------------------------------------------------- how long to wait
 
     def _late(self) -> bool:
         """Whether a request should stop waiting, as this rank sees it."""
+        if self.meets:
+            return self.ended or self._worth_computing(self._anchor.pages) > 0
         return self.ended or self._wait.over or self._overdue()
 
     def _expire(self, outcome: int) -> None:
         """Ends the wait of its requests. If storage has not answered the lookup, it is marked as slow."""
         self._expired = True
+        if self.meets and not (self._wait.over or self._overdue()):
+            return  # nothing is late yet: see `stop_leading`
         if self.wanted and self.users > 0:
+            self._counted = True
             end = self._promised if self._looked_up and not self._lookup.refused else self._plan.pages
             self._prefetches.late[self._why()] += end - self._usable
         if self.wanted and not self._looked_up:
@@ -322,6 +341,8 @@ class Prefetch:
             if depth - self._plan.have < self._min_pages:
                 depth = self._plan.have
             self._promised = depth
+            if self.meets and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
+                self._meet()
         self._depth = depth
         self._anchor.back_to(depth)
         self._anchor.mark_held(self._plan)
@@ -332,6 +353,9 @@ class Prefetch:
 
     def _go_on(self) -> None:
         """Begins more reads; ends if there are none."""
+        if self._meeting is not None:
+            self._read_back(self._meeting)
+            return
         config = self._store.config
         while self.users > 0 and not self._broken and self._left and len(self._reads) < config.batches:
             row, begin, end = self._left[0]
@@ -344,11 +368,14 @@ class Prefetch:
                 self._do_without_room(row)
                 return
         if not self._reads and self._looked_up and not self._aiming and (self.users <= 0 or not self._left):
-            self.ended = True
             if not self._plan.any_end:
-                self.loaded = (self._usable - self._plan.have) * self._prefetches.host.tree.page_size
-            self._anchor.release()
-            self._prefetches.end(self._missing)
+                self.loaded = (self._usable - self._plan.have) * self._page_size
+            self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._anchor.release()
+        self._prefetches.end(self._missing)
 
     def _read(self, row: int, begin: int, page_ids: Ids) -> None:
         """Begins to read the next pages into these."""
@@ -356,19 +383,30 @@ class Prefetch:
         last = begin + len(page_ids)
         if last < end:
             self._left.appendleft((row, last, end))
-        call = self._prefetches.read(row, self._anchor.names(begin, last), page_ids)
+        self._begin_read(row, begin, page_ids)
+
+    def _begin_read(self, row: int, begin: int, page_ids: Ids) -> None:
+        self._wait.asked(all(read.done for read in self._reads))
+        call = self._prefetches.read(row, self._anchor.names(begin, begin + len(page_ids)), page_ids)
         read = _Read(row, begin, page_ids, call)
         self._reads.append(read)
         self._prefetches.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
 
     def _vote(self, read: _Read) -> int:
         """Votes once a batch has been read and its pages can be added to the tree."""
-        return 1 + read.intact if read.done and not self._anchor.in_flight else 0
+        return read.outcome if read.done and (self._meeting is not None or not self._anchor.in_flight) else 0
 
     def _arrived(self, read: _Read, outcome: int) -> None:
         """Adds the pages that were read to the tree, in order, and begins more reads."""
         host, counts = self._prefetches.host, self._prefetches.pending.counts
-        read.good, read.ended = outcome - 1, True
+        read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True
+        if read.row == 0 and read.call is not None and not read.failed:
+            self._wait.arrived(len(read.page_ids), read.call.ended_s)
+        if self._meeting is not None:
+            for done in [each for each in self._reads if each.ended]:
+                self._reads.remove(done)
+                self._take(self._meeting, done)
+            return  # it goes on at the next poll
         while self._reads and self._reads[0].ended:
             read = self._reads.popleft()
             good = read.good if not self._broken else 0
@@ -376,7 +414,7 @@ class Prefetch:
             counts["prefetched"] += ours
             counts["prefetch_dropped"] += good - ours
             if self._plan.any_end:
-                self.loaded += ours * host.tree.page_size
+                self.loaded += ours * self._page_size
             host.pools[read.row].release(read.page_ids[good:])
             if kept < len(read.page_ids) and not self._broken:
                 self._broken = self._faulty = True
@@ -416,13 +454,13 @@ class Prefetches:
         store: the store.
         names: the names of the tree's pages.
         rows: what is stored.
-        cost: the estimate of what computing takes.
+        costs: the estimates.
         pending: the list of everything under way.
 
     Attributes:
         late: pages that were computed although storage has them, or may have them, by cause.
         short: pages that the first component alone could have gone further, by the component that stood in the way.
-        host, store, rows, pending: as given, for its prefetches.
+        host, backups, store, rows, pending: as given, for its prefetches.
     """
 
     def __init__(
@@ -432,13 +470,14 @@ class Prefetches:
         store: Store,
         names: PageNames,
         rows: Sequence[Row],
-        cost: PrefillCost,
+        costs: Costs,
         pending: PendingList,
     ) -> None:
         self.late: Counter[Cause] = Counter()
         self.short: Counter[str] = Counter()
         self.host, self.store, self.rows, self.pending = host, store, tuple(rows), pending
-        self._tree, self._backups, self._names, self._cost = host.tree, backups, names, cost
+        self.backups = backups
+        self._tree, self._names, self._costs = host.tree, names, costs
         self._stored = {row.number: row for row in rows}
         self._under_way: dict[Missing, Prefetch] = {}
 
@@ -450,17 +489,17 @@ class Prefetches:
         """Whether as many are under way as may be."""
         return len(self) >= self.store.config.max_prefetches
 
-    def ask(self, namespace: bytes, key: bytes) -> Prefetch | None:
+    def ask(self, namespace: bytes, key: bytes, meets: bool) -> Prefetch | None:
         """Begins a prefetch for a request, or returns one under way; see `Tiers.prefetch`."""
         page_bytes = self._tree.page_bytes
         pages = max(len(key) - self._tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
         min_pages = max(1, -(-self.store.config.prefetch_min_tokens // self._tree.page_size))
-        prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages)
+        prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages, meets)
         if prefetch is not None:
             prefetch.wanted = True
         return prefetch
 
-    def begin(self, namespace: bytes, key: bytes, min_pages: int) -> Prefetch | None:
+    def begin(self, namespace: bytes, key: bytes, min_pages: int, meets: bool = False) -> Prefetch | None:
         """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
         missing, have = self._missing(namespace, key)
         pages = len(key) // self._tree.page_bytes
@@ -478,14 +517,20 @@ class Prefetches:
         known = have if len(self._tree.components) == 1 else self._tree.core.extent(namespace, key)
         anchor = Anchor(self.host, self._names, namespace, key, known)
         if anchor.node:
-            self._backups.begin(anchor.node)
+            self.backups.begin(anchor.node)
         self.pending.counts["prefetches"] += 1
         contents = [row in self._stored for row in range(len(self._tree.components))]
         plan = Plan(self._tree.components, contents, self._tree.page_size, have, pages)
         anchor.mark_held(plan)
-        wait = Wait(self.store, self._cost, self._tree.page_size, have, pages)
-        self._under_way[missing] = prefetch = Prefetch(self, missing, anchor, wait, plan, min_pages)
+        page_bytes = self.host.memory.payload_bytes(0)
+        wait = Wait(self.store, self._costs, self._tree.page_size, page_bytes, have, pages)
+        self._under_way[missing] = prefetch = Prefetch(self, missing, anchor, wait, plan, min_pages, meets)
         return prefetch
+
+    def go_on(self) -> None:
+        """Adds to the tree what requests have met, and begins more reads for them."""
+        for prefetch in list(self._under_way.values()):
+            prefetch.go_on()
 
     def overlaps(self, namespace: bytes, key: bytes) -> bool:
         """Whether a prefetch is under way of the first page of a prefix that neither device nor host has."""
@@ -500,12 +545,18 @@ class Prefetches:
 
         At most n, as many as a call reads, and as many as prefetches may hold; none without room.
         """
-        config = self.store.config
-        limit = max(1, int(self.host.pools[row].total * config.prefetch_host_share)) - self.private_pages(row)
+        limit = self._share(row) - self.private_pages(row)
         needed = [0] * len(self.host.pools)
-        needed[row] = max(0, min(n, limit, config.batch_pages if row in self._stored else n))
+        needed[row] = max(0, min(n, limit, self.store.config.batch_pages if row in self._stored else n))
         allocated = self.host.allocate(needed)
         return np.empty(0, np.int32) if allocated is None else allocated[row]
+
+    def room(self, prefetch: Prefetch) -> int:
+        """Returns how many host pages of the first component a prefetch may hold, beside the others."""
+        return self._share(0) - self.private_pages(0) + prefetch.private_pages(0)
+
+    def _share(self, row: int) -> int:
+        return max(1, int(self.host.pools[row].total * self.store.config.prefetch_host_share))
 
     def read(self, row: int, names: Sequence[bytes], page_ids: Ids) -> StoreCall[int] | None:
         """Begins to read pages of a component; None: they have no content."""

@@ -95,6 +95,7 @@ class _Answer(Generic[T]):
     value: T
     causes: Counter[str]
     took_s: float
+    ended_s: float
     failed: bool = False  # the call as a whole
 
 
@@ -108,7 +109,8 @@ class StoreCall(Generic[T]):
         self._overdue = False
         self._reported = call is None
         self.value = nothing
-        self.took_s = math.inf  # once it has returned
+        self.failed = call is None  # as a whole; valid once it is done
+        self.took_s = self.ended_s = math.inf  # once it has returned
 
     def done(self) -> bool:
         """Whether it has ended and released its slots."""
@@ -144,7 +146,8 @@ class StoreCall(Generic[T]):
         self.value = answer.value
         for cause, count in answer.causes.items():
             self._store.count(cause, count)
-        self.took_s = answer.took_s
+        self.failed = answer.failed
+        self.took_s, self.ended_s = answer.took_s, answer.ended_s
         self._store.took(self.took_s)
         if self._overdue:
             return  # it counted as failed already
@@ -442,9 +445,11 @@ class Store:
             causes: Counter[str] = Counter()
             began_s = self.clock()
             begun_s.append(began_s)
+            value, failed = nothing, True
             with _caught(causes):
-                return _Answer(work(causes), causes, self.clock() - began_s)
-            return _Answer(nothing, causes, self.clock() - began_s, failed=True)
+                value, failed = work(causes), False
+            ended_s = self.clock()
+            return _Answer(value, causes, ended_s - began_s, ended_s, failed)
 
         def deadline_s() -> float:
             start_s = (begun_s[0] if begun_s else math.inf) if queued else submitted_s

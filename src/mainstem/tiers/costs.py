@@ -1,0 +1,107 @@
+"""What computing and loading cost, as far as is known: `Costs`, and `LoadCost`, the twin of `PrefillCost`.
+
+    seconds = latency + bytes / rate
+
+A load is estimated from what has arrived so far: a least-squares fit, with weights that decay with each observation, so
+it follows a store or link that becomes slower. An observation is clamped to a multiple of the expected one: a stall is
+not a change of speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mainstem.tiers.prefill import PrefillCost
+
+_ENOUGH = 3  # observations
+_KEPT = 0.95  # what is left of the weight of an observation after another one
+_MAX_FACTOR = 2.0  # an observation counts as at most this many times slower or faster than expected
+_ALIKE = 1e-3  # sizes that vary less than this say nothing about the latency
+
+
+class LoadCost:
+    """The estimate for one tier. It gives none before it has a few observations."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[float, float]] = []  # before the first estimate
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over observations: bytes, seconds
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an estimate."""
+        return self._weight > 0
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Adds an observation.
+
+        Args:
+            size: bytes that have arrived.
+            seconds: since the first of them was asked for; 0 or less is ignored.
+        """
+        if size <= 0 or not 0 < seconds < math.inf:
+            return
+        if self.known:
+            self._add(size, seconds, self._seconds(size))
+            return
+        self._first.append((size, seconds))
+        if len(self._first) == _ENOUGH:
+            pace = sorted(seconds / size for size, seconds in self._first)[_ENOUGH // 2]
+            for arrived, took_s in self._first:
+                self._add(arrived, took_s, pace * arrived)
+            self._first = []
+
+    def seconds(self, size: int) -> float | None:
+        """Estimates the time until this many bytes have arrived; None before the first estimate."""
+        return self._seconds(size) if self.known else None
+
+    def _add(self, size: float, seconds: float, expected: float) -> None:
+        seconds = min(max(seconds, expected / _MAX_FACTOR), expected * _MAX_FACTOR)
+        self._weight = _KEPT * self._weight + 1
+        self._x = _KEPT * self._x + size
+        self._y = _KEPT * self._y + seconds
+        self._xx = _KEPT * self._xx + size * size
+        self._xy = _KEPT * self._xy + size * seconds
+
+    def _seconds(self, size: float) -> float:
+        latency, pace = self._line()
+        return latency + pace * size
+
+    def _line(self) -> tuple[float, float]:
+        """Returns the latency, and the seconds for a byte."""
+        spread = self._weight * self._xx - self._x * self._x
+        if spread <= _ALIKE * self._weight * self._xx:
+            return 0.0, self._y / self._x
+        pace = (self._weight * self._xy - self._x * self._y) / spread
+        latency = (self._y - pace * self._x) / self._weight
+        if pace < 0:  # longer loads took less time
+            return self._y / self._weight, 0.0
+        return (latency, pace) if latency >= 0 else (0.0, self._xy / self._xx)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """All estimates of one rank.
+
+    Args:
+        prefill: computing.
+        look_up: asking storage what it has, of any size: counted as 1.
+        read: from storage to the host, all calls of a prefetch together.
+        load: from the host to the device.
+    """
+
+    prefill: PrefillCost = field(default_factory=PrefillCost)
+    look_up: LoadCost = field(default_factory=LoadCost)
+    read: LoadCost = field(default_factory=LoadCost)
+    load: LoadCost = field(default_factory=LoadCost)
+
+    def computed_within(self, seconds: float, context: int, most: int) -> int:
+        """Returns how many positions after `context` are computed in this time, at most `most`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if (self.prefill.seconds(middle, context) or 0.0) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low

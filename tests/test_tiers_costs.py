@@ -1,0 +1,84 @@
+"""The estimate of what a load takes: it is learned, follows changes, and ignores stalls."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mainstem.tiers.costs import LoadCost
+
+LATENCY_S, RATE = 0.004, 1e9
+
+
+def cost(size: int) -> float:
+    return LATENCY_S + size / RATE
+
+
+def learned(load: LoadCost, count: int = 12, factor: float = 1.0) -> LoadCost:
+    for at in range(count):
+        size = (1 + at % 4) * 10_000_000
+        load.observe(size, factor * cost(size))
+    return load
+
+
+def test_there_is_no_estimate_before_a_few_observations() -> None:
+    load = LoadCost()
+    assert load.seconds(100) is None and not load.known
+    for _ in range(2):
+        load.observe(1000, 1.0)
+        assert load.seconds(1000) is None, "both may be outliers"
+    load.observe(1000, 1.0)
+    assert load.known and load.seconds(1000) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 5_000_000, 400_000_000])
+def test_latency_and_rate_are_found(size: int) -> None:
+    assert learned(LoadCost()).seconds(size) == pytest.approx(cost(size), rel=1e-6)
+
+
+def test_with_loads_of_one_size_the_time_is_proportional() -> None:
+    load = LoadCost()
+    for _ in range(5):
+        load.observe(1000, 2.0)
+    assert load.seconds(500) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(0, 1.0), (-1, 1.0), (10, 0.0), (10, -1.0), (10, float("inf"))])
+def test_what_says_nothing_is_ignored(size: int, seconds: float) -> None:
+    load = LoadCost()
+    for _ in range(5):
+        load.observe(size, seconds)
+    assert not load.known
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_an_outlier_among_the_first_does_not_count(at: int) -> None:
+    load = LoadCost()
+    for number in range(3):
+        load.observe(10_000_000, 60.0 if number == at else 0.01)
+    seconds = load.seconds(10_000_000)
+    assert seconds is not None and seconds < 0.05
+
+
+def test_a_stall_changes_the_estimate_little() -> None:
+    load = learned(LoadCost(), 40)
+    load.observe(20_000_000, 30.0)
+    seconds = load.seconds(20_000_000)
+    assert seconds is not None and seconds < 1.5 * cost(20_000_000)
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_it_follows_a_store_that_becomes_slower_or_faster(factor: float) -> None:
+    load = learned(learned(LoadCost(), 40), 120, factor)
+    assert load.seconds(20_000_000) == pytest.approx(factor * cost(20_000_000), rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_makes_no_estimate_negative(seed: int) -> None:
+    noise, load = random.Random(seed), LoadCost()
+    for _ in range(50):
+        load.observe(noise.randrange(1, 10**7), 0.01 * noise.uniform(0.2, 5.0))
+    estimates = [load.seconds(size) for size in (0, 10**3, 10**6, 10**8)]
+    assert all(seconds is not None and seconds >= 0 for seconds in estimates)
+    assert estimates == sorted(estimates, key=lambda seconds: seconds or 0.0)
