@@ -173,8 +173,8 @@ class Remote(MemoryBackend):
 class _Ticket:
     error: Exception | None = None
 
-    def __init__(self, clock: Clock, ends_s: float) -> None:
-        self._clock, self.ends_s = clock, ends_s
+    def __init__(self, clock: Clock, took_s: float) -> None:
+        self._clock, self.took_s, self.ends_s = clock, took_s, clock.now_s + took_s
 
     def done(self) -> bool:
         return self._clock.now_s >= self.ends_s
@@ -203,7 +203,7 @@ class _Memory(GhostMemory):
 
     def _ticket(self, moves: Sequence[Move]) -> _Ticket:
         size = sum(len(move.source) for move in moves) * PAGE * self._settings.token_bytes
-        return _Ticket(self._clock, self._clock.now_s + size / self._settings.host_rate)
+        return _Ticket(self._clock, size / self._settings.host_rate)
 
 
 class _Model:

@@ -366,7 +366,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "what arrived before its turn joins the tree a page too far", "-", _MEETING,
         "self._anchor.place(0, begin + known, page_ids[known:])",
-        "self._anchor.place(0, begin + known, [*page_ids[1:], page_ids[0]][known:])",
+        "self._anchor.place(0, begin + known, page_ids[max(known - 1, 0) :])",
         "scheduler",
     ),
     _mutant(
@@ -376,9 +376,8 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "what was never met is never freed", "-", _PREFETCH,
-        "            self._prefetches.pending.counts[\"prefetch_dropped\"] += meeting.release()\n            self._end()",
-        "            self._end()",
+        "what was never met is never freed", "-", _MEETING,
+        "            self._host.pools[0].release(page_ids)\n", "            pass\n",
         "scheduler",
     ),
     _mutant(

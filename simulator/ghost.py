@@ -58,7 +58,8 @@ class SimTicket:
 
     def __init__(self, memory: SimMemory, moves: Sequence[Move], source: int) -> None:
         self.error: Exception | None = None
-        self._memory, self._source = memory, source
+        self.took_s: float | None = None
+        self._memory, self._source, self._began_s = memory, source, memory.world.now_s
         self._moves = [Move(move.component, move.source.copy(), move.target.copy()) for move in moves]
         self._layer, self._done = 0, False
         self._fails_at = memory.layers
@@ -89,7 +90,7 @@ class SimTicket:
             self._layer += not self._twice
             self._twice = False
         if self.error is not None or self._layer == memory.layers:
-            self._done = True
+            self._done, self.took_s = True, memory.world.now_s - self._began_s
             memory.release(self._touched(self._source), self._touched(1 - self._source))
         else:
             memory.world.at(memory.world.delay_s(memory.latency_s), self._step)

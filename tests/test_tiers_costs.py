@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mainstem.tiers.costs import LoadCost
+from mainstem.tiers.costs import Costs, LoadCost
 
 LATENCY_S, RATE = 0.004, 1e9
 
@@ -82,3 +82,44 @@ def test_noise_makes_no_estimate_negative(seed: int) -> None:
     estimates = [load.seconds(size) for size in (0, 10**3, 10**6, 10**8)]
     assert all(seconds is not None and seconds >= 0 for seconds in estimates)
     assert estimates == sorted(estimates, key=lambda seconds: seconds or 0.0)
+
+
+# ---------------------------------------------------------------- what follows from both
+
+
+def costs(token_s: float, load: LoadCost | None = None, read: LoadCost | None = None) -> Costs:
+    """Returns estimates of a machine that computes a token in `token_s`, at any position."""
+    known = Costs(load=load or LoadCost(), read=read or LoadCost())
+    for _ in range(4):
+        known.prefill.observe([(512, 0)], 512 * token_s)
+        known.look_up.observe(1, 0.05)
+    return known
+
+
+PAGE_BYTES, PAGE = 1_000_000, 16
+
+
+def test_loads_are_worth_it_from_where_computing_takes_as_long() -> None:
+    fast, slow = learned(LoadCost()), learned(LoadCost(), factor=100.0)
+    assert costs(1e-3, fast).load_min_pages(PAGE_BYTES, PAGE) == 1
+    assert costs(1e-4, fast).load_min_pages(PAGE_BYTES, PAGE) == 7, "4 ms and 1 ms a page, or 1.6 ms a page"
+    pages = costs(1e-4, slow).load_min_pages(PAGE_BYTES, PAGE)
+    assert pages is not None and pages > 10_000, "never"
+
+
+def test_without_both_estimates_there_is_no_least_load() -> None:
+    assert Costs().load_min_pages(PAGE_BYTES, PAGE) is None
+    assert Costs(load=learned(LoadCost())).load_min_pages(PAGE_BYTES, PAGE) is None
+    assert costs(1e-3).load_min_pages(PAGE_BYTES, PAGE) is None
+
+
+def test_what_is_computed_before_storage_sends_a_page_is_not_looked_up() -> None:
+    known = costs(1e-3, read=learned(LoadCost()))
+    assert known.prefetch_min_tokens(PAGE_BYTES, 4096) in (54, 55), "50 ms, and 5 ms"
+    assert costs(1e-6, read=learned(LoadCost())).prefetch_min_tokens(PAGE_BYTES, 4096) == 4096
+    assert costs(1e-3).prefetch_min_tokens(PAGE_BYTES, 4096) is None
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0.0, 0), (0.0999, 99), (0.1001, 100), (9.0, 300)])
+def test_as_much_is_computed_as_the_time_allows(seconds: float, found: int) -> None:
+    assert costs(1e-3).computed_within(seconds, 0, 300) == found

@@ -190,7 +190,7 @@ class PrefixCache:
 
     def _copy_inside(self, lease: Lease) -> None:
         """Extends the hit by the beginning of a shared page, copied into a private one, if there is a page for it."""
-        if self.tiers is not None and lease.loadable >= self.tiers.host.policy.load_min_tokens:
+        if self.tiers is not None and lease.loadable and lease.loadable >= self.tiers.load_min_tokens():
             return  # the host has more
         try:
             copy = lease.begin_copy()

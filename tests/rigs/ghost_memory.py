@@ -20,6 +20,7 @@ class GhostTicket:
 
     def __init__(self, layers: int, copy: Callable[[int], None]) -> None:
         self.error: Exception | None = None
+        self.took_s: float | None = None
         self._layers, self._copy = layers, copy
         self._at = 0
         self._done = False

@@ -12,6 +12,7 @@ This module knows rows and ids. It does not know layouts, components or the owne
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -204,9 +205,15 @@ class Transfer:
     Args:
         steps: in ascending order of layers.
         copier: made the copies of the steps.
+        clock: in seconds.
+
+    Attributes:
+        took_s: see `LayerTicket.took_s`; None where copies go on after the call that begins them.
     """
 
-    def __init__(self, steps: Sequence[Step], copier: Copier) -> None:
+    def __init__(self, steps: Sequence[Step], copier: Copier, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.took_s: float | None = None
+        self._clock, self._began_s = clock, 0.0
         self._steps = steps
         self._copier = copier
         self._fence = copier.fence()
@@ -247,6 +254,7 @@ class Transfer:
 
     def advance(self) -> None:
         """Begins the copies of the next layer. A failure ends the transfer."""
+        self._began_s = self._began_s if self._marks else self._clock()
         try:
             mark = self._copier.copy(self._steps[len(self._marks)].copies, self._fence)
         except ERRORS as error:
@@ -257,6 +265,7 @@ class Transfer:
         else:
             with self._changed:
                 self._marks.append(mark)
+                self.took_s = self._clock() - self._began_s if mark is None else None
                 self._ended = len(self._marks) == len(self._steps)
                 self._changed.notify_all()
 

@@ -231,7 +231,7 @@ class HostPool:
         storage: whether `slots` will be called.
         run: runs the copies. It gets a function to call once, from any thread; the function copies one layer, then
             calls `run` for the next one. Example: an executor's `submit`. None: a thread of its own.
-        clock: of the trial, in seconds.
+        clock: of the trial and of copies, in seconds.
 
     Raises:
         BadArgument: components and pages do not fit each other or the layout, or the memory cannot be allocated.
@@ -247,7 +247,7 @@ class HostPool:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         _check(components, pages, layout, storage)
-        self._components = tuple(components)
+        self._components, self._clock = tuple(components), clock
         self._pages = tuple(pages)
         device = self._components[0].device
         self._copier: Copier = CudaCopier(device) if device.type == "cuda" else CpuCopier()
@@ -373,7 +373,7 @@ class HostPool:
     ) -> Transfer:
         try:
             steps = self._steps(moves, to, from_)
-            transfer = Transfer(steps, self._copier)
+            transfer = Transfer(steps, self._copier, self._clock)
         except ERRORS as error:  # e.g. no memory for the ids on a device
             transfer = Transfer([], self._copier)
             transfer.end(error)

@@ -507,9 +507,11 @@ class Scheduler:
 
     def _meet(self, sequence: Sequence, prefetch: Prefetch) -> None:
         """Lets a request go on after the pages that have arrived: it is admitted again, before others."""
+        assert self._tiers is not None
         if prefetch.usable > sequence.computed and not sequence.loading:
             keys, namespace = self._cache.tree.keys, sequence.request.namespace
-            if self._cache.peek(sequence.encoded(keys), namespace) > sequence.computed:
+            found = self._cache.peek(sequence.encoded(keys), namespace) - sequence.computed
+            if found > 0 and found >= self._tiers.load_min_tokens():
                 del self._running[sequence.id]
                 sequence.close()
                 sequence.was_preempted = sequence.met = True

@@ -195,19 +195,31 @@ class Tiers:
     def load(self, lease: Lease) -> Load | None:
         """Starts to copy what the host has after a lease's hit into private pages of the lease.
 
-        Returns None if the host has fewer than `load_min_tokens`, or the device has no room.
+        Returns None if the host has fewer than `load_min_tokens`, or the device has no room. All ranks call it at the
+        same point.
 
         Raises:
             BadArgument: the lease has reserved pages already.
             LeaseClosed: the lease has ended.
         """
-        if lease.loadable < self.host.policy.load_min_tokens:
+        if not lease.loadable or lease.loadable < self.load_min_tokens():
             return None
+        memory, cost = self.host.memory, self.costs.load
         try:
-            return self.pending.add(Load(lease, self._core, self.host.memory, self.tree.page_size, self.pending))
+            return self.pending.add(Load(lease, self._core, memory, self.tree.page_size, self.pending, cost))
         except OutOfPages:
             self.pending.counts["load_skipped"] += lease.loadable // self.tree.page_size
             return None
+
+    def load_min_tokens(self) -> int:
+        """Returns how many tokens on the host are worth loading; fewer are computed.
+
+        It is where both are expected to take equally long, once that is known; all ranks ask at the same point.
+        """
+        page_bytes = self.host.memory.payload_bytes(0)
+        found = self.costs.load_min_pages(page_bytes, self.tree.page_size)
+        tokens = self.host.policy.load_min_tokens if found is None else found * self.tree.page_size
+        return self.pending.agreed(tokens)
 
     def prefetch(
         self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None, *, meets: bool = False

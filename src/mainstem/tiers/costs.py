@@ -17,6 +17,7 @@ from mainstem.tiers.prefill import PrefillCost
 _ENOUGH = 3  # observations
 _KEPT = 0.95  # what is left of the weight of an observation after another one
 _MAX_FACTOR = 2.0  # an observation counts as at most this many times slower or faster than expected
+_MOST_PAGES = 1 << 16
 _ALIKE = 1e-3  # sizes that vary less than this say nothing about the latency
 
 
@@ -94,6 +95,25 @@ class Costs:
     look_up: LoadCost = field(default_factory=LoadCost)
     read: LoadCost = field(default_factory=LoadCost)
     load: LoadCost = field(default_factory=LoadCost)
+
+    def load_min_pages(self, page_bytes: int, page_size: int) -> int | None:
+        """Returns the fewest pages of a prompt's beginning that are loaded as soon as computed; None: not known."""
+        if not self.load.known or self.prefill.seconds(0, 0) is None:
+            return None
+        low, high = 1, _MOST_PAGES
+        while low < high:
+            pages = (low + high) // 2
+            load_s, compute_s = self.load.seconds(pages * page_bytes), self.prefill.seconds(pages * page_size, 0)
+            assert load_s is not None and compute_s is not None
+            low, high = (low, pages) if load_s <= compute_s else (pages + 1, high)
+        return low
+
+    def prefetch_min_tokens(self, page_bytes: int, most: int) -> int | None:
+        """Returns how many tokens are computed while storage answers and sends a page, or `most`; None: not known."""
+        asked_s, read_s = self.look_up.seconds(1), self.read.seconds(page_bytes)
+        if asked_s is None or read_s is None or self.prefill.seconds(0, 0) is None:
+            return None
+        return self.computed_within(asked_s + read_s, 0, most)
 
     def computed_within(self, seconds: float, context: int, most: int) -> int:
         """Returns how many positions after `context` are computed in this time, at most `most`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mainstem import _core
 from mainstem._core import Lease
+from mainstem.tiers.costs import LoadCost
 from mainstem.tiers.pending import ARRIVED, FAILED, PendingList
 from mainstem.tiers.transfer import HostMemory, Move
 
@@ -23,6 +24,7 @@ class Load:
         memory: makes the copy.
         page_size: positions per page.
         pending: the list of everything under way.
+        cost: learns what it took.
 
     Attributes:
         ticket: the copy's ticket.
@@ -34,12 +36,19 @@ class Load:
     """
 
     def __init__(
-        self, lease: Lease, cache: _core.Cache | None, memory: HostMemory, page_size: int, pending: PendingList
+        self,
+        lease: Lease,
+        cache: _core.Cache | None,
+        memory: HostMemory,
+        page_size: int,
+        pending: PendingList,
+        cost: LoadCost,
     ) -> None:
         self.pages = lease.loadable // page_size
         self.arrived: bool | None = None
-        self._lease, self._cache, self._pending = lease, cache, pending
+        self._lease, self._cache, self._pending, self._cost = lease, cache, pending, cost
         self._number, pairs = lease.begin_load()
+        self._size = sum(len(source) * memory.payload_bytes(row) for row, (source, _) in enumerate(pairs))
         self.ticket = memory.up(
             [Move(row, source, target) for row, (source, target) in enumerate(pairs) if len(source)]
         )
@@ -60,6 +69,8 @@ class Load:
     def settle(self, outcome: int) -> None:
         """Publishes the pages if they arrived."""
         self.arrived = outcome == ARRIVED
+        if self.arrived and self.ticket.took_s is not None:
+            self._cost.observe(self._size, self.ticket.took_s)
         self._pending.counts["loaded" if self.arrived else "load_failed"] += self.pages
         if self._lease.closed:
             assert self._cache is not None

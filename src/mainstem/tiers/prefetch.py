@@ -37,6 +37,7 @@ from mainstem.tree import Ids
 
 log = logging.getLogger(__name__)
 
+_MOST_TIMES = 16  # the configured minimum: how many tokens may be too few to look them up
 _LEAST_READ = 4  # pages, where a request computes meanwhile
 
 Missing = tuple[bytes, bytes]
@@ -493,7 +494,7 @@ class Prefetches:
         """Begins a prefetch for a request, or returns one under way; see `Tiers.prefetch`."""
         page_bytes = self._tree.page_bytes
         pages = max(len(key) - self._tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
-        min_pages = max(1, -(-self.store.config.prefetch_min_tokens // self._tree.page_size))
+        min_pages = max(1, -(-self._min_tokens() // self._tree.page_size))
         prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages, meets)
         if prefetch is not None:
             prefetch.wanted = True
@@ -554,6 +555,13 @@ class Prefetches:
     def room(self, prefetch: Prefetch) -> int:
         """Returns how many host pages of the first component a prefetch may hold, beside the others."""
         return self._share(0) - self.private_pages(0) + prefetch.private_pages(0)
+
+    def _min_tokens(self) -> int:
+        """Returns how many tokens are worth a look-up. All ranks ask at the same point."""
+        tokens = self.store.config.prefetch_min_tokens
+        most = _MOST_TIMES * tokens  # so that longer prompts renew the estimates
+        found = self._costs.prefetch_min_tokens(self.host.memory.payload_bytes(0), most)
+        return self.pending.agreed(tokens if found is None else found)
 
     def _share(self, row: int) -> int:
         return max(1, int(self.host.pools[row].total * self.store.config.prefetch_host_share))

@@ -47,6 +47,10 @@ class Ticket(Protocol):
 class LayerTicket(Ticket, Protocol):
     """A transfer to the device that arrives layer by layer, layer 0 first."""
 
+    @property
+    def took_s(self) -> float | None:
+        """Seconds that the copies took, once all have ended; None: nobody measured them."""
+
     def wait_layer(self, layer: int) -> None:
         """Blocks the reader of a layer (its stream, on a GPU) until that layer has arrived, or the transfer failed."""
 
