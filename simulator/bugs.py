@@ -364,9 +364,8 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
     ),
     _mutant(
-        "what arrived before its turn joins the tree a page too far", "-", _MEETING,
-        "self._anchor.place(0, begin + known, page_ids[known:])",
-        "self._anchor.place(0, begin + known, page_ids[max(known - 1, 0) :])",
+        "what arrived before its turn joins the tree a page too far", "-", _PREFETCH,
+        "meeting.add(read.begin, ", "meeting.add(read.begin + 1, ",
         "scheduler",
     ),
     _mutant(
@@ -412,8 +411,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the wait ignores the speed of the machine", "here", "tiers/waits.py",
         "if cost_s is None:", "if True:",
-        "tests/test_scheduler_tiers.py::"
-        "test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage",
+        "tests/test_tiers_prefetch.py::test_timeout_waits_as_long_as_computing_takes_once_that_is_known",
     ),
     _mutant(
         "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _WARM,

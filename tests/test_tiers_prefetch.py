@@ -127,6 +127,21 @@ def test_timeout_waits_longer_for_more_pages() -> None:
     rig.close_all()
 
 
+def test_timeout_waits_as_long_as_computing_takes_once_that_is_known() -> None:
+    rig = Rig(backend=stored(A), prefetch_timeout_s=1.0, prefetch_timeout_per_page_s=0.0, call_timeout_s=1000.0)
+    for _ in range(4):
+        rig.tiers.prefill.observe([(64, 0)], 640.0)
+    prefetch = rig.tiers.prefetch(A)
+    assert prefetch is not None
+    rig.clock.now_s += 79.0
+    rig.poll()
+    assert prefetch.waiting, "8 tokens of 10 s"
+    rig.clock.now_s += 2.0
+    rig.poll()
+    assert not prefetch.waiting
+    rig.settle()
+
+
 def test_after_an_unanswered_lookup_no_request_waits_until_storage_answers() -> None:
     rig = Rig(backend=stored(A, B, C), prefetch="timeout", prefetch_timeout_s=1.0, prefetch_timeout_per_page_s=0.0)
     first = rig.tiers.prefetch(A)
