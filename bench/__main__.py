@@ -28,6 +28,7 @@ NAMES = (
     "models",
     "plan",
     "attention",
+    "loading",
     "servers",
 )
 WIDTH = 160
@@ -104,7 +105,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         servers.run(servers.QUICK if report.quick else servers.Settings(), report)
         return
     # The others need the runtime.
-    from bench import attention, generate, marks, models, plan, store_faults, throughput, tiers, ttft
+    from bench import attention, generate, loading, marks, models, plan, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
@@ -121,6 +122,9 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         return
     if name == "attention":
         attention.run(attention.QUICK if report.quick else attention.Settings(), report)
+        return
+    if name == "loading":
+        loading.run(loading.QUICK if report.quick else loading.Settings(), report)
         return
 
     if name == "store-faults":

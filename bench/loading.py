@@ -64,14 +64,15 @@ class Settings:
         token_bytes: bytes of a token's KV.
         call_s: latency of a call to storage.
         host_rate: bytes a second between host and device.
-        slow_calls, slow_s: fraction of calls that take longer, and how much longer, on average.
+        slow_pages, slow_s: fraction of pages that take longer, and how much longer, on average; a call takes as long
+            as its slowest page.
         lost_pages: fraction of the pages that are damaged when they are read.
     """
 
     bandwidths: tuple[float, ...] = (0.1e9, 0.5e9, 2e9, 8e9, 32e9)
     lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
     faults: tuple[Fault, ...] = get_args(Fault)
-    requests: int = 100
+    requests: int = 40
     warm_ups: int = 4
     token_s: float = 1e-4
     doubled_at: int = 32768
@@ -79,7 +80,7 @@ class Settings:
     token_bytes: int = 128 << 10
     call_s: float = 2e-3
     host_rate: float = 20e9
-    slow_calls: float = 0.03
+    slow_pages: float = 0.001
     slow_s: float = 0.3
     lost_pages: float = 0.005
 
@@ -88,7 +89,7 @@ class Settings:
         return self.token_s * tokens * (1 + (context + tokens / 2) / self.doubled_at)
 
 
-QUICK = Settings(bandwidths=(0.5e9, 2e9, 8e9), lengths=(512, 4096), requests=20)
+QUICK = Settings(bandwidths=(0.5e9, 2e9, 32e9), lengths=(512, 2048))
 
 
 class Clock:
@@ -137,12 +138,16 @@ class Remote(MemoryBackend):
         self._free_s = 0.0  # when the link is
         self._random = random.Random(0)
         self._lost: set[bytes] = set()
+        self._slow: dict[bytes, float] = {}
 
     def begin(self, number: int, keys: Sequence[bytes]) -> None:
         """Draws the faults of a request."""
         self._random = random.Random(f"{self.fault} {number}")
-        rate = self._settings.lost_pages if self.fault == "failing" else 0.0
-        self._lost = {key for key in keys if self._random.random() < rate}
+        draw, settings = self._random, self._settings
+        lost = settings.lost_pages if self.fault == "failing" else 0.0
+        slow = settings.slow_pages if self.fault == "slow" else 0.0
+        self._lost = {key for key in keys if draw.random() < lost}
+        self._slow = {key: draw.expovariate(1 / settings.slow_s) for key in keys if draw.random() < slow}
         self._free_s = 0.0
 
     @property
@@ -158,8 +163,7 @@ class Remote(MemoryBackend):
         chance, settings = self._random, self._settings
         begun_s = max(self._clock.now_s + settings.call_s * chance.uniform(0.8, 1.2), self._free_s)
         self._free_s = begun_s + len(keys) * PAGE * settings.token_bytes / self.bandwidth
-        slow = self.fault == "slow" and chance.random() < settings.slow_calls
-        self._clock.now_s = self._free_s + (chance.expovariate(1 / settings.slow_s) if slow else 0.0)
+        self._clock.now_s = self._free_s + max(self._slow.get(key, 0.0) for key in keys)
         lengths = super().get(keys, buffers)
         for key, buffer in zip(keys, buffers, strict=True):
             if key in self._lost:
