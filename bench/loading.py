@@ -72,7 +72,7 @@ class Settings:
     bandwidths: tuple[float, ...] = (0.1e9, 0.5e9, 2e9, 8e9, 32e9)
     lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
     faults: tuple[Fault, ...] = get_args(Fault)
-    requests: int = 40
+    requests: int = 20
     warm_ups: int = 4
     token_s: float = 1e-4
     doubled_at: int = 32768
@@ -129,7 +129,7 @@ class _Workers:
 
 
 class Remote(MemoryBackend):
-    """Storage behind one link, which all reads share; their latencies pass at the same time."""
+    """Storage at the end of one link, which all reads share; their latencies pass at the same time."""
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import pytest
 
 from bench.loading import GOAL, GOAL_S, QUICK, Fault, Machine, Settings, cells, measure, table
 
-SMALL = replace(QUICK, requests=20)
+SMALL = QUICK
 
 
 @pytest.mark.parametrize(("bandwidth", "length", "fault"), list(cells(SMALL)))

@@ -122,13 +122,13 @@ class Wait:
         """Returns when what is under way is expected to have ended, and when everything will have arrived."""
         since_s = self._store.clock() - self._since_s
         if self._answered_s is None:
-            expected_s, rest_s = self._costs.look_up.seconds(1), self._read_s(self._pages)
+            expected_s, later_s = self._costs.look_up.seconds(1), self._read_s(self._pages)
         else:
             expected_s = self._read_s(under_way)
-            rest_s = self._read_s(left, more=True)
-        if expected_s is None or rest_s is None:
+            later_s = self._read_s(left, more=True)
+        if expected_s is None or later_s is None:
             return since_s if expected_s is None else abs(expected_s - since_s), math.inf
-        return abs(expected_s - since_s), abs(expected_s - since_s) + rest_s
+        return abs(expected_s - since_s), abs(expected_s - since_s) + later_s
 
     def _read_s(self, pages: int, more: bool = False) -> float | None:
         """Returns what it takes to read so many pages; `more`: after others."""
