@@ -158,7 +158,8 @@ class HostPolicy(Settings):
         write_policy: When pages are backed up to the host.
             write_through: once computed. write_through_selective: after --write-hits hits. write_back: when evicted.
         write_hits: Hits before write_through_selective backs up a page; 1 or more.
-        load_min_tokens: Minimum number of tokens to load from the host; fewer are computed. 1 or more.
+        load_min_tokens: Minimum number of tokens to load from the host while it is unknown what loading and computing
+            take; fewer are computed. 1 or more.
     """
 
     write_policy: WritePolicy = setting("write_through", one_of(WritePolicy))
@@ -172,8 +173,10 @@ class StorageConfig(Settings):
 
     Args:
         prefetch: How long a request waits for storage.
-            best_effort: not at all. wait_complete: until all is read. timeout: no longer than computing would take.
-        prefetch_min_tokens: Minimum number of tokens to read from storage; fewer are computed. 0 or more.
+            best_effort: not at all. wait_complete: until all is read. timeout: no longer than computing would take; where
+            all layers have full attention, it computes meanwhile.
+        prefetch_min_tokens: Minimum number of tokens to read from storage while it is unknown what reading and computing
+            take; fewer are computed. 0 or more.
         prefetch_timeout_s: Seconds that --prefetch timeout waits, plus 0.01 per page, while the cost of computing is
             unknown; 0 or more.
         prefetch_timeout_per_page_s: Seconds of that for each page that was found.
