@@ -29,6 +29,7 @@ NAMES = (
     "plan",
     "attention",
     "loading",
+    "throttled",
     "servers",
 )
 WIDTH = 160
@@ -105,7 +106,19 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         servers.run(servers.QUICK if report.quick else servers.Settings(), report)
         return
     # The others need the runtime.
-    from bench import attention, generate, loading, marks, models, plan, store_faults, throughput, tiers, ttft
+    from bench import (
+        attention,
+        generate,
+        loading,
+        marks,
+        models,
+        plan,
+        store_faults,
+        throttled,
+        throughput,
+        tiers,
+        ttft,
+    )
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
@@ -130,6 +143,9 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     if name == "store-faults":
         faults = store_faults.QUICK if report.quick else store_faults.Settings()
         store_faults.run(faults, report, load_model(dtype=faults.dtype))
+    elif name == "throttled":
+        links = throttled.QUICK if report.quick else throttled.Settings()
+        throttled.run(links, report, load_model(dtype=links.dtype))
     elif name == "ttft":
         lengths = ttft.QUICK if report.quick else ttft.Settings()
         for dtype in lengths.dtypes:

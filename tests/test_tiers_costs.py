@@ -68,6 +68,25 @@ def test_a_stall_changes_the_estimate_little() -> None:
     assert seconds is not None and seconds < 1.5 * cost(20_000_000)
 
 
+@pytest.mark.parametrize("factor", [0.04, 25.0])
+def test_a_sudden_change_is_believed_after_a_few_observations(factor: float) -> None:
+    load = learned(LoadCost(), 40)
+    for _ in range(2):
+        load.observe(20_000_000, factor * cost(20_000_000))
+    before = load.seconds(20_000_000)
+    assert before is not None and 0.5 < before / cost(20_000_000) < 2.0, "both may be outliers"
+    load.observe(20_000_000, factor * cost(20_000_000))
+    assert load.seconds(20_000_000) == pytest.approx(factor * cost(20_000_000), rel=0.01)
+
+
+def test_outliers_in_both_directions_in_turns_change_the_estimate_little() -> None:
+    load = learned(LoadCost(), 40)
+    for factor in (30.0, 0.03, 30.0, 0.03):
+        load.observe(20_000_000, factor * cost(20_000_000))
+    seconds = load.seconds(20_000_000)
+    assert seconds is not None and 0.5 < seconds / cost(20_000_000) < 2.0
+
+
 @pytest.mark.parametrize("factor", [0.1, 10.0])
 def test_it_follows_a_store_that_becomes_slower_or_faster(factor: float) -> None:
     load = learned(learned(LoadCost(), 40), 120, factor)

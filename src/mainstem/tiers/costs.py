@@ -4,7 +4,7 @@
 
 A load is estimated from what has arrived so far: a least-squares fit, with weights that decay with each observation, so
 it follows a store or link that becomes slower. An observation is clamped to a multiple of the expected one: a stall is
-not a change of speed.
+not a change of speed. Several in a row that are as far off, all in one direction, are: then the fit begins anew.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class LoadCost:
     """The estimate for one tier. It gives none before it has a few observations."""
 
     def __init__(self) -> None:
-        self._first: list[tuple[float, float]] = []  # before the first estimate
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over observations: bytes, seconds
+        self._new: list[tuple[float, float]] = []  # before the first estimate, or far from the present one
+        self._slower = False  # in which direction
+        self._forget()
 
     @property
     def known(self) -> bool:
@@ -42,19 +43,32 @@ class LoadCost:
         """
         if size <= 0 or not 0 < seconds < math.inf:
             return
-        if self.known:
-            self._add(size, seconds, self._seconds(size))
-            return
-        self._first.append((size, seconds))
-        if len(self._first) == _ENOUGH:
-            pace = sorted(seconds / size for size, seconds in self._first)[_ENOUGH // 2]
-            for arrived, took_s in self._first:
-                self._add(arrived, took_s, pace * arrived)
-            self._first = []
+        expected = self._seconds(size) if self.known else 0.0
+        if expected / _MAX_FACTOR <= seconds <= expected * _MAX_FACTOR:
+            self._new = []
+        elif self.known and (seconds > expected) != self._slower:
+            self._new, self._slower = [(size, seconds)], seconds > expected
+        else:
+            self._new.append((size, seconds))
+        if len(self._new) == _ENOUGH:
+            self._begin()
+        elif self.known:
+            self._add(size, seconds, expected)
 
     def seconds(self, size: int) -> float | None:
         """Estimates the time until this many bytes have arrived; None before the first estimate."""
         return self._seconds(size) if self.known else None
+
+    def _forget(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over observations: bytes, seconds
+
+    def _begin(self) -> None:
+        """Starts from the newest observations, each clamped around the median time of a byte."""
+        self._forget()
+        pace = sorted(seconds / size for size, seconds in self._new)[_ENOUGH // 2]
+        for size, seconds in self._new:
+            self._add(size, seconds, pace * size)
+        self._new = []
 
     def _add(self, size: float, seconds: float, expected: float) -> None:
         seconds = min(max(seconds, expected / _MAX_FACTOR), expected * _MAX_FACTOR)
