@@ -71,6 +71,12 @@ ATOL = 2e-4
 Plain = Callable[[Sequence[int]], torch.Tensor]
 
 
+def only_kernel(monkeypatch: pytest.MonkeyPatch, make: Callable[[], TreeAttention]) -> None:
+    """Lets runners have this kernel, and none to fall back to."""
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: make())
+    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", make)
+
+
 class RunnerRig(NamedTuple):
     """A runner, its page size, and plain logits [tokens, vocab] of a whole sequence."""
 
@@ -754,7 +760,7 @@ class _Deaf(TreeAttention):
 
 @pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
 def test_the_self_test_minds_what_a_kernel_ignores(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: _Deaf(what))
+    only_kernel(monkeypatch, lambda: _Deaf(what))
     model = loaded(tiny(family, **WINDOWED[family]))
     counts = dict.fromkeys(Layout.of(model.model.config, CONTEXT).names, 8)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
@@ -798,7 +804,7 @@ class _Shifted(TreeAttention):
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: _Shifted())
+    only_kernel(monkeypatch, _Shifted)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(tiny("llama")), 8, 16)
 
@@ -855,7 +861,7 @@ def test_a_model_that_kernels_would_change_too_much_runs_by_its_own_code(
 
 
 def test_a_model_that_is_refused_computes_by_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: _Shifted())
+    only_kernel(monkeypatch, _Shifted)
     model = tiny("llama")
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(model), 8, 16)
