@@ -204,3 +204,25 @@ def test_a_model_gets_its_own_code_back() -> None:
     assert not any("kernel" in vars(layer) for layer in model.get_decoder().layers)
     runner_of(model)  # and again
     assert runner_of(model).exchanged.layers == 3  # a second runner of the same model
+
+
+def test_a_copy_of_an_exchanged_model_computes_by_its_own_code_until_it_has_a_runner(computed: list[int]) -> None:
+    model = tiny("llama", **WHOLE)
+    other = copy.deepcopy(model)
+    runner_of(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight, changed in zip(other.parameters(), copied.parameters(), strict=True):
+            weight.mul_(1.2)  # so that the weights of the original would be noticed
+            changed.copy_(weight)
+    copied.set_attn_implementation("eager")
+    prompts = random_prompts(2)
+    computed.clear()
+    with torch.inference_mode():
+        inputs = torch.from_numpy(np.stack(prompts)).long()
+        expected = other(input_ids=inputs).logits
+        torch.testing.assert_close(copied(input_ids=inputs).logits, expected, atol=2e-4, rtol=0)
+    assert not computed
+    runner = runner_of(copied)
+    assert runner.exchanged.layers == 3
+    torch.testing.assert_close(torch.stack([*decoded(runner, prompts)], 1), expected[:, -3:], atol=2e-4, rtol=0)

@@ -56,8 +56,8 @@ def settle(model: nn.Module) -> tuple[int, int]:
     for layer in model.modules():
         if not _computes_by(layer, _compare):
             continue
-        kernel: _Kernel = vars(layer)["kernel"]
-        if kernel.is_proven:
+        kernel: _Kernel | None = vars(layer)["kernel"]
+        if kernel is not None and kernel.is_proven:
             vars(layer).update(forward=MethodType(_layer, layer))
             ours += 1
         else:
@@ -171,6 +171,9 @@ class _Kernel:
         )
         return cls(layer, core)
 
+    def __deepcopy__(self, memo: object) -> None:
+        """The copy of a layer computes by its own code: its weights are not at the addresses that the core has."""
+
     @property
     def is_proven(self) -> bool:
         """Whether it has computed, and never anything else than the layer's own code."""
@@ -252,8 +255,8 @@ def _activation(module: nn.Module) -> str | None:
 
 def _layer(layer: Any, hidden_states: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor:
     """The `forward` of an exchanged layer."""
-    kernel: _Kernel = vars(layer)["kernel"]
-    if not others and kernel.takes(hidden_states, given):
+    kernel: _Kernel | None = vars(layer)["kernel"]
+    if kernel is not None and not others and kernel.takes(hidden_states, given):
         return kernel.compute(hidden_states, given)
     own: torch.Tensor = type(layer).forward(layer, hidden_states, *others, **given)
     return own
@@ -261,8 +264,8 @@ def _layer(layer: Any, hidden_states: torch.Tensor, *others: Any, **given: Any) 
 
 def _compare(layer: Any, hidden_states: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor:
     """The `forward` of a layer that is not proven yet."""
-    kernel: _Kernel = vars(layer)["kernel"]
+    kernel: _Kernel | None = vars(layer)["kernel"]
     own: torch.Tensor = type(layer).forward(layer, hidden_states, *others, **given)
-    if not others and kernel.takes(hidden_states, given):
+    if kernel is not None and not others and kernel.takes(hidden_states, given):
         kernel.compare(hidden_states, given, own)
     return own
