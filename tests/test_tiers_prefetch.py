@@ -66,6 +66,18 @@ def test_a_prefix_of_which_storage_has_too_little_is_not_read(minimum: int, foun
     assert prefetch.ended and prefetch.loaded == found
 
 
+@pytest.mark.parametrize(("policy", "begins"), [("timeout", False), ("best_effort", False), ("wait_complete", True)])
+def test_what_is_quicker_to_compute_is_read_only_by_who_waits_for_everything(policy: str, begins: bool) -> None:
+    rig = Rig(backend=stored(A), prefetch=policy, prefetch_min_tokens=8)
+    for _ in range(4):
+        rig.tiers.prefill.observe([(64, 0)], 64e-6)
+        rig.tiers.costs.look_up.observe(1, 1.0)
+        rig.tiers.costs.read.observe(4096, 1.0)
+    assert (rig.tiers.prefetch(A) is not None) == begins
+    rig.settle()
+    assert (rig.on(1, A) > 0) == begins
+
+
 def test_best_effort_waits_for_nothing() -> None:
     rig = Rig(backend=stored(A), prefetch="best_effort")
     prefetch = rig.tiers.prefetch(A)

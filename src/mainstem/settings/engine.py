@@ -175,8 +175,8 @@ class StorageConfig(Settings):
         prefetch: How long a request waits for storage.
             best_effort: not at all. wait_complete: until all is read. timeout: no longer than computing would take;
             where all layers have full attention, it computes meanwhile.
-        prefetch_min_tokens: Minimum number of tokens to read from storage while it is unknown what reading and
-            computing take; fewer are computed. 0 or more.
+        prefetch_min_tokens: Minimum number of tokens to read from storage, with --prefetch wait_complete or while it is
+            unknown what reading and computing take; fewer are computed. 0 or more.
         prefetch_timeout_s: Seconds that --prefetch timeout waits, plus 0.01 per page, while the cost of computing is
             unknown; 0 or more.
         prefetch_timeout_per_page_s: Seconds of that for each page that was found.

@@ -559,6 +559,8 @@ class Prefetches:
     def _min_tokens(self) -> int:
         """Returns how many tokens are worth a look-up. All ranks ask at the same point."""
         tokens = self.store.config.prefetch_min_tokens
+        if self.store.config.prefetch == "wait_complete":
+            return tokens
         most = _MOST_TIMES * tokens  # so that longer prompts renew the estimates
         found = self._costs.prefetch_min_tokens(self.host.memory.payload_bytes(0), most)
         return self.pending.agreed(tokens if found is None else found)
