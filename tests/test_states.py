@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -34,6 +36,8 @@ LIMIT = 1e-4
 TOKENS = torch.randint(VOCAB, (3, 75), generator=torch.Generator().manual_seed(5))
 CUTS = (0, 8, 13, 14, 40, 75)  # at a boundary of the scan, off it, one token, over several boundaries
 KEPT = "states_test_kept"
+(INFINITE,) = struct.unpack("<q", struct.pack("<d", float("inf")))
+T = TypeVar("T")
 FAMILIES = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
 
 
@@ -445,3 +449,37 @@ def test_a_forward_has_rows_and_a_pool_has_slots(rig: StatesRig) -> None:
 def test_more_memory_than_there_is_is_refused(rig: StatesRig) -> None:
     with pytest.raises(BadArgument, match="state_bytes"):
         StatePool(rig.shape, 2**50)
+
+
+@dataclass
+class Beside:
+    """Two ranks as the first sees them; the other one's votes are ours, but for one call."""
+
+    rank: int = 0
+    size: int = 2
+    differs: int = -1  # the number of the call
+    calls: int = 0
+
+    def share(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def agree(self, votes: Sequence[int]) -> Sequence[int]:
+        self.calls += 1
+        return [-INFINITE] if self.calls - 1 == self.differs else votes
+
+    def cause(self, error: BaseException) -> BaseException:
+        return error
+
+
+def test_what_one_rank_finds_is_what_all_decide_by() -> None:
+    """Ranks that decided otherwise would wait for each other."""
+    model = tiny("lfm2", **HYBRIDS["lfm2"])
+    shape = StateShape.of(model)
+    assert shape is not None
+    assert prove(model, shape, LIMIT, alike := Beside()) == Proof("chunked", stacked=True)
+    assert alike.calls == 4  # one for each decision
+    with pytest.raises(UnsupportedModel, match="differ from those of the whole prompt by inf"):
+        prove(model, shape, LIMIT, Beside(differs=0))
+    assert prove(model, shape, LIMIT, Beside(differs=1)) == Proof("chunked", stacked=False)
+    for number in (2, 3):
+        assert prove(model, shape, LIMIT, Beside(differs=number)).continuation == "stepped"

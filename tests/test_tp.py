@@ -6,6 +6,7 @@ Rank 0 is this process or a server's. The others are forked from processes that 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -33,7 +34,7 @@ from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, RESUMED, WINDOWED, tiny
 from mainstem.errors import BadArgument, EngineClosed, MainstemError, RankFailed, UnsupportedModel
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.parallel import open_engine
-from mainstem.runtime.ranks import ANSWER_S, FirstRank, LaterRank, Peer, require_equal
+from mainstem.runtime.ranks import ANSWER_S, FirstRank, LaterRank, Peer, largest, require_equal
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import (
@@ -599,6 +600,18 @@ def test_ranks_agree_on_the_lowest_votes() -> None:
     agreed.append(first.agree([0, 3, 1]))
     thread.join()
     assert agreed == [[0, 2, 0], [0, 2, 0]]
+
+
+@pytest.mark.parametrize("values", [(0.0, 1e-9), (2e-5, 1e-5), (math.inf, 3.0), (0.0, 0.0), (1e300, math.inf)], ids=str)
+def test_ranks_agree_on_the_largest_value(values: tuple[float, float]) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    first, later = FirstRank([Peer(1, multiprocessing.current_process(), ours)]), LaterRank(1, 2, theirs)
+    agreed: list[float] = []
+    thread = threading.Thread(target=lambda: agreed.append(largest(later, values[1])))
+    thread.start()
+    agreed.append(largest(first, values[0]))
+    thread.join()
+    assert agreed == [max(values)] * 2
 
 
 def test_a_rank_that_does_not_vote_has_failed() -> None:

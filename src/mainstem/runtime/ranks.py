@@ -12,6 +12,7 @@ This module does not know what is shared. `parallel` starts the processes.
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,21 @@ def require_equal(ranks: Ranks, make: Callable[[], object], what: str) -> None:
     """Raises RankFailed on a rank that makes another value than rank 0, before it computes something else."""
     if ranks.size > 1 and ranks.share(make) != make():
         raise RankFailed(f"its {what} are not those of rank 0")
+
+
+def largest(ranks: Ranks, value: float) -> float:
+    """Returns on every rank the largest of all ranks' values, so that all decide alike by it.
+
+    A matrix product may round differently on another rank: it depends on where the numbers lie.
+
+    Args:
+        ranks: which.
+        value: at least 0; may be infinite.
+    """
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))  # ordered as the values are
+    (lowest,) = ranks.agree([-bits])
+    (found,) = struct.unpack("<d", struct.pack("<q", -lowest))
+    return float(found)
 
 
 @dataclass(frozen=True, slots=True)

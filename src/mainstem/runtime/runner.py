@@ -50,6 +50,7 @@ from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.page_attention import PageAttention
 from mainstem.runtime.places import run
 from mainstem.runtime.pools import STATE_LAYER, Pools
+from mainstem.runtime.ranks import largest
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 from mainstem.runtime.tree_attention import TreeAttention
@@ -136,7 +137,7 @@ class ModelRunner:
         model = loaded.model
         text = model.config.get_text_config(decoder=True)
         self._model = model
-        self._max_context = loaded.max_context
+        self._max_context, self._ranks = loaded.max_context, loaded.ranks
         self._attention = attention_for(model.device)
         self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
@@ -155,7 +156,7 @@ class ModelRunner:
             limit = TOLERANCE[loaded.dtype]
             self._kv = kv_shapes(model, self.layout.kv_layers)
             self._shape = StateShape.of(model) if self.layout.state_layers else None
-            self._proof = None if self._shape is None else prove(model, self._shape, limit)
+            self._proof = None if self._shape is None else prove(model, self._shape, limit, loaded.ranks)
             self.vision = None if loaded.processor is None else Vision(loaded)
             self._pools = Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
             with _frequent_steps(model):
@@ -459,9 +460,9 @@ class ModelRunner:
             error = self._tested_error(prompts, plain)
             layers, refused = settle(self._model)
             self.exchanged = replace(self.exchanged, layers=layers, refused=self.exchanged.refused + refused)
-            if layers:
+            if largest(self._ranks, layers):
                 error = max(error, self._tested_error(prompts, plain))
-            if error > limit and self.exchanged.any:
+            if error > limit and largest(self._ranks, self.exchanged.any):
                 log.warning("%s: with kernels, logits differ by %.2g of their spread: its own code runs", name, error)
                 self._restore()
                 error = self._tested_error(prompts, plain)
@@ -545,7 +546,7 @@ class ModelRunner:
             wanted = torch.stack([plain[i, e - 1] for i, _, e in parts])
             difference = (self._run(segments, pools) - wanted).abs().max()
             error = max(error, float(difference) / spread) if difference.isfinite() else float("inf")
-        return error
+        return largest(self._ranks, error)
 
     def _test_segment(
         self, prompt: NDArray[np.int32], begin: int, end: int, table: NDArray[np.int32], page_size: int, slot: int

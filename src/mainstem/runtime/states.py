@@ -43,6 +43,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.caches import Passing
 from mainstem.runtime.places import Kind, new_cache, put, run
+from mainstem.runtime.ranks import ONE_RANK, Ranks, largest
 from mainstem.runtime.scans import is_resumed, resume
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ class Proof(NamedTuple):
     stacked: bool
 
 
-def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Proof:
+def prove(model: PreTrainedModel, shape: StateShape, limit: float, ranks: Ranks = ONE_RANK) -> Proof:
     """Tests how `model` continues from a state: compares cut prompts and stacked rows with whole prompts.
 
     Attention layers keep their KV in transformers' own cache here, so the model must still have its own attention.
@@ -299,12 +300,13 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Proof:
         shape: of its states.
         limit: the largest difference of logits to take for rounding, as a fraction of their spread. For several tokens
             and for rows it is three times what single steps differ by: at most `limit`, at least a tenth of it.
+        ranks: those that hold the model together; all of them come to the same proof.
 
     Raises:
         UnsupportedModel: even token by token, results differ from a whole prompt's.
     """
     with torch.inference_mode():
-        trial = _Trial(model, shape)
+        trial = _Trial(model, shape, ranks)
         stepped = trial.error(stepped=True)
         name = model.config.get_text_config(decoder=True).model_type
         if stepped > limit:
@@ -332,8 +334,8 @@ def _continuation(model: PreTrainedModel, trial: _Trial, limit: float) -> Contin
 class _Trial:
     """Two prompts, whole and in parts. Slots 0 and 1 hold their current states, 2 and 3 those at the first cut."""
 
-    def __init__(self, model: PreTrainedModel, shape: StateShape) -> None:
-        self._model, self._shape = model, shape
+    def __init__(self, model: PreTrainedModel, shape: StateShape, ranks: Ranks) -> None:
+        self._model, self._shape, self._ranks = model, shape, ranks
         self._pool = StatePool(shape, 4, model.device)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         random = torch.Generator().manual_seed(0)
@@ -348,7 +350,7 @@ class _Trial:
     def error(self, stepped: bool = False) -> float:
         """Returns the largest difference after the first cut; leaves the states at this cut in slots 2 and 3."""
         cuts = (0, *range(_CUTS[1], _CUTS[-1] + 1)) if stepped else _CUTS
-        return max(self._cut_error(row, cuts) for row in (0, 1))
+        return largest(self._ranks, max(self._cut_error(row, cuts) for row in (0, 1)))
 
     def _cut_error(self, row: int, cuts: tuple[int, ...]) -> float:
         cache = new_cache(self._model.config)
@@ -370,16 +372,17 @@ class _Trial:
             self._pool.load(slots, cache)
             error = max(error, self._step(rows, cache, position, position + 1))
             self._pool.store(slots, cache)
-        return error
+        return largest(self._ranks, error)
 
     def uses_states(self) -> bool:
         """Returns whether every kind of state affects a run of several tokens after it.
 
         At low precision, a scan that ignores the state and starts from zeros may differ by less than rounding does.
         """
-        kinds = {spec.kind for spec in self._shape.tensors}
+        kinds = dict.fromkeys(spec.kind for spec in self._shape.tensors)  # in the same order on every rank
         unchanged = self._logits_after_cut(None)
-        return not any(torch.equal(self._logits_after_cut(kind), unchanged) for kind in kinds)
+        unused = [torch.equal(self._logits_after_cut(kind), unchanged) for kind in kinds]
+        return not largest(self._ranks, any(unused))
 
     def _logits_after_cut(self, changed: str | None) -> torch.Tensor:
         """Returns logits after the first cut of the first prompt, with one kind of state changed."""
