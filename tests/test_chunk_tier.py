@@ -68,7 +68,6 @@ def test_a_store_is_used_again_after_a_question_whose_answer_nobody_waited_for()
     clock.now_s += 10.0
     assert asked.look_up(KEYS[1]) is False, "it is tried, but nobody waits for a slow store"
     workers.run_all()
-    asked.finished()
     assert not store.breaker.open and not store.slow
     assert asked.look_up(KEYS[2]) is None
 

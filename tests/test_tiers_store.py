@@ -734,6 +734,35 @@ def test_stuck_calls_open_the_breaker() -> None:
     assert len(workers.waiting) == 3
 
 
+def test_calls_that_nobody_asks_for_any_more_count_like_others() -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, breaker_failures=1, breaker_cooldown_s=5.0)
+    look_up(store)
+    clock.now_s += 60
+    assert store.slow and store.breaker.open and store.faults == {"timeout": 1}
+    workers.run()
+    assert not store.slow, "it answers again"
+    clock.now_s += 5
+    assert not look_up(store).refused
+    workers.run()
+    assert not look_up(store).refused, "the call that was tried has succeeded"
+
+
+def test_a_try_that_nobody_asks_for_stops_calls_until_it_has_returned() -> None:
+    backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
+    store = make_store(backend, workers, clock, breaker_failures=1, breaker_cooldown_s=5.0)
+    backend.always = StorageError("io", "on purpose")
+    look_up(store)
+    workers.run()
+    assert store.breaker.open
+    clock.now_s += 5
+    assert not look_up(store).refused and look_up(store).refused
+    workers.run()
+    assert look_up(store).refused, "it has failed, so the cool-down begins anew"
+    clock.now_s += 5
+    assert not look_up(store).refused
+
+
 # ---------------------------------------------------------------- notes
 
 

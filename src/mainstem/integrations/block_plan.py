@@ -145,7 +145,6 @@ class Planner:
         self._requests: dict[str, _Request] = {}
         self._step = _Step()
         self._saves = itertools.count()
-        self._asked: list[StoreCall[Found]] = []  # polled until they end, for the breaker
         self._epoch = b""
 
     def begin(self, request: str, hashes: Sequence[bytes], namespace: bytes = b"") -> None:
@@ -249,7 +248,6 @@ class Planner:
 
     def take(self) -> Plan:
         """Returns what was planned since the last call."""
-        self._asked = [call for call in self._asked if not call.done()]
         step, self._step = self._step, _Step()
         saves = (Job(request, tuple(parts), next(self._saves)) for request, parts in step.saves.items())
         return Plan(tuple(step.loads), tuple(saves))
@@ -282,7 +280,6 @@ class Planner:
             for stride in [group.block_tokens // self._hash_tokens]
         ]
         calls = [store.look_up(parent, symbols, len(entry.hashes[0]), asked) for store in self._stores]
-        self._asked += calls
         return _Lookup(life, first, last, calls)
 
     def _answered(self, lookup: _Lookup) -> bool:

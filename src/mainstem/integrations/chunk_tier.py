@@ -85,7 +85,6 @@ class ChunkTier:
         self._limit = max(1, buffer_bytes // (HEADER_BYTES + self._chunk_bytes))
         self._root = store.sealer.root(b"")
         self._lookups: dict[bytes, StoreCall[Found]] = {}
-        self._asked: list[StoreCall[Found]] = []  # polled until they end, for the breaker
         self._jobs: list[_Job] = []
         self._ended: list[Ended] = []
         self.counts: Counter[str] = Counter()
@@ -102,7 +101,6 @@ class ChunkTier:
         if call is None:
             call = self._store.look_up(self._root, key, len(key), [(CHUNK, [0])])
             self._lookups[key] = call
-            self._asked.append(call)
         if not call.done() and not call.overdue() and not self._store.slow:
             return None
         del self._lookups[key]
@@ -120,7 +118,6 @@ class ChunkTier:
 
     def finished(self) -> list[Ended]:
         """Returns the jobs that have ended since the last call."""
-        self._asked = [call for call in self._asked if not call.done()]
         self._jobs = [job for job in self._jobs if not self._advance(job)]
         ended, self._ended = self._ended, []
         return ended

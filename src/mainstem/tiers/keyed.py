@@ -76,7 +76,6 @@ class KeyedPages:
     ) -> None:
         self._turn = threading.Condition()  # held by the thread that uses the store; woken by calls that have ended
         self._sealer, self._root = sealer, sealer.root(b"")
-        self._abandoned: list[StoreCall[Any]] = []  # calls whose result is not needed
         readers = ThreadWorkers(config.batches + _LOOKUP_THREADS, "mainstem-read", self._wake)
         writers = ThreadWorkers(config.writes, "mainstem-write", self._wake)
         self._store = Store(backend, sealer, config, readers=readers, writers=writers, clock=clock)
@@ -166,7 +165,6 @@ class KeyedPages:
     def faults(self) -> dict[str, int]:
         """Counts of faults by cause; "busy" counts calls that found all slots in use by calls that are late."""
         with self._turn:
-            self._settle()
             return dict(self._store.faults)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -211,7 +209,6 @@ class KeyedPages:
             with self._turn:
                 for batch in flights:
                     batch.borrowed = False
-                    self._abandoned += [] if batch.call is None else [batch.call]
         return done
 
     def _names(self, keys: Sequence[str]) -> list[bytes]:
@@ -229,12 +226,7 @@ class KeyedPages:
 
     def _begin(self, call: Callable[[], StoreCall[T]]) -> StoreCall[T]:
         with self._turn:
-            self._settle()
             return call()
-
-    def _settle(self) -> None:
-        """Counts the faults of calls that nobody waits for any more."""
-        self._abandoned = [call for call in self._abandoned if not call.done()]
 
     def _wait(self, call: StoreCall[T]) -> T:
         """Waits until a call has ended or is late; returns its value, which is a miss's if it is late."""

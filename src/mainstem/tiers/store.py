@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
@@ -135,7 +135,7 @@ class StoreCall(Generic[T]):
             self._overdue = True
             self._store.gave_up(self._store.config.call_timeout_s)
             self._store.count("timeout")
-            self._store.breaker.fail()
+            self._store._breaker.fail()
         return self._overdue
 
     def _report(self, call: Call[_Answer[T]]) -> None:
@@ -152,9 +152,9 @@ class StoreCall(Generic[T]):
         if self._overdue:
             return  # it counted as failed already
         if answer.failed:
-            self._store.breaker.fail()
+            self._store._breaker.fail()
         else:
-            self._store.breaker.succeed()
+            self._store._breaker.succeed()
 
 
 class Store:
@@ -186,16 +186,35 @@ class Store:
     ) -> None:
         self._codec, self._dtype = codec, dtype
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
-        self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
+        self._breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self._label = (
             b"" if sealer.identity is None else identities.id_of(identities.summarize(sealer.identity), sealer)
         )
         self._wall_clock = wall_clock
-        self.faults: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
         self._closed = False
-        self.slow = False  # a request has waited in vain, and no call has been quicker since then
+        self._slow = False
         self._vain_s = 0.0
         self._readers, self._writers = readers, writers
+        self._under_way: list[StoreCall[Any]] = []
+
+    @property
+    def breaker(self) -> Breaker:
+        """Stops calls after repeated failures."""
+        self._settle()
+        return self._breaker
+
+    @property
+    def slow(self) -> bool:
+        """Whether a request has waited in vain, and no call has been quicker since then."""
+        self._settle()
+        return self._slow
+
+    @property
+    def faults(self) -> Counter[str]:
+        """How many faults there were so far, by cause."""
+        self._settle()
+        return self._faults
 
     def register(self, regions: Sequence[memoryview]) -> None:
         """Registers the memory that holds the slots.
@@ -350,22 +369,22 @@ class Store:
 
     def gave_up(self, waited_s: float) -> None:
         """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""
-        self._vain_s = min(waited_s, self._vain_s) if self.slow else waited_s
-        self.slow = True
+        self._vain_s = min(waited_s, self._vain_s) if self._slow else waited_s
+        self._slow = True
 
     def was_quick(self) -> None:
         """Removes that mark."""
-        self.slow = False
+        self._slow = False
 
     def took(self, seconds: float) -> None:
         """Notes how long a call took to return."""
-        self.slow = self.slow and seconds > self._vain_s
+        self._slow = self._slow and seconds > self._vain_s
 
     def count(self, cause: str, times: int = 1) -> None:
         """Counts a fault, and logs the first of each cause."""
-        if cause not in self.faults and cause not in ("absent", "breaker"):
+        if cause not in self._faults and cause not in ("absent", "breaker"):
             log.warning("storage: %s; further faults of this kind are only counted", cause)
-        self.faults[cause] += times
+        self._faults[cause] += times
 
     def close(self, timeout_s: float) -> None:
         """Ends the workers and the back end. If a call does not return in time, the back end stays open.
@@ -434,7 +453,8 @@ class Store:
     def _submit(
         self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T, *, queued: bool = False
     ) -> StoreCall[T]:
-        if self._closed or not self.breaker.allow():
+        self._settle()
+        if self._closed or not self._breaker.allow():
             self.count("closed" if self._closed else "breaker")
             return StoreCall(self, None, nothing, lambda: 0.0)
 
@@ -455,7 +475,13 @@ class Store:
             start_s = (begun_s[0] if begun_s else math.inf) if queued else submitted_s
             return start_s + self.config.call_timeout_s
 
-        return StoreCall(self, workers.submit(run), nothing, deadline_s)
+        call = StoreCall(self, workers.submit(run), nothing, deadline_s)
+        self._under_way.append(call)
+        return call
+
+    def _settle(self) -> None:
+        """Notes which calls have ended or are late, also those that nobody asks for any more."""
+        self._under_way = [call for call in self._under_way if not call.done()]
 
 
 @contextmanager
