@@ -490,7 +490,12 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what was dropped is stored anew, but nothing is cleared", "-", "events/source.py",
-        "        return [AllBlocksCleared(), *self._events(", "        return [*self._events(",
+        "            events.append(AllBlocksCleared())\n", "",
+    ),
+    _mutant(
+        "what was left of a state that is stored anew comes after the next one", "-", "events/source.py",
+        "            self._moves.clear()\n", "",
+        "tests/test_events_source.py::test_who_does_not_follow_a_state_that_is_stored_anew_gets_it_again",
     ),
     _mutant(
         "who comes too late for a replay gets what is left of it", "-", "events/feed.py",

@@ -77,7 +77,8 @@ class Listener:
         self._sent = Replica()
         self._source = None
         if isinstance(cache.tree.components[0], Full):
-            self._source = Source(cache.tree, places, limit=self._random.choice((3, 20, 10_000)))
+            limit, step_pages = self._random.choice((3, 20, 10_000)), self._random.choice((1, 5, 1000))
+            self._source = Source(cache.tree, places, limit=limit, step_pages=step_pages)
             self._feed = Feed(self._now_s(), self._random.choice((0, 1000, 100_000)))
 
     def go_on(self) -> None:
@@ -94,6 +95,8 @@ class Listener:
         if self._source is None:
             return
         self._send(0.0)
+        while self._source.waiting:
+            self._send(0.0)
         self._receive(len(self._channel), 0.0)
         known, wanted = followed(self._follower.replica), listed(cache.tree, namespaces)
         self._world.seen["followed pages"] += known.total()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from bench.tiny_models import loaded as tiny_loaded
 from bench.tiny_models import tiny
+from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
 from mainstem.runtime.engine import Engine
@@ -29,7 +30,7 @@ from mainstem.runtime.pools import pool_sizes
 from mainstem.runtime.request import Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.stream import Stream
-from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams, TierConfig
+from mainstem.settings.engine import EngineConfig, EventConfig, HostSize, SamplingParams, TierConfig
 from mainstem.storage import open_backend
 
 WAIT_S = patience(20)
@@ -623,3 +624,19 @@ def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
         return next(n for component, n in sizes.items() if component.name == "window")
 
     assert window_pages(documents) < window_pages(None) < window_pages(chats)
+
+
+def test_events_are_published_to_the_end_though_nothing_happens_any_more(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[bool] = []
+
+    def deliver(cache: PrefixCache) -> bool:
+        """Needs ten calls for all that there is."""
+        steps.append(len(steps) < 9)
+        return steps[-1]
+
+    monkeypatch.setattr(PrefixCache, "deliver_events", deliver)
+    engine = rig(events=EventConfig(kv_events="tcp://127.0.0.1:0")).engine
+    engine.tree()  # one round of its loop, which then has nothing to do
+    eventually(lambda: len(steps) >= 10)

@@ -24,9 +24,11 @@ NAMESPACES = [None, Namespace(salt="a"), Namespace(adapter="french"), Namespace(
 MANY = 1000  # page ids
 
 
-def listening(page_size: int = 2, tiers: int = 1, limit: int | None = None) -> tuple[Tree, Source]:
+def listening(
+    page_size: int = 2, tiers: int = 1, limit: int | None = None, step_pages: int = 1000
+) -> tuple[Tree, Source]:
     tree = Tree(page_size, tiers=tiers)
-    return tree, Source(tree, [MANY] * tiers, SECRET, limit)
+    return tree, Source(tree, [MANY] * tiers, SECRET, limit, step_pages)
 
 
 class Whatever(RuleBasedStateMachine):
@@ -34,7 +36,7 @@ class Whatever(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree, self.source = listening(tiers=2, limit=40)
+        self.tree, self.source = listening(tiers=2, limit=40, step_pages=3)
         self.replica = Replica()
         self.ids = count()
         self.locked: list[int] = []
@@ -98,8 +100,14 @@ class Whatever(RuleBasedStateMachine):
             self.tree.evict_removed(tier)
 
     @rule()
-    def take(self) -> None:
+    def take_a_step(self) -> None:
         self.replica.apply(self.source.take())
+
+    @rule()
+    def take(self) -> None:
+        self.take_a_step()
+        while self.source.waiting:
+            self.take_a_step()
         assert followed(self.replica) == listed(self.tree, NAMESPACES, SECRET)
 
     @invariant()
@@ -208,6 +216,56 @@ def test_more_than_is_noted_is_dropped_and_stored_anew(caplog: pytest.LogCapture
     assert followed(replica) == listed(tree, NAMESPACES, SECRET)
     tree.insert([5], [9])
     assert [type(event) for event in source.take()] == [BlockStored]
+
+
+def test_what_is_stored_anew_comes_in_steps_and_what_happens_meanwhile_after_it() -> None:
+    tree, source = listening(page_size=1, limit=10, step_pages=4)
+    replica = Replica()
+    for start in range(10):
+        tree.insert([start, 50, 51], [3 * start, 3 * start + 1, 3 * start + 2])
+    stored: list[int] = []
+    while not stored or source.waiting:
+        events = source.take()
+        replica.apply(events)
+        stored.append(sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored)))
+        if len(stored) == 1:
+            tree.remove([0, 50])
+            tree.insert([7, 60], [21, 40])
+        if len(stored) == 2:
+            assert source.waiting and followed(replica) != listed(tree, NAMESPACES, SECRET)
+    assert len(stored) > 4 and max(stored) < 4 + 3 + 3, "a step, what moved since, and less than a node more"
+    assert followed(replica) == listed(tree, NAMESPACES, SECRET)
+    assert source.take() == []
+
+
+def test_who_does_not_follow_a_state_that_is_stored_anew_gets_it_again() -> None:
+    tree, source = listening(page_size=1, limit=4, step_pages=1)
+    replica = Replica()
+    tree.insert([1, 2, 3], [0, 1, 2])
+    tree.insert([4, 5, 6], [3, 4, 5])
+    replica.apply(source.take())
+    assert source.waiting
+    for tokens in ([1], [4]):
+        tree.remove(tokens)
+    tree.insert([7, 8, 9], [6, 7, 8])
+    tree.insert([10, 11, 12], [9, 10, 11])
+    events = source.take()
+    assert isinstance(events[0], AllBlocksCleared)
+    replica.apply(events)
+    while source.waiting:
+        replica.apply(source.take())
+    assert followed(replica) == listed(tree, NAMESPACES, SECRET)
+
+
+def test_a_large_state_is_stored_anew_in_a_limited_number_of_steps() -> None:
+    tree, source = listening(page_size=1, limit=10, step_pages=1)
+    for start in range(500):
+        tree.insert([start, 1000], [2 * start % MANY, (2 * start + 1) % MANY])
+    steps = 0
+    while not steps or source.waiting:
+        source.take()
+        steps += 1
+    assert steps <= 130
 
 
 def test_a_cache_delivers_each_event_once_and_again_if_its_listener_failed() -> None:

@@ -291,18 +291,22 @@ class PrefixCache:
             self.tiers.flush()
         return self.pool.free - before
 
-    def deliver_events(self) -> None:
+    def deliver_events(self) -> bool:
         """Calls `on_event` with what has come to a tier or left it since the last call.
 
         A scheduler calls it once a step. If it was not called for long, `AllBlocksCleared` comes first, and then
-        everything that is there; `events_dropped` counts the pages.
+        everything that is there, in steps of about a millisecond, one a call; `events_dropped` counts the pages.
+
+        Returns:
+            Whether further calls deliver more, even if nothing happens.
         """
         if self._on_event is None or self._events is None:
-            return
+            return False
         self._undelivered.extend(self._events.take())
         while self._undelivered:  # an event stays until the call has returned
             self._on_event(self._undelivered[0])
             self._undelivered.popleft()
+        return self._events.waiting
 
     @property
     def events_dropped(self) -> int:

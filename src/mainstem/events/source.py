@@ -12,8 +12,8 @@ Knows the tree and its namespaces; nothing of queues, sockets or formats.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -39,8 +39,11 @@ _NOTED_BYTES = 8 << 20  # of tokens that are noted and not taken
 _SALT_BYTES = 16
 _MAX_STORED = 1 << 17  # pages in storage that are known
 _MAX_NAMESPACES = 1024  # whose names are kept
+_STEP_PAGES = 1024  # about a millisecond
+_STEPS = 128  # at most, until all that is there was taken: with more pages, a step has more
 
-Moves = list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]
+Move = tuple[bytes, int, tuple[int, int, bytes, bytes] | None]
+_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +116,19 @@ class Source:
         secret: keys hashes and salts; the same for all servers of a fleet.
         limit: pages that may have moved between two calls of `take`; more are dropped, and all that is there follows
             anew. Default: as many as 8 MiB of tokens have.
+        step_pages: of all that follows anew, how many pages a call of `take` adds at least.
 
     Raises:
         BadArgument: symbols are not token ids of 4 bytes, or there is no full attention.
     """
 
     def __init__(
-        self, tree: Tree, places: Sequence[int], secret: bytes = PUBLIC_SECRET, limit: int | None = None
+        self,
+        tree: Tree,
+        places: Sequence[int],
+        secret: bytes = PUBLIC_SECRET,
+        limit: int | None = None,
+        step_pages: int = _STEP_PAGES,
     ) -> None:
         if tree.keys.symbol_bytes != _SYMBOL_BYTES:
             raise BadArgument("keys", type(tree.keys).__name__, "TokenKeys or TypedKeys if there are events")
@@ -136,36 +145,55 @@ class Source:
         )
 
         self._stored: OrderedDict[int, None] = OrderedDict()  # pages in storage
+        self._moves: deque[Move] = deque()  # without events so far
+        self._step_pages, self._room = step_pages, 0
 
     @property
     def dropped(self) -> int:
         """Moved pages without an event, because more than `limit` moved between two calls of `take`."""
         return self._core.moves_dropped()
 
-    def take(self) -> list[Event]:
-        """Returns the events since the last call. Where some were dropped, all is cleared, and stored anew."""
-        moves = self._core.take_moves()
-        if moves is not None:
-            return self._events(moves)
-        log.warning("KV events were dropped: more pages moved than are noted; everything is published anew")
-        self._stored.clear()
-        return [AllBlocksCleared(), *self._events(self._core.all_moves())]
+    @property
+    def waiting(self) -> bool:
+        """Whether `take` has more events, even if nothing happens."""
+        return bool(self._moves)
 
-    def _events(self, moves: Moves) -> list[Event]:
+    def take(self) -> list[Event]:
+        """Returns the events since the last call.
+
+        Where some were dropped, all is cleared, and stored anew. Each call takes a step of that, besides as many pages
+        as have moved since the last one.
+        """
         events: list[Event] = []
-        for hashes, number, path in moves:
-            blocks, medium = tuple(np.frombuffer(hashes, np.uint64).tolist()), _MEDIA[number]
-            if path is None:
-                self._forget(blocks, medium)
-                events.append(BlockRemoved(blocks, medium))
-                continue
-            start, before, namespace, symbols = path
-            tokens = tuple(np.frombuffer(symbols, "<u4").tolist())
-            parent = before if start else None
-            events.append(BlockStored(blocks, parent, tokens, self._page_size, medium, *self._space(namespace)))
-            if medium == "STORAGE":
-                events.extend(self._keep(blocks))
+        moves = self._core.take_moves()
+        if moves is None:
+            log.warning("KV events were dropped: more pages moved than are noted; everything is published anew")
+            self._stored.clear()
+            self._moves.clear()
+            events.append(AllBlocksCleared())
+            self._moves.extend(self._core.all_moves())
+            self._room = room = max(self._step_pages, _pages(self._moves) // _STEPS)
+        else:
+            self._moves.extend(moves)
+            room = _pages(moves) + self._room
+        while self._moves and room > 0:
+            move = self._moves.popleft()
+            events.extend(self._events(*move))
+            room -= _pages([move])
         return events
+
+    def _events(self, hashes: bytes, number: int, path: tuple[int, int, bytes, bytes] | None) -> Iterator[Event]:
+        blocks, medium = tuple(np.frombuffer(hashes, np.uint64).tolist()), _MEDIA[number]
+        if path is None:
+            self._forget(blocks, medium)
+            yield BlockRemoved(blocks, medium)
+            return
+        start, before, namespace, symbols = path
+        tokens = tuple(np.frombuffer(symbols, "<u4").tolist())
+        parent = before if start else None
+        yield BlockStored(blocks, parent, tokens, self._page_size, medium, *self._space(namespace))
+        if medium == "STORAGE":
+            yield from self._keep(blocks)
 
     def _keep(self, blocks: Sequence[int]) -> Iterator[BlockRemoved]:
         """Notes pages in storage, and gives up those that were written longest ago if there are too many."""
@@ -179,3 +207,7 @@ class Source:
     def _forget(self, blocks: Sequence[int], medium: Medium) -> None:
         for block in blocks if medium == "STORAGE" else ():
             self._stored.pop(block, None)
+
+
+def _pages(moves: Iterable[Move]) -> int:
+    return sum(len(hashes) for hashes, _, _ in moves) // _HASH_BYTES

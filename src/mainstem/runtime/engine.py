@@ -61,6 +61,7 @@ OnProgress = Callable[[int, int], None]
 _DEFAULTS = SamplingParams()
 _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
+_PUBLISH_S = 0.001  # between two steps of a state that is published anew, while there is nothing else to do
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
@@ -173,6 +174,7 @@ class Engine:
         if config.tiers.exist:
             report("tiers", 0, 1)
         self._publisher = _publisher(loaded, config)
+        self._unpublished = False  # there are more events, even if nothing happens
         self._cache = _cache(loaded, config, model, sizes, clock, self._publisher)
         self._tiers = self._cache.tiers
         if config.tiers.exist:
@@ -467,7 +469,7 @@ class Engine:
     def _publish(self) -> None:
         """Passes on what has come to a tier or left it, unless the publisher lags."""
         if self._publisher is not None and self._publisher.has_room:
-            self._cache.deliver_events()
+            self._unpublished = self._cache.deliver_events()
 
     def _close_publisher(self) -> None:
         if self._publisher is not None:
@@ -477,6 +479,8 @@ class Engine:
     def _take_commands(self) -> tuple[float, list[_Command]]:
         """Returns the time and all queued commands; if the scheduler has nothing to do, waits for one. On rank 0."""
         idle_s = self._scheduler.idle_s
+        if self._unpublished:
+            idle_s = min(idle_s, _PUBLISH_S) if idle_s is not None else _PUBLISH_S
         commands: list[_Command] = []
         with contextlib.suppress(queue.Empty):
             while True:
