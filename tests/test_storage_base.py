@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -13,7 +13,7 @@ import pytest
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError
 from mainstem.storage import base, open_backend
-from mainstem.storage.base import Backend, check_options
+from mainstem.storage.base import Backend, check_options, check_spec
 from mainstem.storage.memory import MemoryBackend
 
 HERE = __name__
@@ -135,11 +135,23 @@ def test_a_class_beside_the_caller_is_found(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "nothing", "no such:", "ftp://somewhere", "1a:B", "memory", "readonly+", "+memory:"]
+    "spec",
+    ["", "nothing", "no such:", "ftp://somewhere", "1a:B", "memory", "readonly+", "+memory:", "shared+fle:./a"]
+    + ["prefix(a)+fle:./a", f"tee+{HERE}:Mine,fle:./a"],
 )
-def test_what_is_no_spec_is_refused_with_the_list_of_schemes(spec: str) -> None:
+@pytest.mark.parametrize("use", [open_backend, check_spec])
+def test_what_is_no_spec_is_refused_with_the_list_of_schemes(spec: str, use: Callable[[str], object]) -> None:
     with pytest.raises(BadArgument, match=r"memory:, file:.*module:Class"):
-        open_backend(spec)
+        use(spec)
+    assert not Mine.opened
+
+
+def test_a_spec_is_checked_without_opening_anything(tmp_path: Path) -> None:
+    for spec in (f"file:{tmp_path}/kv", f"shared+file:{tmp_path}/kv", f"tee+{HERE}:Mine,{HERE}:absent"):
+        check_spec(spec)
+    assert not Mine.opened and not list(tmp_path.iterdir())
+    with pytest.raises(BadArgument, match="in place of"):
+        check_spec(f"file:{tmp_path}/kv-{{rank}}")
 
 
 def test_options_that_a_class_does_not_have_are_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.vllm_interface import SPECS, BlockStored, KVConnectorRole, vllm_double
+from doubles.vllm_interface import MODULES, SPECS, BlockStored, KVConnectorRole, vllm_double
 from rigs.hand_driven import HandWorkers
 
 from mainstem.errors import BadArgument
@@ -224,12 +224,31 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1])
 
 
-def test_a_version_that_was_not_tested_is_refused(
-    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_version_that_was_not_tested_is_refused_before_what_it_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULES, "vllm", {"__version__": "0.33.0"})
+    monkeypatch.delitem(MODULES, "vllm.v1.kv_offload.base")
+    with (
+        pytest.raises(BadArgument, match=r"vllm = '0.33.0': must be a version .* tested with: 0\.32\.\*"),
+        vllm_double(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"storage": "fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
+        ({"storage": "prefix(a)+fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
+        ({"storage": "memory:", "host": "1GiB"}, r"kv_connector_extra_config = 'host': must be one of storage, "),
+        ({}, r"storage = None: must be the spec of a store"),
+    ],
+)
+def test_options_are_refused_where_vllm_shows_them_first(
+    module: ModuleType, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(module.vllm, "__version__", "0.33.0")
-    with pytest.raises(BadArgument, match=r"vllm = '0.33.0': must be a version .* tested with: 0\.32\.\*"):
-        module.MainstemConnector(given[0], KVConnectorRole.SCHEDULER, given[1])
+    with pytest.raises(BadArgument, match=message):
+        module.MainstemConnector.requires_piecewise_for_cudagraph(options)
+    assert not module.MainstemConnector.requires_piecewise_for_cudagraph({"storage": "file:./kv?capacity=64GiB"})
 
 
 def test_blocks_that_hashes_do_not_divide_are_refused(module: ModuleType, given: tuple[Any, Any]) -> None:

@@ -38,7 +38,7 @@ from mainstem.integrations.block_transfer import Transfers
 from mainstem.integrations.chunk_tier import ChunkTier
 from mainstem.integrations.files import digest_adapter, digest_weights
 from mainstem.settings.engine import StorageConfig
-from mainstem.storage.base import Backend, open_backend
+from mainstem.storage.base import Backend, check_spec, open_backend
 from mainstem.storage.wrappers import Wrapper
 from mainstem.tiers import identities
 from mainstem.tiers.rows import Row
@@ -47,8 +47,15 @@ from mainstem.tiers.store import Store, StoreCall
 from mainstem.tiers.workers import ThreadWorkers
 from mainstem.units import parse_bytes, parse_seconds
 
+VERSIONS = ("0.32.",)
+"""The beginnings of the versions of vLLM that this connector was tested with."""
+
 with needs("vllm", "mainstem.integrations.vllm is loaded by vLLM, which is not installed: pip install vllm"):
     import vllm
+
+    if not vllm.__version__.startswith(VERSIONS):  # before what another version may not have
+        known = ", ".join(f"{version}*" for version in VERSIONS)
+        raise BadArgument("vllm", vllm.__version__, f"a version that MainstemConnector was tested with: {known}")
     from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -78,9 +85,6 @@ with needs("vllm", "mainstem.integrations.vllm is loaded by vLLM, which is not i
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 log = logging.getLogger("vllm.mainstem")  # vLLM shows the loggers below its own
-
-VERSIONS = ("0.32.",)
-"""The beginnings of the versions of vLLM that this connector was tested with."""
 
 SECRET = "MAINSTEM_STORAGE_SECRET"
 """The environment variable with the secret of the store. vLLM logs its options, so the secret is none of them."""
@@ -113,7 +117,7 @@ class Options:
         """Reads the options as vLLM has them.
 
         Raises:
-            BadArgument: an option is unknown, missing or of another form.
+            BadArgument: an option is unknown, missing or of another form, or the spec names no store.
         """
         names = ("storage", "host_bytes", "buffer_bytes", "timeout", "weights")
         for name in given:
@@ -123,6 +127,7 @@ class Options:
             raise BadArgument(
                 "storage", given.get("storage"), 'the spec of a store, such as "file:./kv?capacity=64GiB"'
             )
+        check_spec(given["storage"])
         return cls(
             given["storage"],
             parse_bytes("host_bytes", str(given["host_bytes"])) if "host_bytes" in given else None,
@@ -162,24 +167,12 @@ class Saved(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as `Metadata`
 # ---------------------------------------------------------------- what vLLM's configuration says
 
 
-def check_version() -> None:
-    """Refuses versions of vLLM that were not tested.
-
-    Raises:
-        BadArgument: names those that were.
-    """
-    if not vllm.__version__.startswith(VERSIONS):
-        known = ", ".join(f"{version}*" for version in VERSIONS)
-        raise BadArgument("vllm", vllm.__version__, f"a version that MainstemConnector was tested with: {known}")
-
-
 def check(vllm_config: Any) -> None:
     """Refuses what the connector cannot serve, and warns of what is unwise.
 
     Raises:
         BadArgument: says what is allowed.
     """
-    check_version()
     if vllm_config.load_config.load_format == "dummy":
         raise BadArgument("load_format", "dummy", "one that reads weights: what dummy weights compute is not stored")
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -409,7 +402,8 @@ def _open_store(options: Options, identities_: Sequence[Identity]) -> list[Store
     try:
         backend = _Shared(options.spec)
     except BackendUnavailable as error:
-        raise BackendUnavailable(f"storage {redacted(options.storage)!r}: {error}") from error
+        # Without its cause: vLLM logs the traceback of each error of a chain, and this line says it all.
+        raise BackendUnavailable(f"storage {redacted(options.storage)!r}: {error}") from None
     readers = ThreadWorkers(config.batches, "mainstem-read")
     writers = ThreadWorkers(config.writes, "mainstem-write")
     return [
@@ -486,7 +480,7 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         vllm_config, role, kv_cache_config: from vLLM.
 
     Raises:
-        BadArgument: vLLM's version, an option or a part of its configuration is not one that can be served.
+        BadArgument: an option or a part of vLLM's configuration is not one that can be served.
         BackendUnavailable: the store cannot be opened.
     """
 
@@ -520,6 +514,16 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._planner = Planner(self._stores, self._groups, first.page_size)
         self._events = Events(self._groups, first.page_size, self._kv_cache_config)
         self._entering = self._stores[0].enter_identity()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Returns False. Where there are CUDA graphs, vLLM shows the options here first, before it loads weights.
+
+        Raises:
+            BadArgument: one of them cannot be served.
+        """
+        Options.read(extra_config)
+        return False
 
     # ---- scheduler
 
@@ -703,7 +707,7 @@ class MainstemTier(SecondaryTierManager):  # type: ignore[misc]  # as `Metadata`
         **given: the options of `MainstemConnector`.
 
     Raises:
-        BadArgument: an option or vLLM's version is not one that can be served.
+        BadArgument: an option is not one that can be served.
         BackendUnavailable: the store cannot be opened.
     """
 
@@ -718,7 +722,6 @@ class MainstemTier(SecondaryTierManager):  # type: ignore[misc]  # as `Metadata`
         **given: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        check_version()
         options = Options.read(given)
         (store,) = _open_store(options, [identity_of_chunks(offloading_spec.config, options)])
         memory = np.asarray(primary_kv_view).view(np.uint8)

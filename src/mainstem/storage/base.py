@@ -270,23 +270,38 @@ def open_backend(spec: str, *, existing: bool = False) -> Backend:
         BackendUnavailable: the client is not installed, the server does not answer, there is no store, or your own
             class failed to open.
     """
+    return _find(spec)(existing)
+
+
+def check_spec(spec: str) -> None:
+    """Refuses a spec that no back end, class or wrapper has, without opening anything.
+
+    Raises:
+        BadArgument: no such scheme; or the spec contains `RANK`.
+    """
+    _find(spec)
+
+
+def _find(spec: str) -> Callable[[bool], Backend]:
+    """Returns what opens the store of a spec, given whether it must exist."""
     if RANK in spec:
         raise BadArgument("storage", spec, f"the spec of one store, with the number of a rank in place of {RANK}")
     wrapped = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?\+(.+)", spec)
     if wrapped and wrapped[1] == "shared":
+        check_spec(wrapped[3])
         options = dict(parse_qsl(wrapped[2] or "", keep_blank_values=True))
-        return _opener(_built_in(SHARED), existing)(wrapped[3], options)
+        return lambda existing: _opener(_built_in(SHARED), existing)(wrapped[3], options)
     if wrapped and wrapped[1] in WRAPPERS:
-        wrapper = _built_in(WRAPPERS[wrapped[1]])
         parts = wrapped[3].split(",") if wrapped[1] == "tee" else [wrapped[3]]
-        return _wrap(wrapper, parts, wrapped[2], existing)
+        inner = [_find(part) for part in parts]
+        return lambda existing: _wrap(_built_in(WRAPPERS[wrapped[1]]), inner, wrapped[2], existing)
     address, _, query = spec.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     scheme, colon, rest = address.partition(":")
     if colon and scheme in SCHEMES:
-        return _opener(_built_in(SCHEMES[scheme]), existing)(rest, options)
+        return lambda existing: _opener(_built_in(SCHEMES[scheme]), existing)(rest, options)
     if PATH.fullmatch(address):
-        return _open_own(spec, address, options, existing)
+        return lambda existing: _open_own(spec, address, options, existing)
     allowed = ", ".join(f"{name}:" for name in SCHEMES)
     raise BadArgument("storage", spec, f"one of {allowed}, or module:Class")
 
@@ -295,11 +310,13 @@ def _opener(kind: type[Backend], existing: bool) -> Callable[[str, Mapping[str, 
     return kind.open_existing if existing else kind.from_spec
 
 
-def _wrap(wrapper: Callable[..., Backend], specs: Sequence[str], argument: str | None, existing: bool) -> Backend:
+def _wrap(
+    wrapper: Callable[..., Backend], parts: Sequence[Callable[[bool], Backend]], argument: str | None, existing: bool
+) -> Backend:
     with ExitStack() as opened:
         inner: list[Backend] = []
-        for spec in specs:
-            inner.append(open_backend(spec, existing=existing))
+        for part in parts:
+            inner.append(part(existing))
             opened.callback(inner[-1].close)
         made = wrapper(*inner) if argument is None else wrapper(*inner, argument)
         opened.pop_all()  # it owns them now

@@ -133,9 +133,7 @@ class StoreCall(Generic[T]):
             if self._store.clock() < self._deadline_s():
                 return False
             self._overdue = True
-            self._store.gave_up(self._store.config.call_timeout_s)
-            self._store.count("timeout")
-            self._store._breaker.fail()
+            self._store.timed_out()
         return self._overdue
 
     def _report(self, call: Call[_Answer[T]]) -> None:
@@ -143,18 +141,9 @@ class StoreCall(Generic[T]):
             return
         self._reported = True
         answer = call.result()
-        self.value = answer.value
-        for cause, count in answer.causes.items():
-            self._store.count(cause, count)
-        self.failed = answer.failed
+        self.value, self.failed = answer.value, answer.failed
         self.took_s, self.ended_s = answer.took_s, answer.ended_s
-        self._store.took(self.took_s)
-        if self._overdue:
-            return  # it counted as failed already
-        if answer.failed:
-            self._store._breaker.fail()
-        else:
-            self._store._breaker.succeed()
+        self._store.returned(answer, late=self._overdue)
 
 
 class Store:
@@ -379,6 +368,24 @@ class Store:
     def took(self, seconds: float) -> None:
         """Notes how long a call took to return."""
         self._slow = self._slow and seconds > self._vain_s
+
+    def timed_out(self) -> None:
+        """Notes a call that has exceeded its deadline."""
+        self.gave_up(self.config.call_timeout_s)
+        self.count("timeout")
+        self._breaker.fail()
+
+    def returned(self, answer: _Answer[Any], *, late: bool) -> None:
+        """Notes a call that has returned. If it is late, it counted as failed already."""
+        for cause, count in answer.causes.items():
+            self.count(cause, count)
+        self.took(answer.took_s)
+        if late:
+            return
+        if answer.failed:
+            self._breaker.fail()
+        else:
+            self._breaker.succeed()
 
     def count(self, cause: str, times: int = 1) -> None:
         """Counts a fault, and logs the first of each cause."""
