@@ -137,11 +137,15 @@ def _open(spec: str, ranks: Ranks) -> Backend:
         ranks.share(lambda: None)  # rank 0 opens it first
         return open_backend(own)
     backend = open_backend(own)
-    can = backend.capabilities
-    if ranks.size > 1 and own == spec and can.persistent and not can.shared:
+    try:
+        can = backend.capabilities
+        if ranks.size > 1 and own == spec and can.persistent and not can.shared:
+            allowed = f"a store that several processes can open, or one with {RANK} in its spec"
+            raise BadArgument("storage", spec, allowed)
+        ranks.share(lambda: None)
+    except BaseException:
         backend.close()
-        raise BadArgument("storage", spec, f"a store that several processes can open, or one with {RANK} in its spec")
-    ranks.share(lambda: None)
+        raise
     return backend
 
 
