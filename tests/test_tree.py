@@ -11,7 +11,7 @@ import pytest
 from mainstem.components import Full, Window
 from mainstem.core.reference import ReferenceTree
 from mainstem.errors import BadArgument, BadTokens, NotLocked, StaleHandle
-from mainstem.keys import BigramKeys
+from mainstem.keys import BigramKeys, Image, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.tree import Tree
 
@@ -166,6 +166,17 @@ def test_a_continuation_stays_in_its_namespace_and_does_not_need_the_pages() -> 
     assert len(tree.continuation([1, 2], 9, Namespace(salt="a"))) == 8
     tree.remove([1, 2, 3, 4], Namespace(salt="a"))
     assert tree.continuation([1, 2], 9, Namespace(salt="a")) == b""
+
+
+def test_a_continuation_can_be_continued_as_it_is_returned() -> None:
+    tree = Tree(1, keys=TypedKeys(100))
+    tree.insert([1, Image(b"x" * 16, 6), 5, 6], range(9))  # type: ignore[list-item]
+    found = tree.continuation([1], 6)
+    key = np.array([1], "<u4").tobytes() + found
+    assert np.frombuffer(tree.continuation(key, 9, encoded=True), "<u4").tolist() == [5, 6]
+    assert tree.continuation(key, 9, Namespace(salt="b"), encoded=True) == b""
+    with pytest.raises(BadArgument, match="most = -1"):
+        tree.continuation(key, -1, encoded=True)
 
 
 def test_a_continuation_refuses_what_is_out_of_range() -> None:

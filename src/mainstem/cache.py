@@ -251,8 +251,7 @@ class PrefixCache:
         if not isinstance(keys, (TokenKeys, TypedKeys)):
             raise BadArgument("keys", keys, "TokenKeys or TypedKeys")
         key = np.asarray(symbols, np.int32).tobytes()
-        check_integer("most", most, 0, 2**31)
-        found = np.frombuffer(self.tree.core.continuation(encode_namespace(namespace), key, 0, most), "<u4")
+        found = np.frombuffer(self.tree.continuation(key, most, namespace, encoded=True), "<u4")
         other = np.flatnonzero(found >= keys.limit)  # symbols of images
         return found[: other[0] if len(other) else len(found)].astype(np.int32)
 

@@ -177,7 +177,9 @@ class Tree:
         key, limit = self._key(tokens)
         return self.core.peek(encode_namespace(namespace), key, limit, False)[0]
 
-    def continuation(self, tokens: TokenLike, most: int, namespace: NamespaceLike = None) -> bytes:
+    def continuation(
+        self, tokens: TokenLike, most: int, namespace: NamespaceLike = None, *, encoded: bool = False
+    ) -> bytes:
         """Returns what followed a key, in the sequence used last among those that begin with it. Changes nothing.
 
         Unlike a match, it may begin inside a page, and does not ask whether a tier still has the pages.
@@ -185,14 +187,16 @@ class Tree:
         Args:
             tokens: the whole key, from the root.
             most: the largest number of symbols to return.
+            encoded: the key is given as its symbols, in bytes, which are not checked.
 
         Returns:
             The symbols, in bytes, up to the end of a sequence; none if nothing begins with the key.
 
         Raises:
             BadTokens: see `KeyKind.encode`.
+            BadArgument: `most` is out of range.
         """
-        key, limit = self._key(tokens)
+        key, limit = (tokens, 0) if encoded else self._key(tokens)
         return self.core.continuation(encode_namespace(namespace), key, limit, check_integer("most", most, 0, 2**31))
 
     def insert(
