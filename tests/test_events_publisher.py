@@ -27,10 +27,13 @@ pytestmark = pytest.mark.deadline
 
 
 @contextmanager
-def connected(kind: int, endpoint: str | None, keys: tuple[bytes, bytes, bytes] | None = None) -> Iterator[zmq.Socket]:
+def connected(
+    kind: int, endpoint: str | None, keys: tuple[bytes, bytes, bytes] | None = None, unread: int = 1000
+) -> Iterator[zmq.Socket]:
     assert endpoint is not None
     with zmq.Context() as context, context.socket(kind) as made:
         made.linger = 0
+        made.rcvhwm = unread
         made.rcvtimeo = int(1000 * patience(10))
         if keys is not None:
             made.curve_publickey, made.curve_secretkey, made.curve_serverkey = keys
@@ -104,6 +107,29 @@ def test_who_comes_late_asks_for_what_it_missed() -> None:
             events += decode(frames[2]).events
         assert isinstance(events[0], AllBlocksCleared)
         assert publisher.stats(0).replays == 1
+
+
+def test_who_does_not_read_loses_batches_and_asks_for_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_UNREAD", 2)
+    tokens = (70_000,) * 200_000  # so that what the network keeps is few batches
+    with (
+        closing(Publisher(ANY, ANY)) as publisher,
+        connected(zmq.SUB, publisher.endpoint, unread=1) as subscriber,
+        connected(zmq.DEALER, publisher.replay) as router,
+    ):
+        subscribed(publisher, subscriber)
+        for block in range(1, 41):
+            before = publisher.stats(0).published
+            publisher.put(BlockStored((block,), None, tokens, len(tokens), "GPU"))
+            eventually(lambda before=before: publisher.stats(0).published > before)
+        heard, follower = [receive(subscriber)], Follower()
+        while heard[-1][0] - len(heard) < heard[0][0]:
+            heard.append(receive(subscriber))
+        assert len(heard) < 40
+        follower.follow(*heard[0])
+        for number, payload in ask(router, heard[0][0] + 1):
+            follower.follow(number, payload)
+        assert set(range(1, 41)) <= follower.replica.blocks.keys()
 
 
 def test_a_long_answer_gives_way_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

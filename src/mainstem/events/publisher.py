@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _QUEUED = 1 << 16  # events
 _SENT_AT_ONCE = 1024  # events
+_UNREAD = 4096  # batches that wait for a router that does not read; it loses what follows, and finds a gap
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _LINGER_MS = 1000
@@ -111,7 +112,7 @@ class Publisher:
         def bound(name: str, kind: int, address: str) -> zmq.Socket[bytes]:
             made: zmq.Socket[bytes] = stack.enter_context(context.socket(kind))
             made.setsockopt(zmq.LINGER, _LINGER_MS)
-            made.setsockopt(zmq.SNDHWM, 0 if kind == zmq.ROUTER else 100_000)  # a replay is never cut
+            made.setsockopt(zmq.SNDHWM, 0 if kind == zmq.ROUTER else _UNREAD)  # a replay is never cut
             made.setsockopt(zmq.IPV6, "[" in address)
             if pair is not None:
                 made.curve_publickey, made.curve_secretkey = pair
