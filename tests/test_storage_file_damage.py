@@ -185,6 +185,22 @@ def test_values_at_other_offsets_and_junk_in_the_index_are_misses() -> None:
     assert expect_held(disk, held) == 0
 
 
+def test_what_a_truncated_file_has_lost_is_said_when_it_is_opened(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    store = small(disk)
+    store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    store.delete(KEYS[3:4])
+    store.close()
+    del disk.files["values"].live[5000:]
+    small(disk).close()
+    assert [line.partition(": ")[2] for line in caplog.messages] == [
+        "its file ends after 5 KB: 2 values beyond that are gone"
+    ]
+    caplog.clear()
+    small(disk).close()
+    assert not caplog.messages, "it is said once"
+
+
 def test_a_truncated_value_is_dropped_and_can_be_put_again() -> None:
     disk = Disk()
     store = small(disk)

@@ -295,14 +295,15 @@ class FileBackend(Backend):
     def _load(self) -> None:
         """Loads the entries of the index that can exist. Values are verified when they are read."""
         size = self._folder.size("values")
+        gone = self._catalog.load(self._index.load(), min(size // GRAIN_BYTES * GRAIN_BYTES, self._capacity))
+        store, has = f"file store {self._folder.root}", show_bytes(size)
         if size > self._capacity:
-            gone = sum(entry.end > self._capacity for entry in dict(self._index.load()).values())
-            sizes = show_bytes(size), show_bytes(self._capacity)
             log.warning(
-                "file store %s: cut from %s to its capacity of %s: %d values gone", self._folder.root, *sizes, gone
+                "%s: cut from %s to its capacity of %s: %d values gone", store, has, show_bytes(self._capacity), gone
             )
             self._folder.truncate("values", self._capacity)
-        self._catalog.load(self._index.load(), min(size // GRAIN_BYTES * GRAIN_BYTES, self._capacity))
+        elif gone:
+            log.warning("%s: its file ends after %s: %d values beyond that are gone", store, has, gone)
         self._stale = len(self._index) != len(self._catalog)
         try:
             self._recover()

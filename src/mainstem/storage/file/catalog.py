@@ -35,13 +35,21 @@ class Catalog:
         self._evicted = 0
         self.corrupt = 0
 
-    def load(self, entries: Iterable[tuple[bytes, Entry]], total: int) -> None:
-        """Takes the entries of an index, the oldest first, if they can exist in a file of `total` bytes."""
+    def load(self, entries: Iterable[tuple[bytes, Entry]], total: int) -> int:
+        """Takes the entries of an index, the oldest first, if they can exist in a file of `total` bytes.
+
+        Returns how many of them cannot.
+        """
         self._space = Space(total)
+        gone: set[bytes] = set()
         for key, entry in entries:
             self._entries.pop(key, None)
-            if entry.length > 0 <= entry.offset and entry.end <= total:
-                self._entries[key] = entry
+            gone.discard(key)
+            if entry.length > 0 <= entry.offset:  # else it was deleted
+                if entry.end <= total:
+                    self._entries[key] = entry
+                else:
+                    gone.add(key)
         end = 0
         for key in self._settle_overlaps():
             entry = self._entries[key]
@@ -49,6 +57,7 @@ class Catalog:
             self._owner[entry.offset] = key
             end = entry.end
         self._space.free(end, total)
+        return len(gone)
 
     def _settle_overlaps(self) -> list[bytes]:
         """Keeps the later of two values in one place (the earlier one was evicted). Returns all keys by place."""
