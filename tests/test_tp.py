@@ -542,6 +542,15 @@ def test_a_store_that_only_one_process_can_open_is_refused(opened: Open, folder:
     refusal(opened, folder("llama", **LLAMA), BadArgument, words, tiers=stored(f"file:{tmp_path}/kv"))
 
 
+def test_a_misspelt_store_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    tiers = TierConfig(HostSize(host_bytes=1 << 20), storage="fle:./kv-{rank}")
+    with (
+        pytest.raises(BadArgument, match=r"fle:\./kv-0"),
+        open_engine(f"{tmp_path}/none", config=EngineConfig(tiers=tiers)),
+    ):
+        raise AssertionError("it was opened")
+
+
 def test_adapters_are_refused(opened: Open, folder: Folder, tmp_path: Path) -> None:
     with opened(folder("llama", **LLAMA), 2) as engine:
         with pytest.raises(UnsupportedModel, match="adapter french: only a single process serves adapters"):

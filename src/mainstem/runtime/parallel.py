@@ -32,6 +32,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.runtime.ranks import ANSWER_S, ONE_RANK, FirstRank, LaterRank, Peer, Ranks
 from mainstem.settings.engine import EngineConfig, ModelConfig
+from mainstem.storage.base import RANK, check_spec
 
 Context = DefaultContext | ForkContext | ForkServerContext | SpawnContext
 Progress = Callable[[str, int, int], None]
@@ -84,6 +85,8 @@ def open_engine(
         BadArgument, UnsupportedModel, ModelNotFound: see `load_model` and `Engine`.
         RankFailed: a process has ended, or does not answer.
     """
+    if config.tiers.storage is not None:
+        check_spec(config.tiers.storage.replace(RANK, "0"))  # before the model is loaded, which takes long
     asked = _Asked(name, model, config)
     if config.tp == 1:
         with _engine(asked, ONE_RANK, progress) as engine:
