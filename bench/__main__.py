@@ -30,6 +30,7 @@ NAMES = (
     "attention",
     "loading",
     "throttled",
+    "codec",
     "servers",
 )
 WIDTH = 160
@@ -108,6 +109,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     # The others need the runtime.
     from bench import (
         attention,
+        codec,
         generate,
         loading,
         marks,
@@ -151,6 +153,9 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         for dtype in lengths.dtypes:
             ttft.run(lengths, report, load_model(dtype=dtype))
         report.tables.append(ttft.table(report.rows))
+    elif name == "codec":
+        rates = codec.QUICK if report.quick else codec.Settings()
+        codec.run(rates, report, load_model(dtype=rates.dtype))
     elif name == "generate":
         answers = generate.QUICK if report.quick else generate.Settings()
         generate.run(answers, report, load_model(dtype=answers.dtype))

@@ -3,7 +3,7 @@ The core of Mainstem: the radix tree over bytes, and the page pool. Use mainstem
 """
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Final, Self
 
 import numpy
 import numpy.typing
@@ -530,6 +530,32 @@ def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.N
 
     In one call, no row may be written twice, or both read and written. Raises BadArgument.
     """
+
+class EntropyCoder:
+    """
+    Codes of int16 numbers (rANS) with fixed tables, one for each class of rows.
+
+    Raises BadArgument unless `frequencies` is uint16 [classes, TOKENS], each at least 1, and those of a class add up to 4096.
+    """
+
+    def __init__(self, frequencies: numpy.typing.NDArray[numpy.uint16]) -> None: ...
+
+    TOKENS: Final[int] = ...
+    """Tokens of a table."""
+
+    def encode(self, numbers: numpy.typing.NDArray[numpy.int16], classes: numpy.typing.NDArray[numpy.uint8], out: numpy.typing.NDArray[numpy.uint8]) -> int:
+        """
+        Encodes numbers [rows, columns], -32767 to 32767, by the class of each row; without the GIL.
+
+        Returns the length of the code; 0: `out` has no room for it, and its content is undefined.
+        """
+
+    def decode(self, code: numpy.typing.NDArray[numpy.uint8], classes: numpy.typing.NDArray[numpy.uint8], numbers: numpy.typing.NDArray[numpy.int16]) -> None:
+        """
+        Decodes into `numbers`; without the GIL. Bytes after the code are not read.
+
+        Raises BadArgument if these bytes are no code of as many numbers; `numbers` are then undefined.
+        """
 
 def kernel_isa() -> str:
     """

@@ -21,7 +21,8 @@ from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
-from mainstem.tiers.codecs import find_codec
+from mainstem.tiers.calibrated import open_codec
+from mainstem.tiers.codecs import Codec
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import Store
@@ -61,9 +62,10 @@ def build_tiers(
     """Makes the host tier and the store of an engine.
 
     Raises:
-        BadArgument: a size or a spec is invalid.
+        BadArgument: a size or a spec is invalid, or the codec was calibrated for another model.
         BackendUnavailable: the store's client is not installed, or its server does not answer.
     """
+    codec = open_codec(config.storage_codec)
     backend = None if config.storage is None else _open(config.storage, loaded.ranks)
     memory = None
     try:
@@ -71,8 +73,9 @@ def build_tiers(
         tier = HostTier(memory, config.host, memory.sizes, loaded.ranks.agree)
         store = None
         if backend is not None:
-            identity = identity_of(loaded, page_size, memory.content, config.storage_codec, runner.computation)
-            store = _store(config, backend, identity, clock)
+            identity = identity_of(loaded, page_size, memory.content, codec.name, runner.computation)
+            codec.check(identity)
+            store = _store(config, backend, identity, codec, clock)
     except BaseException:
         if backend is not None:
             backend.close()
@@ -101,7 +104,7 @@ def identity_of(
         loaded: the model.
         page_size: positions per page.
         content: the name of the format of a page's content.
-        codec: how its numbers are stored.
+        codec: the name of that which encodes its numbers.
         computation: how the runner computes them.
     """
     config = loaded.model.config.get_text_config(decoder=True)
@@ -149,7 +152,7 @@ def _open(spec: str, ranks: Ranks) -> Backend:
     return backend
 
 
-def _store(config: TierConfig, backend: Backend, identity: Identity, clock: Callable[[], float]) -> Store:
+def _store(config: TierConfig, backend: Backend, identity: Identity, codec: Codec, clock: Callable[[], float]) -> Store:
     if config.storage_secret is None:
         log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
     limits = config.limits
@@ -160,7 +163,7 @@ def _store(config: TierConfig, backend: Backend, identity: Identity, clock: Call
         readers=ThreadWorkers(min(limits.max_prefetches, _LOOKUP_THREADS) + limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
-        codec=find_codec(config.storage_codec),
+        codec=codec,
         dtype=identity.dtype,
     )
 

@@ -219,6 +219,11 @@ class StorageSecret(Settings):
     storage_secret: bytes | None = setting(None, secret_bytes(SECRET_BYTES), unit=SECRET, secret=True)
 
 
+def _codec() -> Range:
+    names = one_of(Codec)
+    return Range(f"{names.words}, or a calibration's file", lambda value: names.holds(value) or Path(value).is_file())
+
+
 @dataclass(frozen=True)
 class TierConfig(StorageSecret):
     """The tiers below the device; by default there are none.
@@ -228,7 +233,8 @@ class TierConfig(StorageSecret):
         host: What goes to the host.
         storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
             redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
-        storage_codec: Encoding of stored pages: unchanged (none), or 8 bits per number, with a loss of precision.
+        storage_codec: Encoding of stored pages: unchanged (none), 8 bits per number (int8, fp8), or the file of a
+            calibration (mainstem storage calibrate), about 3 bits. All but none lose precision.
         limits: What requests wait for, and the limits of storage.
         warm: Prefetch the hottest stored prefixes into the host tier at startup.
     """
@@ -236,7 +242,7 @@ class TierConfig(StorageSecret):
     size: HostSize = HostSize()
     host: HostPolicy = HostPolicy()
     storage: str | None = setting(None, instance(str, "a spec, see mainstem.storage.open_backend"))
-    storage_codec: Codec = setting("none", one_of(Codec))
+    storage_codec: str = setting("none", _codec())
     limits: StorageConfig = StorageConfig()
     warm: bool = setting(False, switch())
 

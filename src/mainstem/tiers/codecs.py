@@ -18,12 +18,13 @@ This module handles arrays of bytes. It knows nothing of pages, layouts or store
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mainstem.errors import BadArgument
+from mainstem.identity import Identity
 
 GROUP = 64
 """Numbers that share one scale."""
@@ -35,12 +36,36 @@ Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
+class Page(NamedTuple):
+    """What a payload is of.
+
+    Args:
+        component: its name in the tree.
+        number: of the page, counted from the beginning of its prompt.
+    """
+
+    component: str
+    number: int
+
+
+UNPLACED = Page("", 0)
+"""For codecs to whom all pages are alike."""
+
+
 class Codec(ABC):
     """One encoding of numbers. A codec has no state; several threads use it at once."""
 
     name: str
     loss: str
     """The error that a number may suffer, in words; the tests enforce it."""
+
+    def check(self, identity: Identity) -> None:
+        """Checks that it can encode pages of this identity.
+
+        Raises:
+            BadArgument: it was made for others.
+        """
+        del identity
 
     @abstractmethod
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
@@ -55,8 +80,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
-        """Encodes a payload into `out`, which has the length given by `encoded_bytes`.
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
+        """Encodes the payload of a page into `out`, which has the length given by `encoded_bytes`.
 
         Raises:
             BadArgument: a number is infinite or NaN, or a length is wrong; the content of `out` is then undefined.
@@ -82,10 +107,10 @@ class Plain(Codec):
         del dtype
         return payload_bytes
 
-    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
         """Copies the bytes, NaN and infinities included."""
-        del dtype
-        _check_length("out", out, len(payload))
+        del dtype, page
+        check_length("out", out, len(payload))
         out[:] = payload
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
@@ -110,12 +135,12 @@ class Int8(Codec):
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
         """Returns one byte per number and four per group."""
-        numbers = _count(payload_bytes, dtype)
+        numbers = count_numbers(payload_bytes, dtype)
         return numbers + 4 * _groups(numbers)
 
-    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
         """Scales, then rounds to the nearest integer, halves to even."""
-        _check_length("out", out, self.encoded_bytes(len(payload), dtype))
+        check_length("out", out, self.encoded_bytes(len(payload), dtype))
         groups, numbers = _load(payload, dtype)
         greatest = _greatest(groups)
         scales = np.where(greatest < self.SMALLEST, 0, greatest / np.float32(127)).astype(np.float32)
@@ -127,8 +152,8 @@ class Int8(Codec):
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
         """Multiplies each step by the scale of its group."""
-        _check_length("data", data, self.encoded_bytes(len(out), dtype))
-        numbers = _count(len(out), dtype)
+        check_length("data", data, self.encoded_bytes(len(out), dtype))
+        numbers = count_numbers(len(out), dtype)
         head = 4 * _groups(numbers)
         scales = np.frombuffer(data[:head], np.float32)
         steps = _in_groups(np.frombuffer(data[head:], np.int8)).astype(np.float32)
@@ -152,12 +177,12 @@ class Float8(Codec):
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
         """Returns one byte per number and one per group."""
-        numbers = _count(payload_bytes, dtype)
+        numbers = count_numbers(payload_bytes, dtype)
         return numbers + _groups(numbers)
 
-    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
         """Scales by a power of two, which is exact, then rounds to the nearest code, halves to even."""
-        _check_length("out", out, self.encoded_bytes(len(payload), dtype))
+        check_length("out", out, self.encoded_bytes(len(payload), dtype))
         groups, numbers = _load(payload, dtype)
         part, exponent = np.frexp(_greatest(groups))  # greatest = part * 2**exponent, part in [0.5, 1)
         exponent = np.clip(exponent - np.where(part > 448 / 512, 8, 9), self.LOW, self.HIGH)
@@ -168,8 +193,8 @@ class Float8(Codec):
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
         """Looks up each code and multiplies it by the scale of its group."""
-        _check_length("data", data, self.encoded_bytes(len(out), dtype))
-        head = _groups(_count(len(out), dtype))
+        check_length("data", data, self.encoded_bytes(len(out), dtype))
+        head = _groups(count_numbers(len(out), dtype))
         exponent = np.frombuffer(data[:head], np.uint8).astype(np.int32) - 127
         numbers = _E4M3[_in_groups(np.frombuffer(data[head:], np.uint8))]
         _store(numbers, np.ldexp(np.float32(1), exponent), out, dtype)
@@ -193,7 +218,12 @@ def find_codec(name: str) -> Codec:
 # ---------------------------------------------------------------- numbers
 
 
-def _count(payload_bytes: int, dtype: str) -> int:
+def count_numbers(payload_bytes: int, dtype: str) -> int:
+    """Returns how many numbers of a dtype a payload has.
+
+    Raises:
+        BadArgument: the dtype is not supported, or the length is not a whole count of numbers.
+    """
     if dtype not in ITEM_BYTES:
         raise BadArgument("dtype", dtype, "one of " + ", ".join(ITEM_BYTES))
     if payload_bytes % ITEM_BYTES[dtype]:
@@ -201,13 +231,36 @@ def _count(payload_bytes: int, dtype: str) -> int:
     return payload_bytes // ITEM_BYTES[dtype]
 
 
-def _groups(numbers: int) -> int:
-    return -(-numbers // GROUP)
+def check_length(name: str, buffer: memoryview, length: int) -> None:
+    """Checks the length of an argument.
 
-
-def _check_length(name: str, buffer: memoryview, length: int) -> None:
+    Raises:
+        BadArgument: it differs; the message names both.
+    """
     if len(buffer) != length:
         raise BadArgument(name, f"{len(buffer)} bytes", f"{length} bytes")
+
+
+def load_numbers(payload: memoryview, dtype: str) -> Float32s:
+    """Returns the numbers of a payload as float32, in memory of their own."""
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(payload, dtype).astype(np.float32)
+
+
+def store_numbers(numbers: Float32s, out: memoryview, dtype: str) -> None:
+    """Rounds to the dtype, halves to even; a number that would overflow becomes the greatest finite one."""
+    if dtype == "bfloat16":
+        bits = np.clip(numbers, -_BFLOAT16_MAX, _BFLOAT16_MAX).view(np.uint32)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        np.frombuffer(out, np.uint16)[:] = rounded
+    else:
+        limit = np.finfo(dtype).max
+        np.frombuffer(out, dtype)[:] = np.clip(numbers, -limit, limit)
+
+
+def _groups(numbers: int) -> int:
+    return -(-numbers // GROUP)
 
 
 def _in_groups(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -219,10 +272,7 @@ def _in_groups(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _load(payload: memoryview, dtype: str) -> tuple[Float32s, int]:
     """Returns the numbers as float32, in groups, and their count."""
-    if dtype == "bfloat16":  # the upper half of a float32
-        numbers = (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        numbers = np.frombuffer(payload, dtype).astype(np.float32)
+    numbers = load_numbers(payload, dtype)
     return _in_groups(numbers), len(numbers)
 
 
@@ -235,16 +285,10 @@ def _greatest(groups: Float32s) -> Float32s:
 
 
 def _store(groups: Float32s, scales: Float32s, out: memoryview, dtype: str) -> None:
-    """Scales and rounds to the dtype, halves to even; a number that would overflow becomes the greatest finite one."""
+    """Scales the numbers of groups, and stores them."""
     with np.errstate(over="ignore"):
         numbers = (groups * scales[:, None]).reshape(-1)[: len(out) // ITEM_BYTES[dtype]]
-    if dtype == "bfloat16":
-        bits = np.clip(numbers, -_BFLOAT16_MAX, _BFLOAT16_MAX).view(np.uint32)
-        rounded = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        np.frombuffer(out, np.uint16)[:] = rounded
-    else:
-        limit = np.finfo(dtype).max
-        np.frombuffer(out, dtype)[:] = np.clip(numbers, -limit, limit)
+    store_numbers(numbers, out, dtype)
 
 
 _BFLOAT16_MAX = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]

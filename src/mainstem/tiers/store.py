@@ -28,7 +28,7 @@ from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.tiers import identities, sealed
-from mainstem.tiers.codecs import CODECS, Codec
+from mainstem.tiers.codecs import CODECS, UNPLACED, Codec, Page
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import HEADER_BYTES, Label, Sealer
 from mainstem.tiers.workers import Call, Workers
@@ -279,7 +279,11 @@ class Store:
                         with _caught(causes):
                             self.backend.delete([key])  # so that it does not block an intact one
                     return good
-                self._unpack(slot, slots[good])
+                try:
+                    self._unpack(slot, slots[good])
+                except BadArgument:  # sealed, but no value of this codec
+                    causes["codec"] += 1
+                    return good
             return len(keys)
 
         return self._submit(self._readers, read, 0)
@@ -304,7 +308,9 @@ class Store:
                 return Written(0, gap=True, whole=False)
             stored = 0
             for part, keys_of_part in zip(parts, keys, strict=True):
-                lacking = [(key, slot) for key, slot in zip(keys_of_part, part.slots, strict=True) if not next(there)]
+                pages = part.pages or [UNPLACED.number] * len(keys_of_part)
+                held = zip(keys_of_part, part.slots, pages, strict=True)
+                lacking = [each for each in held if not next(there)]
                 for at in range(0, len(lacking), self.config.batch_pages):
                     batch = lacking[at : at + self.config.batch_pages]
                     whole = self._put(part, batch, causes)
@@ -422,12 +428,12 @@ class Store:
             raise StorageError("protocol", f"not an answer for each of {len(keys)} keys: {there!r:.100}")
         return there
 
-    def _put(self, part: Part, batch: Sequence[tuple[bytes, memoryview]], causes: Counter[str]) -> int:
+    def _put(self, part: Part, batch: Sequence[tuple[bytes, memoryview, int]], causes: Counter[str]) -> int:
         """Seals and puts a few pages of a part; returns how many were stored."""
-        keys = [key for key, _ in batch]
+        keys = [key for key, *_ in batch]
         try:
-            packed = self._pack(part.row, [slot for _, slot in batch])
-        except BadArgument:  # numbers that are infinite or NaN
+            packed = self._pack(part.row, [slot for _, slot, _ in batch], [page for *_, page in batch])
+        except BadArgument:  # numbers that are infinite or NaN, or that its calibration does not expect
             causes["codec"] += 1
             return 0
         label = Label(self._label, self.sealer.id_of(part.namespace), part.row.name)
@@ -446,11 +452,11 @@ class Store:
         sizes = [self._codec.encoded_bytes(len(slot) - HEADER_BYTES, self._dtype) for slot in slots]
         return [memoryview(bytearray(HEADER_BYTES + size)) for size in sizes]
 
-    def _pack(self, row: Row, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+    def _pack(self, row: Row, slots: Sequence[memoryview], pages: Sequence[int]) -> Sequence[memoryview]:
         packed = self._room(row, slots)
-        for slot, room in zip(slots, packed, strict=True):
+        for slot, room, page in zip(slots, packed, pages, strict=True):
             if room is not slot:
-                self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype)
+                self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype, Page(row.name, page))
         return packed
 
     def _unpack(self, packed: memoryview, slot: memoryview) -> None:
@@ -528,12 +534,14 @@ class Part:
         names: the names of the pages.
         slots: their host slots.
         namespace: the encoded namespace of the pages, for their labels.
+        pages: their numbers in the prompt, for a codec; none: not known.
     """
 
     row: Row
     names: Sequence[bytes]
     slots: Sequence[memoryview]
     namespace: bytes = b""
+    pages: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

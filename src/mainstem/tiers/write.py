@@ -204,7 +204,8 @@ class Writes:
         ids = self._present(write.node, row.number, write.begin)  # a copy of some may have failed
         pages = np.flatnonzero(mine[write.begin :] & (ids >= 0))
         slots = self._memory.slots(row.number, ids[pages].tolist())
-        return Part(row, [write.names[page] for page in pages], slots, self._namespace(write.node))
+        numbers = (pages + write.begin).tolist()
+        return Part(row, [write.names[page] for page in pages], slots, self._namespace(write.node), numbers)
 
     def _needed_from(self, row: Row, end: int) -> int:
         """Returns the first page of a row that a prefix of `end` pages needs."""

@@ -451,6 +451,7 @@ NB_MODULE(_core, m) {
 
   bind_cache(m);
   bind_copy(m);
+  bind_entropy(m);
   bind_kernels(m);
   bind_replay(m);
 }

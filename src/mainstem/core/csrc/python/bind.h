@@ -71,6 +71,7 @@ void bind_counters(nb::module_& m, const char* name, const char* text) {
 
 void bind_cache(nb::module_& m);
 void bind_copy(nb::module_& m);
+void bind_entropy(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_replay(nb::module_& m);
 

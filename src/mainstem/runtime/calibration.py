@@ -1,0 +1,238 @@
+"""Finds what a calibrated codec needs to know of a model, by running it over a text. See `mainstem.tiers.calibrated`.
+
+    x    keys and values of a position in a layer, keys turned back, less their mean
+    g    the gradient of the text's loss by x
+    F    the mean of g g': how much the model notices an error in x, squared and in which direction (Fisher information)
+
+An error e costs about e' F e. So the components are those of F**(1/2) x, where all directions cost the same, and all
+have steps of one length: what varies more gets more bits, and what the model does not notice gets none.
+
+The text is read in passages, each as a prompt of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+
+from mainstem._core import EntropyCoder
+from mainstem.errors import BadArgument
+from mainstem.runtime.kv import KVShape, kv_shapes
+from mainstem.runtime.layout import Layout
+from mainstem.runtime.tiers import identity_of
+from mainstem.tiers.calibrated import CLASSES, KEPT, Basis, Calibrated, class_size, turn
+
+if TYPE_CHECKING:
+    from mainstem.runtime.models import LoadedModel
+
+PASSAGE = 1024
+"""Tokens of a passage, unless the model's context is shorter."""
+
+_SAMPLES = 4096  # positions that sizes and tables are found from
+_LEVEL = 64  # of the steps that give the ratio, about
+_SHRUNK = 0.02  # part of F that is its diagonal, because few gradients leave directions unseen
+_FLOOR = 1e-3  # of F's mean diagonal, added to all of it
+
+Float64s = npt.NDArray[np.float64]
+Progress = Callable[[str, int, int], None]
+
+
+def calibrate(
+    loaded: LoadedModel, tokens: npt.NDArray[np.int64], ratio: float, progress: Progress = lambda *_: None
+) -> Calibrated:
+    """Calibrates a codec for a model.
+
+    Args:
+        loaded: the model, whole in this process, with its own attention; its parameters are frozen.
+        tokens: of a text like those to be stored; ten thousand or more.
+        ratio: how many times smaller a page is to become.
+        progress: called with a stage, what is done and the total.
+
+    Raises:
+        BadArgument: the text is shorter than a passage, or the ratio is not 1 to 1000.
+        UnsupportedModel: the model cannot run over pages, or has no attention.
+    """
+    layout = Layout.of(loaded.model.config, loaded.max_context)
+    passage = min(PASSAGE, loaded.max_context)
+    if len(tokens) < passage:
+        raise BadArgument("text", f"{len(tokens)} tokens", f"{passage} or more; 16,384 are enough")
+    shapes = kv_shapes(loaded.model, layout.kv_layers)
+    found = {name: _Found(layers, shapes[name]) for name, layers in layout.kv_layers.items() if layers}
+    rotaries = _rotaries(loaded.model)
+    passages = len(tokens) // passage
+    for number, (kept, gradients) in enumerate(_passages(loaded, tokens, passage)):
+        progress("calibrate", number, passages)
+        for each in found.values():
+            each.add(kept, gradients, rotaries, _SAMPLES // passages)
+    progress("calibrate", passages, passages)
+    bases, magnitudes = {}, []
+    for name, each in found.items():
+        bases[name], relative = each.basis(ratio)
+        magnitudes.append(relative)
+    weights = identity_of(loaded, 1, "").weights
+    return Calibrated(ratio, bases, _tables(np.concatenate(magnitudes)), weights)
+
+
+class _Record(DynamicCache):
+    """A cache that keeps what each layer gives, in the graph of the gradients."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps keys and values, and returns them."""
+        for states in (key_states, value_states):
+            states.retain_grad()
+        self.kept[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+
+By = Mapping[int, npt.NDArray[np.float32]]
+"""By layer: [positions, width]."""
+
+
+def _passages(loaded: LoadedModel, tokens: npt.NDArray[np.int64], passage: int) -> Iterator[tuple[By, By]]:
+    """Yields what the layers keep of each passage, and the gradients of the passage's loss by that."""
+    model = loaded.model
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    embed = model.get_input_embeddings()
+    for begin in range(0, len(tokens) - passage + 1, passage):
+        ids = torch.from_numpy(tokens[begin : begin + passage]).to(model.device)[None]
+        cache = _Record(model.config.get_text_config(decoder=True))
+        logits = model(
+            inputs_embeds=embed(ids).detach().requires_grad_(True), past_key_values=cache, use_cache=True
+        ).logits
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+        torch.autograd.backward(loss)
+        yield (
+            {layer: _rows(pair) for layer, pair in cache.kept.items()},
+            {layer: _rows([each.grad for each in pair]) for layer, pair in cache.kept.items()},
+        )
+
+
+def _rows(pair: Sequence[torch.Tensor | None]) -> npt.NDArray[np.float32]:
+    """Returns keys and values [1, heads, positions, numbers] as rows of positions."""
+    parts = [each.detach()[0].transpose(0, 1).flatten(1) for each in pair if each is not None]
+    return torch.cat(parts, 1).float().cpu().numpy()
+
+
+def _rotaries(model: torch.nn.Module) -> list[Float64s]:
+    """Returns the angles by which the model may turn keys, none of them included."""
+    found = {tuple(buffer.double().tolist()) for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    return [np.zeros(0), *(np.array(angles) for angles in sorted(found))]
+
+
+@dataclass
+class _Found:
+    """What was seen of one component so far."""
+
+    layers: Sequence[int]
+    shape: KVShape
+    rotary: Float64s = field(default_factory=lambda: np.zeros(0))
+    positions: int = 0
+    passages: int = 0
+
+    def add(self, kept: By, gradients: By, rotaries: Sequence[Float64s], samples: int) -> None:
+        """Adds one passage."""
+        x, g = (np.stack([of[layer] for layer in self.layers]) for of in (kept, gradients))
+        if not self.positions:
+            self.rotary = min(rotaries, key=lambda rotary: self._spread(x, rotary))
+            width = x.shape[2]
+            self._sum, self._first = np.zeros((2, len(x), width))
+            self._squares, self._noticed = np.zeros((2, len(x), width, width))
+            self._samples: list[npt.NDArray[np.float32]] = []
+        for each in (x, g):
+            self._turn_back(each, self.rotary)
+        rest = x[:, 1:]
+        self._first += x[:, 0]
+        self._sum += rest.sum(1)
+        self._squares += np.matmul(rest.transpose(0, 2, 1), rest)
+        self._noticed += np.matmul(g.transpose(0, 2, 1), g)
+        self._samples.append(rest[:, :: max(1, -(-rest.shape[1] // max(samples, 1)))].copy())
+        self.positions += rest.shape[1]
+        self.passages += 1
+
+    def basis(self, ratio: float) -> tuple[Basis, npt.NDArray[np.float32]]:
+        """Returns the basis, and magnitudes of components, each relative to the mean of its own."""
+        means = self._sum / self.positions
+        first = self._first / self.passages
+        scatter = self._squares / self.positions - means[:, :, None] * means[:, None, :]
+        decode, variances = map(np.stack, zip(*map(_components, scatter, self._noticed / self.positions), strict=True))
+        step = _step(variances, 16 / ratio) * 2 ** (-_LEVEL / 8)
+        decode *= step
+        encode = np.linalg.inv(decode)
+        x = np.concatenate(self._samples, axis=1) - means[:, None]
+        magnitudes = np.abs(np.matmul(x, encode.astype(np.float32)))
+        mean = np.maximum(magnitudes.mean(1), 2.0**-20)
+        sizes = np.clip(np.rint(8 * np.log2(mean)), -30000, 30000).astype(np.int16)
+        means32, first32, decode32 = (of.astype(np.float32) for of in (means, first, decode))
+        basis = Basis(self._planes, means32, first32, decode32, sizes, self.rotary, _LEVEL)
+        return basis, (magnitudes / mean[:, None])[:, ::16].reshape(-1)
+
+    @property
+    def _planes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((self.shape.kv_heads, numbers) for numbers in self.shape.planes)
+
+    def _turn_back(self, x: npt.NDArray[np.float32], rotary: Float64s) -> None:
+        heads, size = self._planes[0]
+        if len(rotary):
+            keys = x[..., : heads * size].reshape(*x.shape[:2], heads, size)
+            turn(keys, rotary, 0, -1)
+            x[..., : heads * size] = keys.reshape(*x.shape[:2], heads * size)
+
+    def _spread(self, x: npt.NDArray[np.float32], rotary: Float64s) -> float:
+        """Returns how many bits keys take, up to a constant, if they are turned back by these angles."""
+        if self.shape.latent or 2 * len(rotary) > self.shape.head_dim:
+            return 0.0 if not len(rotary) else np.inf
+        turned = x.copy()
+        self._turn_back(turned, rotary)
+        heads, size = self._planes[0]
+        keys = turned[:, 1:, : heads * size].astype(np.float64)
+        scatter = np.stack([np.cov(each.T) for each in keys])
+        return float(np.log(np.maximum(np.linalg.eigvalsh(scatter), 1e-9)).sum())
+
+
+def _components(scatter: Float64s, noticed: Float64s) -> tuple[Float64s, Float64s]:
+    """Returns the basis of a layer, a component a row, those of greater variance first, and the variances."""
+    diagonal = noticed.diagonal()
+    noticed = noticed * (1 - _SHRUNK) + np.diag(_SHRUNK * diagonal + _FLOOR * diagonal.mean() + 1e-30)
+    values, vectors = np.linalg.eigh(noticed)
+    roots = np.sqrt(values)
+    root = (vectors * roots) @ vectors.T
+    variances, turned = np.linalg.eigh(root @ scatter @ root)
+    return turned[:, ::-1].T @ ((vectors / roots) @ vectors.T), np.maximum(variances[::-1], 0)
+
+
+def _step(variances: Float64s, bits: float) -> float:
+    """Returns the length of the steps that take so many bits a number, about, if numbers are normal."""
+    low, high = -100.0, 100.0  # its logarithm
+    for _ in range(60):
+        middle = (low + high) / 2
+        taken = 0.5 * np.log2(1 + variances * (2 * np.pi * np.e) * 4.0**-middle).mean()
+        low, high = (middle, high) if taken > bits else (low, middle)
+    return float(2**high)
+
+
+def _tables(magnitudes: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Returns how often each token comes in each class, of 4096, from magnitudes relative to their mean."""
+    tokens = EntropyCoder.TOKENS
+    tables = np.empty((CLASSES, tokens), np.uint16)
+    for each in range(CLASSES):
+        steps = np.minimum(magnitudes * class_size(each) + KEPT, 32767).astype(np.int64)
+        exponent = np.frexp(steps.astype(np.float64))[1] - 1
+        greater = 16 + 2 * (exponent - 4) + (steps >> np.maximum(exponent - 1, 0) & 1)
+        counts = np.bincount(np.where(steps < 16, steps, greater), minlength=tokens)
+        shares = 1 + np.floor(counts / counts.sum() * (4096 - tokens))
+        shares[shares.argmax()] += 4096 - shares.sum()
+        tables[each] = shares
+    return tables
