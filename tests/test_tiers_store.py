@@ -16,7 +16,7 @@ from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import ABSENT, Capabilities, Limit
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import Prefix, ReadOnly, Tee
-from mainstem.tiers.codecs import CODECS
+from mainstem.tiers.codecs import CODECS, UNPLACED, Int8, Page
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.store import Breaker, Found, Part, Store, StoreCall, Written
@@ -403,6 +403,40 @@ def test_no_page_is_decoded_before_it_is_verified(codec: str) -> None:
         backend.set_value(keys[1], bytes(value))
         assert done(read(store, float_slots(*[[0.0] * 100] * 4))) == 1
         backend.set_value(keys[1], whole)
+
+
+class _Noting(Int8):
+    """Notes which pages it encodes, and decodes none that begins with a zero."""
+
+    def __init__(self) -> None:
+        self.pages: list[Page] = []
+
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
+        self.pages.append(page)
+        super().encode(payload, out, dtype)
+
+    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
+        if not any(data[:4]):
+            raise BadArgument("data", "zeros", "others")
+        super().decode(data, out, dtype)
+
+
+def test_a_codec_learns_where_each_page_is_in_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = _Noting()
+    monkeypatch.setitem(CODECS, "noting", codec)
+    store = coded(FaultyBackend(), "noting")
+    names, slots = names_of(store), float_slots(*[[1.0] * 8] * 4)
+    done(store.write([Part(FULL, names[1:2], slots[1:2], pages=[1])]))
+    done(store.write([Part(FULL, names, slots, pages=[0, 1, 2, 3])]))
+    assert codec.pages == [Page("full", 1), Page("full", 0), Page("full", 2), Page("full", 3)], "one is stored already"
+
+
+def test_a_sealed_page_that_does_not_decode_is_a_counted_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "noting", _Noting())
+    store = coded(FaultyBackend(), "noting")
+    done(write(store, float_slots([1.0] * 8, [0.0] * 8, [1.0] * 8, [1.0] * 8)))
+    assert done(read(store, float_slots(*[[5.0] * 8] * 4))) == 1
+    assert store.faults == {"codec": 1}
 
 
 def test_an_exact_row_is_stored_as_it_is_whatever_the_codec() -> None:

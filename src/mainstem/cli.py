@@ -1,4 +1,4 @@
-"""The `mainstem` command: serve, generate, demo, storage, store, replay, plan, trace.
+"""The `mainstem` command: serve, generate, demo, calibrate, storage, store, replay, plan, trace.
 
 Parses arguments and prints, nothing else. The commands import heavy packages (torch, transformers, starlette) when they
 run, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
@@ -100,6 +100,14 @@ Examples:
   mainstem demo --dtype float32 --prefix-tokens 2000
   mainstem demo --json > demo.json"""
 
+_CALIBRATE_EXAMPLES = """\
+Examples:
+
+  mainstem calibrate prompts.txt smollm2.npz
+  mainstem calibrate prompts.txt my-model.npz --model ./my-model --ratio 4
+
+Every server of a store gets the same file: mainstem serve --storage file:./kv --storage-codec smollm2.npz"""
+
 
 def _version() -> str:
     try:
@@ -162,7 +170,8 @@ def _explain(error: Exception) -> tuple[str, int]:
 def _option(name: str) -> str:
     """Returns the option that sets an argument, or the argument's own name if no option does."""
     flag = f"--{name.replace('_', '-')}"
-    commands = [app[command] for command in ("serve", "generate", "demo", "replay", "plan")] + [app["store"]["serve"]]
+    names = ("serve", "generate", "demo", "calibrate", "replay", "plan")
+    commands = [*(app[name] for name in names), app["store"]["serve"]]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
     return flag if any(flag in argument.names for argument in arguments) else name
 
@@ -267,6 +276,38 @@ def demo(
         from rich.console import Console
 
         demonstration.show(report, Console())
+
+
+@app.command(help_epilogue=_CALIBRATE_EXAMPLES)
+@takes_settings
+def calibrate(
+    text: Path,
+    out: Path,
+    *,
+    model: str | None = None,
+    ratio: float = 6.0,
+    load: ModelConfig = ModelConfig(),
+) -> None:
+    """Calibrate a codec for a model, so that its stored pages become much smaller.
+
+    Args:
+        text: Text file of 16,000 tokens or more, like the prompts to be stored.
+        out: File to write, for --storage-codec.
+        model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
+        ratio: How many times smaller a page becomes, 1 to 1000. The higher, the more precision is lost.
+    """
+    written = _read("text", str(text), lambda: text.read_text(encoding="utf-8"))
+    if not 1 <= ratio <= 1000:
+        raise BadArgument("ratio", ratio, "1 to 1000")
+    with _Bars() as bars:
+        bars.update("import", 0, 0)
+        from mainstem.runtime.calibration import calibrate as find
+        from mainstem.runtime.calibration import tokens_of
+        from mainstem.runtime.models import load_model
+        from mainstem.tiers.calibrated import save
+
+        loaded = load_model(model, dtype=load.dtype, max_context=load.max_context, progress=bars.update)
+        save(out, find(loaded, tokens_of(loaded, written), ratio, bars.update))
 
 
 # --- running ------------------------------------------------------------------------------------------------------
@@ -407,6 +448,7 @@ _STAGES = {
     "tiers": "allocating host memory, opening storage",
     "measure": "measuring how fast the model computes, to compare with storage",
     "adapters": "loading adapters",
+    "calibrate": "reading the text",
 }
 """Descriptions of the stages of a start; a stage that is not here is shown by its name."""
 

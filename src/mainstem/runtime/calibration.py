@@ -79,6 +79,17 @@ def calibrate(
     return Calibrated(ratio, bases, _tables(np.concatenate(magnitudes)), weights)
 
 
+def tokens_of(loaded: LoadedModel, text: str) -> npt.NDArray[np.int64]:
+    """Returns the tokens of a text of any length.
+
+    Raises:
+        BadArgument: the model has no tokenizer.
+    """
+    if loaded.tokenizer is None:
+        raise BadArgument("model", loaded.name, "one with a tokenizer")
+    return np.array(loaded.tokenizer(text, verbose=False)["input_ids"], np.int64)
+
+
 class _Record(DynamicCache):
     """A cache that keeps what each layer gives, in the graph of the gradients."""
 

@@ -234,7 +234,7 @@ class TierConfig(StorageSecret):
         storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
             redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
         storage_codec: Encoding of stored pages: unchanged (none), 8 bits per number (int8, fp8), or the file of a
-            calibration (mainstem storage calibrate), about 3 bits. All but none lose precision.
+            calibration (mainstem calibrate), about 3 bits. All but none lose precision.
         limits: What requests wait for, and the limits of storage.
         warm: Prefetch the hottest stored prefixes into the host tier at startup.
     """

@@ -12,7 +12,7 @@ Every page becomes one fixed fraction of its length, so stores hold values of on
 A page that is easy to code has finer steps. The first position of a prompt has a mean of its own: models park attention
 there, with keys and values unlike all others.
 
-What was calibrated is a file (`mainstem storage calibrate`), and its digest is part of the identity of stored pages. A
+What was calibrated is a file (`mainstem calibrate`), and its digest is part of the identity of stored pages. A
 decoder needs the same file. Values are whole numbers, so machines agree on them; what they decode to may differ in the
 last digit, because it is computed in float32.
 
@@ -191,7 +191,7 @@ class Calibrated(Codec):
         if not 1 <= ratio <= 1000:
             raise BadArgument("ratio", ratio, "1 to 1000")
         self.name = f"calibrated {digest}"
-        self.ratio, self.bases, self.frequencies, self.weights = ratio, dict(bases), frequencies, weights
+        self.ratio, self.bases, self.frequencies, self.weights = float(ratio), dict(bases), frequencies, weights
         self._coder, self._names = EntropyCoder(frequencies), list(bases)
 
     def check(self, identity: Identity) -> None:
@@ -316,7 +316,7 @@ def open_codec(name: str) -> Codec:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return _codec_of(arrays, hashlib.sha256(data).hexdigest()[:32])
     except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise BadArgument("storage_codec", name, f"a file written by `mainstem storage calibrate` ({error})") from error
+        raise BadArgument("storage_codec", name, f"a file written by `mainstem calibrate` ({error})") from error
 
 
 _DTYPES = {"means": "f4", "first": "f4", "decode": "f4", "sizes": "i2", "rotary": "f8"}
