@@ -50,8 +50,8 @@ class Settings:
         others: codecs to compare with.
         page_size: positions of a page.
         goal: the most that the perplexity may rise at the first ratio.
-        dtype: of weights. The model computes in float32, because the rounding of bfloat16 makes losses differ by as much
-            as codecs do.
+        dtype: of weights. The model computes in float32, because the rounding of bfloat16 makes losses differ by as
+            much as codecs do.
         pages_dtype: of the pages that are stored, and of the exact ones.
     """
 
@@ -116,10 +116,11 @@ def _trials(settings: Settings, report: Report, loaded: LoadedModel) -> list[_Tr
         _Trial("calibrated", ratio, Calibrated(ratio, made.bases, made.frequencies, made.weights), [])
         for ratio in settings.ratios
     ]
-    others, size = [CODECS[name] for name in settings.others], 1 << 20
-    return trials + [
-        _Trial(each.name, size / each.encoded_bytes(size, settings.pages_dtype), each, []) for each in others
-    ]
+    size = 1 << 20
+    for name in settings.others:
+        ratio = size / CODECS[name].encoded_bytes(size, settings.pages_dtype)
+        trials.append(_Trial(name, ratio, CODECS[name], []))
+    return trials
 
 
 @torch.inference_mode()
