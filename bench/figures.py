@@ -311,6 +311,25 @@ def _attention(records: Records) -> str:
     return _table(["requests", "bfloat16", "ratio", "float32", "ratio"], lines)
 
 
+def _codec(records: Records) -> str:
+    """What codecs of stored pages cost."""
+    if "codec" not in records:
+        return "Not recorded yet."
+    lines = (
+        [
+            row["codec"],
+            f"{row['ratio']:.3g}",
+            f"{row['loss']:+.3%} ± {row['error']:.3%}",
+            f"{row['tokens']:,}",
+            f"{row['encode_mb_s']:.0f}, {row['decode_mb_s']:.0f}",
+            f"{row['pays_below_mb_s']:.0f}",
+        ]
+        for row in records["codec"]["rows"]
+    )
+    heads = ["codec", "times smaller", "perplexity", "tokens", "encode, decode, MB/s", "pays below, MB/s"]
+    return _table(heads, lines)
+
+
 def _models(records: Records) -> str:
     """The table of the models, as the benchmark itself writes it."""
     from bench.models import markdown  # imports the runtime
@@ -425,6 +444,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "policies": _policies,
     "plan": _plan,
     "attention": _attention,
+    "codec": _codec,
     "models": _models,
     "servers": _servers,
     "states": _states,
