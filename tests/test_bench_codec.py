@@ -25,5 +25,5 @@ def test_exact_pages_cost_nothing_and_fewer_bits_cost_more(tmp_path: Path) -> No
     assert int8["ratio"] == pytest.approx(2 / (1 + 4 / 64))
     assert 0 < fine["error"] < coarse["error"]
     assert fine["pays_below_mb_s"] == pytest.approx(fine["decode_mb_s"] / 2)
-    assert report.more["goals"][0]["measured"] == fine["loss"]
+    assert report.more["goals"][0]["measured"] == 100 * fine["loss"]
     assert report.settings["perplexity"] > 1 and report.tables

@@ -426,8 +426,8 @@ def test_a_codec_learns_where_each_page_is_in_its_prompt(monkeypatch: pytest.Mon
     monkeypatch.setitem(CODECS, "noting", codec)
     store = coded(FaultyBackend(), "noting")
     names, slots = names_of(store), float_slots(*[[1.0] * 8] * 4)
-    done(store.write([Part(FULL, names[1:2], slots[1:2], pages=[1])]))
-    done(store.write([Part(FULL, names, slots, pages=[0, 1, 2, 3])]))
+    done(store.write([Part(FULL, names[1:2], slots[1:2], numbers=[1])]))
+    done(store.write([Part(FULL, names, slots, numbers=[0, 1, 2, 3])]))
     assert codec.pages == [Page("full", 1), Page("full", 0), Page("full", 2), Page("full", 3)], "one is stored already"
 
 

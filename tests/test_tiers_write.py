@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from rigs.hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
 
 from mainstem.errors import StorageError
+from mainstem.tiers.store import Part, StoreCall, Written
 
 
 def test_pages_on_the_host_are_written_to_storage() -> None:
@@ -37,6 +41,23 @@ def test_only_new_pages_are_written() -> None:
     rig.settle()
     assert rig.tiers.stats().stored == 6 and len(backend.stored_keys()) == 6
     assert backend.calls.count("put") == 2
+
+
+def test_pages_are_written_with_their_numbers_in_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, numbers = Rig(backend=FaultyBackend()), []
+    assert rig.store is not None
+    write = rig.store.write
+
+    def noting(parts: Sequence[Part], *args: Any, **kwargs: Any) -> StoreCall[Written]:
+        numbers.extend(list(part.numbers) for part in parts)
+        return write(parts, *args, **kwargs)
+
+    monkeypatch.setattr(rig.store, "write", noting)
+    rig.serve(A)
+    rig.settle()
+    rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.settle()
+    assert numbers == [[0, 1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("queue_pages", [8, 11])

@@ -275,7 +275,7 @@ class Calibrated(Codec):
                 high, best = level, longer[:length].tobytes()
             else:
                 low = level
-            level += round(64 * (length - len(room)) / max(np.count_nonzero(steps), 1))  # 1/8 bit each
+            level += round(64 * (length - len(room)) / max(int(np.count_nonzero(steps)), 1))  # 1/8 bit each
         if high == LEVELS:
             raise BadArgument("payload", "numbers that its calibration does not expect", "those of the same model")
         room[: len(best)] = np.frombuffer(best, np.uint8)

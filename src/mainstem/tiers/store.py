@@ -308,8 +308,8 @@ class Store:
                 return Written(0, gap=True, whole=False)
             stored = 0
             for part, keys_of_part in zip(parts, keys, strict=True):
-                pages = part.pages or [UNPLACED.number] * len(keys_of_part)
-                held = zip(keys_of_part, part.slots, pages, strict=True)
+                numbers = part.numbers or [UNPLACED.number] * len(keys_of_part)
+                held = zip(keys_of_part, part.slots, numbers, strict=True)
                 lacking = [each for each in held if not next(there)]
                 for at in range(0, len(lacking), self.config.batch_pages):
                     batch = lacking[at : at + self.config.batch_pages]
@@ -432,7 +432,7 @@ class Store:
         """Seals and puts a few pages of a part; returns how many were stored."""
         keys = [key for key, *_ in batch]
         try:
-            packed = self._pack(part.row, [slot for _, slot, _ in batch], [page for *_, page in batch])
+            packed = self._pack(part.row, [slot for _, slot, _ in batch], [number for *_, number in batch])
         except BadArgument:  # numbers that are infinite or NaN, or that its calibration does not expect
             causes["codec"] += 1
             return 0
@@ -452,11 +452,11 @@ class Store:
         sizes = [self._codec.encoded_bytes(len(slot) - HEADER_BYTES, self._dtype) for slot in slots]
         return [memoryview(bytearray(HEADER_BYTES + size)) for size in sizes]
 
-    def _pack(self, row: Row, slots: Sequence[memoryview], pages: Sequence[int]) -> Sequence[memoryview]:
+    def _pack(self, row: Row, slots: Sequence[memoryview], numbers: Sequence[int]) -> Sequence[memoryview]:
         packed = self._room(row, slots)
-        for slot, room, page in zip(slots, packed, pages, strict=True):
+        for slot, room, number in zip(slots, packed, numbers, strict=True):
             if room is not slot:
-                self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype, Page(row.name, page))
+                self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype, Page(row.name, number))
         return packed
 
     def _unpack(self, packed: memoryview, slot: memoryview) -> None:
@@ -534,14 +534,14 @@ class Part:
         names: the names of the pages.
         slots: their host slots.
         namespace: the encoded namespace of the pages, for their labels.
-        pages: their numbers in the prompt, for a codec; none: not known.
+        numbers: of the pages, counted from the beginning of their prompt, for a codec; none: not known.
     """
 
     row: Row
     names: Sequence[bytes]
     slots: Sequence[memoryview]
     namespace: bytes = b""
-    pages: Sequence[int] = ()
+    numbers: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
