@@ -101,8 +101,8 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- the store
     _mutant(
         "a hole in a read is skipped", "sglang#26886", _STORE,
-        "                    return good\n                self._unpack",
-        "                    continue\n                self._unpack",
+        "                    return good\n                try:\n                    self._unpack",
+        "                    continue\n                try:\n                    self._unpack",
     ),
     _mutant(
         "a call over its deadline frees its slots while it runs", "TensorRT-LLM#15546", _STORE,
@@ -861,7 +861,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a query sees one key too many", "-", _ATTENTION,
-        "(at >= begin) & (at < end)", "(at >= begin) & (at <= end)",
+        "after < static_cast<std::uint32_t>(end - begin)", "after <= static_cast<std::uint32_t>(end - begin)",
         _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
     ),
     _mutant(
