@@ -857,7 +857,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what was added before a higher score stays as heavy", "-", _ATTENTION,
         "if (kept == 1) return;", "return;",
-        _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
+        _ROWS_OF_PAGES + "test_long_parts_are_computed_in_several_units",
     ),
     _mutant(
         "a query sees one key too many", "-", _ATTENTION,
@@ -865,9 +865,9 @@ NATIVE: tuple[Mutant, ...] = (
         _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
     ),
     _mutant(
-        "a sink is merged though it is higher than all scores", "-", _ATTENTION,
-        "float highest = sinks ? widen(sinks[head]) : kLowest;", "float highest = kLowest;",
-        _ROWS_OF_PAGES + "test_large_scores_do_not_overflow",
+        "a sink has no weight", "-", _ATTENTION,
+        "float total = sinks ? exponential<kLanes>(widen(sinks[head]) - highest) : 0;", "float total = 0;",
+        _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
     ),
 )
 # fmt: on
