@@ -12,7 +12,8 @@ The text is read in passages, each as a prompt of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,8 @@ PASSAGE = 1024
 
 _SAMPLES = 4096  # positions that sizes and tables are found from
 _LEVEL = 64  # of the steps that give the ratio, about
-_SHRUNK = 0.02  # part of F that is its diagonal, because few gradients leave directions unseen
+_GROUP = 3  # layers of a group that has one basis
+_SHRUNK = 0.15  # part of F that is its diagonal, because few gradients leave directions unseen
 _FLOOR = 1e-3  # of F's mean diagonal, added to all of it
 
 Float64s = npt.NDArray[np.float64]
@@ -91,20 +93,24 @@ def tokens_of(loaded: LoadedModel, text: str) -> npt.NDArray[np.int64]:
 
 
 class _Record(DynamicCache):
-    """A cache that keeps what each layer gives, in the graph of the gradients."""
+    """A cache that keeps what each layer gives. What is stored is cut off from the graph of what computed it."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, stored: int) -> None:
         super().__init__(config=config)
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._stored = stored
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps keys and values, and returns them."""
+        pairs = []
         for states in (key_states, value_states):
-            states.retain_grad()
-        self.kept[layer_idx] = key_states, value_states
-        return key_states, value_states
+            stored, rest = states.split([self._stored, states.shape[2] - self._stored], 2)
+            pairs.append((stored.detach().requires_grad_(), rest))
+        self.kept[layer_idx] = pairs
+        keys, values = (torch.cat(pair, 2) for pair in pairs)
+        return keys, values
 
 
 By = Mapping[int, npt.NDArray[np.float32]]
@@ -119,19 +125,18 @@ def _passages(loaded: LoadedModel, tokens: npt.NDArray[np.int64], passage: int) 
     embed = model.get_input_embeddings()
     for begin in range(0, len(tokens) - passage + 1, passage):
         ids = torch.from_numpy(tokens[begin : begin + passage]).to(model.device)[None]
-        cache = _Record(model.config.get_text_config(decoder=True))
-        logits = model(
-            inputs_embeds=embed(ids).detach().requires_grad_(True), past_key_values=cache, use_cache=True
-        ).logits
-        loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+        stored = passage // 2
+        cache = _Record(model.config.get_text_config(decoder=True), stored)
+        logits = model(inputs_embeds=embed(ids).detach(), past_key_values=cache, use_cache=True).logits[0, stored:-1]
+        loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, stored + 1 :], reduction="sum")
         torch.autograd.backward(loss)
         yield (
-            {layer: _rows(pair) for layer, pair in cache.kept.items()},
-            {layer: _rows([each.grad for each in pair]) for layer, pair in cache.kept.items()},
+            {layer: _rows(map(torch.cat, pairs, (2, 2))) for layer, pairs in cache.kept.items()},
+            {layer: _rows(kept.grad for kept, _ in pairs) for layer, pairs in cache.kept.items()},
         )
 
 
-def _rows(pair: Sequence[torch.Tensor | None]) -> npt.NDArray[np.float32]:
+def _rows(pair: Iterable[torch.Tensor | None]) -> npt.NDArray[np.float32]:
     """Returns keys and values [1, heads, positions, numbers] as rows of positions."""
     parts = [each.detach()[0].transpose(0, 1).flatten(1) for each in pair if each is not None]
     return torch.cat(parts, 1).float().cpu().numpy()
@@ -155,66 +160,68 @@ class _Found:
 
     def add(self, kept: By, gradients: By, rotaries: Sequence[Float64s], samples: int) -> None:
         """Adds one passage."""
-        x, g = (np.stack([of[layer] for layer in self.layers]) for of in (kept, gradients))
+        x, g = (np.stack([of[layer] for layer in self.layers], 1) for of in (kept, gradients))
         if not self.positions:
             self.rotary = min(rotaries, key=lambda rotary: self._spread(x, rotary))
-            width = x.shape[2]
-            self._sum, self._first = np.zeros((2, len(x), width))
-            self._squares, self._noticed = np.zeros((2, len(x), width, width))
+            layers, width = x.shape[1:]
+            ends = [*range(0, layers, _GROUP), layers]
+            self._parts = [slice(begin * width, end * width) for begin, end in itertools.pairwise(ends)]
+            self._sum, self._first = np.zeros((2, layers, width))
+            self._squares, self._noticed = ([np.zeros(()) for _ in self._parts] for _ in range(2))
             self._samples: list[npt.NDArray[np.float32]] = []
         for each in (x, g):
-            self._turn_back(each, self.rotary)
-        rest = x[:, 1:]
-        self._first += x[:, 0]
-        self._sum += rest.sum(1)
-        self._squares += np.matmul(rest.transpose(0, 2, 1), rest)
-        self._noticed += np.matmul(g.transpose(0, 2, 1), g)
-        self._samples.append(rest[:, :: max(1, -(-rest.shape[1] // max(samples, 1)))].copy())
-        self.positions += rest.shape[1]
+            turn(each, self._planes[0], self.rotary, 0, -1)
+        rest = x[1:]
+        self._first += x[0]
+        self._sum += rest.sum(0)
+        for sums, each in ((self._squares, rest), (self._noticed, g)):
+            rows = each.reshape(len(each), -1)
+            for number, part in enumerate(self._parts):
+                sums[number] = sums[number] + rows[:, part].T @ rows[:, part]
+        self._samples.append(rest[:: max(1, -(-len(rest) // max(samples, 1)))].copy())
+        self.positions += len(rest)
         self.passages += 1
 
     def basis(self, ratio: float) -> tuple[Basis, npt.NDArray[np.float32]]:
         """Returns the basis, and magnitudes of components, each relative to the mean of its own."""
-        means = self._sum / self.positions
-        first = self._first / self.passages
-        scatter = self._squares / self.positions - means[:, :, None] * means[:, None, :]
-        decode, variances = map(np.stack, zip(*map(_components, scatter, self._noticed / self.positions), strict=True))
-        step = _step(variances, 16 / ratio) * 2 ** (-_LEVEL / 8)
-        decode *= step
-        encode = np.linalg.inv(decode)
-        x = np.concatenate(self._samples, axis=1) - means[:, None]
-        magnitudes = np.abs(np.matmul(x, encode.astype(np.float32)))
-        mean = np.maximum(magnitudes.mean(1), 2.0**-20)
+        means, first = (of.astype(np.float32) for of in (self._sum / self.positions, self._first / self.passages))
+        flat = self._sum.reshape(-1) / self.positions
+        found = [
+            _components(squares / self.positions - np.outer(flat[part], flat[part]), noticed)
+            for part, squares, noticed in zip(self._parts, self._squares, self._noticed, strict=True)
+        ]
+        step = _step(np.concatenate([variances for _, variances in found]), 16 / ratio) * 2 ** (-_LEVEL / 8)
+        decode = [components * step for components, _ in found]
+        x = (np.concatenate(self._samples) - means).reshape(-1, means.size)
+        y = [
+            x[:, part] @ np.linalg.inv(each).astype(np.float32) for part, each in zip(self._parts, decode, strict=True)
+        ]
+        magnitudes = np.abs(np.concatenate(y, axis=1))
+        mean = np.maximum(magnitudes.mean(0), 2.0**-20)
         sizes = np.clip(np.rint(8 * np.log2(mean)), -30000, 30000).astype(np.int16)
-        means32, first32, decode32 = (of.astype(np.float32) for of in (means, first, decode))
-        basis = Basis(self._planes, means32, first32, decode32, sizes, self.rotary, _LEVEL)
-        return basis, (magnitudes / mean[:, None])[:, ::16].reshape(-1)
+        basis = Basis(
+            self._planes, means, first, tuple(each.astype(np.float32) for each in decode), sizes, self.rotary, _LEVEL
+        )
+        return basis, (magnitudes / mean)[::16].reshape(-1)
 
     @property
     def _planes(self) -> tuple[tuple[int, int], ...]:
         return tuple((self.shape.kv_heads, numbers) for numbers in self.shape.planes)
-
-    def _turn_back(self, x: npt.NDArray[np.float32], rotary: Float64s) -> None:
-        heads, size = self._planes[0]
-        if len(rotary):
-            keys = x[..., : heads * size].reshape(*x.shape[:2], heads, size)
-            turn(keys, rotary, 0, -1)
-            x[..., : heads * size] = keys.reshape(*x.shape[:2], heads * size)
 
     def _spread(self, x: npt.NDArray[np.float32], rotary: Float64s) -> float:
         """Returns how many bits keys take, up to a constant, if they are turned back by these angles."""
         if self.shape.latent or 2 * len(rotary) > self.shape.head_dim:
             return 0.0 if not len(rotary) else np.inf
         turned = x.copy()
-        self._turn_back(turned, rotary)
+        turn(turned, self._planes[0], rotary, 0, -1)
         heads, size = self._planes[0]
-        keys = turned[:, 1:, : heads * size].astype(np.float64)
-        scatter = np.stack([np.cov(each.T) for each in keys])
+        keys = turned[1:, :, : heads * size].astype(np.float64)
+        scatter = np.stack([np.cov(each.T) for each in keys.transpose(1, 0, 2)])
         return float(np.log(np.maximum(np.linalg.eigvalsh(scatter), 1e-9)).sum())
 
 
 def _components(scatter: Float64s, noticed: Float64s) -> tuple[Float64s, Float64s]:
-    """Returns the basis of a layer, a component a row, those of greater variance first, and the variances."""
+    """Returns the basis of a group, a component a row, those of greater variance first, and the variances."""
     diagonal = noticed.diagonal()
     noticed = noticed * (1 - _SHRUNK) + np.diag(_SHRUNK * diagonal + _FLOOR * diagonal.mean() + 1e-30)
     values, vectors = np.linalg.eigh(noticed)

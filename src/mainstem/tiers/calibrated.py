@@ -2,8 +2,8 @@
 
     page        keys and values of its positions
       |         keys are turned back by the rotary embedding: the page knows its place in the prompt
-    position    of each layer: keys and values of all heads, less their mean
-      |         times the layer's basis: components, scaled so that an error of 1 in any costs the model the same
+    position    of a group of neighbouring layers: keys and values of all heads, less their mean
+      |         times the group's basis: components, scaled so that an error of 1 in any costs the model the same
     numbers     rounded to steps, all equally long, as fine as the page's length allows
       |         entropy coding, with the table that fits the size of the component
     value       level 1 B | component of the tree 1 B | zeros 2 B | page 4 B | code | zeros
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import struct
@@ -77,8 +78,9 @@ class Basis:
         planes: heads, and numbers of each, in the order of the payload: those of keys, then of values.
         means: float32 [layers, width].
         first: float32 [layers, width], of the first position of a prompt.
-        decode: float32 [layers, width, width]: row i is what 1 of component i is worth.
-        sizes: int16 [layers, width]: mean magnitude of each component, as a level.
+        decode: of each group of neighbouring layers, float32 [numbers, numbers] of all its layers: row i is what 1 of
+            component i is worth.
+        sizes: int16 [layers x width]: mean magnitude of each component, as a level.
         rotary: float64 [pairs]: radians a position, by which number i and number i + pairs of a key were turned.
         level: that most pages need.
     """
@@ -86,7 +88,7 @@ class Basis:
     planes: tuple[tuple[int, int], ...]
     means: Float32s
     first: Float32s
-    decode: Float32s
+    decode: tuple[Float32s, ...]
     sizes: npt.NDArray[np.int16]
     rotary: npt.NDArray[np.float64]
     level: int
@@ -102,49 +104,58 @@ class Basis:
         return f"page_first/v1 {' '.join(planes)}"
 
     @cached_property
-    def encode(self) -> Float32s:
-        """[layers, width, width]: the inverse of `decode`, transposed."""
-        return np.ascontiguousarray(np.linalg.inv(self.decode.astype(np.float64)).transpose(0, 2, 1), np.float32)
+    def parts(self) -> list[slice]:
+        """The numbers of each group, and its components."""
+        ends = np.cumsum([len(each) for each in self.decode]).tolist()
+        return [slice(*each) for each in itertools.pairwise([0, *ends])]
+
+    @cached_property
+    def encode(self) -> tuple[Float32s, ...]:
+        """Of each group, [numbers, numbers]: the inverse of `decode`, transposed."""
+        inverses = (np.linalg.inv(each.astype(np.float64)).T for each in self.decode)
+        return tuple(np.ascontiguousarray(each, np.float32) for each in inverses)
 
     def classes(self, level: int) -> npt.NDArray[np.uint8]:
         """Returns the table of each component at a level."""
-        found = (self.sizes.reshape(-1) - level) // _EIGHTHS + _SMALLEST
+        found = (self.sizes - level) // _EIGHTHS + _SMALLEST
         return np.clip(found, 0, CLASSES - 1).astype(np.uint8)
 
     def split(self, numbers: Float32s, page: int) -> Float32s:
-        """Returns the positions of a payload, [layers, positions, width]: turned back, less their mean."""
-        positions = len(numbers) // (self.layers * self.means.shape[1])
-        parts, at = [], 0
-        for heads, size in self.planes:
-            count = self.layers * positions * heads * size
-            parts.append(numbers[at : at + count].reshape(self.layers, positions, heads * size))
-            at += count
-        x = np.concatenate(parts, axis=2)
+        """Returns the components of a payload, [components, positions]."""
+        x = np.empty((len(numbers) // self.means.size, *self.means.shape), np.float32)
+        at = 0
+        for plane in self._planes(x):
+            plane[...] = numbers[at : at + plane.size].reshape(self.layers, len(x), -1).transpose(1, 0, 2)
+            at += plane.size
         self._turn(x, page, -1)
-        return self._shift(x, page, -1)
+        self._shift(x, page, -1)
+        rows, y = x.reshape(len(x), -1), np.empty((self.means.size, len(x)), np.float32)
+        for part, encode in zip(self.parts, self.encode, strict=True):
+            np.matmul(encode, rows[:, part].T, out=y[part])
+        return y
 
-    def join(self, x: Float32s, page: int) -> Float32s:
+    def join(self, y: Float32s, page: int) -> Float32s:
         """Reverses `split`."""
+        x = np.empty((y.shape[1], *self.means.shape), np.float32)
+        rows = x.reshape(len(x), -1)
+        for part, decode in zip(self.parts, self.decode, strict=True):
+            np.matmul(y[part].T, decode, out=rows[:, part])
         self._shift(x, page, 1)
         self._turn(x, page, 1)
-        ends = np.cumsum([heads * size for heads, size in self.planes])[:-1]
-        return np.concatenate([part.reshape(-1) for part in np.split(x, ends, axis=2)])
+        return np.concatenate([plane.transpose(1, 0, 2).reshape(-1) for plane in self._planes(x)])
 
-    def _shift(self, x: Float32s, page: int, sign: int) -> Float32s:
-        rest = x if page else x[:, 1:]
-        rest += sign * self.means[:, None]
+    def _planes(self, x: Float32s) -> list[Float32s]:
+        """Returns views of positions [positions, layers, width]."""
+        return np.split(x, np.cumsum([heads * size for heads, size in self.planes])[:-1], axis=2)
+
+    def _shift(self, x: Float32s, page: int, sign: int) -> None:
+        rest = x if page else x[1:]
+        rest += sign * self.means
         if not page:
-            x[:, 0] += sign * self.first
-        return x
+            x[0] += sign * self.first
 
     def _turn(self, x: Float32s, page: int, sign: int) -> None:
-        """Turns the keys of a page by their positions, in place."""
-        pairs, (heads, size) = len(self.rotary), self.planes[0]
-        if not pairs:
-            return
-        keys = x[..., : heads * size].reshape(*x.shape[:2], heads, size)  # a copy
-        turn(keys, self.rotary, page * x.shape[1], sign)
-        x[..., : heads * size] = keys.reshape(*x.shape[:2], heads * size)
+        turn(x, self.planes[0], self.rotary, page * len(x), sign)
 
 
 def class_size(number: int) -> float:
@@ -152,13 +163,22 @@ def class_size(number: int) -> float:
     return float(2 ** ((_EIGHTHS * (number - _SMALLEST) + _EIGHTHS / 2 - 0.5) / 8))
 
 
-def turn(keys: npt.NDArray[Any], rotary: npt.NDArray[np.float64], begin: int, sign: int) -> None:
-    """Turns keys [layers, positions, heads, numbers] from position `begin` on, in place."""
-    pairs = len(rotary)
-    angles = np.outer(np.arange(begin, begin + keys.shape[1]), rotary)
+def turn(x: npt.NDArray[Any], plane: tuple[int, int], rotary: npt.NDArray[np.float64], begin: int, sign: int) -> None:
+    """Turns keys from position `begin` on, in place.
+
+    Args:
+        x: [positions, layers, width], keys first.
+        plane: heads, and numbers of each.
+        rotary: radians a position of each pair; none: nothing is turned.
+        begin: the first position.
+        sign: 1, or -1 to turn back.
+    """
+    pairs, (heads, size) = len(rotary), plane
+    angles = np.outer(np.arange(begin, begin + len(x)), rotary)
     cos, sin = (part.astype(np.float32)[:, None, :] for part in (np.cos(angles), sign * np.sin(angles)))
-    left, right = keys[..., :pairs], keys[..., pairs : 2 * pairs]
-    left[...], right[...] = left * cos - right * sin, right * cos + left * sin
+    for at in range(0, heads * size, size):
+        left, right = x[..., at : at + pairs], x[..., at + pairs : at + 2 * pairs]
+        left[...], right[...] = left * cos - right * sin, right * cos + left * sin
 
 
 class Calibrated(Codec):
@@ -221,8 +241,7 @@ class Calibrated(Codec):
         if not np.isfinite(numbers).all():
             raise BadArgument("payload", "numbers that are not finite", "finite numbers")
         self._check_count(basis, len(numbers))
-        x = basis.split(numbers, page.number)
-        y = np.matmul(basis.encode, x.transpose(0, 2, 1)).reshape(-1, x.shape[1])
+        y = basis.split(numbers, page.number)
         room = np.frombuffer(out, np.uint8)
         level = self._pack(basis, y, room[_HEADER.size :])
         _HEADER.pack_into(out, 0, level, self._names.index(page.component), 0, page.number)
@@ -241,10 +260,8 @@ class Calibrated(Codec):
         positions = self._check_count(basis, count_numbers(len(out), dtype))
         steps = np.empty((basis.sizes.size, positions), np.int16)
         self._coder.decode(np.frombuffer(data, np.uint8)[_HEADER.size :], basis.classes(level), steps)
-        y = steps.reshape(*basis.sizes.shape, positions).transpose(0, 2, 1).astype(np.float32)
-        y *= np.float32(2 ** (level / 8))
-        x = np.matmul(y, basis.decode)
-        store_numbers(basis.join(x, page), out, dtype)
+        y = steps * np.float32(2 ** (level / 8))
+        store_numbers(basis.join(y, page), out, dtype)
 
     def _basis(self, component: str) -> Basis:
         if component not in self.bases:
@@ -295,8 +312,9 @@ def save(path: Path, codec: Calibrated) -> None:
     arrays: dict[str, npt.NDArray[Any]] = {"frequencies": codec.frequencies}
     components = []
     for number, (name, basis) in enumerate(codec.bases.items()):
-        components.append({"name": name, "planes": basis.planes, "level": basis.level})
+        components.append({"name": name, "planes": basis.planes, "level": basis.level, "groups": len(basis.decode)})
         arrays |= {f"{number} {field}": getattr(basis, field) for field in _DTYPES}
+        arrays |= {f"{number} decode {group}": each for group, each in enumerate(basis.decode)}
     about = {"format": _FORMAT, "ratio": codec.ratio, "weights": codec.weights, "components": components}
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, about=np.array(json.dumps(about)), **arrays)
@@ -319,7 +337,7 @@ def open_codec(name: str) -> Codec:
         raise BadArgument("storage_codec", name, f"a file written by `mainstem calibrate` ({error})") from error
 
 
-_DTYPES = {"means": "f4", "first": "f4", "decode": "f4", "sizes": "i2", "rotary": "f8"}
+_DTYPES = {"means": "f4", "first": "f4", "sizes": "i2", "rotary": "f8"}
 
 
 def _codec_of(arrays: Mapping[str, npt.NDArray[Any]], digest: str) -> Calibrated:
@@ -332,13 +350,23 @@ def _codec_of(arrays: Mapping[str, npt.NDArray[Any]], digest: str) -> Calibrated
         fields = {field: arrays[f"{number} {field}"] for field in _DTYPES}
         planes = tuple((int(heads), int(size)) for heads, size in each["planes"])
         layers, width = len(fields["means"]), sum(heads * size for heads, size in planes)
-        shapes = {"decode": (layers, width, width), "rotary": (fields["rotary"].size,)}
+        shapes = {"sizes": (layers * width,), "rotary": (fields["rotary"].size,)}
         for field, array in fields.items():
-            if array.shape != shapes.get(field, (layers, width)) or array.dtype.str[1:] != _DTYPES[field]:
-                raise ValueError(f"its {field} are {array.dtype}{list(array.shape)}")
-            if not np.isfinite(array).all():
-                raise ValueError(f"its {field} are not finite")
-        if 2 * fields["rotary"].size > planes[0][1] or not 0 <= each["level"] < LEVELS:
+            _check_array(field, array, shapes.get(field, (layers, width)), _DTYPES[field])
+        decode = [arrays[f"{number} decode {group}"] for group in range(each["groups"])]
+        for group, array in enumerate(decode):
+            _check_array(f"decode {group}", array, (len(array), len(array)), "f4")
+        if sum(map(len, decode)) != layers * width or 2 * fields["rotary"].size > planes[0][1]:
             raise ValueError("its fields do not fit each other")
-        bases[str(each["name"])] = Basis(planes, **fields, level=int(each["level"]))
+        if not 0 <= each["level"] < LEVELS:
+            raise ValueError(f"its level is {each['level']}")
+        bases[str(each["name"])] = Basis(planes, **fields, decode=tuple(decode), level=int(each["level"]))
     return Calibrated(float(about["ratio"]), bases, arrays["frequencies"], str(about["weights"]), digest)
+
+
+def _check_array(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
+    """Raises ValueError if it is another array, or not finite."""
+    if array.shape != shape or array.dtype.str[1:] != dtype:
+        raise ValueError(f"its {name} is {array.dtype}{list(array.shape)}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"its {name} is not finite")
