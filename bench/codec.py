@@ -57,7 +57,7 @@ class Settings:
 
     passages: int = 50
     half: int = 1024
-    calibration: int = 16_384
+    calibration: int = 24_576
     ratios: tuple[float, ...] = (6, 8)
     others: tuple[str, ...] = ()
     page_size: int = 16
