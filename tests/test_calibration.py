@@ -73,6 +73,29 @@ def test_each_component_of_pages_has_a_basis() -> None:
     }
 
 
+@pytest.mark.parametrize(("head_dim", "groups"), [(96, [3]), (128, [2, 1]), (320, [1])])
+def test_neighbouring_layers_share_a_basis_of_1152_numbers_at_most(head_dim: int, groups: list[int]) -> None:
+    model = model_of(num_hidden_layers=sum(groups), head_dim=head_dim)
+    decode = calibrate(model, text(1), ratio=6).bases["full"].decode
+    assert [len(each) for each in decode] == [layers * 2 * 2 * head_dim for layers in groups]
+
+
+def test_an_error_costs_what_it_costs_the_second_half_of_a_passage() -> None:
+    """Three layers of a window of 8 see 21 positions before the second half: other tokens change no weight."""
+
+    def weights(change: slice) -> np.ndarray[Any, Any]:
+        tokens = text(1)
+        tokens[change] = tokens[change][::-1].copy()
+        (basis,) = calibrate(model_of("mistral", sliding_window=8), tokens, ratio=6).bases.values()
+        (decode,) = basis.decode
+        found = np.linalg.inv(decode.T.astype(np.float64) @ decode)  # F, but for the length of a step
+        return np.asarray(found / np.trace(found))
+
+    own = weights(slice(0))
+    np.testing.assert_allclose(weights(slice(30)), own, atol=1e-4 * np.abs(own).max())
+    assert np.abs(weights(slice(50, 60)) - own).max() > 0.01 * np.abs(own).max()
+
+
 def test_a_text_shorter_than_a_passage_is_refused() -> None:
     with pytest.raises(BadArgument, match=f"text = '127 tokens': must be {CONTEXT} or more"):
         calibrate(model_of(), text()[: CONTEXT - 1], ratio=6)

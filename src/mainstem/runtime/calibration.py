@@ -1,13 +1,14 @@
 """Finds what a calibrated codec needs to know of a model, by running it over a text. See `mainstem.tiers.calibrated`.
 
-    x    keys and values of a position in a layer, keys turned back, less their mean
-    g    the gradient of the text's loss by x
+    x    keys and values of a position in a group of neighbouring layers, keys turned back, less their mean
+    g    the gradient by x of the loss of text that comes after the page
     F    the mean of g g': how much the model notices an error in x, squared and in which direction (Fisher information)
 
 An error e costs about e' F e. So the components are those of F**(1/2) x, where all directions cost the same, and all
 have steps of one length: what varies more gets more bits, and what the model does not notice gets none.
 
-The text is read in passages, each as a prompt of its own.
+The text is read in passages, each as a prompt of its own. Its first half counts as stored, its second half as what
+continues from there: what the first half says of itself, and of later layers, was computed before it was stored.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PASSAGE = 1024
 
 _SAMPLES = 4096  # positions that sizes and tables are found from
 _LEVEL = 64  # of the steps that give the ratio, about
-_GROUP = 3  # layers of a group that has one basis
+_GROUP = 1152  # numbers of a group at most, unless one layer has more: the time of a page and the file grow with it
 _SHRUNK = 0.15  # part of F that is its diagonal, because few gradients leave directions unseen
 _FLOOR = 1e-3  # of F's mean diagonal, added to all of it
 
@@ -63,7 +64,7 @@ def calibrate(
     layout = Layout.of(loaded.model.config, loaded.max_context)
     passage = min(PASSAGE, loaded.max_context)
     if len(tokens) < passage:
-        raise BadArgument("text", f"{len(tokens)} tokens", f"{passage} or more; 16,384 are enough")
+        raise BadArgument("text", f"{len(tokens)} tokens", f"{passage} or more; 24,576 are enough")
     shapes = kv_shapes(loaded.model, layout.kv_layers)
     found = {name: _Found(layers, shapes[name]) for name, layers in layout.kv_layers.items() if layers}
     rotaries = _rotaries(loaded.model)
@@ -164,10 +165,11 @@ class _Found:
         if not self.positions:
             self.rotary = min(rotaries, key=lambda rotary: self._spread(x, rotary))
             layers, width = x.shape[1:]
-            ends = [*range(0, layers, _GROUP), layers]
+            ends = [*range(0, layers, max(_GROUP // width, 1)), layers]
             self._parts = [slice(begin * width, end * width) for begin, end in itertools.pairwise(ends)]
             self._sum, self._first = np.zeros((2, layers, width))
-            self._squares, self._noticed = ([np.zeros(()) for _ in self._parts] for _ in range(2))
+            sizes = [part.stop - part.start for part in self._parts]
+            self._squares, self._noticed = ([np.zeros((size, size)) for size in sizes] for _ in range(2))
             self._samples: list[npt.NDArray[np.float32]] = []
         for each in (x, g):
             turn(each, self._planes[0], self.rotary, 0, -1)
@@ -176,8 +178,8 @@ class _Found:
         self._sum += rest.sum(0)
         for sums, each in ((self._squares, rest), (self._noticed, g)):
             rows = each.reshape(len(each), -1)
-            for number, part in enumerate(self._parts):
-                sums[number] = sums[number] + rows[:, part].T @ rows[:, part]
+            for part, total in zip(self._parts, sums, strict=True):
+                total += rows[:, part].T @ rows[:, part]
         self._samples.append(rest[:: max(1, -(-len(rest) // max(samples, 1)))].copy())
         self.positions += len(rest)
         self.passages += 1
