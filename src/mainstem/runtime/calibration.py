@@ -107,7 +107,7 @@ class _Record(DynamicCache):
         """Keeps keys and values, and returns them."""
         pairs = []
         for states in (key_states, value_states):
-            stored, rest = states.split([self._stored, states.shape[2] - self._stored], 2)
+            stored, rest = states[:, :, : self._stored], states[:, :, self._stored :]
             pairs.append((stored.detach().requires_grad_(), rest))
         self.kept[layer_idx] = pairs
         keys, values = (torch.cat(pair, 2) for pair in pairs)
