@@ -213,6 +213,8 @@ class _Memory(GhostMemory):
 class _Model:
     """A runner that only takes time."""
 
+    vocab_size = 8
+
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._settings, self._clock = settings, clock
 

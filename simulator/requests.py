@@ -54,6 +54,8 @@ class GhostRunner:
         process: owner of the device pages.
     """
 
+    vocab_size = _VOCAB
+
     def __init__(self, process: Process) -> None:
         self._process = process
         self.scheduler: Scheduler | None = None

@@ -127,7 +127,9 @@ def test_usage_says_what_the_least_lucky_choice_found(cached: tuple[int, ...], s
 def test_a_stream_of_a_chat() -> None:
     response = chat(client(), stream=True, stream_options={"include_usage": True})
     chunks = events(response)
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    first, *others = (chunk["choices"][0]["delta"] for chunk in chunks[:-1])
+    assert first == {"role": "assistant", "content": "H"}
+    assert all("role" not in delta for delta in others)
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
     assert text == "Hello, world."
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
@@ -238,6 +240,49 @@ def test_too_many_messages_are_refused_before_the_template() -> None:
     messages = [{"role": "user", "content": ""}] * 101
     response = client(engine).post("/v1/chat/completions", json={"model": "fake", "messages": messages})
     assert error_of(response, 400)["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_an_unknown_field_is_refused_unless_warnings_were_chosen(ask: Any) -> None:
+    engine = FakeEngine()
+    error = error_of(ask(client(engine), tempreature=0), 400)
+    assert (error["param"], error["code"]) == ("tempreature", "unknown_field")
+    assert "did you mean temperature?" in error["message"]
+    assert not engine.streams
+    for stream in (False, True):
+        response = ask(client(unknown_fields="warn"), tempreature=0, **{"a\r\nb": 1}, stream=stream)
+        assert response.status_code == 200
+        assert response.headers["X-Mainstem-Unknown-Fields"] == "tempreature, a%0D%0Ab"
+    assert "X-Mainstem-Unknown-Fields" not in ask(client(unknown_fields="warn")).headers
+
+
+def test_the_end_of_a_prompt_can_be_kept_alone() -> None:
+    body = complete(client(FakeEngine(lambda prompt: f"[{prompt}]")), "abcdef", truncate_prompt_tokens=2).json()
+    assert body["choices"][0]["text"] == "[ef]"
+    assert body["usage"]["prompt_tokens"] == 2
+    body = complete(client(FakeEngine(lambda prompt: f"[{prompt}]")), "abcdef", truncate_prompt_tokens=9).json()
+    assert body["choices"][0]["text"] == "[abcdef]"
+
+
+def test_a_chat_can_continue_its_last_message_and_set_variables_of_the_template() -> None:
+    def answer(**fields: Any) -> Any:
+        return chat(client(FakeEngine(lambda prompt: f"[{prompt}]")), **fields).json()["choices"][0]["message"][
+            "content"
+        ]
+
+    assert answer(add_generation_prompt=False) == "[<user>hi\n]"
+    assert answer(continue_final_message=True) == "[<user>hi]"
+    assert answer(chat_template_kwargs={"hint": "think: "}) == "[think: <user>hi\n<assistant>]"
+    for fields in ({"chat_template_kwargs": {"tokenize": True}}, {"chat_template_kwargs": {"unknown": 1}}):
+        error_of(chat(client(), **fields), 400)
+    error = error_of(chat(client(), continue_final_message=True, add_generation_prompt=True), 400)
+    assert error["param"] == "continue_final_message"
+
+
+def test_words_are_banned_at_the_beginning_and_after_a_blank() -> None:
+    engine = FakeEngine()
+    complete(client(engine), bad_words=["no", " so"])
+    assert engine.streams[0].request.params.bad_words == (tuple(b"no"), tuple(b" no"), tuple(b" so"))
 
 
 def test_choices_are_counted_over_all_prompts() -> None:

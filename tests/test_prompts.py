@@ -11,7 +11,7 @@ from rigs.fake_engine import FakeTokenizer
 from rigs.templates import TEMPLATES, byte_tokenizer
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
-from mainstem.runtime.prompts import Prompts
+from mainstem.runtime.prompts import WHOLE, Prompts
 
 
 class CountingTokenizer(FakeTokenizer):
@@ -104,7 +104,7 @@ def test_an_empty_text_is_refused() -> None:
 def test_a_conversation_ends_where_the_answer_begins_or_as_a_prefix_where_the_messages_end() -> None:
     tokenizer, said = FakeTokenizer(), [{"role": "user", "content": "hi"}]
     assert tokenizer.decode(Prompts(tokenizer, 100).conversation(said)) == "<user>hi\n<assistant>"
-    prefix = Prompts(tokenizer, 100).conversation(said, generation_prompt=False)
+    prefix = Prompts(tokenizer, 100).conversation(said, WHOLE)
     assert tokenizer.decode(prefix) == "<user>hi\n"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, MainstemError, OutOfPages, RequestTooLong
+from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server import protocol
 from mainstem.server.protocol import ApiError, ChatReply, CompletionReply, Head
@@ -75,11 +76,15 @@ def test_mixed_or_empty_prompts_are_refused(prompt: Any) -> None:
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"min_tokens": 3}, "min_tokens"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias[...]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
+        ({"stream_options": {"include_usages": True}}, "include_usages"),
+        ({"tempreature": 0}, "tempreature"),
+        ({"messages": []}, "messages"),
     ],
 )
 def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -102,6 +107,8 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"prompt": "hi"}, "prompt"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )
 def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -110,17 +117,60 @@ def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
     assert param in error.detail.message
 
 
-def test_every_neutral_field_is_one_that_is_read() -> None:
-    fields = {*protocol.CompletionRequest.__struct_fields__, *protocol.ChatRequest.__struct_fields__}
-    assert set(protocol._NEUTRAL) <= fields
-
-
-def test_neutral_and_unknown_fields_are_taken() -> None:
+def test_neutral_fields_and_those_without_effect_are_taken() -> None:
     completion(
         echo=False, suffix=None, best_of=2, n=2, logit_bias={}, presence_penalty=0.0, user="u", metadata={"a": 1}
     )
-    chat(tools=[], tool_choice="auto", response_format={"type": "text"}, store=True, service_tier="auto", new_field=[1])
+    chat(tools=[], tool_choice="auto", response_format={"type": "text"}, store=True, service_tier="auto")
     chat(prompt_cache_key="k", user="u", stream=None, stop=None, n=None, temperature=None, cache_salt=None)
+
+
+def test_unknown_fields_are_tolerated_only_if_asked_for() -> None:
+    body = b'{"model": "m", "prompt": "hi", "tempreature": 0, "new": [1], "user": "u"}'
+    unknown: list[str] = []
+    protocol.parse_completion(body, unknown)
+    assert unknown == ["tempreature", "new"]
+    with pytest.raises(ApiError, match=r"tempreature: unknown field; did you mean temperature\?"):
+        protocol.parse_completion(body)
+    with pytest.raises(ApiError, match="echo: not supported; omit it or use false"):
+        protocol.parse_completion(b'{"model": "m", "prompt": "hi", "echo": true}', [])
+
+
+def test_what_shapes_logits_and_text_is_passed_on() -> None:
+    request = completion(
+        max_tokens=9,
+        min_tokens=2,
+        stop_token_ids=[7],
+        presence_penalty=1,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={"3": -100},
+        allowed_token_ids=[3, 4],
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+    )
+    params = request.params(100, 0)
+    assert (params.min_tokens, params.stop_token_ids, params.allowed_token_ids) == (2, (7,), (3, 4))
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, -0.5, 1.5)
+    assert params.logit_bias == ((3, -100.0),)
+    assert params.include_stop_str_in_output and not params.skip_special_tokens
+
+
+@pytest.mark.parametrize("bias", [{"x": 1}, {"-1": 1}, {"5.0": 1}, {"05": 1, "5": 1}])
+def test_a_bias_is_of_a_token(bias: dict[str, float]) -> None:
+    with pytest.raises((ApiError, BadArgument), match="logit_bias"):
+        completion(logit_bias=bias).params(100, 0)
+
+
+def test_how_a_chat_template_is_applied() -> None:
+    assert chat().template() == Template(generation_prompt=True, continues=False)
+    assert chat(continue_final_message=True).template() == Template(generation_prompt=False, continues=True)
+    given = chat(add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False}).template()
+    assert given == Template(generation_prompt=False, variables={"enable_thinking": False})
+    with pytest.raises(BadArgument, match="continue_final_message"):
+        chat(continue_final_message=True, add_generation_prompt=True).template()
+    with pytest.raises(BadArgument, match="chat_template_kwargs"):
+        chat(chat_template_kwargs={"tokenize": True}).template()
 
 
 def test_a_missing_field_is_named() -> None:
@@ -223,7 +273,7 @@ def test_chat_logprobs() -> None:
         chat(top_logprobs=4).params(9, 0)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"max_tokens": 0}, {"top_k": -1}])
+@pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"max_tokens": -1}, {"top_k": -1}])
 def test_ranges_are_those_of_the_sampler(fields: dict[str, Any]) -> None:
     with pytest.raises(BadArgument) as caught:
         completion(**fields).params(100, 0)
@@ -318,12 +368,17 @@ def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
 
 def test_chat_chunks() -> None:
     reply = ChatReply(HEAD, spell, False)
-    assert as_json(reply.opening(1))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert as_json(reply.chunk(1, Delta("a", (1,))))["choices"][0] == {
-        "index": 1,
-        "delta": {"content": "a"},
-        "logprobs": None,
-        "finish_reason": None,
+    assert reply.chunk(1, Delta("", (1,))) is None, "the role comes with the first text"
+    for delta in ({"role": "assistant", "content": "a"}, {"content": "a"}):
+        assert as_json(reply.chunk(1, Delta("a", (1,))))["choices"][0] == {
+            "index": 1,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    assert as_json(reply.chunk(0, Delta("", (), (), "stop", USAGE)))["choices"][0]["delta"] == {
+        "role": "assistant",
+        "content": "",
     }
     assert reply.chunk(1, Delta("", (1,))) is None
     assert as_json(reply.chunk(1, Delta("", (), (), "stop", USAGE)))["choices"][0]["finish_reason"] == "stop"

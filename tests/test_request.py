@@ -11,7 +11,7 @@ from mainstem.settings.engine import SamplingParams
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("max_tokens", (0, -1, 1.0, True, 2**31)),
+        ("max_tokens", (-1, 1.0, True, 2**31)),
         ("temperature", (-0.1, float("nan"), float("inf"), "1", None)),
         ("top_p", (0, -0.5, 1.01, float("nan"), None)),
         ("top_k", (-1, 1.5, False, None)),
@@ -19,6 +19,16 @@ from mainstem.settings.engine import SamplingParams
         ("seed", (-(2**63) - 1, 2**64, 1.0, True)),
         ("stop", (("",), ["a"], "a", (1,))),
         ("logprobs", (-1, 21, 1.0, True)),
+        ("min_tokens", (-1, 257, 1.0)),  # more than max_tokens
+        ("stop_token_ids", ((-1,), [1], (1.0,), (True,))),
+        ("presence_penalty", (-2.1, 2.1, float("nan"), "1")),
+        ("frequency_penalty", (-2.1, 2.1, None)),
+        ("repetition_penalty", (0, -1, float("inf"))),
+        ("logit_bias", (((1,),), ((1, 2.0), (1, 3.0)), ((-1, 1.0),), ((1, float("nan")),), {1: 2.0})),
+        ("allowed_token_ids", ((), (-1,), [1])),
+        ("bad_words", (((),), ((1,), ()), (1,), ((-1,),))),
+        ("skip_special_tokens", (1, None)),
+        ("include_stop_str_in_output", (1, None)),
     ],
 )
 def test_a_bad_field_is_named_with_its_range(field: str, values: tuple[object, ...]) -> None:

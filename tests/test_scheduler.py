@@ -1,19 +1,28 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, chain, complete, prompt
-from rigs.scheduler import Bench
+from rigs.scheduler import PAGE, Bench
 
-from mainstem.errors import BadTokens, RequestTooLong
+from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.request import Progress, Request
 from mainstem.runtime.runner import Segment
 from mainstem.settings.engine import SamplingParams
 
 # Output
+
+RULES: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -1.0},
+    {"logit_bias": ((3, 4.0), (EOS, -2.0)), "stop_token_ids": (5,)},
+    {"allowed_token_ids": (2, 3, 4, 5), "bad_words": ((2, 3), (4,))},
+)
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -42,11 +51,13 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
             tokens,
             namespace=rng.choice([None, None, None, "a"]),
             priority=rng.choice([0, 0, 0, 1]),
-            max_tokens=rng.randint(1, 10),
+            max_tokens=rng.choice([0, *range(3, 11)]),
             temperature=rng.choice([0.0, 0.0, 1.0]),
             seed=rng.randrange(2**32),
             ignore_eos=rng.random() < 0.5,
             stop=rng.choice([(), ("A", "BC"), (chr(ord("A") + rng.randrange(VOCAB)),)]),
+            include_stop_str_in_output=rng.random() < 0.5,
+            **rng.choice(RULES),
         )
         bench.step(rng.choice([0, 0, 1, 1, 5]))
         if rng.random() < 0.15:
@@ -67,6 +78,45 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
     assert sum(u.cached_tokens for u in usages) == totals.cached_tokens
     assert len(bench.ghost.computed) == totals.computed_tokens
     assert cache or totals.cached_tokens == 0
+
+
+def test_a_stop_token_ends_a_request_even_past_eos_and_its_text_is_shown_if_asked_for() -> None:
+    bench = Bench()
+    tokens, letters, _ = complete(Request(prompt(1, 6), SamplingParams(max_tokens=9, ignore_eos=True)))
+    at = next(i for i in range(1, 9) if tokens[i] not in tokens[:i] and tokens[i] != EOS)
+    given = {"max_tokens": 9, "ignore_eos": True, "stop_token_ids": (tokens[at],)}
+    for shown in (False, True):
+        id = bench.add(prompt(1, 6), include_stop_str_in_output=shown, **given)
+        bench.run()
+        assert bench.output(id) == (tokens[: at + 1], letters[: at + shown], "stop")
+    id = bench.add(prompt(1, 6), **{**given, "min_tokens": at + 2})
+    bench.run()
+    assert tokens[at] not in bench.output(id)[0][: at + 2]
+
+
+def test_a_request_for_no_tokens_caches_its_prompt() -> None:
+    bench = Bench()
+    tokens = prompt(1, 3 * PAGE)
+    id = bench.add(tokens, max_tokens=0)
+    bench.run()
+    assert bench.output(id) == ((), "", "length")
+    again = bench.one([*tokens, 1])
+    usage = bench.last(again).usage
+    assert usage is not None and usage.cached_tokens == 3 * PAGE
+
+
+def test_no_tokens_still_need_pages_for_the_whole_prompt() -> None:
+    bench = Bench(pages=2)
+    with pytest.raises(RequestTooLong, match="need 3 pages"):
+        bench.add(prompt(1, 2 * PAGE + 1), max_tokens=0)
+
+
+@pytest.mark.parametrize("rule", ["allowed_token_ids", "stop_token_ids"])
+def test_rules_name_tokens_of_the_vocabulary(rule: str) -> None:
+    bench = Bench()
+    with pytest.raises(BadArgument, match=rule):
+        bench.add(prompt(1, 3), **{rule: (VOCAB,)})
+    assert not bench.scheduler.busy
 
 
 def test_requests_end_by_eos_by_stop_string_and_by_length() -> None:

@@ -17,6 +17,7 @@ from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime import vision as vision_module
 from mainstem.runtime.models import LoadedModel, load_model
+from mainstem.runtime.prompts import WHOLE
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.vision import Vision, image_identity
 
@@ -195,7 +196,7 @@ def test_a_conversation_without_images_is_a_prompt_like_any_other(loaded: Loaded
     prompt = Vision(loaded).prepare(said)
     assert (prompt.images, prompt.positions) == ((), None)
     assert tokenizer().decode(prompt.tokens) == "<bos><turn>user:hi<turn>assistant:"
-    prefix = Vision(loaded).prepare(said, generation_prompt=False)
+    prefix = Vision(loaded).prepare(said, WHOLE)
     assert tokenizer().decode(prefix.tokens) == "<bos><turn>user:hi"
 
 

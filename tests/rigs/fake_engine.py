@@ -43,14 +43,21 @@ class FakeTokenizer:
         return bytes(int(token) for token in tokens).decode(errors="replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        hint: str = "",
     ) -> str:
         assert not tokenize
         for i, message in enumerate(messages):
             if message["role"] == "system" and i > 0:
                 raise TemplateError("a system message comes first")
         answer = "<assistant>" if add_generation_prompt else ""
-        return "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + answer
+        text = hint + "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + answer
+        return text.removesuffix("\n") if continue_final_message else text
 
 
 class FakeCounters(SimpleNamespace):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,69 @@ _TRIED = 4
 """Messages at each end of a conversation at which marks are looked for: bounds the cost."""
 
 _PROBES = ("A", "B")  # texts in place of a message; they must have no beginning in common
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How a chat template is applied.
+
+    Args:
+        generation_prompt: end with the beginning of an answer.
+        continues: leave the last message open, so that the answer continues it.
+        variables: of the template, such as `enable_thinking`.
+
+    Raises:
+        BadArgument: both of the first two are set, or a variable has the name of an argument of transformers.
+    """
+
+    generation_prompt: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if self.generation_prompt and self.continues:
+            raise BadArgument("continue_final_message", True, "False with add_generation_prompt")
+        reserved = next((name for name in self.variables if name in _RESERVED), None)
+        if reserved is not None:
+            raise BadArgument("chat_template_kwargs", reserved, "variables of the template")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `apply_chat_template`."""
+        continues = {"continue_final_message": True} if self.continues else {}
+        return {**self.variables, "add_generation_prompt": self.generation_prompt, **continues}
+
+
+# What transformers gives its templates, or takes itself.
+_RESERVED = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "processor_kwargs",
+        "template_kwargs",
+        "load_audio_from_video",
+    }
+)
+
+ANSWER = Template()
+"""Ends with the beginning of an answer."""
+
+WHOLE = Template(generation_prompt=False)
+"""Ends with the last message."""
 
 
 class Prompts:
@@ -77,18 +141,16 @@ class Prompts:
             raise BadTokens("prompt: must have at least one token")
         return self._fitting(ids, "prompt")
 
-    def conversation(
-        self, messages: Sequence[Mapping[str, str]], *, generation_prompt: bool = True
-    ) -> NDArray[np.int32]:
+    def conversation(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> NDArray[np.int32]:
         """Returns the tokens of `prepare`, int32 [n], n >= 1."""
-        return self._encode(self._checked(messages, generation_prompt), special_tokens=False, name="messages")
+        return self._encode(self._checked(messages, template), special_tokens=False, name="messages")
 
-    def prepare(self, messages: Sequence[Mapping[str, str]], *, generation_prompt: bool = True) -> PreparedPrompt:
-        """Encodes a conversation, up to where the assistant's answer begins.
+    def prepare(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> PreparedPrompt:
+        """Encodes a conversation, by default up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each, as chat templates take them.
-            generation_prompt: False: only up to the end of the messages, for the prefix of a longer conversation.
+            template: how the model's chat template is applied; `WHOLE` gives the prefix of a longer conversation.
 
         Returns:
             The tokens, n >= 1, and the marks if they are looked for: where the texts of messages begin.
@@ -98,10 +160,10 @@ class Prompts:
                 as UTF-8.
             RequestTooLong: it is longer than the context; raised before the template runs if no tokenisation could fit.
         """
-        text = self._checked(messages, generation_prompt)
+        text = self._checked(messages, template)
         if not self._marks:
             return PreparedPrompt(self._encode(text, special_tokens=False, name="messages"))
-        boundaries = sorted({*self._boundaries(messages, text)})
+        boundaries = sorted({*self._boundaries(messages, text, template)})
         if not getattr(self._tokenizer, "is_fast", False):
             tokens = self._encode(text, special_tokens=False, name="messages")
             return PreparedPrompt(tokens, marks=self._positions(text, tokens, boundaries))
@@ -110,33 +172,31 @@ class Prompts:
         tokens = self._checked_ids(text, encoded["input_ids"], "messages")
         return PreparedPrompt(tokens, marks=tuple(sorted({bisect_right(ends, boundary) for boundary in boundaries})))
 
-    def _checked(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool) -> str:
+    def _checked(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
         """Returns the text of a conversation that may fit."""
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
         self.check_size([message["content"] for message in messages], "messages")
         try:
-            text = self._render(messages, generation_prompt)
+            text = self._render(messages, template)
         except (TemplateError, ValueError, TypeError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
         self.check_size([text], "messages")
         return text
 
-    def _render(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
         given = [dict(message) for message in messages]
-        text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=generation_prompt)
+        text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, **template.arguments)
         return str(text)
 
-    def _boundaries(self, messages: Sequence[Mapping[str, str]], text: str) -> Iterator[int]:
+    def _boundaries(self, messages: Sequence[Mapping[str, str]], text: str, template: Template) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
-        count = len(messages)
+        count, whole = len(messages), replace(template, generation_prompt=False, continues=False)
         for at in sorted({*range(min(count, _TRIED)), *range(max(count - _TRIED, 0), count)}):
             head, message = messages[:at], messages[at]
             try:
-                one, other = (
-                    self._render([*head, {**message, "content": probe}], generation_prompt=False) for probe in _PROBES
-                )
+                one, other = (self._render([*head, {**message, "content": probe}], whole) for probe in _PROBES)
             except (TemplateError, ValueError, TypeError):
                 continue  # a conversation that this template does not let end here
             boundary = _same(one, other)
@@ -153,6 +213,11 @@ class Prompts:
             different = np.flatnonzero(before[:n] != tokens[:n])
             found.add(int(different[0]) if different.size else n)
         return tuple(sorted(found))
+
+    def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of words, each at the beginning of a text and after a blank if these differ."""
+        spelled = [form for text in texts for form in (text, f" {text.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(each, add_special_tokens=False)) for each in spelled))
 
     def spell(self, token: int) -> str:
         """Returns the text of a single token; a part of a character shows as U+FFFD."""

@@ -1,10 +1,11 @@
 """Samples tokens from logits, all requests of a batch together.
 
-Temperature, top-k, top-p and min-p apply in this order, each to the result of the one before, like the warpers of
-Hugging Face transformers. Top-p keeps the likeliest tokens up to the one with which their sum reaches it. Top-k and
-top-p also keep tokens that are as likely as the last one kept, so the order of equal tokens does not matter. A token is
-drawn by inverting the cumulative distribution at one uniform number, so a request's draws depend on its seed and on the
-number of tokens it has generated, never on the batch, the device or the filters.
+A request's `LogitsProcessor` comes first. Then temperature, top-k, top-p and min-p apply in this order, each to the
+result of the one before, like the warpers of Hugging Face transformers. Top-p keeps the likeliest tokens up to the one
+with which their sum reaches it. Top-k and top-p also keep tokens that are as likely as the last one kept, so the order
+of equal tokens does not matter. A token is drawn by inverting the cumulative distribution at one uniform number, so a
+request's draws depend on its seed and on the number of tokens it has generated, never on the batch, the device or the
+filters.
 
 This module does not know requests, pages or text.
 """
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mainstem.runtime.processor import LogitsProcessor
 from mainstem.runtime.request import TokenLogprob
 from mainstem.settings.engine import SamplingParams
 
@@ -36,10 +38,13 @@ class Sampler:
     Args:
         params: the rules.
         random: the source of the seed, if `params.seed` is None.
+        processor: changes the request's logits; None: nothing does.
     """
 
-    def __init__(self, params: SamplingParams, random: random_module.Random) -> None:
-        self.params = params
+    def __init__(
+        self, params: SamplingParams, random: random_module.Random, processor: LogitsProcessor | None = None
+    ) -> None:
+        self.params, self.processor = params, processor
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
 
@@ -88,6 +93,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
     assert logits.shape[0] == len(samplers)
     if not samplers:
         return []
+    raw, logits = logits, _processed(logits, samplers)
     best = logits.max(dim=-1)
     peaks, tokens = best.values.tolist(), best.indices.tolist()
     drawn = [row for row, s in enumerate(samplers) if s.params.temperature > 0 and math.isfinite(peaks[row])]
@@ -102,10 +108,21 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
             choices.append(None)
             continue
         alternatives = sampler.params.logprobs
-        choices.append(
-            (tokens[row], None if alternatives is None else _logprob(logits[row], tokens[row], alternatives))
-        )
+        choices.append((tokens[row], None if alternatives is None else _logprob(raw[row], tokens[row], alternatives)))
+        if sampler.processor is not None:
+            sampler.processor.accept(tokens[row])
     return choices
+
+
+def _processed(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+    """Returns the logits as the rules of their requests change them; those given stay as they are."""
+    rows = [(row, s.processor) for row, s in enumerate(samplers) if s.processor is not None]
+    if not rows:
+        return logits
+    changed = logits.clone()
+    for row, processor in rows:
+        processor.apply(changed[row])
+    return changed
 
 
 def verify(

@@ -57,6 +57,7 @@ from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import look_up
+from mainstem.runtime.processor import LogitsProcessor, check_rules
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
@@ -92,6 +93,10 @@ Event = tuple[str, Delta | Progress]
 
 class Runner(Protocol):
     """What the scheduler needs of a model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have logits."""
 
     def forward(self, segments: abc.Sequence[Segment]) -> torch.Tensor:
         """Returns logits, float32 [rows, vocab]: one row for each segment with `logits`, in order."""
@@ -213,7 +218,9 @@ class Scheduler:
         Raises:
             RequestTooLong: it exceeds the context or the pool; the message gives the numbers.
             BadTokens: a token is outside the vocabulary.
+            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none.
         """
+        check_rules(request.params, self._eos, self._runner.vocab_size)
         prompt, new = len(request.tokens), request.params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens = {new}"
         longest = max((image.length for image in request.images), default=0)
@@ -221,7 +228,7 @@ class Scheduler:
             raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._max_context}")
         # The last token is never computed, so it needs no page.
         size, total = self._cache.page_size, self._cache.pool.total
-        pages = -(-(prompt + new - 1) // size)
+        pages = -(-(prompt + max(new, 1) - 1) // size)
         if pages > total and "full" in self._cache.pools:
             raise RequestTooLong(
                 f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
@@ -250,13 +257,16 @@ class Scheduler:
             prompt: what `check` returned; None: `add` calls it.
 
         Raises:
-            RequestTooLong, BadTokens: as `check`.
+            RequestTooLong, BadTokens, BadArgument: as `check`.
         """
         assert id not in self._waiting and id not in self._running
         prompt = self.check(request) if prompt is None else prompt
         arrived_s = self._clock() if arrived_s is None else arrived_s
-        sampler = Sampler(request.params, self._random)
-        text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
+        params = request.params
+        processor = LogitsProcessor(params, request.tokens, self._eos) if params.shapes_logits else None
+        sampler = Sampler(params, self._random, processor)
+        shown = {"skip_special": params.skip_special_tokens, "shows_stop": params.include_stop_str_in_output}
+        text = Detokenizer(self._tokenizer, params.stop, request.tokens, **shown)
         self._waiting[id] = sequence = Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False
@@ -684,6 +694,9 @@ class Scheduler:
 
     def _process_choices(self, sequence: Sequence, choices: list[Choice]) -> None:
         """Processes the next token, and those of the draft that were right, until the request ends."""
+        if not sequence.request.params.max_tokens:
+            self._finish(sequence, "length")
+            return
         drafted, kept = sequence.take_draft(), len(choices) - 1
         if drafted:
             sequence.pace.observe(drafted, kept)
@@ -707,8 +720,9 @@ class Scheduler:
         if sequence.first_token_s is None:
             sequence.first_token_s = self._clock()
         sequence.append(token)
-        if token in self._eos and not params.ignore_eos:
-            self._finish(sequence, "stop", Delta("", (token,), logprobs))
+        if (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids:
+            shown = sequence.text.push(token) if params.include_stop_str_in_output else ""
+            self._finish(sequence, "stop", Delta(shown, (token,), logprobs))
             return
         delta = Delta(sequence.text.push(token), (token,), logprobs)
         if sequence.text.stopped:

@@ -43,12 +43,20 @@ class Detokenizer:
         tokenizer: decodes tokens.
         stop: texts that end the request.
         context: tokens before the first one (the prompt): the first space depends on them. Never part of the text.
+        skip_special: whether special tokens have no text.
+        shows_stop: whether the text that ends the request is part of its own.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] | NDArray[np.int32] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        context: Sequence[int] | NDArray[np.int32] = (),
+        *,
+        skip_special: bool = True,
+        shows_stop: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skip_special, self._shows_stop = tokenizer, skip_special, shows_stop
         self._stop = tuple(stop)
         self._window = [int(token) for token in context[-_CONTEXT_TOKENS:]]
         self._read = len(self._window)
@@ -69,7 +77,7 @@ class Detokenizer:
         end = min(((at + len(text), at) for text in self._stop if (at := self._held.find(text)) >= 0), default=None)
         if end is not None:
             self.stopped = True
-            safe, self._held = self._held[: end[1]], ""
+            safe, self._held = self._held[: end[0] if self._shows_stop else end[1]], ""
             return safe
         return self._take_held(len(self._held) - self._started_stop())
 
@@ -115,6 +123,8 @@ class Detokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         # Cleaning up spaces would change text before a token, which may have been shown already.
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text

@@ -38,6 +38,7 @@ from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace
 from mainstem.runtime.attention import TOLERANCE
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.prompts import ANSWER, Template
 from mainstem.runtime.request import ImageInput, PreparedPrompt
 
 if TYPE_CHECKING:
@@ -148,13 +149,13 @@ class Vision:
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             raise UnsupportedModel(f"{loaded.name} cannot run with images: its own code says: {error}") from error
 
-    def prepare(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True) -> PreparedPrompt:
-        """Makes a prompt of a conversation, up to where the assistant's answer begins.
+    def prepare(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> PreparedPrompt:
+        """Makes a prompt of a conversation, by default up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each; content is text or a list of parts, `{"type": "text", "text": ...}`
                 or `{"type": "image", "image": a decoded PIL image}`.
-            generation_prompt: see `Prompts.conversation`.
+            template: see `Prompts.prepare`.
 
         Raises:
             BadArgument: the chat template rejects it, a text holds the model's own marker of images, or the processor
@@ -167,7 +168,7 @@ class Vision:
                 [{"role": message["role"], "content": _template_parts(message)} for message in messages],
                 chat_template=_template(self._processor),
                 tokenize=False,
-                add_generation_prompt=generation_prompt,
+                **template.arguments,
             )
         except (TemplateError, ValueError, TypeError) as error:
             roles = [message["role"] for message in messages]

@@ -21,9 +21,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -45,7 +46,7 @@ from starlette.types import Message as AsgiMessage
 
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
-from mainstem.runtime.prompts import Prompts
+from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import management, protocol
 from mainstem.server.access import Access
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for the interpreter lock
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
+_MOST_NAMED = 1024  # characters of a header
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -230,7 +232,7 @@ Parsed = TypeVar("Parsed")
 class _Kind:
     """What differs between completions and chats."""
 
-    parse: Callable[[bytes], Ask]
+    parse: Callable[[bytes, list[str] | None], Ask]
     reply: type[CompletionReply | ChatReply]
     id_prefix: str
     name: Kind
@@ -254,7 +256,7 @@ class _Service:
     ) -> None:
         self.draining = False
         self._engine = engine
-        self._max_body_bytes = config.max_body_bytes
+        self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
         self._access = Access(config.api_key, config.admin_key, secret(32))
         self._now = now
         self._started = int(now())
@@ -291,27 +293,32 @@ class _Service:
 
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
-            ask, run = await self._admit(http, kind)
+            unknown: list[str] = []
+            ask, run = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
         reply = kind.reply(head, self._prompts.spell, ask.include_usage)
         if ask.stream:
-            return EventStream(run, reply, ask.include_usage)
+            return _warned(EventStream(run, reply, ask.include_usage), unknown)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
-        return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
+        body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
+        return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, Run]:
-        """Checks and submits a request, with the cheapest checks first."""
+    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run]:
+        """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
             raise protocol.draining()
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
-        ask, requests = await anyio.to_thread.run_sync(lambda: self._prepare(kind.parse(body), tenant), limiter=limiter)
+        tolerated = unknown if self._unknown_fields == "warn" else None
+        ask, requests = await anyio.to_thread.run_sync(
+            lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
+        )
         watchers = [self._watchers(ask, request, kind, tenant) for request in requests]
         return ask, Run(self._submit(requests), ask.choices, watchers)
 
@@ -356,11 +363,12 @@ class _Service:
         self._check_model(ask.model)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
-        return ask, [request for prompt in self._read(ask) for request in self._choices(ask, prompt, namespace)]
+        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
+        return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation())]
+            return [self._conversation(ask.conversation(), ask.template())]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > protocol.MAX_CHOICES:
             raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices over all prompts", param="n")
@@ -369,18 +377,18 @@ class _Service:
     def _tokens(self, prompt: str | list[int]) -> Tokens:
         return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
 
-    def _conversation(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> PreparedPrompt:
+    def _conversation(self, messages: Sequence[dict[str, Any]], template: Template) -> PreparedPrompt:
         vision = self._engine.vision
         images = protocol.parts(messages, "image")
         if vision is None:
             if images:
                 raise protocol.text_only(images[0]["at"])
-            return self._prompts.prepare(messages, generation_prompt=generation_prompt)
+            return self._prompts.prepare(messages, template)
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self._prompts.check_length(len(messages), "messages")
         self._prompts.check_size(texts + [part["text"] for part in protocol.parts(messages, "text")], "messages")
         self._load(images)
-        prompt = vision.prepare(messages, generation_prompt=generation_prompt)
+        prompt = vision.prepare(messages, template)
         self._prompts.check_length(len(prompt.tokens), "messages")
         return prompt
 
@@ -400,9 +408,10 @@ class _Service:
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
         """Returns one request per choice; without a seed all choices share the same request."""
         room = self._engine.max_context - len(prompt.tokens)
+        words = self._prompts.words(ask.bad_words or ())
 
         def request(choice: int) -> Request:
-            given = (ask.params(room, choice), namespace, ask.priority or 0)
+            given = (replace(ask.params(room, choice), bad_words=words), namespace, ask.priority or 0)
             return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
 
         if ask.seed is None:
@@ -485,7 +494,7 @@ class _Service:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         if ask.messages is not None:
-            return self._conversation(ask.conversation(), generation_prompt=False).tokens, namespace
+            return self._conversation(ask.conversation(), WHOLE).tokens, namespace
         return self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32), namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
@@ -526,6 +535,25 @@ def _lora_fields() -> Iterator[None]:
     except BadArgument as error:
         field = {"name": "lora_name", "adapter": "lora_name", "path": "lora_path"}.get(error.name, error.name)
         raise BadArgument(field, error.value, error.allowed) from error
+
+
+def _warned(response: Response, unknown: Sequence[str]) -> Response:
+    """Adds a header that names fields of the request that the server does not know."""
+    if unknown:
+        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(map(quote, unknown))[:_MOST_NAMED]
+    return response
+
+
+def _truncated(prompt: PreparedPrompt, most: int | None) -> PreparedPrompt:
+    """Returns the last tokens of a prompt."""
+    cut = 0 if most is None else len(prompt.tokens) - most
+    if cut <= 0:
+        return prompt
+    if prompt.images:
+        name = "truncate_prompt_tokens"
+        raise ApiError(400, f"{name}: a prompt with images cannot be truncated", param=name)
+    marks = tuple(mark - cut for mark in prompt.marks if mark >= cut)
+    return replace(prompt, tokens=prompt.tokens[cut:], marks=marks)
 
 
 def _namespace(adapter: str | None, salt: str | None, tenant: bytes | None) -> Namespace | None:

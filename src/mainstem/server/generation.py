@@ -146,8 +146,6 @@ class EventStream(Response):
             if chunk is not None:
                 await body(protocol.event(chunk))
 
-        openings = [self._reply.opening(index) for index in range(len(self._run))]
-        await body(b"".join(protocol.event(chunk) for chunk in openings if chunk is not None))
         if await self._run.follow(receive, handle):
             usage = [protocol.event(self._reply.closing(self._run.usage))] if self._include_usage else []
             await body(b"".join([*usage, protocol.DONE]), more_body=False)

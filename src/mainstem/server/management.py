@@ -1,7 +1,7 @@
 """The bodies of the routes that change the cache and the adapters, and of their responses.
 
-Like `protocol`, knows JSON and the names of fields, but not HTTP or the engine. A removal takes no unknown field: with
-a misspelled one it could remove more than was meant.
+Like `protocol`, knows JSON and the names of fields, but not HTTP or the engine. Unknown fields are refused: with a
+misspelled one, a removal could remove more than was meant.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from msgspec import Struct
 from mainstem.server.protocol import ApiError, Messages, TokenId, decode, parts, template_input
 
 
-class LoadAdapter(Struct):
+class LoadAdapter(Struct, forbid_unknown_fields=True):
     """The body of POST /v1/load_lora_adapter."""
 
     lora_name: str
     lora_path: str
 
 
-class UnloadAdapter(Struct):
+class UnloadAdapter(Struct, forbid_unknown_fields=True):
     """The body of POST /v1/unload_lora_adapter."""
 
     lora_name: str

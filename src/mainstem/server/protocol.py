@@ -4,9 +4,7 @@ Knows JSON and the names of fields, and turns them into `SamplingParams` and bac
 how text becomes tokens. Follows the OpenAI API reference (completions, chat completions, models); `top_k`, `min_p`,
 `cache_salt`, `priority` and `ignore_eos` are extensions that other open servers share.
 
-A field is treated in one of three ways. It is honoured. Or it is ignored, because it does not change the answer
-(`user`, `metadata`, `prompt_cache_key`, and unknown names). Or it would change the answer but is not supported: then
-the request is refused, and the error names the field (`_NEUTRAL`).
+`fields` says what becomes of fields that are not honoured.
 """
 
 from __future__ import annotations
@@ -28,7 +26,9 @@ from mainstem.errors import (
     RequestTooLong,
     UnsupportedModel,
 )
+from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
+from mainstem.server.fields import Refused, check_fields
 from mainstem.settings.engine import SamplingParams
 
 MAX_CHOICES = 128
@@ -136,31 +136,16 @@ def internal_error() -> ApiError:
 
 # --- requests -----------------------------------------------------------------------------------------------------
 
-# Unsupported fields that would change the answer, with their values that have no effect; other values are refused.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "reasoning_effort": (None, "none"),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_tokens": (None, 0),
-    "suffix": (None, ""),
-    "echo": (None, False),
-}
 
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`stream_options`: whether a last chunk carries the usage, and whether each one does.
 
-class StreamOptions(Struct):
-    """`stream_options`: whether a last chunk carries the usage."""
+    `include_obfuscation` pads chunks at OpenAI, against who reads their lengths on the network; it is ignored.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Request(Struct, kw_only=True):
@@ -180,13 +165,17 @@ class _Request(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_tokens: Any = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: list[Annotated[str, Meta(min_length=1)]] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1)] | None = None
 
     @property
     def choices(self) -> int:
@@ -210,7 +199,24 @@ class _Request(Struct, kw_only=True):
             stop=tuple(text for text in stop if text),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias or {}),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
+
+
+def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Returns token ids and biases; JSON has only texts as keys."""
+    wrong = next((token for token in given if not (token.isascii() and token.isdecimal())), None)
+    if wrong is not None:
+        raise ApiError(400, f"logit_bias: the key {wrong!r} is no token id", param="logit_bias")
+    return tuple((int(token), bias) for token, bias in given.items())
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -219,8 +225,6 @@ class CompletionRequest(_Request, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: Any = None
-    echo: Any = None
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each as text or token ids.
@@ -335,15 +339,9 @@ class ChatRequest(_Request, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """Converts the messages for a chat template; see `Message.template_input`.
@@ -352,6 +350,16 @@ class ChatRequest(_Request, kw_only=True):
             ApiError: 400; a part is neither text nor an image, or there are tool calls.
         """
         return template_input(self.messages)
+
+    def template(self) -> Template:
+        """Returns how the chat template is applied.
+
+        Raises:
+            BadArgument: the fields contradict each other, or a variable has a reserved name.
+        """
+        continues = bool(self.continue_final_message)
+        generation_prompt = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return Template(generation_prompt, continues, self.chat_template_kwargs or {})
 
     def params(self, room: int, choice: int) -> SamplingParams:
         """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
@@ -367,32 +375,41 @@ class ChatRequest(_Request, kw_only=True):
         return self._params(max(room, 1) if asked is None else asked, logprobs, choice)
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
+def parse_completion(body: bytes, tolerated: list[str] | None = None) -> CompletionRequest:
     """Parses the request in a body.
 
+    Args:
+        body: the JSON.
+        tolerated: the names of unknown fields are appended to it; None: they are refused.
+
     Raises:
-        ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
+        ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = decode(body, CompletionRequest)
+    request = _decode_known(body, CompletionRequest, tolerated)
     if request.best_of not in (None, request.choices):
         raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
     return request
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """Parses the request in a body.
+def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
+    """Parses the request in a body; see `parse_completion`."""
+    return _decode_known(body, ChatRequest, tolerated)
 
-    Raises:
-        ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
-    """
-    return decode(body, ChatRequest)
+
+def _decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None) -> Decoded:
+    request = decode(body, kind)
+    try:
+        check_fields(body, kind, tolerated)
+    except Refused as error:
+        raise ApiError(400, str(error), param=error.name, code=error.code) from None
+    return request
 
 
 def decode(body: bytes, kind: type[Decoded]) -> Decoded:
     """Parses a body of any kind.
 
     Raises:
-        ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
+        ApiError: 400; malformed JSON, or a wrong type or value.
     """
     try:
         request = msgspec.json.decode(body, type=kind)
@@ -402,7 +419,6 @@ def decode(body: bytes, kind: type[Decoded]) -> Decoded:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The JSON of the body is nested too deeply", code="invalid_json") from None
-    _refuse_effects(request)
     return request
 
 
@@ -418,15 +434,6 @@ def _field_error(message: str, fields: Sequence[str]) -> ApiError:
     if unknown:
         at, problem = unknown[1], f"unknown field; this route has {', '.join(fields)}"
     return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)
-
-
-def _refuse_effects(request: Struct) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value not in neutral:
-            wanted = " or ".join(repr(choice) for choice in neutral[1:])
-            rest = f"omit it or use {wanted}" if wanted else "omit it"
-            raise ApiError(400, f"{name}: not supported; {rest}", param=name, code="unsupported_parameter")
 
 
 # --- responses ----------------------------------------------------------------------------------------------------
@@ -621,10 +628,6 @@ class CompletionReply:
         self._usage: UnsetType | None = None if include_usage else UNSET
         self._shown: dict[int, int] = {}  # characters sent so far, by choice
 
-    def opening(self, index: int) -> CompletionBody | None:
-        """Returns the chunk before the first token: completions have none."""
-        return None
-
     def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
         """Returns the chunk of one event, or None if there is nothing to send."""
         if not (delta.text or delta.logprobs or delta.finish_reason):
@@ -680,17 +683,16 @@ class ChatReply:
         self._head = head
         self._spell = spell
         self._usage: UnsetType | None = None if include_usage else UNSET
-
-    def opening(self, index: int) -> ChatChunk:
-        """Returns the chunk before the first token, which names the role."""
-        choice = ChatChunkChoice(index, ChatPiece(role="assistant", content=""), None, None)
-        return self._chunk([choice], self._usage)
+        self._begun: set[int] = set()  # choices whose role has been sent
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         """Returns the chunk of one event, or None if there is nothing to send."""
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
         piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
+        if index not in self._begun:  # not before the first token, for clients that time it
+            self._begun.add(index)
+            piece = ChatPiece("assistant", delta.text)
         choice = ChatChunkChoice(index, piece, self._logprobs([delta]), delta.finish_reason)
         return self._chunk([choice], self._usage)
 

@@ -52,12 +52,31 @@ class ModelConfig(Settings):
     max_context: int | None = setting(None, integer(1))
 
 
+_ID = integer(0)
+_TOKENS = Range("token ids", lambda value: isinstance(value, tuple) and all(map(_ID.holds, value)))
+_WORDS = Range(
+    "sequences of at least one token id",
+    lambda value: isinstance(value, tuple) and all(word and _TOKENS.holds(word) for word in value),
+)
+_BIAS = number(-1e6, 1e6)
+
+
+def _are_biases(value: object) -> bool:
+    if not isinstance(value, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        return False
+    tokens = [token for token, _ in value]
+    return len({*tokens}) == len(tokens) and _TOKENS.holds((*tokens,)) and all(_BIAS.holds(bias) for _, bias in value)
+
+
+_BIASES = Range("pairs of a token id and a number, up to 1,000,000; each token once", _are_biases)
+
+
 @dataclass(frozen=True)
 class SamplingParams(Settings):
     """How the tokens of one request are chosen, and when they end.
 
     Args:
-        max_tokens: Maximum number of tokens to generate; 1 or more.
+        max_tokens: Maximum number of tokens to generate; 0 or more.
         temperature: 0 always takes the most likely token; higher values vary more. 0 or more.
         top_p: Choose among the most likely tokens that together have this probability. Above 0, up to 1.
         top_k: Choose among the k most likely tokens; 0 turns this off.
@@ -66,12 +85,23 @@ class SamplingParams(Settings):
         stop: Text that ends the answer. Repeat it for several texts.
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
+        min_tokens: Minimum number of tokens before the answer may end by itself; at most `max_tokens`.
+        stop_token_ids: Tokens that end the answer, and are no part of its text.
+        presence_penalty: Subtracted from the logits of tokens that the answer has; -2 to 2.
+        frequency_penalty: The same for each time that the answer has the token; -2 to 2.
+        repetition_penalty: Logits of tokens that the prompt or the answer has are divided by it, or multiplied where
+            they are negative. Above 0.
+        logit_bias: Tokens, and what is added to their logits; each token once.
+        allowed_token_ids: The only tokens that may be generated; None: all.
+        bad_words: Sequences of tokens that are never completed.
+        skip_special_tokens: Leave special tokens out of the text.
+        include_stop_str_in_output: Show the stop text, or the token of `stop_token_ids`, that ended the answer.
 
-    A seed gives the same tokens in any batch. `top_p` keeps tokens as likely as the last one, too. Stop texts are not
-    part of the output.
+    `max_tokens` = 0 computes the prompt alone, so that it is cached. A seed gives the same tokens in any batch. `top_p`
+    keeps tokens as likely as the last one, too.
     """
 
-    max_tokens: int = setting(256, integer(1))
+    max_tokens: int = setting(256, integer(0))
     temperature: float = setting(0.0, number(0))
     top_p: float = setting(1.0, number(0, 1, above=True))
     top_k: int = setting(0, integer(0))
@@ -80,6 +110,30 @@ class SamplingParams(Settings):
     stop: tuple[str, ...] = setting((), texts("a tuple of non-empty strings", bool))
     ignore_eos: bool = setting(False, switch(), flag=False)
     logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
+    min_tokens: int = setting(0, integer(0), flag=False)
+    stop_token_ids: tuple[int, ...] = setting((), _TOKENS, flag=False)
+    presence_penalty: float = setting(0.0, number(-2, 2), flag=False)
+    frequency_penalty: float = setting(0.0, number(-2, 2), flag=False)
+    repetition_penalty: float = setting(1.0, number(0, above=True), flag=False)
+    logit_bias: tuple[tuple[int, float], ...] = setting((), _BIASES, flag=False)
+    allowed_token_ids: tuple[int, ...] | None = setting(
+        None, Range("token ids, at least one", lambda value: bool(value) and _TOKENS.holds(value)), flag=False
+    )
+    bad_words: tuple[tuple[int, ...], ...] = setting((), _WORDS, flag=False)
+    skip_special_tokens: bool = setting(True, switch(), flag=False)
+    include_stop_str_in_output: bool = setting(False, switch(), flag=False)
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        if self.min_tokens > self.max_tokens:
+            raise BadArgument("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether they change logits before a token is sampled."""
+        banned = self.allowed_token_ids is not None or self.bad_words or self.logit_bias or self.min_tokens
+        return bool(banned or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True)

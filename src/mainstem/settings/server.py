@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mainstem.errors import BadArgument
 from mainstem.settings.engine import SECRET_BYTES
@@ -14,6 +15,7 @@ from mainstem.settings.fields import (
     Settings,
     instance,
     integer,
+    one_of,
     seconds,
     secret_bytes,
     setting,
@@ -21,6 +23,8 @@ from mainstem.settings.fields import (
     texts,
 )
 from mainstem.units import SIZE
+
+UnknownFields = Literal["refuse", "warn"]
 
 _KEY = "printable, without spaces, and not empty"
 
@@ -97,6 +101,8 @@ class ServerConfig(Settings):
             Without it, they accept the only API key, and are closed if there are several API keys.
         images: Where images of requests may come from, and how large they may be.
         record: What is recorded of requests.
+        unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
+            warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
         max_body_bytes: Maximum size of a request body.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
@@ -107,5 +113,6 @@ class ServerConfig(Settings):
     admin_key: str | None = setting(None, Range(_KEY, _is_key), secret=True)
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
+    unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
     drain_timeout_s: float = setting(30.0, seconds())
