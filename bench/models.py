@@ -394,8 +394,8 @@ def _config(case: Case, settings: Settings) -> EngineConfig:
 def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dict[str, Any]:
     made: list[_Watched] = []
 
-    def watched(loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> _Watched:
-        made.append(_Watched(loaded, pages, page_size))
+    def watched(loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> _Watched:
+        made.append(_Watched(loaded, pages, page_size, kv_cache_dtype))
         return made[0]
 
     with Engine(subject.loaded, config, runner=watched) as engine:
@@ -419,7 +419,7 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
 def _kv_bytes(runner: ModelRunner) -> dict[str, int]:
     """Returns the bytes that a token takes in the pool of each component of pages."""
     pools = [(name, pool) for name, pool in runner.pools.items() if isinstance(pool, KVPool)]
-    return {name: pool.shape.bytes_per_page(1, pool.dtype) for name, pool in pools}
+    return {name: pool.shape.bytes_per_page(1, pool.kept) for name, pool in pools}
 
 
 def _shown(component: Component) -> str:

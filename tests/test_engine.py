@@ -42,7 +42,7 @@ class Gate(Ghost):
     adapters = SimpleNamespace(names=())
     vision = None
 
-    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> None:
+    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> None:
         super().__init__(pages["full"], page_size)
         self.open = threading.Event()
         self.open.set()

@@ -85,7 +85,8 @@ def test_bytes_per_page_is_what_the_tensors_take(shape: KVShape, layers: int, dt
 
 def test_a_latent_is_kept_once_and_its_values_are_a_part_of_its_keys() -> None:
     assert LATENT_SHAPE.bytes_per_page(4, torch.float32) == 3 * 40 * 4 * 4
-    keys, values = filled(LATENT_SHAPE).layer(1)
+    pool = filled(LATENT_SHAPE)
+    keys, values = pool.k[1], pool.v[1]
     assert torch.equal(values, keys[..., :32])
     assert values.data_ptr() == keys.data_ptr()
 

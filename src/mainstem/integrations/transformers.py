@@ -687,6 +687,9 @@ def _loaded(model: PreTrainedModel, config: EngineConfig) -> LoadedModel:
     """Describes a model to the runtime. Its tokenizer has no effect: keys are tokens."""
     if config.tp != 1:
         raise BadArgument("tp", config.tp, "1")
+    if config.kv_cache_dtype != "auto":
+        allowed = "auto: the model computes with a cache of transformers, in its own dtype"
+        raise BadArgument("kv_cache_dtype", config.kv_cache_dtype, allowed)
     name = str(model.config.model_type)
     devices = {str(weight.device) for weight in model.parameters()}
     if len(devices) > 1 or "meta" in devices or any(isinstance(weight, DTensor) for weight in model.parameters()):

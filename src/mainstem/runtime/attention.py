@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mainstem.components import Attended, Chunked, Full, Window
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.kv import KVPool, run_of
+from mainstem.runtime.kv import KVPool, Plane, run_of
 from mainstem.runtime.latent import Latents
 from mainstem.tiers.transfer import LayerTicket
 
@@ -113,12 +113,9 @@ class Span:
         """The number of new tokens."""
         return int(self.rows.stop - self.rows.start)
 
-    def read(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Returns the span's keys or values, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
-        index = self.page_index
-        if index is None:
-            return new[self.rows]
-        return (cache[index] if isinstance(index, slice) else cache.index_select(0, index)).flatten(0, 1)
+    def read(self, plane: Plane, new: torch.Tensor) -> torch.Tensor:
+        """Returns the span's keys or values, [positions, kv_heads, numbers]: a view where `Plane.read` gives one."""
+        return new[self.rows] if self.page_index is None else plane.read(self.page_index, new.dtype)
 
 
 @dataclass(frozen=True)
@@ -145,13 +142,14 @@ class BatchPlan:
         """The masks of all spans."""
         return Masks(max(extent.end for extent in self.extents), self.component, self.pool)
 
-    def write(self, cache: torch.Tensor, new: torch.Tensor) -> None:
-        """Writes `new` [tokens, kv_heads, head_dim] to the batch's slots of a layer's cache."""
-        flat = cache.flatten(0, 1)
-        if isinstance(self.slots, slice):
-            flat[self.slots] = new
-        else:
-            flat.index_copy_(0, self.slots, new)
+    def write(self, layer: int, *given: torch.Tensor) -> list[Stored]:
+        """Writes what a layer gives to the batch's slots: keys and values, or latents; [tokens, kv_heads, numbers].
+
+        Returns:
+            The same, as its pages now hold it, so that a new key is for all queries what later ones will read.
+        """
+        planes = self.pool.layer(layer)
+        return [Stored(plane, plane.write(self.slots, new)) for plane, new in zip(planes, given, strict=True)]
 
 
 def plan_batch(extents: Sequence[Extent], pool: KVPool, component: Attended = FULL) -> BatchPlan:
@@ -249,8 +247,11 @@ class Masks:
         return mask.masked_fill_(~seen, float("-inf")).repeat(groups, 1)
 
 
-Stored = tuple[torch.Tensor, torch.Tensor]
-"""Keys or values: a layer's pages [pages, page_size, kv_heads, numbers], and new rows [tokens, kv_heads, numbers]."""
+class Stored(NamedTuple):
+    """Keys or values: those of a layer in pages, and new rows [tokens, kv_heads, numbers] of the model's dtype."""
+
+    plane: Plane
+    new: torch.Tensor
 
 
 class Attention(Protocol):
@@ -320,20 +321,17 @@ class SdpaAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        keys, values = plan.pool.layer(layer)
-        plan.write(keys, key)
-        plan.write(values, value)
+        keys, values = plan.write(layer, key, value)
         out = query.new_empty(*query.shape[:2], value.shape[2])
         everyone = range(len(plan.extents))
-        self._attend(plan, everyone, query, (keys, key), (values, value), scale, sinks, softcap, out)
+        self._attend(plan, everyone, query, keys, values, scale, sinks, softcap, out)
         return out
 
     def attend_latent(
         self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
     ) -> torch.Tensor:
         """See `Attention.attend_latent`."""
-        keys, _ = plan.pool.layer(layer)
-        plan.write(keys, latents.kept)
+        (keys,) = plan.write(layer, latents.kept)
         out = query.new_empty(*query.shape[:2], latents.value.shape[2])
         absorbed = []
         for index, span in enumerate(plan.spans):
@@ -343,7 +341,7 @@ class SdpaAttention:
                 absorbed.append(index)
                 continue
             else:
-                expanded = latents.expand(span.read(keys, latents.kept))
+                expanded = latents.expand(span.read(*keys))
             _attend_span(span, plan.masks, query, *expanded, scale, None, None, out)
         if absorbed:  # all at once: the projection is read once
             spans = [plan.spans[index].rows for index in absorbed]
@@ -351,8 +349,8 @@ class SdpaAttention:
             ours = query.new_empty(*query.shape[:2], latents.kept.shape[2])
             ours[rows] = latents.absorb(query[rows])
             found = query.new_empty(*query.shape[:2], latents.rank)
-            values = keys[..., : latents.rank], latents.kept[..., : latents.rank]
-            self._attend(plan, absorbed, ours, (keys, latents.kept), values, scale, None, None, found)
+            values = Stored(Plane(keys.plane.numbers[..., : latents.rank]), keys.new[..., : latents.rank])
+            self._attend(plan, absorbed, ours, keys, values, scale, None, None, found)
             out[rows] = latents.project(found[rows])
         return out
 

@@ -2,6 +2,7 @@
 
     Passing     a layer gets back what it gave, that of the new tokens alone; its attention function reads the pages
     Gathering   a layer gets back the keys and values of all positions of one sequence, and attends by itself
+    Rounding    transformers' own, with keys and values as pages of 8 bits hold them: what runners are tested against
     set_past, read_past     the layers of a cache that transformers itself made, to and from pages
 
 This module knows transformers' caches. It does not know tokens, requests or the owners of pages.
@@ -9,6 +10,7 @@ This module knows transformers' caches. It does not know tokens, requests or the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +18,13 @@ from transformers import Cache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mainstem.errors import UnsupportedModel
+from mainstem.runtime.eight_bits import rounded
 from mainstem.runtime.places import new_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from mainstem.runtime.attention import Paging
+    from mainstem.runtime.attention import Paging, Stored
 
 
 class Passing(Cache):
@@ -85,8 +88,8 @@ class Gathering(Cache):
         for ticket in self._paging.arriving:
             ticket.wait_layer(layer_idx)
         _, layer = self._paging.places[layer_idx]
-        keys, values = zip(pool.layer(layer), (key_states, value_states), strict=True)
-        return self._through(*keys), self._through(*values)
+        keys, values = self._plan.write(layer, *(x[0].transpose(0, 1) for x in (key_states, value_states)))
+        return self._all(keys), self._all(values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the position of the first new token."""
@@ -96,11 +99,32 @@ class Gathering(Cache):
         """Returns the number of all keys, and the position of the first."""
         return self._start + query_length, 0
 
-    def _through(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Writes [1, heads, tokens, numbers] to pages; returns the same of all positions."""
-        rows = new[0].transpose(0, 1)
-        self._plan.write(cache, rows)
-        return self._plan.spans[0].read(cache, rows)[: self._start + len(rows)].transpose(0, 1).unsqueeze(0)
+    def _all(self, stored: Stored) -> torch.Tensor:
+        """Returns the keys or values of all positions, [1, heads, positions, numbers]."""
+        rows = self._plan.spans[0].read(*stored)[: self._start + len(stored.new)]
+        return rows.transpose(0, 1).unsqueeze(0)
+
+
+class Rounding(Cache):
+    """transformers' own cache, which gives layers back what they gave as 8 bits hold it.
+
+    Args:
+        config: of the model.
+        kept: for layers that are kept in 8 bits: the dtype.
+    """
+
+    def __init__(self, config: PreTrainedConfig, kept: Mapping[int, torch.dtype]) -> None:
+        super().__init__(layers=new_cache(config).layers)
+        self._kept = kept
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps new keys and values, rounded; returns those of all positions."""
+        given = key_states, value_states
+        if (to := self._kept.get(layer_idx)) is not None:
+            given = rounded(key_states, to), rounded(value_states, to)
+        return super().update(*given, layer_idx, *args, **kwargs)
 
 
 def set_past(layer: Any, keys: torch.Tensor, values: torch.Tensor, columns: int) -> None:

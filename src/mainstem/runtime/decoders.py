@@ -201,7 +201,7 @@ class _Kernel:
             ticket.wait_layer(self._index)
         name, layer = paging.places[self._index]
         plan = paging.plans[name]
-        keys, values = plan.pool.layer(layer)
+        keys, values = (plane.numbers for plane in plan.pool.layer(layer))
         cosines, sines = (part.contiguous() for part in given["position_embeddings"])
         assert cosines.shape == sines.shape == (1, x.shape[1], self._numbers) and cosines.dtype is self._dtype
         out = x.clone(memory_format=torch.contiguous_format)
@@ -231,7 +231,7 @@ class _Kernel:
 
 def _written(plan: BatchPlan, layer: int) -> list[torch.Tensor]:
     """Returns copies of the new keys and values of a layer."""
-    return [part.flatten(0, 1)[torch.from_numpy(plan.slot_ids)].flatten(1) for part in plan.pool.layer(layer)]
+    return [plane.numbers.flatten(0, 1)[torch.from_numpy(plan.slot_ids)].flatten(1) for plane in plan.pool.layer(layer)]
 
 
 def _norm_of(norm: Any) -> tuple[int, float, float, bool]:

@@ -150,7 +150,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         random: random_module.Random | None = None,
-        runner: Callable[[LoadedModel, Mapping[str, int], int], EngineRunner] = ModelRunner,
+        runner: Callable[[LoadedModel, Mapping[str, int], int, str], EngineRunner] = ModelRunner,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         report = progress or (lambda stage, done, total: None)
@@ -167,7 +167,7 @@ class Engine:
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
         report("test", 0, 1)
-        self._model = model = runner(loaded, counts_of(sizes), config.page_size)
+        self._model = model = runner(loaded, counts_of(sizes), config.page_size, config.kv_cache_dtype)
         require_equal(self._ranks, lambda: model.computation, "scans")
         report("test", 1, 1)
         self.vision = model.vision

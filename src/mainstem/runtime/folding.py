@@ -226,7 +226,7 @@ def _pieces(slots: NDArray[np.int64], common: NDArray[np.bool_], least: int) -> 
 
 def _position_bytes(pool: KVPool) -> int:
     """Returns the bytes of a position in one layer, keys and values."""
-    return pool.shape.kv_heads * sum(pool.shape.planes) * pool.dtype.itemsize
+    return pool.shape.kv_heads * sum(pool.shape.planes) * pool.kept.itemsize
 
 
 def _gather(parts: Iterable[_Part], queries: Sequence[_Queries], most: int) -> list[list[_Part]]:

@@ -3,6 +3,10 @@
     k, v:  [layers, pages, page_size, kv_heads, head_dim]         values may have a size of their own
     k:     [layers, pages, page_size, 1, latent | rotary part]    of latent attention (MLA); v is a view of the latent
 
+Numbers are in the model's dtype, or in 8 bits (`eight_bits`), with a scale for each position and head beside the pages:
+
+    scales: float32 [layers, pages, page_size, kv_heads, 1]       of keys, and of values
+
 A page id is the same index in every layer. Consecutive ids are consecutive memory within a layer, so a run of pages is
 a view, and a position of a page has the flat index page * page_size + offset.
 
@@ -19,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.eight_bits import SCALE, dequantize, quantize
 from mainstem.runtime.places import new_cache, run
 
 if TYPE_CHECKING:
@@ -53,9 +58,14 @@ class KVShape(NamedTuple):
         sizes = (self.value_dim, self.head_dim - self.value_dim) if self.latent else self.planes
         return [(self.kv_heads, size) for size in sizes]
 
-    def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of a page of `page_size` positions, keys and values of all layers."""
-        return self.layers * self.kv_heads * sum(self.planes) * page_size * dtype.itemsize
+    def kept(self, dtype: torch.dtype, eight_bits: torch.dtype | None) -> torch.dtype:
+        """Returns the dtype of the numbers in pages. A latent is what all heads share, and keeps the model's."""
+        return dtype if eight_bits is None or self.latent else eight_bits
+
+    def bytes_per_page(self, page_size: int, kept: torch.dtype) -> int:
+        """Returns the bytes of a page of `page_size` positions: keys and values of all layers, and their scales."""
+        scales = len(self.planes) * SCALE.itemsize if kept.itemsize == 1 else 0
+        return self.layers * self.kv_heads * page_size * (sum(self.planes) * kept.itemsize + scales)
 
 
 def kv_shapes(model: PreTrainedModel, kv_layers: Mapping[str, Sequence[int]]) -> dict[str, KVShape]:
@@ -119,6 +129,51 @@ def run_of(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor
     return torch.from_numpy(ids).to(device, non_blocking=True)
 
 
+class Plane(NamedTuple):
+    """Keys or values of one layer, in pages.
+
+    Args:
+        numbers: [pages, page_size, kv_heads, numbers].
+        scales: float32 [pages, page_size, kv_heads, 1], of numbers in 8 bits; None: they are in the model's dtype.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    def rows(self) -> Plane:
+        """Returns the same with a row for each position of the pool, [positions, kv_heads, numbers]."""
+        return Plane(self.numbers.flatten(0, 1), None if self.scales is None else self.scales.flatten(0, 1))
+
+    def read(self, pages: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the positions of some pages, [positions, kv_heads, numbers], in the model's dtype.
+
+        They are a view if the pages are consecutive and the numbers are in this dtype.
+        """
+
+        def of(kept: torch.Tensor) -> torch.Tensor:  # page by page: four times as fast as position by position
+            return (kept[pages] if isinstance(pages, slice) else kept.index_select(0, pages)).flatten(0, 1)
+
+        return of(self.numbers) if self.scales is None else dequantize(of(self.numbers), of(self.scales), dtype)
+
+    def write(self, rows: slice | torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Writes [tokens, kv_heads, numbers] to positions with these flat indices; returns what reading them gives."""
+        if self.scales is None:
+            _put(self.numbers, rows, given)
+            return given
+        numbers, scales = quantize(given, self.numbers.dtype)
+        _put(self.numbers, rows, numbers)
+        _put(self.scales, rows, scales)
+        return dequantize(numbers, scales, given.dtype)
+
+
+def _put(kept: torch.Tensor, rows: slice | torch.Tensor, given: torch.Tensor) -> None:
+    flat = kept.flatten(0, 1)
+    if isinstance(rows, slice):
+        flat[rows] = given
+    else:
+        flat.index_copy_(0, rows, given.to(flat.dtype))
+
+
 class KVPool:
     """Keys and values of `pages` pages, not initialised: only positions that were written may be read.
 
@@ -126,8 +181,13 @@ class KVPool:
         shape: of a position. Without layers, pages hold nothing, and only mark which prefixes are known.
         pages: the number of pages.
         page_size: positions per page.
-        dtype: of the keys and values, the same as the model's.
+        dtype: of the keys and values that are written and read, the same as the model's.
         device: of the tensors.
+        eight_bits: the dtype of the numbers in pages, int8 or float8_e4m3fn; None: the same.
+
+    Attributes:
+        kept: the dtype of the numbers in pages. Those of latents are in the model's.
+        planes: the tensors that page ids index; those of the scales after the others.
 
     Raises:
         BadArgument: `pages` or `page_size` is less than 1, or the memory cannot be allocated.
@@ -140,6 +200,7 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        eight_bits: torch.dtype | None = None,
     ) -> None:
         for name, value in (("pages", pages), ("page_size", page_size)):
             if value < 1:
@@ -147,28 +208,28 @@ class KVPool:
         self.shape = shape
         self.pages = pages
         self.page_size = page_size
+        self.dtype = dtype
+        self.kept = shape.kept(dtype, eight_bits)
         size = (shape.layers, pages, page_size, shape.kv_heads)
         try:
-            self.planes = tuple(torch.empty((*size, numbers), dtype=dtype, device=device) for numbers in shape.planes)
+            numbers = [torch.empty((*size, count), dtype=self.kept, device=device) for count in shape.planes]
+            scales = [torch.empty((*size, 1), dtype=SCALE, device=device) for _ in numbers if self.kept is not dtype]
         except RuntimeError as error:  # PyTorch's error for a failed allocation
-            needed = pages * shape.bytes_per_page(page_size, dtype)
+            needed = pages * shape.bytes_per_page(page_size, self.kept)
             raise BadArgument("kv_bytes", needed, f"memory that can be allocated on {device}") from error
-        self.k = self.planes[0]
-        self.v = self.k[..., : shape.value_dim] if shape.latent else self.planes[1]
-        self._layers = list(zip(self.k, self.v, strict=True))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
-        return self.k.dtype
+        self.planes = (*numbers, *scales)
+        self.k = numbers[0]
+        self.v = self.k[..., : shape.value_dim] if shape.latent else numbers[1]
+        parts = [*zip(numbers, scales, strict=True)] if scales else [(each,) for each in numbers]
+        self._layers = [tuple(Plane(*(of[i] for of in part)) for part in parts) for i in range(shape.layers)]
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self.k.device
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of one layer, as views [pages, page_size, kv_heads, numbers]."""
+    def layer(self, index: int) -> tuple[Plane, ...]:
+        """Returns keys and values of one layer, or latents, as views."""
         return self._layers[index]
 
     def slots(self, table: NDArray[np.int32], begin: int, end: int) -> NDArray[np.int64]:
@@ -184,12 +245,7 @@ class KVPool:
         first = begin // self.page_size
         pages = run_of(table[first : -(-end // self.page_size)].astype(np.int64), self.device)
         columns = slice(begin - first * self.page_size, end - first * self.page_size)
-
-        def of(layer: torch.Tensor) -> torch.Tensor:  # page by page: four times as fast as position by position
-            whole = layer[pages] if isinstance(pages, slice) else layer.index_select(0, pages)
-            return whole.flatten(0, 1)[columns]
-
-        layers = [[of(layer) for layer in parts] for parts in zip(*self.planes, strict=True)]
+        layers = [[plane.read(pages, self.dtype)[columns] for plane in planes] for planes in self._layers]
         rank = self.shape.value_dim
         return [[kept[..., :rank], kept[..., rank:]] for (kept,) in layers] if self.shape.latent else layers
 
@@ -200,8 +256,8 @@ class KVPool:
         rows = run_of(self.slots(table, begin, begin + len(given[0][0])), self.device)
         for layer, parts in enumerate(given):
             kept = [torch.cat(list(parts), -1)] if self.shape.latent else parts
-            for plane, part in zip(self.planes, kept, strict=True):
-                plane[layer].flatten(0, 1)[rows] = part
+            for plane, part in zip(self._layers[layer], kept, strict=True):
+                plane.write(rows, part)
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the first `positions` positions of page `source` to page `target`, in every layer.

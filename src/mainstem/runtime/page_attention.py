@@ -19,7 +19,7 @@ from mainstem import _core
 from mainstem.runtime import kernels
 from mainstem.runtime.attention import BatchPlan, Stored
 from mainstem.runtime.folding import seen_keys
-from mainstem.runtime.kv import run_of
+from mainstem.runtime.kv import Plane, run_of
 from mainstem.runtime.tree_attention import TreeAttention
 
 _FEW = 16  # new tokens of an extent, at most
@@ -69,11 +69,11 @@ class PageAttention(TreeAttention):
     ) -> None:
         """See `SdpaAttention._attend`."""
         few: list[int] = []
-        if _reads(query, keys[0]) and _reads(query, values[0]):
+        if _reads(query, keys.plane) and _reads(query, values.plane):
             few = [index for index in members if plan.extents[index].tokens <= _FEW]
         if few:
             paged = page_plan(plan, few)
-            k, v = keys[0], values[0]
+            k, v = keys.plane.numbers, values.plane.numbers
             own = query[paged.rows].contiguous()
             found = out.new_empty(*own.shape[:2], v.shape[-1])
             sinks_of = None if sinks is None else sinks.to(query.dtype).contiguous()
@@ -97,8 +97,9 @@ class PageAttention(TreeAttention):
             super()._attend(plan, others, query, keys, values, scale, sinks, softcap, out)
 
 
-def _reads(query: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Returns whether the kernel can read keys or values [pages, page_size, kv_heads, numbers] where they are."""
+def _reads(query: torch.Tensor, plane: Plane) -> bool:
+    """Returns whether the kernel can read keys or values where they are."""
+    stored = plane.numbers
     _, page_size, kv_heads, numbers = stored.shape
     page, position, head, number = stored.stride()
     return (

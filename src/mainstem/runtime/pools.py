@@ -22,6 +22,7 @@ from mainstem.errors import BadArgument
 from mainstem.events.source import PUBLIC_SECRET, Event
 from mainstem.keys import KeyKind
 from mainstem.runtime.attention import plain_attention
+from mainstem.runtime.eight_bits import eight_bits
 from mainstem.runtime.host import HostPool, Planes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
 from mainstem.runtime.layout import Layout
@@ -48,13 +49,15 @@ class Pools:
         page_size: positions per page.
         like: a tensor of the model's dtype, on its device.
         computation: how what they hold is computed, where another way gives other numbers.
+        kv_cache_dtype: of the keys and values in pages; `auto`: that of `like`. Latents and states keep that.
 
     Attributes:
         paged: the pools of pages, by component.
         states: the slots; None: the model keeps no state.
 
     Raises:
-        BadArgument: a component has no pages, or `counts` names one that the model does not have.
+        BadArgument: a component has no pages, `counts` names one that the model does not have, or no pool holds keys
+            that could have `kv_cache_dtype`.
     """
 
     def __init__(
@@ -66,12 +69,18 @@ class Pools:
         page_size: int,
         like: torch.Tensor,
         computation: tuple[str, ...] = (),
+        kv_cache_dtype: str = "auto",
     ) -> None:
         if sorted(counts) != sorted(layout.names):
             raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
         self._layout = layout
         self.computation = computation
-        self.paged = {name: KVPool(kept, counts[name], page_size, like.dtype, like.device) for name, kept in kv.items()}
+        bits = eight_bits(kv_cache_dtype)
+        if bits is not None and not any(size.layers and size.kept(like.dtype, bits) is bits for size in kv.values()):
+            raise BadArgument("kv_cache_dtype", kv_cache_dtype, "auto: the model keeps latents or states, not keys")
+        self.paged = {
+            name: KVPool(size, counts[name], page_size, like.dtype, like.device, bits) for name, size in kv.items()
+        }
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
@@ -178,7 +187,7 @@ def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
-    page_bytes, slot_bytes = _bytes(loaded, layout, size)
+    page_bytes, slot_bytes = _bytes(loaded, layout, size, eight_bits(config.kv_cache_dtype))
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
     if config.window_trace is not None and layout.local and Full() in sizes:
         memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
@@ -204,10 +213,10 @@ def counts_of(sizes: Mapping[Component, int]) -> dict[str, int]:
     return {name: sizes[row] for name, row in by_name(sizes).items()}
 
 
-def _bytes(loaded: LoadedModel, layout: Layout, page_size: int) -> tuple[dict[str, int], int]:
+def _bytes(loaded: LoadedModel, layout: Layout, page_size: int, bits: torch.dtype | None) -> tuple[dict[str, int], int]:
     """Returns the bytes of a page of each component, and of a state."""
     with plain_attention(loaded.model):
         shapes = kv_shapes(loaded.model, layout.kv_layers)
         state = StateShape.of(loaded.model) if layout.state_layers else None
-    pages = {name: shape.bytes_per_page(page_size, loaded.dtype) for name, shape in shapes.items()}
+    pages = {name: shape.bytes_per_page(page_size, shape.kept(loaded.dtype, bits)) for name, shape in shapes.items()}
     return pages, 0 if state is None else state.bytes_per_slot

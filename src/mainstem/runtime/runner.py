@@ -40,7 +40,7 @@ from mainstem.runtime.attention import (
     plain_attention,
     plan_batch,
 )
-from mainstem.runtime.caches import Gathering, Passing
+from mainstem.runtime.caches import Gathering, Passing, Rounding
 from mainstem.runtime.decoders import exchange_layers, restore_layers, settle
 from mainstem.runtime.exchanges import Exchanged, exchange, restore, sharing
 from mainstem.runtime.host import HostPool
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 _TEST_TOKENS = 12
+# Pages in 8 bits are tested against keys and values that were rounded in the same way. A number between two steps may
+# take the other one, so the least difference is that of some steps, in any dtype.
+EIGHT_BITS_TOLERANCE = 1e-2
 # The self-test's prompts are longer than windows of up to this size; longer windows would take long to test.
 _TEST_WINDOW = 128
 
@@ -124,6 +127,7 @@ class ModelRunner:
         pages: pages or slots of each component's pool, by the names of the layout; a single number for a model with
             one component.
         page_size: positions per page.
+        kv_cache_dtype: of the keys and values in pages: `auto` is the model's, `int8` and `fp8` have 8 bits.
 
     Attributes:
         exchanged: what kernels compute in place of the model's own code.
@@ -133,12 +137,15 @@ class ModelRunner:
         BadArgument: a component has less than one page, or `page_size` is less than 1.
     """
 
-    def __init__(self, loaded: LoadedModel, pages: int | Mapping[str, int], page_size: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, pages: int | Mapping[str, int], page_size: int, kv_cache_dtype: str = "auto"
+    ) -> None:
         model = loaded.model
         text = model.config.get_text_config(decoder=True)
         self._model = model
         self._max_context, self._ranks = loaded.max_context, loaded.ranks
-        self._attention = attention_for(model.device)
+        self._kv_cache_dtype = kv_cache_dtype
+        self._attention = attention_for(model.device, kv_cache_dtype)
         self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
         self.adapters = Adapters(model)
@@ -153,14 +160,15 @@ class ModelRunner:
         self._alone = _own_attention(model) if self._places else None
         self.exchanged = Exchanged()
         with plain_attention(model):
-            limit = TOLERANCE[loaded.dtype]
+            limit = self._limit = TOLERANCE[loaded.dtype]
             self._kv = kv_shapes(model, self.layout.kv_layers)
             self._shape = StateShape.of(model) if self.layout.state_layers else None
             self._proof = None if self._shape is None else prove(model, self._shape, limit, loaded.ranks)
             self.vision = None if loaded.processor is None else Vision(loaded)
-            self._pools = Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
+            self._pools = self._make_pools(counts, page_size)
             with _frequent_steps(model):
-                self._self_test(loaded.name, limit)
+                self._limit = max(limit, EIGHT_BITS_TOLERANCE if self._rounded else 0)
+                self._self_test(loaded.name, self._limit)
         if self.exchanged.refused:
             log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
         log.info("%s: %s", loaded.name, self.exchanged)
@@ -252,6 +260,16 @@ class ModelRunner:
             BadArgument: a slot does not exist, or the model keeps no state.
         """
         self._pools.copy_state(source, target)
+
+    def _make_pools(self, counts: Mapping[str, int], page_size: int) -> Pools:
+        kv = self._kv, self._shape
+        return Pools(self.layout, *kv, counts, page_size, self._like, kv_cache_dtype=self._kv_cache_dtype)
+
+    @property
+    def _rounded(self) -> dict[int, torch.dtype]:
+        """The layers whose keys and values are kept in 8 bits, and their dtype."""
+        pools = {name: pool.kept for name, pool in self._pools.paged.items() if pool.kept is not pool.dtype}
+        return {layer: pools[name] for layer, (name, _) in self._places.items() if name in pools}
 
     # ------------------------------------------------------------ computing
 
@@ -456,7 +474,8 @@ class ModelRunner:
             plain = self._plain_logits(prompts)
         self.exchanged = exchange(self._model, given)
         try:
-            exchange_layers(self._model)
+            if not self._rounded:
+                exchange_layers(self._model)
             error = self._tested_error(prompts, plain)
             layers, refused = settle(self._model)
             self.exchanged = replace(self.exchanged, layers=layers, refused=self.exchanged.refused + refused)
@@ -489,7 +508,11 @@ class ModelRunner:
     def _plain_logits(self, prompts: NDArray[np.int32]) -> torch.Tensor:
         inputs = self._inputs([Segment(prompt, 0, (prompt,), True) for prompt in prompts], len(prompts))
         with torch.inference_mode():
-            logits: torch.Tensor = self._model(**inputs, use_cache=False).logits.float()
+            if self._rounded:
+                output = run(self._model, Rounding(self._model.config, self._rounded), **inputs)
+            else:
+                output = self._model(**inputs, use_cache=False)
+            logits: torch.Tensor = output.logits.float()
         return logits
 
     def _tested_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
@@ -519,7 +542,7 @@ class ModelRunner:
             except Exception:  # compilers and drivers raise all kinds
                 log.warning("%s fails; attention is computed by PyTorch", type(kernel).__name__, exc_info=True)
             else:
-                if error <= TOLERANCE[self._like.dtype]:
+                if error <= self._limit:
                     return error
                 log.warning(
                     "by %s, logits differ by %.2g of their spread; attention is computed by PyTorch",
@@ -536,7 +559,7 @@ class ModelRunner:
         page_size = min(self._page_size, 4)
         used = -(-length // page_size)
         counts = dict.fromkeys(self.layout.names, 2 * used)
-        pools = Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
+        pools = self._make_pools(counts, page_size)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
         error = 0.0
@@ -558,11 +581,16 @@ class ModelRunner:
         return Segment(prompt[begin:end], begin, tuple(tables), True, state=slot)
 
 
-def attention_for(device: torch.device) -> Attention:
-    """Returns the attention kernel for a device: the core's on a CPU, that in Triton on a GPU, if installed."""
+def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attention:
+    """Returns the attention kernel for a device: the core's on a CPU, that in Triton on a GPU, if installed.
+
+    That in Triton reads no pages in 8 bits.
+    """
     if device.type == "cpu" and kernels.instructions():
         return PageAttention()
-    if device.type == "cuda":
+    if device.type == "cuda" and kv_cache_dtype != "auto":
+        log.warning("attention is computed by PyTorch, since its kernel in Triton reads no KV in %s", kv_cache_dtype)
+    elif device.type == "cuda":
         try:
             from mainstem.runtime.triton_attention import TritonAttention
         except ImportError as error:

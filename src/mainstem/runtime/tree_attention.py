@@ -25,7 +25,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from mainstem.runtime.attention import BatchPlan, SdpaAttention, Stored
+from mainstem.runtime.eight_bits import dequantize
 from mainstem.runtime.folding import Call, Causal, Fold, fold
+from mainstem.runtime.kv import Plane
 
 # Scores that are computed by hand take at most this much memory at once, in float32.
 _SCORES_BYTES = 64 << 20
@@ -63,19 +65,20 @@ class TreeAttention(SdpaAttention):
             if span.tokens == 1 and isinstance(span.page_index, slice):  # there is nothing to fold or to gather
                 super()._attend(plan, members, query, keys, values, scale, sinks, softcap, out)
                 return
-        numbers = values[0].shape[-1]
+        numbers = values.plane.numbers.shape[-1]
+        kv_heads = keys.plane.numbers.shape[2]
         if plan.pool.shape.latent:
             values = keys  # a latent's values are the first numbers of its keys, and the kernel wants one size
-        has_flash = query.is_cpu and softcap is None and keys[0].shape[-1] == values[0].shape[-1]
+        has_flash = query.is_cpu and softcap is None and keys.plane.numbers.shape[-1] == values.plane.numbers.shape[-1]
         causal: Causal = "partial" if has_flash else "never" if softcap is not None else "whole"
         name = tuple(members), sinks is not None, causal
         if name not in plan.derived:
-            group = query.shape[1] // keys[0].shape[2]
+            group = query.shape[1] // kv_heads
             folded = fold(plan, members, group, sinks is not None, causal)
-            plan.derived[name] = folded, _Room(), _Partial.of(folded, query, values[0])
+            plan.derived[name] = folded, _Room(), _Partial.of(folded, query, values.plane.numbers)
         folded, room, partial = plan.derived[name]
         products = _Products(query, keys, values, scale, softcap, has_flash, room)
-        by_group = out.view(len(out), keys[0].shape[2], -1, numbers)
+        by_group = out.view(len(out), kv_heads, -1, numbers)
         for call in folded.calls:
             result, lse = products.compute(call)
             if partial is None or call.places is None:
@@ -156,23 +159,24 @@ class _Products:
         room: _Room,
     ) -> None:
         self._query = query
-        self._keys = keys[0].flatten(0, 1)
-        self._values = self._keys if values is keys else values[0].flatten(0, 1)
-        self._new = keys[1], values[1]
+        self._keys = keys.plane.rows()
+        self._values = self._keys if values is keys else values.plane.rows()
+        self._new = keys.new, values.new
         self._scale, self._softcap, self._has_flash, self._room = scale, softcap, has_flash, room
         self._widens = has_flash and query.dtype == torch.bfloat16 and not _has_tiles()
 
     def compute(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns results [groups, rows, kv_heads, group, numbers], and their log-sum-exps if they are partial."""
         query = _take(self._query, call.rows)
-        kv_heads, numbers = self._keys.shape[1:]
+        kv_heads, numbers = self._keys.numbers.shape[1:]
         split = query.view(call.groups, -1, kv_heads, query.shape[1] // kv_heads, numbers)
         wide = self._widens and split.shape[1] * split.shape[3] >= _WIDE_ROWS
         if wide:
             split = split.float()
         if call.slots is None:  # KV heads are a batch, so that a group of heads has the same keys without a copy
             q = split[0].permute(1, 2, 0, 3)
-            new = (self._read(name, x, call.rows, wide) for name, x in zip(("keys", "values"), self._new, strict=True))
+            pairs = zip(("keys", "values"), self._new, strict=True)
+            new = (self._read(name, Plane(x), call.rows, wide) for name, x in pairs)
             k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in new)
             result, lse = self._attend(q, k, v, call)
             return result.permute(2, 0, 1, 3).unsqueeze(0), lse.permute(2, 0, 1).unsqueeze(0)
@@ -188,14 +192,18 @@ class _Products:
         result = result.view(*size[:4], -1).transpose(1, 2)
         return result, lse if call.places is None else lse.view(size[:4]).transpose(1, 2)
 
-    def _read(self, purpose: str, rows: torch.Tensor, index: slice | torch.Tensor, wide: bool) -> torch.Tensor:
+    def _read(self, purpose: str, rows: Plane, index: slice | torch.Tensor, wide: bool) -> torch.Tensor:
         """Returns some of the rows: a view, or a copy that lasts until the next of this purpose."""
         if isinstance(index, slice):
-            seen = rows[index]
+            seen = rows.numbers[index]
         else:
-            copy = self._room.of(purpose, (len(index), *rows.shape[1:]), rows, rows.dtype)
-            seen = torch.index_select(rows, 0, index, out=copy)
-        return self._room.of(purpose, seen.shape, rows, torch.float32).copy_(seen) if wide else seen
+            copy = self._room.of(purpose, (len(index), *rows.numbers.shape[1:]), rows.numbers, rows.numbers.dtype)
+            seen = torch.index_select(rows.numbers, 0, index, out=copy)
+        dtype = torch.float32 if wide else self._query.dtype
+        if seen.dtype is dtype:
+            return seen
+        copy = self._room.of(purpose, seen.shape, seen, dtype)
+        return copy.copy_(seen) if rows.scales is None else dequantize(seen, _take(rows.scales, index), dtype, copy)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call

@@ -69,9 +69,10 @@ class TritonAttention(SdpaAttention):
         """See `SdpaAttention._attend`."""
         name = tuple(members), sinks is not None
         if name not in plan.derived:
-            plan.derived[name] = _Work.of(plan, members, query, values[0], sinks is not None)
+            plan.derived[name] = _Work.of(plan, members, query, values.plane.numbers, sinks is not None)
         work: _Work = plan.derived[name]
-        work.attend(query, keys[0].flatten(0, 1), values[0].flatten(0, 1), scale, sinks, softcap, out)
+        k, v = (stored.plane.rows().numbers for stored in (keys, values))
+        work.attend(query, k, v, scale, sinks, softcap, out)
 
 
 # ---------------------------------------------------------------- which queries with which keys

@@ -35,6 +35,7 @@ SECRET_BYTES = 16  # the least length of a secret
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Codec = Literal["none", "int8", "fp8"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 
@@ -367,6 +368,8 @@ class EngineConfig(Limits, Shares):
             --window-ratio. A line is {"tokens": [...]}, or {"length": n, "like": i, "shared": m}: the first m tokens
             are those of line i, counted from 0.
         page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
+        kv_cache_dtype: Number format of the keys and values in pages, on the device, the host and in storage.
+            auto: that of the model. int8, fp8: 8 bits, so that about twice as many pages fit, with a loss.
         max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
         policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
             See docs/policies.md.
@@ -378,6 +381,7 @@ class EngineConfig(Limits, Shares):
     tp: int = setting(1, integer(1, INT32_MAX))
     window_trace: WindowTrace | None = setting(None, instance(tuple, "a tuple of sequences"), unit=WINDOW_TRACE)
     page_size: int = setting(16, integer(1))
+    kv_cache_dtype: KVCacheDtype = setting("auto", one_of(KVCacheDtype))
     max_waiting: int = setting(1024, integer(1, INT32_MAX))
     policy: str = setting("lru")  # `find_policy` checks it
     cache: bool = setting(True, switch())
@@ -390,6 +394,9 @@ class EngineConfig(Limits, Shares):
         find_policy(self.policy)
         if self.tiers.exist and not self.cache:
             raise BadArgument("cache", self.cache, "True if there is a host tier or storage")
+        if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
+            allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
+            raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
         if self.tp > 1 and self.tiers.size.host_fraction is not None:
             raise BadArgument(
                 "host_fraction", self.tiers.size.host_fraction, "None if tp > 1: the ranks' pages are equal"

@@ -1,0 +1,61 @@
+"""Keys and values in 8 bits: q * scale, with one scale for the numbers of a position and head.
+
+    int8   scale = the greatest magnitude / 127    q an integer, in equal steps
+    fp8    scale = the greatest magnitude / 448    q a float of 4 bits of exponent and 3 of mantissa (e4m3)
+
+What is written and read again does not change any more: its greatest number keeps its place. Scales have no number in
+common with another position or head, so neither the other requests of a batch nor the ranks that share a model's heads
+change what a page holds.
+
+This module knows numbers. It does not know pages.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from mainstem.errors import BadArgument
+from mainstem.settings.engine import KVCacheDtype
+
+SCALE = torch.float32
+"""The dtype of scales."""
+
+_GREATEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_NAMED: dict[str, torch.dtype | None] = dict(zip(get_args(KVCacheDtype), (None, *_GREATEST), strict=True))
+
+
+def eight_bits(name: str) -> torch.dtype | None:
+    """Returns the dtype of the numbers in pages, by the name of the setting; None: the model's own, `auto`.
+
+    Raises:
+        BadArgument: there is none of this name.
+    """
+    if name not in _NAMED:
+        raise BadArgument("kv_cache_dtype", name, "one of " + ", ".join(_NAMED))
+    return _NAMED[name]
+
+
+def quantize(given: torch.Tensor, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns numbers of a dtype of 8 bits, and float32 scales [..., 1], of rows [..., numbers].
+
+    A scale is a normal number. So a row of zeros has one, too, and a row with an infinity or a NaN is read as NaN.
+    """
+    wide = given.float()
+    scales = (wide.abs().amax(-1, keepdim=True) / _GREATEST[to]).clamp_(min=torch.finfo(SCALE).tiny)
+    steps = wide / scales
+    return (steps if to.is_floating_point else steps.round_()).to(to), scales
+
+
+def dequantize(
+    numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the rows of `quantize` in a dtype, in `out` if given: each product is rounded once."""
+    out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device) if out is None else out
+    return out.copy_(numbers).mul_(scales)
+
+
+def rounded(given: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+    """Returns what rows [..., numbers] are after 8 bits."""
+    return dequantize(*quantize(given, to), given.dtype)
