@@ -31,6 +31,7 @@ NAMES = (
     "loading",
     "throttled",
     "codec",
+    "kv",
     "servers",
 )
 WIDTH = 160
@@ -111,6 +112,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         attention,
         codec,
         generate,
+        kv,
         loading,
         marks,
         models,
@@ -142,7 +144,10 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         loading.run(loading.QUICK if report.quick else loading.Settings(), report)
         return
 
-    if name == "store-faults":
+    if name == "kv":
+        kinds_of_kv = kv.QUICK if report.quick else kv.Settings()
+        kv.run(kinds_of_kv, report, lambda dtype: load_model(dtype=dtype))
+    elif name == "store-faults":
         faults = store_faults.QUICK if report.quick else store_faults.Settings()
         store_faults.run(faults, report, load_model(dtype=faults.dtype))
     elif name == "throttled":

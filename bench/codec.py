@@ -125,7 +125,7 @@ def _trials(settings: Settings, report: Report, loaded: LoadedModel) -> list[_Tr
 def _measure(settings: Settings, report: Report, loaded: LoadedModel, trials: list[_Trial]) -> list[torch.Tensor]:
     """Fills in the trials, and returns the losses after exact pages."""
     half, losses = settings.half, []
-    tokens = torch.from_numpy(_tokens(loaded, "\n\n".join(path.read_text() for path in _pages())))
+    tokens = torch.from_numpy(_tokens(loaded, texts_of_documentation()))
     passages = min(settings.passages, len(tokens) // (2 * half))
     for number in range(passages):
         passage = tokens[2 * half * number :][None, : 2 * half]
@@ -222,8 +222,10 @@ def _tokens(loaded: LoadedModel, text: str) -> NDArray[np.int64]:
     return np.array(loaded.tokenizer(text, verbose=False)["input_ids"], np.int64)
 
 
-def _pages() -> list[Path]:
-    return [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "bench" / "README.md"]
+def texts_of_documentation() -> str:
+    """Returns the documentation of this repository as one text."""
+    pages = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "bench" / "README.md"]
+    return "\n\n".join(path.read_text() for path in pages)
 
 
 def _docstrings() -> list[str]:

@@ -99,7 +99,7 @@ def test_pages_without_layers_can_be_copied_all_the_same() -> None:
 
 
 def test_consecutive_pages_are_consecutive_memory() -> None:
-    keys, values = filled().layer(1)
+    keys, values = (plane.numbers for plane in filled().layer(1))
     assert keys.shape == values.shape == (5, 4, 2, 8)
     run = keys[1:4].flatten(0, 1)
     assert run.data_ptr() == keys[1].data_ptr()

@@ -40,10 +40,12 @@ def eight_bits(name: str) -> torch.dtype | None:
 def quantize(given: torch.Tensor, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns numbers of a dtype of 8 bits, and float32 scales [..., 1], of rows [..., numbers].
 
-    A scale is a normal number. So a row of zeros has one, too, and a row with an infinity or a NaN is read as NaN.
+    A scale is at least the smallest normal number, so that zeros have one, too. A row with an infinity or a NaN is read
+    as NaN.
     """
     wide = given.float()
     scales = (wide.abs().amax(-1, keepdim=True) / _GREATEST[to]).clamp_(min=torch.finfo(SCALE).tiny)
+    scales.masked_fill_(scales.isinf(), float("nan"))
     steps = wide / scales
     return (steps if to.is_floating_point else steps.round_()).to(to), scales
 

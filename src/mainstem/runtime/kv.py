@@ -167,11 +167,13 @@ class Plane(NamedTuple):
 
 
 def _put(kept: torch.Tensor, rows: slice | torch.Tensor, given: torch.Tensor) -> None:
-    flat = kept.flatten(0, 1)
+    flat, given = kept.flatten(0, 1), given.to(kept.dtype)
+    if kept.itemsize == 1:  # PyTorch cannot scatter floats of 8 bits
+        flat, given = flat.view(torch.uint8), given.view(torch.uint8)
     if isinstance(rows, slice):
         flat[rows] = given
     else:
-        flat.index_copy_(0, rows, given.to(flat.dtype))
+        flat.index_copy_(0, rows, given)
 
 
 class KVPool:
