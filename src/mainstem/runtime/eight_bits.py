@@ -3,9 +3,8 @@
     int8   scale = the greatest magnitude / 127    q an integer, in equal steps
     fp8    scale = the greatest magnitude / 448    q a float of 4 bits of exponent and 3 of mantissa (e4m3)
 
-What is written and read again does not change any more: its greatest number keeps its place. Scales have no number in
-common with another position or head, so neither the other requests of a batch nor the ranks that share a model's heads
-change what a page holds.
+A scale depends on its own position and head alone. So neither the other requests of a batch nor the ranks that share a
+model's heads change what a page holds.
 
 This module knows numbers. It does not know pages.
 """
