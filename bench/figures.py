@@ -330,6 +330,25 @@ def _codec(records: Records) -> str:
     return _table(heads, lines)
 
 
+def _kv(records: Records) -> str:
+    """What keys and values in 8 bits cost."""
+    if "kv" not in records:
+        return "Not recorded yet."
+    exact, *_ = rows = records["kv"]["rows"]
+    contexts = [name for name in exact if name.startswith("step_ms")]
+    lines = (
+        [
+            row["kv_cache_dtype"],
+            f"{exact['page_bytes'] / row['page_bytes']:.2f}",
+            f"{row['loss']:+.3%} ± {row['error']:.3%}",
+            *(f"{row[name]:.0f} ms ({row[name] / exact[name]:.2f})" for name in contexts),
+        ]
+        for row in rows
+    )
+    steps = (f"a step of {name.removeprefix('step_ms, ')}" for name in contexts)
+    return _table(["kv-cache-dtype", "times as many pages", "perplexity", *steps], lines)
+
+
 def _models(records: Records) -> str:
     """The table of the models, as the benchmark itself writes it."""
     from bench.models import markdown  # imports the runtime
@@ -445,6 +464,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "plan": _plan,
     "attention": _attention,
     "codec": _codec,
+    "kv": _kv,
     "models": _models,
     "servers": _servers,
     "states": _states,
