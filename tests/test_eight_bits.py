@@ -246,6 +246,15 @@ def test_a_codec_of_storage_beside_8_bits_is_refused() -> None:
         EngineConfig(kv_cache_dtype="fp8", tiers=tiers)
 
 
-def test_on_a_gpu_attention_over_8_bits_is_computed_by_pytorch(caplog: pytest.LogCaptureFixture) -> None:
-    assert type(attention_for(torch.device("cuda"), "int8")) is TreeAttention
-    assert "no KV in int8" in caplog.text
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attention_over_8_bits_is_computed_by_pytorch_which_is_logged_once(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert type(attention_for(torch.device(device), "int8")) is TreeAttention
+    (line,) = caplog.messages
+    assert "KV in int8: attention is computed by PyTorch" in line
+
+
+def test_layers_of_a_decoder_are_not_one_call_over_8_bits() -> None:
+    runner = ModelRunner(loaded(tiny("llama")), 8, 4, "int8")
+    assert runner.exchanged.layers == runner.exchanged.refused == 0

@@ -584,13 +584,14 @@ class ModelRunner:
 def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attention:
     """Returns the attention kernel for a device: the core's on a CPU, that in Triton on a GPU, if installed.
 
-    That in Triton reads no pages in 8 bits.
+    Neither reads pages in 8 bits: PyTorch's does.
     """
+    if kv_cache_dtype != "auto":
+        log.warning("KV in %s: attention is computed by PyTorch, and layers by their own code", kv_cache_dtype)
+        return TreeAttention()
     if device.type == "cpu" and kernels.instructions():
         return PageAttention()
-    if device.type == "cuda" and kv_cache_dtype != "auto":
-        log.warning("attention is computed by PyTorch, since its kernel in Triton reads no KV in %s", kv_cache_dtype)
-    elif device.type == "cuda":
+    if device.type == "cuda":
         try:
             from mainstem.runtime.triton_attention import TritonAttention
         except ImportError as error:
