@@ -152,15 +152,18 @@ def documents(count: int, length: int = 5 * PAGE + 3) -> list[list[int]]:
 # ---------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(2, 2, 2), (4, 2, 2), (8, 8, 2), (8, 4, 4)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "kept"),
+    [(2, 2, 2, "auto"), (4, 2, 2, "auto"), (8, 8, 2, "auto"), (8, 4, 4, "auto"), (8, 4, 2, "int8")],
+)
 def test_ranks_give_the_answers_and_the_hits_of_one_process(
-    opened: Open, folder: Folder, heads: int, kv_heads: int, ranks: int
+    opened: Open, folder: Folder, heads: int, kv_heads: int, ranks: int, kept: str
 ) -> None:
     model = folder("llama", num_attention_heads=heads, num_key_value_heads=kv_heads)
     prompts = family_of_prompts(VOCAB, 2 * PAGE, [3, 9, 20, 1])
 
     def serve(count: int) -> tuple[list[Completion], int, int]:
-        with opened(model, count) as engine:
+        with opened(model, count, kv_cache_dtype=kept) as engine:
             answers = ask(engine, prompts) + ask(engine, prompts)
             return answers, engine.stats().totals.cached_tokens, engine.pages
 
