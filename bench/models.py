@@ -291,8 +291,8 @@ CASES: dict[str, Case] = {
 class _Watched(ModelRunner):
     """Keeps every row of logits, by the position after it."""
 
-    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> None:
-        super().__init__(loaded, pages, page_size)
+    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> None:
+        super().__init__(loaded, pages, page_size, kv_cache_dtype)
         self.rows: dict[int, torch.Tensor] = {}
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:

@@ -76,8 +76,8 @@ class Rig:
     def __init__(self, **config: Any) -> None:
         gates: list[Gate] = []
 
-        def runner(loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> Gate:
-            gates.append(Gate(loaded, pages, page_size))
+        def runner(loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> Gate:
+            gates.append(Gate(loaded, pages, page_size, kv_cache_dtype))
             return gates[0]
 
         settings = EngineConfig(**{"pages": 64, "page_size": 4, **config})
