@@ -73,7 +73,7 @@ Plain = Callable[[Sequence[int]], torch.Tensor]
 
 def only_kernel(monkeypatch: pytest.MonkeyPatch, make: Callable[[], TreeAttention]) -> None:
     """Lets runners have this kernel, and none to fall back to."""
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: make())
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: make())
     monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", make)
 
 
@@ -589,7 +589,7 @@ class _Arriving:
 def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests whose prefix arrives layer by layer, and one without: each layer is awaited, then read."""
     attention = _Recorded()
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda _: attention)
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: attention)
     rig = make_rig.__wrapped__("llama", 3)
     tokens, other = tokens_of(1, 40), tokens_of(2, 9)
     tables = rig.tables(3, 40)
@@ -820,7 +820,7 @@ class _Failing(_Shifted):
 def test_a_kernel_for_gpus_that_fails_the_self_test_is_replaced(
     kernel: type[TreeAttention], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda device: kernel())
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel())
     runner = ModelRunner(loaded(tiny("llama")), 8, 16)
     assert says in caplog.text and "attention is computed by PyTorch" in caplog.text
     assert runner.forward([Segment(tokens_of(1, 5), 0, (TABLE,), True)]).isfinite().all()

@@ -123,7 +123,7 @@ def test_models_attend_by_it_as_by_their_own_code(
     family: str, kernel: Attention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The self-test compares logits, over scattered pages and in chunks. Another kernel is taken if they differ."""
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda device: kernel)
+    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel)
     model: Any = tiny(family, **MODELS[family]).to(DEVICE)  # type: ignore[call-arg, arg-type]
     calls: list[int] = []
     attend = kernel._attend  # type: ignore[attr-defined]
