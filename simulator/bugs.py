@@ -101,8 +101,8 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- the store
     _mutant(
         "a hole in a read is skipped", "sglang#26886", _STORE,
-        "                    return good\n                self._unpack",
-        "                    continue\n                self._unpack",
+        "                    return good\n                try:\n                    self._unpack",
+        "                    continue\n                try:\n                    self._unpack",
     ),
     _mutant(
         "a call over its deadline frees its slots while it runs", "TensorRT-LLM#15546", _STORE,
@@ -857,17 +857,17 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what was added before a higher score stays as heavy", "-", _ATTENTION,
         "if (kept == 1) return;", "return;",
-        _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
+        _ROWS_OF_PAGES + "test_long_parts_are_computed_in_several_units",
     ),
     _mutant(
         "a query sees one key too many", "-", _ATTENTION,
-        "(at >= begin) & (at < end)", "(at >= begin) & (at <= end)",
+        "after < static_cast<std::uint32_t>(end - begin)", "after <= static_cast<std::uint32_t>(end - begin)",
         _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
     ),
     _mutant(
-        "a sink is merged though it is higher than all scores", "-", _ATTENTION,
-        "float highest = sinks ? widen(sinks[head]) : kLowest;", "float highest = kLowest;",
-        _ROWS_OF_PAGES + "test_large_scores_do_not_overflow",
+        "a sink has no weight", "-", _ATTENTION,
+        "float total = sinks ? exponential<kLanes>(widen(sinks[head]) - highest) : 0;", "float total = 0;",
+        _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
     ),
 )
 # fmt: on

@@ -331,7 +331,7 @@ def open_codec(name: str) -> Codec:
         return find_codec(name)
     data = path.read_bytes()
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(data)) as arrays:
             return _codec_of(arrays, hashlib.sha256(data).hexdigest()[:32])
     except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise BadArgument("storage_codec", name, f"a file written by `mainstem calibrate` ({error})") from error
