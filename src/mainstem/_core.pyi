@@ -562,11 +562,13 @@ def kernel_isa() -> str:
     The instructions that `linear` and `rms_norm` use: "avx512", "avx2", or "": this machine cannot run them.
     """
 
-def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[int, int, int]], out: int, bfloat16: bool, threads: int) -> None:
+int4_rows: int = 7
+
+def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, bfloat16: bool, threads: int) -> None:
     """
     Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.
 
-    Each weight is (address, address of the bias or 0, outputs). `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Raises BadArgument if `inputs` is not a multiple of 32.
+    Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the same weight in 4 bits, see `kernels.Int4`; `int4_rows` or fewer rows are computed from them. Raises BadArgument if `inputs` is not a multiple of 32.
     """
 
 def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: float, offset: float, rounds: bool, bfloat16: bool, threads: int) -> None:
@@ -598,9 +600,9 @@ class AttentionPlan:
 class DecoderLayer:
     """A layer of a decoder, at the addresses of its weights."""
 
-    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float, bool]], matrices: Sequence[tuple[int, int]], scale: float, activation: str, bfloat16: bool) -> None:
+    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float, bool]], matrices: Sequence[tuple[int, int, int, int]], scale: float, activation: str, bfloat16: bool) -> None:
         """
-        `sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for `rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each weight and bias (0 for none).
+        `sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for `rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each as for `linear`.
 
         Raises BadArgument if a size is not a multiple of 32, or the activation is unknown.
         """

@@ -306,7 +306,13 @@ def calibrate(
         from mainstem.runtime.models import load_model
         from mainstem.tiers.calibrated import save
 
-        loaded = load_model(model, dtype=load.dtype, max_context=load.max_context, progress=bars.update)
+        loaded = load_model(
+            model,
+            dtype=load.dtype,
+            max_context=load.max_context,
+            quantization=load.quantization,
+            progress=bars.update,
+        )
         save(out, find(loaded, tokens_of(loaded, written), ratio, bars.update))
 
 
@@ -444,6 +450,7 @@ _STAGES = {
     "download": "downloading the model",
     "convert": "converting the model",
     "load": "loading the model",
+    "quantize": "quantizing its weights",
     "test": "allocating memory for KV, testing the model over it",
     "tiers": "allocating host memory, opening storage",
     "measure": "measuring how fast the model computes, to compare with storage",

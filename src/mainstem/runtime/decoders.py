@@ -23,7 +23,7 @@ from torch import nn
 from mainstem import _core
 from mainstem.runtime import kernels
 from mainstem.runtime.attention import BatchPlan, Paging
-from mainstem.runtime.exchanges import is_exchanged, rounding_error
+from mainstem.runtime.exchanges import is_exchanged, rounding_error, weights_of
 from mainstem.runtime.page_attention import PageAttention, page_plan
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -164,7 +164,7 @@ class _Kernel:
         core = _core.DecoderLayer(
             sizes,
             [_norm_of(norm) for norm in norms],
-            [_addresses(linear) for linear in linears],
+            [weights_of(linear).addresses for linear in linears],
             attention.scaling,
             activation,
             linears[0].weight.dtype is torch.bfloat16,
@@ -239,10 +239,6 @@ def _norm_of(norm: Any) -> tuple[int, float, float, bool]:
         return 0, 0.0, 0.0, False
     rule = norm.kernel
     return norm.weight.data_ptr(), rule.epsilon, rule.offset, rule.rounds
-
-
-def _addresses(linear: nn.Linear) -> tuple[int, int]:
-    return linear.weight.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
 
 
 def _activation(module: nn.Module) -> str | None:

@@ -27,6 +27,7 @@ from torch import nn
 
 from mainstem.runtime import kernels
 from mainstem.runtime.kernels import Weights
+from mainstem.runtime.quantization import packed
 
 # Largest difference from a module's own results that is rounding, relative to the largest of them.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -134,13 +135,14 @@ class _Group:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
+        self.quantized = all(packed(layer) is not None for layer in layers)
         self._given: torch.Tensor | None = None
         self._results: dict[nn.Linear, torch.Tensor] = {}  # that have not been asked for
 
     def result(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """Returns what one of them makes of x, for which `kernels.are_few`."""
         if x is not self._given or layer not in self._results:
-            results = kernels.products(x, [_weights(each) for each in self.layers])
+            results = kernels.products(x, [weights_of(each) for each in self.layers])
             self._given, self._results = x, dict(zip(self.layers, results, strict=True))
         result = self._results.pop(layer)
         if not self._results:
@@ -148,21 +150,21 @@ class _Group:
         return result
 
 
-def _weights(layer: nn.Linear) -> Weights:
+def weights_of(layer: nn.Linear) -> Weights:
     own = layer._parameters  # nn.Module looks for attributes slowly
     weight = own["weight"]
     assert weight is not None
-    return Weights(weight, own["bias"])
+    return Weights(weight, own["bias"], packed(layer))
 
 
 def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The `forward` of an exchanged linear layer."""
     if torch.is_grad_enabled() or x.dtype is not layer._parameters["weight"].dtype:
         return nn.Linear.forward(layer, x)  # which says what is wrong
-    if kernels.are_few(x):
-        group: _Group = layer.kernel
+    group: _Group = layer.kernel
+    if kernels.are_few(x, group.quantized):
         return group.result(layer, x)
-    return kernels.product(x, _weights(layer))
+    return kernels.product(x, weights_of(layer)._replace(int4=None))
 
 
 def _groups(modules: Sequence[nn.Module], given: Given) -> list[list[nn.Linear]]:

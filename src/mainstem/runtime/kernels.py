@@ -2,6 +2,7 @@
 
     rows                                          bfloat16          float32
     few: a decode step, or a verified draft       the core          the core, from two on
+    fewer than 8, of a quantized layer            the core          the core
     more                                          PyTorch           PyTorch
     many: a prefill, on a CPU without tiles       as float32        PyTorch
 
@@ -32,13 +33,34 @@ _FEW = {torch.bfloat16: range(1, 33), torch.float32: range(2, 13)} if _ISA else 
 _MANY = 48  # rows from which it pays to widen a weight
 _WIDENED = 1 << 22  # numbers of a weight that are widened at once
 STEP = 32  # the core's kernels take rows of a multiple of so many numbers
+GROUP = 32  # numbers of a row of a quantized weight that have one scale
+
+
+class Int4(NamedTuple):
+    """The numbers of a weight [outputs, inputs] in 4 bits: (code - 8) scale.
+
+    Args:
+        codes: int32 [outputs, inputs / 8]. Each group has four words of eight codes, from the lowest bits up: of places
+            0, 4, ... 28; of 2, 6, ... 30; of 1, 5, ... 29; of 3, 7, ... 31.
+        scales: float32 [outputs, inputs / GROUP].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
 
 
 class Weights(NamedTuple):
-    """A linear layer: weight [outputs, inputs], bias [outputs]."""
+    """A linear layer: weight [outputs, inputs], bias [outputs], and the same weight in 4 bits if it is quantized."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    int4: Int4 | None = None
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where the core finds weight, bias, codes and scales; 0 where there are none."""
+        codes, scales = (0, 0) if self.int4 is None else (self.int4.codes.data_ptr(), self.int4.scales.data_ptr())
+        return self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), codes, scales
 
 
 def instructions() -> str:
@@ -63,10 +85,13 @@ def takes(tensor: torch.Tensor) -> bool:
     )
 
 
-def are_few(x: torch.Tensor) -> bool:
+def are_few(x: torch.Tensor, quantized: bool = False) -> bool:
     """Returns whether the core computes layers that are given x, [..., inputs]."""
     inputs = x.shape[-1]
-    return x.dtype in _FEW and inputs % STEP == 0 and x.numel() // inputs in _FEW[x.dtype]
+    if x.dtype not in _FEW or inputs % STEP:
+        return False
+    rows = x.numel() // inputs
+    return rows in _FEW[x.dtype] or (quantized and 0 < rows <= _core.int4_rows)
 
 
 def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
@@ -83,10 +108,10 @@ def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
     *batch, inputs = x.shape
     rows = x.numel() // inputs
     addresses, sizes = [], []
-    for weight, bias in layers:
-        outputs = weight.shape[0]
-        assert weight.shape[1] == inputs and weight.dtype is x.dtype
-        addresses.append((weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs))
+    for layer in layers:
+        outputs = layer.weight.shape[0]
+        assert layer.weight.shape[1] == inputs and layer.weight.dtype is x.dtype
+        addresses.append((layer.addresses, outputs))
         sizes.append(rows * outputs)
     out = x.new_empty(sum(sizes))
     bfloat16 = x.dtype is torch.bfloat16
@@ -97,11 +122,11 @@ def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
 
 def product(x: torch.Tensor, layer: Weights) -> torch.Tensor:
     """Computes a layer on the CPU for any number of rows: x [..., inputs] to [..., outputs], of the same dtype."""
-    if are_few(x):
+    if are_few(x, layer.int4 is not None):
         return products(x, [layer])[0]
     if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and _ISA and not _has_tiles():
         return _widened(x, layer)
-    return linear(x, *layer)
+    return linear(x, layer.weight, layer.bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:

@@ -60,6 +60,7 @@ _TORCHVISION_IN_NAME = {"PixtralProcessor": "pixtral"}
 _IMAGES_AND_TEXT = ("image_processor", "tokenizer")
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_QUANTIZATIONS = ("none", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def load_model(
     *,
     dtype: str = "auto",
     max_context: int | None = None,
+    quantization: str = "none",
     progress: Progress | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
@@ -100,6 +102,7 @@ def load_model(
             SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster one on a CPU.
         max_context: positions of one request at most, no more than the model was trained for; None: as many.
+        quantization: "none", or "int4": weights of the decoder's linear layers in 4 bits, on a CPU, with loss.
         progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
         ranks: the processes that load it together, each its part; `torch.distributed` must connect them.
 
@@ -108,15 +111,26 @@ def load_model(
         UnsupportedModel: it is not a causal language model that transformers can run without the model's own code, or
             it takes images and Pillow is not installed, or several ranks cannot divide it or would compute something
             else, or neither its configuration nor `max_context` says how many positions it has.
-        BadArgument: `dtype` or `max_context` is none of the above, or its heads are not divisible by the number of
-            ranks.
+        BadArgument: `dtype`, `max_context` or `quantization` is none of the above, or its heads are not divisible by
+            the number of ranks, or quantized weights cannot be computed with here.
     """
     if dtype not in _DTYPES:
         raise BadArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
+    if quantization not in _QUANTIZATIONS:
+        raise BadArgument("quantization", quantization, f"one of {', '.join(_QUANTIZATIONS)}")
+    if quantization != "none":
+        _check_quantization(quantization, dtype, ranks)
     report = progress or _silent
     with _no_progress_bars():
         source, shown = ranks.share(lambda: _resolve(name, report))
-        return _load(source, shown, dtype, max_context, report, ranks)
+        loaded = _load(source, shown, dtype, max_context, report, ranks)
+    if quantization != "none":
+        from mainstem.runtime.quantization import quantize
+
+        report("quantize", 0, 1)
+        quantize(loaded.model, shown)
+        report("quantize", 1, 1)
+    return loaded
 
 
 def cache_folder() -> Path:
@@ -173,6 +187,23 @@ def _load(
         raise UnsupportedModel(f"{name}: {str(error).strip()}") from error
     progress("load", 2, 2)
     return LoadedModel(model, tokenizer, name, chosen, max_context, processor, ranks)
+
+
+def _check_quantization(quantization: str, dtype: str, ranks: Ranks) -> None:
+    """Refuses quantized weights where nothing computes with them, before the model is loaded."""
+    import torch
+
+    from mainstem.runtime import kernels
+
+    reasons = {
+        "none with several ranks (--tp): they divide weights as they are": ranks.size > 1,
+        "none on a GPU": torch.cuda.is_available(),
+        "none on a machine with neither AVX-512 nor AVX2": not kernels.instructions(),
+        f"none with dtype {dtype}: float32 or bfloat16": dtype == "float16",
+    }
+    for allowed, applies in reasons.items():
+        if applies:
+            raise BadArgument("quantization", quantization, allowed)
 
 
 def _check_ranks(config: PreTrainedConfig, name: str, max_context: int, size: int) -> None:

@@ -107,7 +107,14 @@ def open_engine(
 def _engine(asked: _Asked, ranks: Ranks, progress: Progress | None = None) -> Engine:
     """Loads a rank's part of the model, and starts its engine."""
     model = asked.model
-    loaded = load_model(asked.name, dtype=model.dtype, max_context=model.max_context, progress=progress, ranks=ranks)
+    loaded = load_model(
+        asked.name,
+        dtype=model.dtype,
+        max_context=model.max_context,
+        quantization=model.quantization,
+        progress=progress,
+        ranks=ranks,
+    )
     return Engine(loaded, asked.config, progress=progress)
 
 

@@ -33,6 +33,7 @@ MAX_LOGPROBS = 20
 SECRET_BYTES = 16  # the least length of a secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int4"]
 Codec = Literal["none", "int8", "fp8"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -47,10 +48,13 @@ class ModelConfig(Settings):
         dtype: Number format of weights and KV; auto takes the fastest one on this machine.
         max_context: Maximum number of tokens of a request, prompt and answer together; 1 or more. Default: what the
             model's configuration says. Required if it says nothing, as that of Mamba.
+        quantization: Weights of the decoder's linear layers as they are (none), or in 4 bits (int4): quicker for few
+            requests, less precise. On CPUs only, without --tp. See docs/serving.md.
     """
 
     dtype: Dtype = setting("auto", one_of(Dtype))
     max_context: int | None = setting(None, integer(1))
+    quantization: Quantization = setting("none", one_of(Quantization))
 
 
 _ID = integer(0)

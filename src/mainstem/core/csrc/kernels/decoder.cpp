@@ -4,7 +4,6 @@
 #include <array>
 
 #include "kernels/functions.h"
-#include "kernels/linear.h"
 
 namespace mainstem {
 
@@ -106,9 +105,9 @@ void Decoder<Number>::run(Number* x, const Number* cosines, const Number* sines,
   Number* const v = k + rows * key_size;
 
   norm(before, x, normed, rows, hidden);
-  const std::array<Layer<Number>, 3> given{{{queries.weight, queries.bias, q, query_size},
-                                            {keys.weight, keys.bias, k, key_size},
-                                            {values.weight, values.bias, v, key_size}}};
+  const std::array<Layer<Number>, 3> given{{{queries.weight, queries.packed, queries.bias, q, query_size},
+                                            {keys.weight, keys.packed, keys.bias, k, key_size},
+                                            {values.weight, values.packed, values.bias, v, key_size}}};
   multiply<Number>(normed, rows, hidden, given, threads);
   if (of_queries.weight) norm(of_queries, q, q, rows * heads.heads, numbers);
   if (of_keys.weight) norm(of_keys, k, k, rows * heads.kv_heads, numbers);
@@ -119,16 +118,17 @@ void Decoder<Number>::run(Number* x, const Number* cosines, const Number* sines,
     std::copy_n(v + i * key_size, key_size, value_pages + slots[i] * key_size);
   }
   plan.attend<Number>(q, {key_pages, value_pages, key_size, key_size}, heads, scores, normed, threads);
-  const std::array<Layer<Number>, 1> attention{{{attended.weight, attended.bias, found, hidden}}};
+  const std::array<Layer<Number>, 1> attention{{{attended.weight, attended.packed, attended.bias, found, hidden}}};
   multiply<Number>(normed, rows, query_size, attention, threads);
   elements.add(x, found, rows * hidden);
 
   norm(after, x, normed, rows, hidden);
   Number* const opened = q + rows * inner;
-  const std::array<Layer<Number>, 2> wide{{{gate.weight, gate.bias, q, inner}, {up.weight, up.bias, opened, inner}}};
+  const std::array<Layer<Number>, 2> wide{
+      {{gate.weight, gate.packed, gate.bias, q, inner}, {up.weight, up.packed, up.bias, opened, inner}}};
   multiply<Number>(normed, rows, hidden, wide, threads);
   elements.gate(q, opened, rows * inner, activation);
-  const std::array<Layer<Number>, 1> narrow{{{down.weight, down.bias, found, hidden}}};
+  const std::array<Layer<Number>, 1> narrow{{{down.weight, down.packed, down.bias, found, hidden}}};
   multiply<Number>(q, rows, inner, narrow, threads);
   elements.add(x, found, rows * hidden);
 }

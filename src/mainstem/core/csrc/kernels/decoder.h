@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/attention.h"
+#include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "kernels/vectors.h"
 
@@ -21,6 +22,7 @@ enum class Activation : std::uint8_t { kSilu, kGeluTanh };
 template <class Number>
 struct Matrix {
   const Number* weight;
+  Int4 packed;
   const Number* bias;
   std::size_t outputs;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "kernels/functions.h"
 #include "kernels/parallel.h"
 
 namespace mainstem {
@@ -15,14 +16,67 @@ constexpr std::size_t kPrefetch = 4096;  // bytes ahead: the hardware's prefetch
 constexpr std::size_t kAlone = 1 << 17;  // bytes of weights that one thread reads before others have begun
 constexpr std::size_t kParts = 4;        // of a thread's work, so that none waits long for another
 
+// A row of a weight as the numbers of a model.
+template <class Number>
+struct Plain {
+  static constexpr bool kAlternates = sizeof(Number) == sizeof(BFloat16);  // its pairs are those of even and odd places
+
+  static Plain of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
+    return {layer.weight + output * inputs};
+  }
+  template <int kLanes>
+  MAINSTEM_INLINE Pair<kLanes> pair(std::size_t i) const {
+    return load_pair<kLanes>(numbers + i);
+  }
+  MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof(Number)); }
+
+  const Number* numbers;
+};
+
+// A row of a weight in 4 bits a number.
+template <class Number>
+struct Packed {
+  static constexpr bool kAlternates = true;
+
+  static Packed of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
+    return {layer.packed.codes + output * inputs / kCodes, layer.packed.scales + output * inputs / kGroup};
+  }
+  template <int kLanes>
+  MAINSTEM_INLINE Pair<kLanes> pair(std::size_t i) const {
+    const std::uint32_t* const group = codes + i / kGroup * (kGroup / kCodes);
+    const std::uint32_t begin = i % kGroup;  // four bits for each two places
+    const float scale = scales[i / kGroup];
+    return {numbers<kLanes>(group, begin) * scale, numbers<kLanes>(group + 2, begin) * scale};
+  }
+  MAINSTEM_INLINE void prefetch(std::size_t i) const {
+    __builtin_prefetch(codes + i / kCodes + kPrefetch / sizeof *codes);
+  }
+
+  const std::uint32_t* codes;
+  const float* scales;
+
+ private:
+  static constexpr std::size_t kCodes = 8;  // of a word
+
+  // Returns the codes of two words from a bit on, less 8: as the lowest bits of 2^23, they are a float32.
+  template <int kLanes>
+  static MAINSTEM_INLINE typename Lanes<kLanes>::Floats numbers(const std::uint32_t* words, std::uint32_t begin) {
+    using Words = typename Lanes<kLanes>::Words;
+    const auto both = typename Lanes<kLanes>::Quads{} + load<std::uint64_t>(words);
+    const Words bits = (Words(numbered<kLanes>()) >> 1 << 2) + begin;
+    const Words codes = ((load<Words>(&both) >> bits) & 0x0fu) | 0x4b000000u;
+    return load<typename Lanes<kLanes>::Floats>(&codes) - (0x1p23f + 8);
+  }
+};
+
 // The rows of x as float32, pair by pair.
 class Rows {
  public:
   template <class Number>
-  Rows(const Number* x, std::size_t rows, std::size_t inputs, std::size_t lanes)
+  Rows(const Number* x, std::size_t rows, std::size_t inputs, std::size_t lanes, bool alternates)
       : count(rows), inputs(inputs), lines_(std::make_unique_for_overwrite<Line[]>(rows * inputs / kLine)) {
-    const std::size_t step = sizeof(Number) == sizeof(BFloat16) ? 2 : 1;  // in x, between neighbours in a vector
-    const std::size_t second = sizeof(Number) == sizeof(BFloat16) ? 1 : lanes;
+    const std::size_t step = alternates ? 2 : 1;  // in x, between neighbours in a vector
+    const std::size_t second = alternates ? 1 : lanes;
     float* to = lines_[0].floats;
     for (std::size_t at = 0; at < rows * inputs; at += 2 * lanes)
       for (std::size_t lane = 0; lane < lanes; ++lane) {
@@ -44,17 +98,20 @@ class Rows {
 };
 
 // Computes kM rows of x times kN rows of the weight.
-template <int kLanes, int kN, int kM, bool kFirst, class Number>
+template <int kLanes, int kN, int kM, bool kFirst, template <class> class Form, class Number>
 MAINSTEM_INLINE void tile(const Rows& x, std::size_t row, const Layer<Number>& layer, std::size_t output) {
   typename Lanes<kLanes>::Floats total[kM][kN] = {};
-  const Number* weight = layer.weight + output * x.inputs;
+  Form<Number> weight[kN];
+#pragma GCC unroll 8
+  for (int n = 0; n < kN; ++n)
+    weight[n] = Form<Number>::of(layer, output + n, x.inputs);
   const float* rows = x[row];
   for (std::size_t i = 0; i < x.inputs; i += 2 * kLanes) {
     Pair<kLanes> w[kN];
 #pragma GCC unroll 8
     for (int n = 0; n < kN; ++n) {
-      w[n] = load_pair<kLanes>(weight + n * x.inputs + i);
-      if (kFirst) __builtin_prefetch(weight + n * x.inputs + i + kPrefetch / sizeof(Number));
+      w[n] = weight[n].template pair<kLanes>(i);
+      if (kFirst) weight[n].prefetch(i);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) {
@@ -81,58 +138,56 @@ MAINSTEM_INLINE void tile(const Rows& x, std::size_t row, const Layer<Number>& l
 }
 
 // Computes the last rows of x, fewer than kM + 1.
-template <int kLanes, int kN, int kM, bool kFirst, class Number>
+template <int kLanes, int kN, int kM, bool kFirst, template <class> class Form, class Number>
 MAINSTEM_INLINE void last_rows(const Rows& x, std::size_t row, const Layer<Number>& layer, std::size_t output) {
   if constexpr (kM > 0) {
     if (x.count - row == kM)
-      tile<kLanes, kN, kM, kFirst>(x, row, layer, output);
+      tile<kLanes, kN, kM, kFirst, Form>(x, row, layer, output);
     else
-      last_rows<kLanes, kN, kM - 1, kFirst>(x, row, layer, output);
+      last_rows<kLanes, kN, kM - 1, kFirst, Form>(x, row, layer, output);
   }
 }
 
 // Computes all rows of x times kN rows of the weight, which the first tile reads from memory.
-template <int kLanes, int kN, class Number>
+template <int kLanes, int kN, template <class> class Form, class Number>
 MAINSTEM_INLINE void all_rows(const Rows& x, const Layer<Number>& layer, std::size_t output) {
-  if (x.count < kRows) return last_rows<kLanes, kN, kRows - 1, true>(x, 0, layer, output);
-  tile<kLanes, kN, kRows, true>(x, 0, layer, output);
+  if (x.count < kRows) return last_rows<kLanes, kN, kRows - 1, true, Form>(x, 0, layer, output);
+  tile<kLanes, kN, kRows, true, Form>(x, 0, layer, output);
   std::size_t row = kRows;
   for (; row + kRows <= x.count; row += kRows)
-    tile<kLanes, kN, kRows, false>(x, row, layer, output);
-  last_rows<kLanes, kN, kRows - 1, false>(x, row, layer, output);
+    tile<kLanes, kN, kRows, false, Form>(x, row, layer, output);
+  last_rows<kLanes, kN, kRows - 1, false, Form>(x, row, layer, output);
 }
 
-template <int kLanes, class Number>
+template <int kLanes, template <class> class Form, class Number>
 MAINSTEM_INLINE void some_outputs(const Rows& x, const Layer<Number>& layer, std::size_t begin, std::size_t end) {
   std::size_t output = begin;
   for (; output + kOutputs <= end; output += kOutputs)
-    all_rows<kLanes, kOutputs>(x, layer, output);
+    all_rows<kLanes, kOutputs, Form>(x, layer, output);
   for (; output < end; ++output)
-    all_rows<kLanes, 1>(x, layer, output);
+    all_rows<kLanes, 1, Form>(x, layer, output);
 }
 
-template <class Number>
+template <template <class> class Form, class Number>
 MAINSTEM_AVX512 void on_avx512(const Rows& x, const Layer<Number>& layer, std::size_t begin, std::size_t end) {
-  some_outputs<16>(x, layer, begin, end);
+  some_outputs<16, Form>(x, layer, begin, end);
 }
 
-template <class Number>
+template <template <class> class Form, class Number>
 MAINSTEM_AVX2 void on_avx2(const Rows& x, const Layer<Number>& layer, std::size_t begin, std::size_t end) {
-  some_outputs<8>(x, layer, begin, end);
+  some_outputs<8, Form>(x, layer, begin, end);
 }
 
-}  // namespace
-
-template <class Number>
-void multiply(const Number* given, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
-              unsigned threads) {
+template <template <class> class Form, class Number>
+void multiply_as(const Number* given, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
+                 std::size_t bytes, unsigned threads) {
   const bool wide = best_isa() == Isa::kAvx512;
-  const auto run = wide ? on_avx512<Number> : on_avx2<Number>;
-  const Rows x(given, rows, inputs, wide ? 16 : 8);
+  const auto run = wide ? on_avx512<Form, Number> : on_avx2<Form, Number>;
+  const Rows x(given, rows, inputs, wide ? 16 : 8, Form<Number>::kAlternates);
   std::size_t outputs = 0;
   for (const auto& layer : layers)
     outputs += layer.outputs;
-  if (outputs * inputs * sizeof(Number) <= kAlone) threads = 1;
+  if (outputs * bytes <= kAlone) threads = 1;
   const std::size_t part = outputs / (threads * kParts) / kOutputs * kOutputs + kOutputs;
   share_out(outputs, part, threads, [&](std::size_t begin, std::size_t end) {
     std::size_t before = 0;  // outputs of the layers before
@@ -142,6 +197,17 @@ void multiply(const Number* given, std::size_t rows, std::size_t inputs, std::sp
       before += layer.outputs;
     }
   });
+}
+
+}  // namespace
+
+template <class Number>
+void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
+              unsigned threads) {
+  if (rows <= kInt4Rows && std::ranges::all_of(layers, [](const auto& layer) { return layer.packed.codes; }))
+    multiply_as<Packed>(x, rows, inputs, layers, inputs / 2, threads);
+  else
+    multiply_as<Plain>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
 }
 
 template void multiply(const float*, std::size_t, std::size_t, std::span<const Layer<float>>, unsigned);

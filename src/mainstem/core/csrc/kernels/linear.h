@@ -8,22 +8,41 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "kernels/vectors.h"
 
 namespace mainstem {
 
+// A weight in 4 bits a number, each (code - 8) scale. Without codes, there is none.
+//
+//   codes    [outputs, inputs / kGroup, 2 words of those at even places, 2 of those at odd ones]: the number at place
+//            2 i is the code i / 2 of the word i % 2, from its lowest bits up, and so is that at 2 i + 1
+//   scales   [outputs, inputs / kGroup]
+//
+// In this order both vectors of a pair are a broadcast and a shift, whatever their length.
+struct Int4 {
+  const std::uint32_t* codes;
+  const float* scales;
+};
+inline constexpr std::size_t kGroup = 32;
+
+// Rows up to which a weight is read as its Int4.
+inline constexpr std::size_t kInt4Rows = 7;
+
 // A layer, and where its results go: [rows, outputs]. `bias` may be null.
 template <class Number>
 struct Layer {
   const Number* weight;
+  Int4 packed;
   const Number* bias;
   Number* out;
   std::size_t outputs;
 };
 
 // Computes layers that are given the same: x [rows, inputs], inputs a multiple of kRowStep. Sums are float32.
+// Few rows are computed from the Int4 of the weights if all layers have one.
 template <class Number>
 void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
               unsigned threads);

@@ -20,6 +20,7 @@ struct Lanes {  // in the older form: the compiler ignores the attribute of a `u
   typedef std::int32_t Signed __attribute__((vector_size(4 * kLanes)));
   typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
   typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef std::uint64_t Quads __attribute__((vector_size(4 * kLanes)));
 };
 
 using Floats4 = Lanes<4>::Floats;

@@ -29,7 +29,17 @@ using namespace nb::literals;
 namespace {
 
 using Address = std::uintptr_t;
-using Weight = std::tuple<Address, Address, std::size_t>;  // weight, bias or 0, outputs
+using GivenMatrix = std::tuple<Address, Address, Address, Address>;  // weight, bias, codes and scales; or 0
+using Weight = std::pair<GivenMatrix, std::size_t>;                  // and outputs
+
+template <class Number>
+Matrix<Number> matrix_at(const GivenMatrix& given, std::size_t outputs) {
+  const auto [weight, bias, codes, scales] = given;
+  return {reinterpret_cast<const Number*>(weight),
+          {reinterpret_cast<const std::uint32_t*>(codes), reinterpret_cast<const float*>(scales)},
+          reinterpret_cast<const Number*>(bias),
+          outputs};
+}
 
 template <class Number>
 void multiply_at(Address x, std::size_t rows, std::size_t inputs, const std::vector<Weight>& weights, Address out,
@@ -37,8 +47,9 @@ void multiply_at(Address x, std::size_t rows, std::size_t inputs, const std::vec
   std::vector<Layer<Number>> layers;
   layers.reserve(weights.size());
   auto* to = reinterpret_cast<Number*>(out);
-  for (const auto& [weight, bias, outputs] : weights) {
-    layers.push_back({reinterpret_cast<const Number*>(weight), reinterpret_cast<const Number*>(bias), to, outputs});
+  for (const auto& [given, outputs] : weights) {
+    const auto matrix = matrix_at<Number>(given, outputs);
+    layers.push_back({matrix.weight, matrix.packed, matrix.bias, to, outputs});
     to += rows * outputs;
   }
   multiply<Number>(reinterpret_cast<const Number*>(x), rows, inputs, layers, threads);
@@ -135,7 +146,6 @@ void attend(AttentionPlan& self, Address queries, Address keys, Address values, 
 
 using AnyDecoder = std::variant<Decoder<float>, Decoder<BFloat16>>;
 using GivenNorm = std::tuple<Address, float, float, bool>;  // weight or 0, epsilon, offset, rounds
-using GivenMatrix = std::pair<Address, Address>;            // weight, bias or 0
 
 template <class Number>
 Decoder<Number> decoder(const std::array<std::size_t, 5>& sizes, const std::array<GivenNorm, 4>& norms,
@@ -145,10 +155,7 @@ Decoder<Number> decoder(const std::array<std::size_t, 5>& sizes, const std::arra
     const auto& [weight, epsilon, offset, rounds] = norms[i];
     return {reinterpret_cast<const Number*>(weight), {epsilon, offset, rounds}};
   };
-  const auto matrix = [&](std::size_t i, std::size_t outputs) -> Matrix<Number> {
-    return {reinterpret_cast<const Number*>(matrices[i].first), reinterpret_cast<const Number*>(matrices[i].second),
-            outputs};
-  };
+  const auto matrix = [&](std::size_t i, std::size_t outputs) { return matrix_at<Number>(matrices[i], outputs); };
   return {hidden,
           inner,
           {heads, kv_heads, numbers, numbers},
@@ -216,12 +223,16 @@ void bind_kernels(nb::module_& m) {
   m.def("kernel_isa", &isa_name,
         "The instructions that `linear` and `rms_norm` use: \"avx512\", \"avx2\", or \"\": this machine cannot run "
         "them.");
+  m.attr("int4_rows") = kInt4Rows;
   m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "bfloat16"_a, "threads"_a,
-        nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[int, int, int]], "
+        nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
+                "int, int], int]], "
                 "out: int, bfloat16: bool, threads: int) -> None"),
         "Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.\n\n"
-        "Each weight is (address, address of the bias or 0, outputs). `out` gets [rows, outputs] of one after another. "
-        "All are contiguous and float32, or bfloat16. Raises BadArgument if `inputs` is not a multiple of 32.");
+        "Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets "
+        "[rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the "
+        "same weight in 4 bits, see `kernels.Int4`; `int4_rows` or fewer rows are computed from them. Raises "
+        "BadArgument if `inputs` is not a multiple of 32.");
   m.def("rms_norm", &norm, "x"_a, "weight"_a, "out"_a, "rows"_a, "width"_a, "epsilon"_a, "offset"_a, "rounds"_a,
         "bfloat16"_a, "threads"_a,
         "Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.\n\n"
@@ -253,12 +264,12 @@ void bind_kernels(nb::module_& m) {
       .def("__init__", &make_decoder, "sizes"_a, "norms"_a, "matrices"_a, "scale"_a, "activation"_a, "bfloat16"_a,
            nb::sig(
                "def __init__(self, sizes: tuple[int, int, int, int, int], norms: collections.abc.Sequence[tuple[int, "
-               "float, float, bool]], matrices: collections.abc.Sequence[tuple[int, int]], scale: float, "
+               "float, float, bool]], matrices: collections.abc.Sequence[tuple[int, int, int, int]], scale: float, "
                "activation: str, bfloat16: bool) -> None"),
            "`sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and "
            "before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for "
-           "`rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each weight and bias (0 for "
-           "none).\n\nRaises BadArgument if a size is not a multiple of 32, or the activation is unknown.")
+           "`rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each as for "
+           "`linear`.\n\nRaises BadArgument if a size is not a multiple of 32, or the activation is unknown.")
       .def(
           "run", &run_decoder, "x"_a, "cosines"_a, "sines"_a, "plan"_a, "keys"_a, "values"_a, "slots"_a, "positions"_a,
           "threads"_a,
