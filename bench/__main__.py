@@ -32,6 +32,7 @@ NAMES = (
     "throttled",
     "codec",
     "kv",
+    "weights",
     "servers",
 )
 WIDTH = 160
@@ -122,6 +123,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         throughput,
         tiers,
         ttft,
+        weights,
     )
     from mainstem.runtime.models import load_model
 
@@ -161,6 +163,10 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     elif name == "codec":
         rates = codec.QUICK if report.quick else codec.Settings()
         codec.run(rates, report, load_model(dtype=rates.dtype))
+    elif name == "weights":
+        forms = weights.QUICK if report.quick else weights.Settings()
+        both = (load_model(dtype=forms.dtype, quantization=each) for each in ("none", "int4"))
+        weights.run(forms, report, *both)
     elif name == "generate":
         answers = generate.QUICK if report.quick else generate.Settings()
         generate.run(answers, report, load_model(dtype=answers.dtype))

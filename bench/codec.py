@@ -104,7 +104,7 @@ def run(settings: Settings, report: Report, loaded: LoadedModel) -> None:
 
 def _trials(settings: Settings, report: Report, loaded: LoadedModel) -> list[_Trial]:
     text = "\n\n".join(_docstrings())
-    tokens = _tokens(loaded, text)[: settings.calibration]
+    tokens = tokens_of(loaded, text)[: settings.calibration]
     began_s = time.process_time()
     made = calibrate(
         loaded, tokens, settings.ratios[0], lambda stage, done, of: report.progress(f"{stage}: {done} of {of}")
@@ -218,7 +218,8 @@ def _table(report: Report) -> Table:
 # ---------------------------------------------------------------- texts
 
 
-def _tokens(loaded: LoadedModel, text: str) -> NDArray[np.int64]:
+def tokens_of(loaded: LoadedModel, text: str) -> NDArray[np.int64]:
+    """Returns a text as a model reads it."""
     return np.array(loaded.tokenizer(text, verbose=False)["input_ids"], np.int64)
 
 
