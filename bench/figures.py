@@ -79,6 +79,7 @@ SOURCES = {
     "tiers": Source("tiers", "rows", ("what", "page_size", "dtype")),
     "marks": Source("marks", "goals", ("what",)),
     "policy": Source("policies", "rows", ("policy",)),
+    "loss": Source("weights", "loss", ("weights",)),
 }
 FORMS: Mapping[str, Callable[[float], str]] = {
     "ms": lambda seconds: f"{1000 * seconds:,.0f}",
@@ -349,6 +350,32 @@ def _kv(records: Records) -> str:
     return _table(["kv-cache-dtype", "times as many pages", "perplexity", *steps], lines)
 
 
+def _weights(records: Records) -> str:
+    """What weights of 4 bits cost and give."""
+    if "weights" not in records:
+        return "Not recorded yet."
+    record = records["weights"]
+    own = record["settings"]["dtype"]
+    lines = [
+        [
+            str(row["rows"]),
+            ", ".join(f"{1000 * row[f'{name}_s']:.1f}" for name in ("pytorch", "own", "int4")),
+            f"{row['ratio']:.2f}",
+            f"{1000 * row['own_step_s']:.1f}, {1000 * row['int4_step_s']:.1f}",
+            f"{row['step_ratio']:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    heads = [
+        "rows",
+        f"linear layers, ms: {own} by PyTorch, by the core; int4",
+        "ratio",
+        f"step, ms: {own}, int4",
+        "ratio",
+    ]
+    return _table(heads, lines)
+
+
 def _models(records: Records) -> str:
     """The table of the models, as the benchmark itself writes it."""
     from bench.models import markdown  # imports the runtime
@@ -465,6 +492,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "attention": _attention,
     "codec": _codec,
     "kv": _kv,
+    "weights": _weights,
     "models": _models,
     "servers": _servers,
     "states": _states,

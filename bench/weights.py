@@ -49,7 +49,7 @@ class Settings:
     length: int = 1025
     rows: tuple[int, ...] = (1, 4, 7)
     before: int = 64
-    turns: int = 25
+    turns: int = 15
     goal: float = 1.2
     dtype: str = "bfloat16"
 
@@ -70,6 +70,7 @@ def run(settings: Settings, report: Report, plain: LoadedModel, packed: LoadedMo
     differences = losses[1] - losses[0]
     report.more["loss"] = [
         {
+            "weights": "int4",
             "tokens": len(differences),
             "perplexity": math.exp(losses[0].mean()),
             "loss": math.expm1(differences.mean()),

@@ -591,10 +591,21 @@ PYTHON: tuple[Mutant, ...] = (
         'np.argsort(rows, kind="stable")', "np.arange(len(rows))",
         "tests/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
+    # ---------------------------------------------------------------- quantized weights
+    _mutant(
+        "a quantized weight has more bits than a bfloat16", "-", "runtime/quantization.py",
+        "_SCALE_BITS = 5", "_SCALE_BITS = 8",
+        "tests/test_quantization.py::test_codes_are_the_same_numbers_as_the_weight",
+    ),
+    _mutant(
+        "more rows are computed from the weight before it was quantized", "-", "runtime/quantization.py",
+        "part.copy_((numbers * scale).view_as(part))", "pass",
+        "tests/test_quantization.py::test_every_number_of_rows_computes_with_the_same_weights",
+    ),
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
-_ATTENTION = _CORE + "kernels/attention.cpp"
+_ATTENTION, _LINEAR = _CORE + "kernels/attention.cpp", _CORE + "kernels/linear.cpp"
 _ROWS_OF_PAGES = "tests/test_page_attention.py::"
 _LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
 NATIVE: tuple[Mutant, ...] = (
@@ -868,6 +879,16 @@ NATIVE: tuple[Mutant, ...] = (
         "a sink has no weight", "-", _ATTENTION,
         "float total = sinks ? exponential<kLanes>(widen(sinks[head]) - highest) : 0;", "float total = 0;",
         _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "all groups of a quantized weight have the scale of the first", "-", _LINEAR,
+        "const float scale = scales[i / kGroup];", "const float scale = scales[0];",
+        "tests/test_quantization.py::test_codes_and_weight_give_the_same_bits_in_bfloat16",
+    ),
+    _mutant(
+        "one row more is computed from codes of 4 bits", "-", _CORE + "kernels/linear.h",
+        "kInt4Rows = 7;", "kInt4Rows = 8;",
+        "tests/test_quantization.py::test_fewer_than_eight_rows_read_the_codes_and_more_the_weight",
     ),
 )
 # fmt: on

@@ -137,6 +137,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["nonsense"], 2, "nonsense"),
         (["generate", "x", "--top-p", "3"], 2, "--top-p 3.0: must be"),
         (["generate", "x", "--dtype", "int4"], 2, "int4"),
+        (["serve", "--quantization", "int3"], 2, "mainstem: --quantization int3: must be one of none, int4"),
         (["serve", "--max-context", "0"], 2, "mainstem: --max-context 0: must be"),
         (["generate", "--file", "/does/not/exist"], 1, "/does/not/exist"),
         (["generate", "a\udcffb"], 2, "'\\udcff' at character 1: must be text that UTF-8 can encode"),
@@ -259,11 +260,12 @@ def test_generate_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_sampling_options_arrive(machine: Machine) -> None:
     options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --stop a --stop b"
-    assert run("generate", "x", "--dtype", "bfloat16", "--max-context", "300", "--model", "m", *options.split()) == 0
+    chosen = "--dtype bfloat16 --max-context 300 --quantization int4 --model m"
+    assert run("generate", "x", *chosen.split(), *options.split()) == 0
     params = machine.engine.streams[0].request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (5, 0.5, 0.9, 4)
     assert (params.min_p, params.seed, params.stop) == (0.1, 3, ("a", "b"))
-    assert machine.loaded == [("m", ModelConfig("bfloat16", max_context=300))]
+    assert machine.loaded == [("m", ModelConfig("bfloat16", 300, "int4"))]
 
 
 def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from test_kernels import DTYPES, NEEDS_ISA, ROUNDING, exact, random
 from transformers import PreTrainedModel
 
 from bench.tiny_models import tiny
-from mainstem import _core
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime import kernels
 from mainstem.runtime.engine import Engine
@@ -34,7 +33,7 @@ from mainstem.settings.engine import EngineConfig, SamplingParams, StorageConfig
 
 pytestmark = [NEEDS_ISA, pytest.mark.usefixtures("one_thread")]
 
-FEW = _core.int4_rows
+FEW = 7
 
 
 class Alone(torch.nn.Module):
@@ -117,7 +116,7 @@ def test_codes_and_weight_give_the_same_bits_in_bfloat16(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_rows_read_the_codes_and_more_the_weight(dtype: torch.dtype) -> None:
+def test_fewer_than_eight_rows_read_the_codes_and_more_the_weight(dtype: torch.dtype) -> None:
     layer = quantized(random(64, 96, dtype=dtype))
     x = random(FEW + 1, 96, dtype=dtype)
     before = [kernels.product(x[:rows], layer) for rows in range(1, FEW + 2)]
