@@ -64,7 +64,8 @@ def run(settings: Settings, report: Report, plain: LoadedModel, packed: LoadedMo
     report.settings.update(asdict(settings), model=plain.name, threads=1)
     try:
         report.rows += _times(settings, report, plain, packed)
-        losses = [_losses(settings, report, model) for model in (plain, packed)]
+        text = torch.from_numpy(tokens_of(plain, documentation()))
+        losses = [_losses(settings, report, model, text) for model in (plain, packed)]
     finally:
         torch.set_num_threads(threads)
     differences = losses[1] - losses[0]
@@ -89,12 +90,11 @@ def run(settings: Settings, report: Report, plain: LoadedModel, packed: LoadedMo
 
 
 @torch.inference_mode()
-def _losses(settings: Settings, report: Report, loaded: LoadedModel) -> torch.Tensor:
+def _losses(settings: Settings, report: Report, loaded: LoadedModel, text: torch.Tensor) -> torch.Tensor:
     """Returns the losses of all tokens but the first of each passage, float64. The model is float32 from here on."""
     model: Any = loaded.model.float()
     model.set_attn_implementation("sdpa")
     size = settings.length
-    text = torch.from_numpy(tokens_of(loaded, texts_of_documentation()))
     parts = []
     for number in range(min(settings.passages, len(text) // size)):
         passage = text[number * size :][:size]
