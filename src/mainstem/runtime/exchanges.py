@@ -151,6 +151,7 @@ class _Group:
 
 
 def weights_of(layer: nn.Linear) -> Weights:
+    """Returns what kernels read of a linear layer."""
     own = layer._parameters  # nn.Module looks for attributes slowly
     weight = own["weight"]
     assert weight is not None
