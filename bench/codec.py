@@ -125,7 +125,7 @@ def _trials(settings: Settings, report: Report, loaded: LoadedModel) -> list[_Tr
 def _measure(settings: Settings, report: Report, loaded: LoadedModel, trials: list[_Trial]) -> list[torch.Tensor]:
     """Fills in the trials, and returns the losses after exact pages."""
     half, losses = settings.half, []
-    tokens = torch.from_numpy(_tokens(loaded, texts_of_documentation()))
+    tokens = torch.from_numpy(tokens_of(loaded, texts_of_documentation()))
     passages = min(settings.passages, len(tokens) // (2 * half))
     for number in range(passages):
         passage = tokens[2 * half * number :][None, : 2 * half]

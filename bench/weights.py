@@ -64,7 +64,7 @@ def run(settings: Settings, report: Report, plain: LoadedModel, packed: LoadedMo
     report.settings.update(asdict(settings), model=plain.name, threads=1)
     try:
         report.rows += _times(settings, report, plain, packed)
-        text = torch.from_numpy(tokens_of(plain, documentation()))
+        text = torch.from_numpy(tokens_of(plain, texts_of_documentation()))
         losses = [_losses(settings, report, model, text) for model in (plain, packed)]
     finally:
         torch.set_num_threads(threads)
