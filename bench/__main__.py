@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -175,5 +176,11 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         throughput.run(loads, report, load_model(dtype=loads.dtype))
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Runs `main` as a program: SIGTERM ends what it has started, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main()
+
+
+if __name__ == "__main__":
+    run()

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -323,6 +324,27 @@ def test_a_part_of_a_run_is_not_recorded(
     with pytest.raises(SystemExit):
         command.main()
     assert "only whole runs are recorded" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_terminated_ends_what_it_has_started(tmp_path: Path) -> None:
+    program = """if True:
+        import os, pathlib, signal, sys, time
+        from bench import __main__ as command
+
+        def wait(*_):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            finally:
+                pathlib.Path(ended).touch()
+
+        command._run = wait
+        ended, sys.argv = sys.argv[1], ["bench", "core", "--quick"]
+        command.run()
+    """
+    ended = tmp_path / "ended"
+    done = subprocess.run([sys.executable, "-c", program, str(ended)], cwd=Path(__file__).parents[1], timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM and ended.exists()
 
 
 def test_the_index_benchmark_writes_rows(tmp_path: Path) -> None:

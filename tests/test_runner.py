@@ -595,13 +595,13 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
     tables = rig.tables(3, 40)
     rig.runner.forward([Segment(tokens[:33], 0, (tables[0],), False)])
     pool, page_ids = full_pool(rig.runner), torch.from_numpy(tables[0][:11])
-    kept = [(keys[page_ids].clone(), values[page_ids].clone()) for keys, values in map(pool.layer, range(3))]
+    kept = [[plane.numbers[page_ids].clone() for plane in pool.layer(layer)] for layer in range(3)]
     attention.log.clear()
     pool.k[:, page_ids], pool.v[:, page_ids] = torch.nan, torch.nan
 
     def arrive(layer: int) -> None:
-        keys, values = pool.layer(layer)
-        keys[page_ids], values[page_ids] = kept[layer]
+        for plane, numbers in zip(pool.layer(layer), kept[layer], strict=True):
+            plane.numbers[page_ids] = numbers
 
     ticket = _Arriving(attention.log, arrive)
     follower = np.concatenate([tables[0][:11], tables[1][:5]])
