@@ -139,6 +139,16 @@ def test_a_stream_of_a_chat() -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+def test_a_stream_that_counts_as_it_goes() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(complete(client(), ["ab", "c"], n=2, stream=True, max_tokens=2, stream_options=options))
+    used = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
+    assert used[0] == (3, 1) and used[-1] == used[-2] == (3, 8)
+    assert [count for _, count in used[:-1]] == sorted(count for _, count in used[:-1])
+    only = events(complete(client(), stream=True, stream_options={"continuous_usage_stats": True}))
+    assert all("usage" not in chunk for chunk in only), "without include_usage"
+
+
 def test_a_stream_without_usage() -> None:
     chunks = events(complete(client(), stream=True, max_tokens=2))
     assert all("usage" not in chunk for chunk in chunks)

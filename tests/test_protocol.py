@@ -12,7 +12,7 @@ from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, Ma
 from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server import protocol
-from mainstem.server.protocol import ApiError, ChatReply, CompletionReply, Head
+from mainstem.server.protocol import ApiError, ChatReply, ChunkUsage, CompletionReply, Head
 
 HEAD = Head("id-1", 123, "m")
 USAGE = Usage(10, 4, 3, 0.0, 0.1, 0.2)
@@ -329,7 +329,7 @@ def as_json(body: Any) -> Any:
 
 
 def test_a_whole_chat_answer() -> None:
-    reply = ChatReply(HEAD, spell, include_usage=False)
+    reply = ChatReply(HEAD, spell, ChunkUsage(False))
     body = as_json(reply.whole([ANSWER], protocol.usage_body([USAGE], 1)))
     assert (body["id"], body["created"], body["model"], body["object"]) == ("id-1", 123, "m", "chat.completion")
     choice = body["choices"][0]
@@ -345,7 +345,7 @@ def test_a_whole_chat_answer() -> None:
 
 
 def test_a_whole_completion() -> None:
-    reply = CompletionReply(HEAD, spell, include_usage=False)
+    reply = CompletionReply(HEAD, spell, ChunkUsage(False))
     body = as_json(reply.whole([ANSWER], protocol.usage_body([USAGE], 1)))
     assert body["object"] == "text_completion"
     assert body["choices"][0]["text"] == "Hé"
@@ -358,7 +358,7 @@ def test_a_whole_completion() -> None:
 
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
-    plain, counted = kind(HEAD, spell, False), kind(HEAD, spell, True)
+    plain, counted = kind(HEAD, spell, ChunkUsage(False)), kind(HEAD, spell, ChunkUsage(True))
     assert "usage" not in as_json(plain.chunk(0, Delta("a", (1,))))
     assert as_json(counted.chunk(0, Delta("a", (1,))))["usage"] is None
     last = as_json(counted.closing(protocol.usage_body([USAGE], 1)))
@@ -366,8 +366,19 @@ def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
     assert last["usage"]["total_tokens"] == 13
 
 
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_chunks_can_carry_what_was_used_so_far(kind: Any) -> None:
+    reply = kind(HEAD, spell, ChunkUsage(True, prompt_tokens=7))
+    assert reply.chunk(0, Delta("", (1, 2))) is None
+    used = [as_json(reply.chunk(index, Delta("a", (1,))))["usage"] for index in (0, 1)]
+    assert used == [
+        {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+        {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11},
+    ]
+
+
 def test_chat_chunks() -> None:
-    reply = ChatReply(HEAD, spell, False)
+    reply = ChatReply(HEAD, spell, ChunkUsage(False))
     assert reply.chunk(1, Delta("", (1,))) is None, "the role comes with the first text"
     for delta in ({"role": "assistant", "content": "a"}, {"content": "a"}):
         assert as_json(reply.chunk(1, Delta("a", (1,))))["choices"][0] == {
@@ -385,7 +396,7 @@ def test_chat_chunks() -> None:
 
 
 def test_offsets_go_on_over_the_chunks_of_a_choice() -> None:
-    reply = CompletionReply(HEAD, spell, False)
+    reply = CompletionReply(HEAD, spell, ChunkUsage(False))
     offsets = []
     for index, entry in ((0, LOGPROBS[0]), (1, LOGPROBS[0]), (0, LOGPROBS[1])):
         chunk = as_json(reply.chunk(index, Delta("x", (entry.token,), (entry,))))
@@ -408,25 +419,27 @@ def test_offsets_count_characters_that_were_sent() -> None:
     def spelled(token: int) -> str:
         return {1: "a", 5: "b"}.get(token, "\ufffd")
 
-    whole = as_json(CompletionReply(HEAD, spelled, False).whole([EMOJI, EMOJI], protocol.usage_body([USAGE], 1)))
+    whole = as_json(
+        CompletionReply(HEAD, spelled, ChunkUsage(False)).whole([EMOJI, EMOJI], protocol.usage_body([USAGE], 1))
+    )
     assert whole["choices"][0]["text"] == "a😀b"
     for choice in whole["choices"]:
         assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
-    reply = CompletionReply(HEAD, spelled, False)
+    reply = CompletionReply(HEAD, spelled, ChunkUsage(False))
     chunks = [as_json(reply.chunk(0, delta))["choices"][0]["logprobs"] for delta in EMOJI[:-1]]
     assert [offset for logprobs in chunks for offset in logprobs["text_offset"]] == [0, 1, 1, 1, 2]
 
 
 def test_offsets_within_one_event_never_leave_its_text() -> None:
     delta = Delta("Hé you", (1, 3, 2), (TokenLogprob(1, 0, ()), TokenLogprob(3, 0, ()), TokenLogprob(2, 0, ())))
-    chunk = as_json(CompletionReply(HEAD, spell, False).chunk(0, delta))
+    chunk = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).chunk(0, delta))
     assert chunk["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3]
-    short = as_json(CompletionReply(HEAD, spell, False).chunk(0, Delta("H", (1, 2), delta.logprobs[::2])))
+    short = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).chunk(0, Delta("H", (1, 2), delta.logprobs[::2])))
     assert short["choices"][0]["logprobs"]["text_offset"] == [0, 1]
 
 
 def test_an_event_is_one_line_of_data() -> None:
-    reply = ChatReply(HEAD, spell, False)
+    reply = ChatReply(HEAD, spell, ChunkUsage(False))
     event = protocol.event(reply.chunk(0, Delta("two\nlines", (1,))))
     assert event.startswith(b"data: {")
     assert event.endswith(b"}\n\n")

@@ -33,6 +33,9 @@ class FakeTokenizer:
 
     chat_template = "a template"
 
+    def __len__(self) -> int:
+        return 256
+
     def get_vocab(self) -> dict[str, int]:
         return {chr(byte): byte for byte in range(128)}
 

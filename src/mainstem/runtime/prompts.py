@@ -114,8 +114,8 @@ class Prompts:
         # A lossless tokenizer cannot fit more bytes than this into the context.
         self._max_bytes = max_context * max(len(token.encode()) for token in tokenizer.get_vocab())
 
-    def text(self, text: str) -> NDArray[np.int32]:
-        """Encodes a plain text, with the special tokens that the tokenizer adds.
+    def text(self, text: str, *, special_tokens: bool = True) -> NDArray[np.int32]:
+        """Encodes a plain text, by default with the special tokens that the tokenizer adds.
 
         Returns:
             int32 [n], n >= 1.
@@ -125,7 +125,7 @@ class Prompts:
             RequestTooLong: it is longer than the context; raised before tokenising if no tokenisation could fit.
         """
         self.check_size([text], "prompt")
-        return self._encode(text, special_tokens=True, name="prompt")
+        return self._encode(text, special_tokens=special_tokens, name="prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """Makes a prompt of token ids, each an int32.
@@ -218,6 +218,17 @@ class Prompts:
         """Returns the tokens of words, each at the beginning of a text and after a blank if these differ."""
         spelled = [form for text in texts for form in (text, f" {text.lstrip()}")]
         return tuple(dict.fromkeys(tuple(self._tokenizer.encode(each, add_special_tokens=False)) for each in spelled))
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included.
+
+        Raises:
+            BadTokens: a token is outside the vocabulary.
+        """
+        wrong = next((token for token in tokens if not 0 <= token < len(self._tokenizer)), None)
+        if wrong is not None:
+            raise BadTokens(f"token {wrong}: must be from 0 to {len(self._tokenizer) - 1}")
+        return str(self._tokenizer.decode(list(tokens)))
 
     def spell(self, token: int) -> str:
         """Returns the text of a single token; a part of a character shows as U+FFFD."""

@@ -44,11 +44,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
+from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import management, protocol
+from mainstem.server import management, protocol, tokens
 from mainstem.server.access import Access
 from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import Pictures
@@ -281,6 +282,9 @@ class _Service:
             Route("/v1/cache/remove", self._remove, methods=["POST"]),
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/version", self._version, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._scrape, methods=["GET"]),
         ]
@@ -299,7 +303,8 @@ class _Service:
             self._metrics.refused(_shown(error).status)
             raise
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
-        reply = kind.reply(head, self._prompts.spell, ask.include_usage)
+        counted = protocol.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
+        reply = kind.reply(head, self._prompts.spell, counted)
         if ask.stream:
             return _warned(EventStream(run, reply, ask.include_usage), unknown)
         with run:
@@ -320,7 +325,8 @@ class _Service:
             lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
         )
         watchers = [self._watchers(ask, request, kind, tenant) for request in requests]
-        return ask, Run(self._submit(requests), ask.choices, watchers)
+        prompt_tokens = sum(len(request.tokens) for request in requests[:: ask.choices])
+        return ask, Run(self._submit(requests), ask.choices, watchers, prompt_tokens)
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -506,6 +512,33 @@ class _Service:
     async def _tree(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
+
+    async def _tokenize(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        return _json(await self._parsed(http, lambda body: self._tokenized(tokens.parse_tokenize(body))))
+
+    def _tokenized(self, ask: tokens.TokenizeRequest) -> tokens.Tokenized:
+        if ask.model is not None:
+            self._check_model(ask.model)
+        if ask.messages is not None:
+            made = self._conversation(protocol.template_input(ask.messages), ask.template()).tokens
+        else:
+            made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
+        spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
+        return tokens.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
+
+    async def _detokenize(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        return _json(await self._parsed(http, lambda body: self._detokenized(tokens.parse_detokenize(body))))
+
+    def _detokenized(self, ask: tokens.DetokenizeRequest) -> tokens.Detokenized:
+        if ask.model is not None:
+            self._check_model(ask.model)
+        self._prompts.check_length(len(ask.tokens), "tokens")
+        return tokens.Detokenized(self._prompts.read(ask.tokens))
+
+    async def _version(self, http: HttpRequest) -> Response:
+        return _json(tokens.Version(__version__))
 
     async def _health(self, http: HttpRequest) -> Response:
         word = "failed" if self._engine.failure is not None else "draining" if self.draining else "ok"

@@ -41,9 +41,13 @@ class Run:
         streams: the engine's streams, one per choice.
         choices: number of choices per prompt.
         watchers: the watchers of each stream.
+        prompt_tokens: of all prompts.
     """
 
-    def __init__(self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[Watcher]]) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[Watcher]], prompt_tokens: int
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
         self._streams = streams
         self._choices = choices
         self._watchers = watchers

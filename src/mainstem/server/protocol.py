@@ -138,7 +138,7 @@ def internal_error() -> ApiError:
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """`stream_options`: whether a last chunk carries the usage, and whether each one does.
+    """`stream_options`: whether a last chunk carries the usage, and the others what was used so far.
 
     `include_obfuscation` pads chunks at OpenAI, against who reads their lengths on the network; it is ignored.
     """
@@ -186,6 +186,11 @@ class _Request(Struct, kw_only=True):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_chunks(self) -> bool:
+        """Whether the other chunks carry what was used so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -332,6 +337,20 @@ def _image_part(part: ContentPart, at: str) -> dict[str, str]:
     return {"type": "image", "url": image.url, "at": f"{at}.image_url.url"}
 
 
+def template_of(
+    add_generation_prompt: bool | None, continue_final_message: bool | None, variables: dict[str, Any] | None
+) -> Template:
+    """Returns how a chat template is applied, from the fields of a request.
+
+    Raises:
+        BadArgument: they contradict each other, or a variable has a reserved name.
+    """
+    continues = bool(continue_final_message)
+    return Template(
+        not continues if add_generation_prompt is None else add_generation_prompt, continues, variables or {}
+    )
+
+
 class ChatRequest(_Request, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -357,9 +376,7 @@ class ChatRequest(_Request, kw_only=True):
         Raises:
             BadArgument: the fields contradict each other, or a variable has a reserved name.
         """
-        continues = bool(self.continue_final_message)
-        generation_prompt = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        return Template(generation_prompt, continues, self.chat_template_kwargs or {})
+        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     def params(self, room: int, choice: int) -> SamplingParams:
         """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
@@ -460,7 +477,7 @@ class UsageBody(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # known at the end
 
 
 def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
@@ -613,26 +630,49 @@ class Head:
     model: str
 
 
+class ChunkUsage:
+    """The usage in chunks before the last: nothing, null, or what was used so far.
+
+    Args:
+        include: whether the last chunk carries the usage; earlier ones then have `usage: null`.
+        prompt_tokens: of all prompts, to carry what was used so far; None: not.
+    """
+
+    def __init__(self, include: bool, prompt_tokens: int | None = None) -> None:
+        self._include, self._prompt_tokens, self._completion_tokens = include, prompt_tokens, 0
+
+    def after(self, delta: Delta) -> UsageBody | UnsetType | None:
+        """Returns the usage after an event."""
+        if not self._include:
+            return UNSET
+        if self._prompt_tokens is None:
+            return None
+        self._completion_tokens += len(delta.tokens)
+        total = self._prompt_tokens + self._completion_tokens
+        return UsageBody(self._prompt_tokens, self._completion_tokens, total)
+
+
 class CompletionReply:
     """Writes the answers of one /v1/completions request, whole or as chunks.
 
     Args:
         head: the fields that every chunk repeats.
         spell: returns the text of one token.
-        include_usage: whether a stream ends with a chunk of usage; earlier chunks then carry `usage: null`.
+        usage: of the chunks of a stream.
     """
 
-    def __init__(self, head: Head, spell: Callable[[int], str], include_usage: bool) -> None:
+    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
         self._head = head
         self._spell = spell
-        self._usage: UnsetType | None = None if include_usage else UNSET
+        self._usage = usage
         self._shown: dict[int, int] = {}  # characters sent so far, by choice
 
     def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
         """Returns the chunk of one event, or None if there is nothing to send."""
+        usage = self._usage.after(delta)
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
-        return self._body([self._choice(index, [delta])], self._usage)
+        return self._body([self._choice(index, [delta])], usage)
 
     def closing(self, usage: UsageBody) -> CompletionBody:
         """Returns the last chunk, if the client requested the usage."""
@@ -676,17 +716,18 @@ class ChatReply:
     Args:
         head: the fields that every chunk repeats.
         spell: returns the text of one token.
-        include_usage: whether a stream ends with a chunk of usage; earlier chunks then carry `usage: null`.
+        usage: of the chunks of a stream.
     """
 
-    def __init__(self, head: Head, spell: Callable[[int], str], include_usage: bool) -> None:
+    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
         self._head = head
         self._spell = spell
-        self._usage: UnsetType | None = None if include_usage else UNSET
+        self._usage = usage
         self._begun: set[int] = set()  # choices whose role has been sent
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         """Returns the chunk of one event, or None if there is nothing to send."""
+        usage = self._usage.after(delta)
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
         piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
@@ -694,7 +735,7 @@ class ChatReply:
             self._begun.add(index)
             piece = ChatPiece("assistant", delta.text)
         choice = ChatChunkChoice(index, piece, self._logprobs([delta]), delta.finish_reason)
-        return self._chunk([choice], self._usage)
+        return self._chunk([choice], usage)
 
     def closing(self, usage: UsageBody) -> ChatChunk:
         """Returns the last chunk, if the client requested the usage."""

@@ -1,0 +1,83 @@
+"""The bodies of the routes that tokenize, and of their responses, with the names that vLLM's server has.
+
+Like `protocol`, knows JSON and the names of fields, but not HTTP or tokenizers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from mainstem.runtime.prompts import Template
+from mainstem.server.protocol import ApiError, Messages, TokenId, decode, template_of
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /tokenize: exactly one of `prompt` and `messages`.
+
+    `add_special_tokens`: those that the tokenizer adds to a prompt. `return_token_strs`: also the text of each token.
+    The others are those of a chat.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template(self) -> Template:
+        """Returns how the chat template is applied; see `ChatRequest.template`."""
+        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class Tokenized(Struct):
+    """The response of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(Struct):
+    """The response of POST /detokenize."""
+
+    prompt: str
+
+
+class Version(Struct):
+    """The response of GET /version."""
+
+    version: str
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Parses the request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type or name, or not exactly one of `prompt` and `messages`.
+    """
+    ask = decode(body, TokenizeRequest)
+    if (ask.prompt is None) == (ask.messages is None):
+        raise ApiError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
+    return ask
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Parses the request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, or a wrong type or name.
+    """
+    return decode(body, DetokenizeRequest)

@@ -1,0 +1,79 @@
+"""The routes that tokenize: what is generated from, without generating."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rigs.fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+import mainstem
+from mainstem.server.app import create_app
+from mainstem.settings.server import ServerConfig
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def post(route: str, key: str = "", **body: Any) -> Any:
+    server = TestClient(create_app(FakeEngine(), ServerConfig(api_key=("secret",) if key else ())))
+    return server.post(route, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+
+def test_a_text_and_its_tokens() -> None:
+    tokens = [104, 195, 169]
+    body = post("/tokenize", prompt="hé").json()
+    assert body == {"count": 3, "max_model_len": FakeEngine().max_context, "tokens": tokens}
+    assert post("/tokenize", prompt="hi", model="fake", return_token_strs=True).json()["token_strs"] == ["h", "i"]
+    assert post("/detokenize", tokens=tokens, model="fake").json() == {"prompt": "hé"}
+    assert post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_a_chat_is_rendered_as_for_an_answer() -> None:
+    def text(**fields: Any) -> str:
+        return bytes(post("/tokenize", messages=CHAT, **fields).json()["tokens"]).decode()
+
+    assert text() == "<user>hi\n<assistant>"
+    assert text(add_generation_prompt=False) == "<user>hi\n"
+    assert text(continue_final_message=True) == "<user>hi"
+    assert text(chat_template_kwargs={"hint": "think: "}) == "think: <user>hi\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+        ("/tokenize", {"prompt": "a", "promt": 1}, "promt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [256]}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_a_bad_field_is_named(route: str, body: dict[str, Any], param: str) -> None:
+    response = post(route, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("route", ["/tokenize", "/detokenize"])
+def test_another_model_and_a_missing_key_are_refused(route: str) -> None:
+    body: dict[str, Any] = {"prompt": "a"} if route == "/tokenize" else {"tokens": [97]}
+    assert post(route, model="other", **body).status_code == 404
+    assert post(route, key="secret", **body).status_code == 200
+    assert post(route, key="wrong", **body).status_code == 401
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    length = FakeEngine().max_context + 1
+    for route, body in (("/tokenize", {"prompt": "a" * length}), ("/detokenize", {"tokens": [97] * length})):
+        response = post(route, **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_version() -> None:
+    server = TestClient(create_app(FakeEngine()))
+    assert server.get("/version").json() == {"version": mainstem.__version__}
