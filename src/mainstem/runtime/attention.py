@@ -302,6 +302,23 @@ class Attention(Protocol):
         ...
 
 
+class Given(NamedTuple):
+    """What a kernel computes with, besides the plan; see `Attention.attend`.
+
+    Args:
+        query: [tokens, heads, head_dim], of the whole batch.
+        keys, values: of the layer: those in pages, and the new ones.
+        scale, sinks, softcap: how scores become weights.
+    """
+
+    query: torch.Tensor
+    keys: Stored
+    values: Stored
+    scale: float
+    sinks: torch.Tensor | None = None
+    softcap: float | None = None
+
+
 class SdpaAttention:
     """PyTorch's scaled dot product attention, one call for each tile, on CPU and GPU.
 
@@ -324,7 +341,7 @@ class SdpaAttention:
         keys, values = plan.write(layer, key, value)
         out = query.new_empty(*query.shape[:2], value.shape[2])
         everyone = range(len(plan.extents))
-        self._attend(plan, everyone, query, keys, values, scale, sinks, softcap, out)
+        self._attend(plan, everyone, Given(query, keys, values, scale, sinks, softcap), out)
         return out
 
     def attend_latent(
@@ -350,26 +367,15 @@ class SdpaAttention:
             ours[rows] = latents.absorb(query[rows])
             found = query.new_empty(*query.shape[:2], latents.rank)
             values = Stored(Plane(keys.plane.numbers[..., : latents.rank]), keys.new[..., : latents.rank])
-            self._attend(plan, absorbed, ours, keys, values, scale, None, None, found)
+            self._attend(plan, absorbed, Given(ours, keys, values, scale), found)
             out[rows] = latents.project(found[rows])
         return out
 
-    def _attend(
-        self,
-        plan: BatchPlan,
-        members: Sequence[int],
-        query: torch.Tensor,
-        keys: Stored,
-        values: Stored,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
+    def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """Computes the rows of some extents of a plan, the `members`, into their rows of `out`."""
         for span in (plan.spans[index] for index in members):
-            seen = span.read(*keys), span.read(*values)
-            _attend_span(span, plan.masks, query, *seen, scale, sinks, softcap, out)
+            seen = span.read(*given.keys), span.read(*given.values)
+            _attend_span(span, plan.masks, given.query, *seen, given.scale, given.sinks, given.softcap, out)
 
 
 def _attend_span(

@@ -17,7 +17,7 @@ import torch
 
 from mainstem import _core
 from mainstem.runtime import kernels
-from mainstem.runtime.attention import BatchPlan, Stored
+from mainstem.runtime.attention import BatchPlan, Given
 from mainstem.runtime.folding import seen_keys
 from mainstem.runtime.kv import Plane, run_of
 from mainstem.runtime.tree_attention import TreeAttention
@@ -55,19 +55,9 @@ def page_plan(plan: BatchPlan, members: Sequence[int]) -> PagePlan:
 class PageAttention(TreeAttention):
     """Computes few queries by the core's kernel, on a CPU."""
 
-    def _attend(
-        self,
-        plan: BatchPlan,
-        members: Sequence[int],
-        query: torch.Tensor,
-        keys: Stored,
-        values: Stored,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
+    def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """See `SdpaAttention._attend`."""
+        query, keys, values, scale, sinks, softcap = given
         few: list[int] = []
         if _reads(query, keys.plane) and _reads(query, values.plane):
             few = [index for index in members if plan.extents[index].tokens <= _FEW]
@@ -94,7 +84,7 @@ class PageAttention(TreeAttention):
             out[paged.rows] = found
         if len(few) < len(members):
             others = [index for index in members if plan.extents[index].tokens > _FEW] if few else members
-            super()._attend(plan, others, query, keys, values, scale, sinks, softcap, out)
+            super()._attend(plan, others, given, out)
 
 
 def _reads(query: torch.Tensor, plane: Plane) -> bool:

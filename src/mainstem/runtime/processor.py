@@ -12,8 +12,8 @@ answer; `repetition` as in CTRL (arXiv 1909.05858), over the prompt and the answ
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,56 +64,64 @@ class LogitsProcessor:
     """
 
     def __init__(self, params: SamplingParams, prompt: NDArray[np.int32], ends: Collection[int]) -> None:
-        self._params, self._ends = params, _index(_ends(params, ends))
-        self._prompt = torch.from_numpy(np.unique(prompt).astype(np.int64))
-        self._answer: list[int] = []
-        self._counts: Counter[int] = Counter()
-        self._biased = _index([token for token, _ in params.logit_bias])
-        self._biases = torch.tensor([bias for _, bias in params.logit_bias])
-        self._barred: torch.Tensor | None = None  # [vocab], the tokens that are never allowed
+        self._params, self._ends = params, [*_ends(params, ends)]
+        self._prompt, self._answer = prompt, list[int]()
+        self._vectors: _Vectors | None = None  # from the first logits on
 
     def apply(self, logits: torch.Tensor) -> None:
         """Changes the logits of the next token, float32 [vocab], in place."""
-        params = self._params
+        if self._vectors is None:
+            self._vectors = self._begin(logits)
+        params, known = self._params, self._vectors
         if params.repetition_penalty != 1:
-            tokens = torch.unique(torch.cat([self._prompt, _index(self._counts)])).to(logits.device)
-            before = logits[tokens]
             factor = params.repetition_penalty
-            logits[tokens] = torch.where(before > 0, before / factor, before * factor)
-        if self._counts and (params.frequency_penalty or params.presence_penalty):
-            counts = torch.tensor([*self._counts.values()], device=logits.device)
-            logits[_index(self._counts)] -= params.frequency_penalty * counts + params.presence_penalty
-        if len(self._biased):
-            logits[self._biased] += self._biases.to(logits.device)
-        if params.allowed_token_ids is not None:
-            logits.masked_fill_(self._bars(logits), _BANNED)
-        logits[self._banned()] = _BANNED
+            logits.copy_(torch.where(known.seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
+        if params.frequency_penalty or params.presence_penalty:
+            logits -= params.frequency_penalty * known.counts + params.presence_penalty * (known.counts > 0)
+        logits += known.added
+        early = self._ends if len(self._answer) < params.min_tokens else []
+        logits[[*early, *(word[-1] for word in params.bad_words if self._completes(word))]] = _BANNED
 
     def accept(self, token: int) -> None:
         """Notes the next token of the answer."""
         self._answer.append(token)
-        self._counts[token] += 1
-
-    def _banned(self) -> torch.Tensor:
-        early = len(self._answer) < self._params.min_tokens
-        words = [word[-1] for word in self._params.bad_words if self._completes(word)]
-        return torch.cat([self._ends, _index(words)]) if early else _index(words)
+        if self._vectors is not None:
+            self._vectors.counts[token] += 1
+            self._vectors.seen[token] = True
 
     def _completes(self, word: Sequence[int]) -> bool:
         """Returns whether the last token of a word would complete it."""
         before = [*word[:-1]]
         return not before or self._answer[-len(before) :] == before
 
-    def _bars(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._barred is None:
-            self._barred = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-            self._barred[_index(self._params.allowed_token_ids or ())] = False
-        return self._barred
+    def _begin(self, logits: torch.Tensor) -> _Vectors:
+        """Makes the vectors, as long as the logits and on their device."""
+        params = self._params
+        counts, seen = torch.zeros_like(logits), torch.zeros_like(logits, dtype=torch.bool)
+        for token in self._answer:
+            counts[token] += 1
+        seen[[*self._prompt.tolist(), *self._answer]] = True
+        added = torch.zeros_like(logits)
+        if params.allowed_token_ids is not None:
+            added.fill_(_BANNED)[[*params.allowed_token_ids]] = 0
+        for token, bias in params.logit_bias:
+            added[token] += bias
+        return _Vectors(counts, seen, added)
+
+
+class _Vectors(NamedTuple):
+    """What depends on the length of the logits, each [vocab].
+
+    Args:
+        counts: how often the answer has each token.
+        seen: whether the prompt or the answer has it.
+        added: biases, and minus infinity for what is not allowed.
+    """
+
+    counts: torch.Tensor
+    seen: torch.Tensor
+    added: torch.Tensor
 
 
 def _ends(params: SamplingParams, ends: Collection[int]) -> set[int]:
     return {*(() if params.ignore_eos else ends), *params.stop_token_ids}
-
-
-def _index(tokens: Collection[int]) -> torch.Tensor:
-    return torch.tensor([*tokens], dtype=torch.int64)

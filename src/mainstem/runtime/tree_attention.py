@@ -24,7 +24,7 @@ from math import prod
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mainstem.runtime.attention import BatchPlan, SdpaAttention, Stored
+from mainstem.runtime.attention import BatchPlan, Given, SdpaAttention, Stored
 from mainstem.runtime.eight_bits import dequantize
 from mainstem.runtime.folding import Call, Causal, Fold, fold
 from mainstem.runtime.kv import Plane
@@ -47,23 +47,13 @@ class TreeAttention(SdpaAttention):
     values differ in size.
     """
 
-    def _attend(
-        self,
-        plan: BatchPlan,
-        members: Sequence[int],
-        query: torch.Tensor,
-        keys: Stored,
-        values: Stored,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
+    def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """See `SdpaAttention._attend`."""
+        query, keys, values, scale, sinks, softcap = given
         if len(members) == 1 and sinks is None:
             span = plan.spans[members[0]]
             if span.tokens == 1 and isinstance(span.page_index, slice):  # there is nothing to fold or to gather
-                super()._attend(plan, members, query, keys, values, scale, sinks, softcap, out)
+                super()._attend(plan, members, given, out)
                 return
         numbers = values.plane.numbers.shape[-1]
         kv_heads = keys.plane.numbers.shape[2]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from mainstem.runtime.attention import BatchPlan, SdpaAttention, Stored
+from mainstem.runtime.attention import BatchPlan, Given, SdpaAttention
 from mainstem.runtime.sharing import shared_runs
 
 # None of these was measured. A shared run is attended to at once if that spares reading this many positions.
@@ -54,19 +54,9 @@ class TritonAttention(SdpaAttention):
     Prompts of latent attention that start at 0 are expanded, and computed by PyTorch's attention.
     """
 
-    def _attend(
-        self,
-        plan: BatchPlan,
-        members: Sequence[int],
-        query: torch.Tensor,
-        keys: Stored,
-        values: Stored,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
-        out: torch.Tensor,
-    ) -> None:
+    def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """See `SdpaAttention._attend`."""
+        query, keys, values, scale, sinks, softcap = given
         name = tuple(members), sinks is not None
         if name not in plan.derived:
             plan.derived[name] = _Work.of(plan, members, query, values.plane.numbers, sinks is not None)

@@ -49,7 +49,7 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import management, protocol, tokens
+from mainstem.server import management, protocol, tokenization
 from mainstem.server.access import Access
 from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import Pictures
@@ -435,9 +435,10 @@ class _Service:
             undo.pop_all()
         return streams
 
-    def _check_model(self, name: str) -> None:
+    def _check_model(self, name: str | None) -> None:
+        """Checks the name of a model or an adapter, if there is one."""
         known = [self._engine.name, *self._engine.adapters]
-        if name not in known:
+        if name is not None and name not in known:
             message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -490,8 +491,7 @@ class _Service:
     def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[Tokens, Namespace | None]:
         """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace."""
         ask = management.parse_remove(body)
-        if ask.model is not None:
-            self._check_model(ask.model)
+        self._check_model(ask.model)
         if is_admin and self._access.separates:
             tenant = self._access.tenant_of(ask.api_key)
             if tenant is None:
@@ -514,31 +514,32 @@ class _Service:
         return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        self._access.tenant(http.headers)
-        return _json(await self._parsed(http, lambda body: self._tokenized(tokens.parse_tokenize(body))))
+        return await self._answer(http, lambda body: self._tokenized(tokenization.parse_tokenize(body)))
 
-    def _tokenized(self, ask: tokens.TokenizeRequest) -> tokens.Tokenized:
-        if ask.model is not None:
-            self._check_model(ask.model)
+    def _tokenized(self, ask: tokenization.TokenizeRequest) -> tokenization.Tokenized:
+        self._check_model(ask.model)
         if ask.messages is not None:
             made = self._conversation(protocol.template_input(ask.messages), ask.template()).tokens
         else:
             made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
-        return tokens.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
+        return tokenization.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 
     async def _detokenize(self, http: HttpRequest) -> Response:
-        self._access.tenant(http.headers)
-        return _json(await self._parsed(http, lambda body: self._detokenized(tokens.parse_detokenize(body))))
+        return await self._answer(http, lambda body: self._detokenized(tokenization.parse_detokenize(body)))
 
-    def _detokenized(self, ask: tokens.DetokenizeRequest) -> tokens.Detokenized:
-        if ask.model is not None:
-            self._check_model(ask.model)
+    def _detokenized(self, ask: tokenization.DetokenizeRequest) -> tokenization.Detokenized:
+        self._check_model(ask.model)
         self._prompts.check_length(len(ask.tokens), "tokens")
-        return tokens.Detokenized(self._prompts.read(ask.tokens))
+        return tokenization.Detokenized(self._prompts.read(ask.tokens))
+
+    async def _answer(self, http: HttpRequest, answer: Callable[[bytes], msgspec.Struct]) -> Response:
+        """Answers a client's body on a thread."""
+        self._access.tenant(http.headers)
+        return _json(await self._parsed(http, answer))
 
     async def _version(self, http: HttpRequest) -> Response:
-        return _json(tokens.Version(__version__))
+        return _json(tokenization.Version(__version__))
 
     async def _health(self, http: HttpRequest) -> Response:
         word = "failed" if self._engine.failure is not None else "draining" if self.draining else "ok"

@@ -26,6 +26,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "prediction": "text that OpenAI drafts from; drafts come from the cache and the prompt",
     "prompt_cache_key": "prefixes are found by their content",
     "prompt_cache_retention": "prefixes are kept while there is room",
+    "parallel_tool_calls": "no tools are called",
     "request_id": "the header X-Request-Id names a request",
 }
 """Fields that change no answer, and what they are."""
@@ -33,7 +34,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),

@@ -54,9 +54,6 @@ class Run:
         self.answers: list[list[Delta]] = [[] for _ in streams]
         self.failure: ApiError | None = None
 
-    def __len__(self) -> int:
-        return len(self._streams)
-
     def __enter__(self) -> Run:
         return self
 

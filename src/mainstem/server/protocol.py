@@ -346,9 +346,8 @@ def template_of(
         BadArgument: they contradict each other, or a variable has a reserved name.
     """
     continues = bool(continue_final_message)
-    return Template(
-        not continues if add_generation_prompt is None else add_generation_prompt, continues, variables or {}
-    )
+    begins = not continues if add_generation_prompt is None else add_generation_prompt
+    return Template(begins, continues, variables or {})
 
 
 class ChatRequest(_Request, kw_only=True):
@@ -371,11 +370,7 @@ class ChatRequest(_Request, kw_only=True):
         return template_input(self.messages)
 
     def template(self) -> Template:
-        """Returns how the chat template is applied.
-
-        Raises:
-            BadArgument: the fields contradict each other, or a variable has a reserved name.
-        """
+        """Returns how the chat template is applied; see `template_of`."""
         return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     def params(self, room: int, choice: int) -> SamplingParams:

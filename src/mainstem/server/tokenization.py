@@ -17,7 +17,6 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /tokenize: exactly one of `prompt` and `messages`.
 
     `add_special_tokens`: those that the tokenizer adds to a prompt. `return_token_strs`: also the text of each token.
-    The others are those of a chat.
     """
 
     model: str | None = None
@@ -30,7 +29,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template(self) -> Template:
-        """Returns how the chat template is applied; see `ChatRequest.template`."""
+        """Returns how the chat template is applied; see `template_of`."""
         return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
 
