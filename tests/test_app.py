@@ -28,7 +28,7 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
 from mainstem.namespaces import Namespace
-from mainstem.server import protocol
+from mainstem.server import requests
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
 
@@ -795,8 +795,8 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others(path: str, body: dict[str,
 @pytest.mark.deadline
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", *WITH_A_BODY])
 def test_a_slow_parser_does_not_hold_up_the_others(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck = Stuck(protocol.msgspec.json.decode)
-    monkeypatch.setattr(protocol.msgspec.json, "decode", stuck)
+    stuck = Stuck(requests.msgspec.json.decode)
+    monkeypatch.setattr(requests.msgspec.json, "decode", stuck)
     _serves_others(FakeEngine(), stuck, path, {})
 
 

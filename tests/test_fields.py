@@ -11,7 +11,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from mainstem.server.fields import REFUSED, WITHOUT_EFFECT, Refused, check_fields
-from mainstem.server.protocol import ChatRequest, CompletionRequest
+from mainstem.server.requests import ChatRequest, CompletionRequest
 
 KINDS = {
     CompletionRequest: {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},

@@ -19,8 +19,8 @@ from machine import patience
 from PIL import Image
 
 from mainstem.errors import BadArgument
+from mainstem.server.errors import ApiError
 from mainstem.server.images import Pictures
-from mainstem.server.protocol import ApiError
 from mainstem.settings.server import ImagePolicy
 
 AT = "messages[0].content[0].image_url.url"

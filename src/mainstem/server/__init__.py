@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server: protocol, metrics and the application."""
+"""The OpenAI-compatible HTTP server: requests, replies, metrics and the application."""

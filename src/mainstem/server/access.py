@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 
-from mainstem.server.protocol import ApiError
+from mainstem.server.errors import ApiError
 
 
 class Access:

@@ -1,7 +1,7 @@
 """The HTTP application: routes, limits, errors, draining.
 
-Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, keys to `Access`, tokens to `Prompts`, and the events
-of a generation to `Run`.
+Knows HTTP and asyncio. Leaves JSON and field names to `requests` and `replies`, keys to `Access`, tokens to `Prompts`,
+and the events of a generation to `Run`.
 Nothing slow runs on the event loop: threads parse and tokenise bodies, and make the calls that wait for the engine's
 thread.
 
@@ -49,13 +49,15 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import management, protocol, tokenization
+from mainstem.server import errors, management, replies, requests, tokenization
 from mainstem.server.access import Access
+from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
-from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
 from mainstem.server.recording import Kind, Recorder
+from mainstem.server.replies import ChatReply, CompletionReply, Head
+from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -239,8 +241,8 @@ class _Kind:
     name: Kind
 
 
-_COMPLETION = _Kind(protocol.parse_completion, CompletionReply, "cmpl", "completion")
-_CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl", "chat")
+_COMPLETION = _Kind(requests.parse_completion, CompletionReply, "cmpl", "completion")
+_CHAT = _Kind(requests.parse_chat, ChatReply, "chatcmpl", "chat")
 
 
 class _Service:
@@ -303,10 +305,10 @@ class _Service:
             self._metrics.refused(_shown(error).status)
             raise
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
-        counted = protocol.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
+        counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
         reply = kind.reply(head, self._prompts.spell, counted)
         if ask.stream:
-            return _warned(EventStream(run, reply, ask.include_usage), unknown)
+            return _warned(EventStream(run, reply), unknown)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
@@ -317,16 +319,16 @@ class _Service:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
-            raise protocol.draining()
+            raise errors.draining()
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         tolerated = unknown if self._unknown_fields == "warn" else None
-        ask, requests = await anyio.to_thread.run_sync(
+        ask, asked = await anyio.to_thread.run_sync(
             lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
         )
-        watchers = [self._watchers(ask, request, kind, tenant) for request in requests]
-        prompt_tokens = sum(len(request.tokens) for request in requests[:: ask.choices])
-        return ask, Run(self._submit(requests), ask.choices, watchers, prompt_tokens)
+        watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
+        prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
+        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -376,8 +378,8 @@ class _Service:
         if isinstance(ask, ChatRequest):
             return [self._conversation(ask.conversation(), ask.template())]
         prompts = ask.prompts()
-        if len(prompts) * ask.choices > protocol.MAX_CHOICES:
-            raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices over all prompts", param="n")
+        if len(prompts) * ask.choices > requests.MAX_CHOICES:
+            raise ApiError(400, f"n: at most {requests.MAX_CHOICES} choices over all prompts", param="n")
         return [PreparedPrompt(self._tokens(prompt)) for prompt in prompts]
 
     def _tokens(self, prompt: str | list[int]) -> Tokens:
@@ -385,14 +387,14 @@ class _Service:
 
     def _conversation(self, messages: Sequence[dict[str, Any]], template: Template) -> PreparedPrompt:
         vision = self._engine.vision
-        images = protocol.parts(messages, "image")
+        images = requests.parts(messages, "image")
         if vision is None:
             if images:
-                raise protocol.text_only(images[0]["at"])
+                raise errors.text_only(images[0]["at"])
             return self._prompts.prepare(messages, template)
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self._prompts.check_length(len(messages), "messages")
-        self._prompts.check_size(texts + [part["text"] for part in protocol.parts(messages, "text")], "messages")
+        self._prompts.check_size(texts + [part["text"] for part in requests.parts(messages, "text")], "messages")
         self._load(images)
         prompt = vision.prepare(messages, template)
         self._prompts.check_length(len(prompt.tokens), "messages")
@@ -424,11 +426,11 @@ class _Service:
             return [request(0)] * ask.choices
         return [request(choice) for choice in range(ask.choices)]
 
-    def _submit(self, requests: Sequence[Request]) -> list[Stream]:
+    def _submit(self, asked: Sequence[Request]) -> list[Stream]:
         """Submits all requests or none."""
         streams: list[Stream] = []
         with ExitStack() as undo:
-            for request in requests:
+            for request in asked:
                 stream = self._engine.submit(request)
                 undo.callback(stream.cancel)
                 streams.append(stream)
@@ -449,16 +451,16 @@ class _Service:
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
         names = [self._engine.name, *self._engine.adapters]
-        return _json(protocol.ModelList([self._described(name) for name in names]))
+        return _json(replies.ModelList([self._described(name) for name in names]))
 
     async def _model(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
         self._check_model(http.path_params["name"])
         return _json(self._described(http.path_params["name"]))
 
-    def _described(self, name: str) -> protocol.Model:
+    def _described(self, name: str) -> replies.Model:
         parent = None if name == self._engine.name else self._engine.name
-        return protocol.Model(name, self._started, self._engine.max_context, parent)
+        return replies.Model(name, self._started, self._engine.max_context, parent)
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
@@ -519,7 +521,7 @@ class _Service:
     def _tokenized(self, ask: tokenization.TokenizeRequest) -> tokenization.Tokenized:
         self._check_model(ask.model)
         if ask.messages is not None:
-            made = self._conversation(protocol.template_input(ask.messages), ask.template()).tokens
+            made = self._conversation(requests.template_input(ask.messages), ask.template()).tokens
         else:
             made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
@@ -626,7 +628,7 @@ class _Envelope:
         except Exception:
             log.exception("request %s failed", request_id)
             if not started:
-                await _error_response(protocol.internal_error())(scope, receive, send_named)
+                await _error_response(errors.internal_error())(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -644,7 +646,7 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
 
 
 def _shown(error: ApiError | MainstemError) -> ApiError:
-    return error if isinstance(error, ApiError) else protocol.api_error(error)
+    return error if isinstance(error, ApiError) else errors.api_error(error)
 
 
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
@@ -660,4 +662,4 @@ def _error_response(error: ApiError) -> Response:
 
 
 def _json(body: msgspec.Struct) -> Response:
-    return Response(protocol.encode(body), media_type="application/json")
+    return Response(replies.encode(body), media_type="application/json")

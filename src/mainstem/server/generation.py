@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from mainstem.errors import EngineClosed
 from mainstem.runtime.request import Delta
-from mainstem.server import protocol
-from mainstem.server.protocol import ApiError, ChatReply, CompletionReply
+from mainstem.server.errors import ApiError, api_error, draining, internal_error
+from mainstem.server.replies import Reply, UsageBody, usage_body
 
 if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
@@ -62,10 +62,10 @@ class Run:
             stream.cancel()
 
     @property
-    def usage(self) -> protocol.UsageBody:
+    def usage(self) -> UsageBody:
         """The usage of all choices, after the last event."""
         usages = [answer[-1].usage for answer in self.answers]
-        return protocol.usage_body([usage for usage in usages if usage is not None], self._choices)
+        return usage_body([usage for usage in usages if usage is not None], self._choices)
 
     async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
         """Passes every event to `handle`, the choices in parallel.
@@ -98,7 +98,7 @@ class Run:
                     return
                 await handle(index, delta)
         except EngineClosed as error:
-            self.failure = protocol.api_error(error)
+            self.failure = api_error(error)
             scope.cancel()
         except OSError:  # how ASGI 2.4 servers report a disconnected client
             scope.cancel()
@@ -109,9 +109,9 @@ class Run:
 
 def _failure(delta: Delta) -> ApiError:
     if delta.finish_reason == "cancelled":
-        return protocol.draining()
+        return draining()
     log.error("a generation failed: %s", delta.error)
-    return protocol.internal_error()
+    return internal_error()
 
 
 async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
@@ -125,13 +125,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run, reply: CompletionReply | ChatReply, include_usage: bool) -> None:
+    def __init__(self, run: Run, reply: Reply) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._run = run
         self._reply = reply
-        self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._run:
@@ -143,13 +142,14 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
 
         async def handle(index: int, delta: Delta) -> None:
-            chunk = self._reply.chunk(index, delta)
-            if chunk is not None:
-                await body(protocol.event(chunk))
+            events = self._reply.events(index, delta)
+            if events:
+                await body(events)
 
+        opening = self._reply.opening()
+        if opening:
+            await body(opening)
         if await self._run.follow(receive, handle):
-            usage = [protocol.event(self._reply.closing(self._run.usage))] if self._include_usage else []
-            await body(b"".join([*usage, protocol.DONE]), more_body=False)
+            await body(self._reply.closing(self._run.usage), more_body=False)
         elif self._run.failure is not None:
-            error = protocol.ErrorBody(self._run.failure.detail)
-            await body(protocol.event(error) + protocol.DONE, more_body=False)
+            await body(self._reply.failing(self._run.failure), more_body=False)

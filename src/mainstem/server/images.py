@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from mainstem.server.protocol import ApiError
+from mainstem.server.errors import ApiError
 from mainstem.settings.server import ImagePolicy
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The bodies of the routes that change the cache and the adapters, and of their responses.
 
-Like `protocol`, knows JSON and the names of fields, but not HTTP or the engine. Unknown fields are refused: with a
+Like `requests`, knows JSON and the names of fields, but not HTTP or the engine. Unknown fields are refused: with a
 misspelled one, a removal could remove more than was meant.
 """
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from mainstem.server.protocol import ApiError, Messages, TokenId, decode, parts, template_input
+from mainstem.server.errors import ApiError
+from mainstem.server.requests import Messages, TokenId, decode, parts, template_input
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """The bodies of the routes that tokenize, and of their responses, with the names that vLLM's server has.
 
-Like `protocol`, knows JSON and the names of fields, but not HTTP or tokenizers.
+Like `requests`, knows JSON and the names of fields, but not HTTP or tokenizers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.prompts import Template
-from mainstem.server.protocol import ApiError, Messages, TokenId, decode, template_of
+from mainstem.server.errors import ApiError
+from mainstem.server.requests import Messages, TokenId, decode, template_of
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,106 @@
+"""Errors as clients read them: HTTP statuses, and the four fields of OpenAI's error body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from mainstem.errors import (
+    BadArgument,
+    BadTokens,
+    EngineClosed,
+    EngineFull,
+    MainstemError,
+    RequestTooLong,
+    UnsupportedModel,
+)
+
+
+class ErrorDetail(Struct):
+    """What went wrong, in the four fields that OpenAI clients read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Struct):
+    """The body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A refusal or failure that is reported to the client.
+
+    Args:
+        status: the HTTP status.
+        message: one sentence for people.
+        type: the OpenAI error type.
+        param: the path of the wrong field (`messages[0].content`).
+        code: a stable word for programs.
+        headers: extra response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message, type, param, code)
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """Returns the JSON of the response."""
+        return msgspec.json.encode(ErrorBody(self.detail))
+
+
+def api_error(error: MainstemError) -> ApiError:
+    """Translates a typed error of the layers below for the client; internal errors become a 500 without details."""
+    message = str(error)
+    match error:
+        case BadArgument():
+            return ApiError(400, message, param=error.name)
+        case UnsupportedModel():
+            return ApiError(400, message)
+        case BadTokens():
+            return ApiError(400, message, param="prompt")
+        case RequestTooLong():
+            return ApiError(400, message, code="context_length_exceeded")
+        case EngineFull():
+            headers = {"Retry-After": "1"}
+            return ApiError(429, message, type="rate_limit_error", code="engine_full", headers=headers)
+        case EngineClosed():
+            return unavailable("The engine has stopped and accepts no more requests.", "engine_closed")
+    return internal_error()
+
+
+def text_only(at: str) -> ApiError:
+    """Returns the error for an image sent to a text-only model; `at` is the path of the field."""
+    return ApiError(400, f"{at}: this model accepts text only", param=at, code="unsupported_content")
+
+
+def draining() -> ApiError:
+    """Returns the error for a request to a server that is shutting down."""
+    return unavailable("The server is shutting down and accepts no new requests.", "draining")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """Returns a 503 that asks the client to retry later, maybe at another server."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, message, type="service_unavailable_error", code=code, headers=headers)
+
+
+def internal_error() -> ApiError:
+    """Returns the error for a fault of the server, which logs the cause under the request's id."""
+    return ApiError(500, "The server had an error while handling the request.", type="server_error")

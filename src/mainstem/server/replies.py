@@ -1,0 +1,403 @@
+"""The bodies of responses for completions and chats, whole and as the events of a stream, by the OpenAI API reference.
+
+Knows JSON and the names of fields. Does not know HTTP, the engine, or requests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from mainstem.runtime.request import Delta, TokenLogprob, Usage
+from mainstem.server.errors import ApiError, ErrorBody
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
+
+
+class CachedByTier(Struct):
+    """The tiers that held the cached tokens when the request came."""
+
+    device: int
+    host: int
+    storage: int
+
+
+class PromptTokensDetails(Struct):
+    """How many of the prompt's tokens were found in the cache instead of computed."""
+
+    cached_tokens: int
+    cached_tokens_by_tier: CachedByTier
+
+
+class UsageBody(Struct):
+    """Tokens of one HTTP request, over all its choices; each prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # known at the end
+
+
+def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
+    """Returns the usage of one HTTP request.
+
+    A prompt with several choices counts once, with the cached tokens of the choice that found the fewest. Later choices
+    find what the first one has just computed, which says nothing about the cache before the request.
+
+    Args:
+        usages: one per choice; the choices of a prompt are adjacent.
+        choices: number of choices per prompt.
+    """
+    groups = [usages[i : i + choices] for i in range(0, len(usages), choices)]
+    prompt = sum(group[0].prompt_tokens for group in groups)
+    least = [min(group, key=lambda usage: usage.cached_tokens) for group in groups]
+    cached = sum(usage.cached_tokens for usage in least)
+    host, storage = sum(usage.host_tokens for usage in least), sum(usage.storage_tokens for usage in least)
+    completion = sum(usage.completion_tokens for usage in usages)
+    details = PromptTokensDetails(cached, CachedByTier(cached - host - storage, host, storage))
+    return UsageBody(prompt, completion, prompt + completion, details)
+
+
+class Model(Struct):
+    """One entry of GET /v1/models; `parent` is the base model of an adapter."""
+
+    id: str
+    created: int
+    max_model_len: int
+    parent: str | None = None
+    object: str = "model"
+    owned_by: str = "mainstem"
+
+
+class ModelList(Struct):
+    """The response body of GET /v1/models."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class Alternative(Struct):
+    """A candidate for a token of the answer, and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenToken(Alternative):
+    """The generated token, with the most likely alternatives."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Struct):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChosenToken]
+
+
+class CompletionLogprobs(Struct):
+    """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the answer."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    """One answer of /v1/completions, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionBody(Struct):
+    """A response of /v1/completions; its stream chunks have the same form."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class ChatMessage(Struct):
+    """A whole answer."""
+
+    content: str
+    role: str = "assistant"
+
+
+class ChatPiece(Struct):
+    """What a chunk adds to an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """One answer of /v1/chat/completions."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatBody(Struct):
+    """A response of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: str = "chat.completion"
+
+
+class ChatChunkChoice(Struct):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatPiece
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunk(Struct):
+    """One event of a chat stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The fields that every chunk of one response repeats."""
+
+    id: str
+    created: int
+    model: str
+
+
+class ChunkUsage:
+    """The usage in chunks before the last: nothing, null, or what was used so far.
+
+    Args:
+        include: whether the last chunk carries the usage; earlier ones then have `usage: null`.
+        prompt_tokens: of all prompts, to carry what was used so far; None: not.
+    """
+
+    def __init__(self, include: bool, prompt_tokens: int | None = None) -> None:
+        self.include, self._prompt_tokens, self._completion_tokens = include, prompt_tokens, 0
+
+    def after(self, delta: Delta) -> UsageBody | UnsetType | None:
+        """Returns the usage after an event."""
+        if not self.include:
+            return UNSET
+        if self._prompt_tokens is None:
+            return None
+        self._completion_tokens += len(delta.tokens)
+        total = self._prompt_tokens + self._completion_tokens
+        return UsageBody(self._prompt_tokens, self._completion_tokens, total)
+
+
+class Reply(Protocol):
+    """Writes the answers of one request, whole or as the events of a stream. Choices are counted from 0."""
+
+    def opening(self) -> bytes:
+        """Returns the events before the first token."""
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """Returns what an event of the engine is to the client; empty if there is nothing to send."""
+
+    def closing(self, usage: UsageBody) -> bytes:
+        """Returns the last events of a stream."""
+
+    def failing(self, error: ApiError) -> bytes:
+        """Returns the last events of a stream that failed."""
+
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
+        """Returns a response with all answers, each given as its events."""
+
+
+class _Chunks(ABC):
+    """What is common to the streams of completions and chats: chunks of one form, the last one with the usage.
+
+    Args:
+        head: the fields that every chunk repeats.
+        spell: returns the text of one token.
+        usage: of the chunks of a stream.
+    """
+
+    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
+        self._head = head
+        self._spell = spell
+        self._usage = usage
+
+    def opening(self) -> bytes:
+        """See `Reply`."""
+        return b""
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """See `Reply`."""
+        chunk = self.chunk(index, delta)
+        return b"" if chunk is None else event(chunk)
+
+    def closing(self, usage: UsageBody) -> bytes:
+        """See `Reply`."""
+        return (event(self.last(usage)) if self._usage.include else b"") + DONE
+
+    def failing(self, error: ApiError) -> bytes:
+        """See `Reply`."""
+        return event(ErrorBody(error.detail)) + DONE
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta) -> Struct | None:
+        """Returns the chunk of one event, or None if there is nothing to send."""
+
+    @abstractmethod
+    def last(self, usage: UsageBody) -> Struct:
+        """Returns the last chunk, which carries the usage."""
+
+
+class CompletionReply(_Chunks):
+    """Writes the answers of one /v1/completions request; see `Reply`."""
+
+    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
+        super().__init__(head, spell, usage)
+        self._shown: dict[int, int] = {}  # characters sent so far, by choice
+
+    def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
+        """See `_Chunks.chunk`."""
+        usage = self._usage.after(delta)
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return None
+        return self._body([self._choice(index, [delta])], usage)
+
+    def last(self, usage: UsageBody) -> CompletionBody:
+        """See `_Chunks.last`."""
+        return self._body([], usage)
+
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> CompletionBody:
+        """See `Reply`."""
+        return self._body([self._choice(index, deltas) for index, deltas in enumerate(answers)], usage)
+
+    def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> CompletionBody:
+        return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
+        offsets = [offset for delta in deltas for offset in self._offsets(index, delta)]
+        logprobs = self._logprobs(_entries(deltas), offsets) if offsets else None
+        return CompletionChoice(index, _text(deltas), logprobs, deltas[-1].finish_reason)
+
+    def _offsets(self, index: int, delta: Delta) -> list[int]:
+        """Returns where in the answer each token of an event begins.
+
+        Counts characters that were sent. Each token of a split character is spelled as one character, but the character
+        is sent once, so spellings only divide the text among the tokens of one event.
+        """
+        offset = self._shown.get(index, 0)
+        end = self._shown[index] = offset + len(delta.text)
+        offsets = []
+        for entry in delta.logprobs:
+            offsets.append(min(offset, end))
+            offset += len(self._spell(entry.token))
+        return offsets
+
+    def _logprobs(self, entries: Sequence[TokenLogprob], offsets: list[int]) -> CompletionLogprobs:
+        tokens = [self._spell(entry.token) for entry in entries]
+        best = [{self._spell(token): _finite(value) for token, value in entry.top} for entry in entries]
+        return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], best, offsets)
+
+
+class ChatReply(_Chunks):
+    """Writes the answers of one /v1/chat/completions request; see `Reply`."""
+
+    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
+        super().__init__(head, spell, usage)
+        self._begun: set[int] = set()  # choices whose role has been sent
+
+    def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
+        """See `_Chunks.chunk`."""
+        usage = self._usage.after(delta)
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return None
+        piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
+        if index not in self._begun:  # not before the first token, for clients that time it
+            self._begun.add(index)
+            piece = ChatPiece("assistant", delta.text)
+        choice = ChatChunkChoice(index, piece, self._logprobs([delta]), delta.finish_reason)
+        return self._chunk([choice], usage)
+
+    def last(self, usage: UsageBody) -> ChatChunk:
+        """See `_Chunks.last`."""
+        return self._chunk([], usage)
+
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
+        """See `Reply`."""
+        choices = [
+            ChatChoice(index, ChatMessage(_text(deltas)), self._logprobs(deltas), str(deltas[-1].finish_reason))
+            for index, deltas in enumerate(answers)
+        ]
+        return ChatBody(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
+        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
+        entries = _entries(deltas)
+        return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
+
+    def _chosen(self, entry: TokenLogprob) -> ChosenToken:
+        text = self._spell(entry.token)
+        top = [_alternative(self._spell(token), value) for token, value in entry.top]
+        return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
+
+
+def _text(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _entries(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+    return [entry for delta in deltas for entry in delta.logprobs]
+
+
+def _alternative(text: str, logprob: float) -> Alternative:
+    return Alternative(text, _finite(logprob), _bytes(text))
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Returns the token's bytes, or None for a part of a character, whose text does not determine them."""
+    return None if "\ufffd" in text else list(text.encode())
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+def encode(body: Struct) -> bytes:
+    """Returns the JSON of a response."""
+    return msgspec.json.encode(body)
+
+
+def event(body: Struct) -> bytes:
+    """Returns one server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream."""

@@ -1,0 +1,343 @@
+"""The bodies of requests for completions and chats, by the OpenAI API reference.
+
+Knows JSON and the names of fields, and turns them into `SamplingParams`. Does not know HTTP, the engine, or how text
+becomes tokens. `top_k`, `min_p`, `cache_salt`, `priority`, `ignore_eos` and others are extensions that open servers
+share. `fields` says what becomes of fields that are not honoured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mainstem.runtime.prompts import Template
+from mainstem.server.errors import ApiError
+from mainstem.server.fields import Refused, check_fields
+from mainstem.settings.engine import SamplingParams
+
+MAX_CHOICES = 128
+"""Maximum number of choices of one HTTP request: prompts times `n`."""
+
+MAX_STOPS = 16
+"""Maximum number of stop strings of one request."""
+
+COMPLETION_TOKENS = 16
+"""Default of `max_tokens` of /v1/completions, as in the OpenAI reference."""
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Decoded = TypeVar("Decoded", bound=Struct)
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`stream_options`: whether a last chunk carries the usage, and the others what was used so far.
+
+    `include_obfuscation` pads chunks at OpenAI, against who reads their lengths on the network; it is ignored.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Request(Struct, kw_only=True):
+    """The fields of both kinds of request; None means the default, as in the OpenAI API."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: list[Annotated[str, Meta(min_length=1)]] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_chunks(self) -> bool:
+        """Whether the other chunks carry what was used so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else self.seed + choice,  # so that the choices of one request differ
+            stop=tuple(text for text in stop if text),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias or {}),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+        )
+
+
+def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Returns token ids and biases; JSON has only texts as keys."""
+    wrong = next((token for token in given if not (token.isascii() and token.isdecimal())), None)
+    if wrong is not None:
+        raise ApiError(400, f"logit_bias: the key {wrong!r} is no token id", param="logit_bias")
+    return tuple((int(token), bias) for token, bias in given.items())
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Returns the prompts, each as text or token ids.
+
+        Raises:
+            ApiError: 400; the list is empty, or mixes texts and ids.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(part) for part in self.prompt}
+        if kinds == {int}:
+            return [self.prompt]  # type: ignore[list-item]
+        if kinds not in ({str}, {list}):
+            allowed = "a string, or a list of strings, of token ids, or of lists of token ids; a list must not be empty"
+            raise ApiError(400, f"prompt: must be {allowed}", param="prompt")
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def params(self, room: int, choice: int) -> SamplingParams:
+        """Returns the sampling parameters of one choice; `room` (positions left in the context) is not used here.
+
+        Raises:
+            BadArgument: a value is outside its range.
+        """
+        return self._params(COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs, choice)
+
+
+class ImageUrl(Struct):
+    """The location of an image. The model's processor chooses the resolution, so `detail` must be absent or "auto"."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(Struct):
+    """One part of a message's content: text, or an image."""
+
+    type: str
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+
+class Message(Struct):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    tool_calls: Any = None
+
+    def template_input(self, at: str) -> dict[str, Any]:
+        """Converts the message for a chat template. `developer` becomes `system`, the older name that templates know.
+
+        Returns:
+            `role` and `content`. The content is one text, or with images a list of parts, each `{"type": "text",
+            "text": ...}` or `{"type": "image", "url": ..., "at": the path of the part}`.
+
+        Args:
+            at: the path of this message, for the error.
+
+        Raises:
+            ApiError: 400; a part is neither text nor an image, or there are tool calls.
+        """
+        if self.tool_calls:
+            raise ApiError(400, f"{at}.tool_calls: tools are not supported", param=f"{at}.tool_calls")
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        parts = [_part(part, f"{at}.content[{i}]") for i, part in enumerate(self.content)]
+        if all(part["type"] == "text" for part in parts):
+            return {"role": role, "content": "\n".join(part["text"] for part in parts)}
+        return {"role": role, "content": parts}
+
+
+Messages = Annotated[list[Message], Meta(min_length=1)]
+
+
+def template_input(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Converts the messages of a request for a chat template; see `Message.template_input`."""
+    return [message.template_input(f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def parts(messages: Sequence[dict[str, Any]], type: str) -> list[dict[str, Any]]:
+    """Returns the parts of one type of a conversation with images, as `Message.template_input` makes them, in order."""
+    lists = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [part for parts in lists for part in parts if part["type"] == type]
+
+
+def _part(part: ContentPart, at: str) -> dict[str, str]:
+    if part.type == "image_url":
+        return _image_part(part, at)
+    if part.type != "text":
+        message = f"{at}: only parts of type 'text' and 'image_url' are supported, got {part.type!r}"
+        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+    if part.text is None:
+        raise ApiError(400, f"{at}: a text part needs the field 'text'", param=f"{at}.text")
+    return {"type": "text", "text": part.text}
+
+
+def _image_part(part: ContentPart, at: str) -> dict[str, str]:
+    image = part.image_url
+    if image is None:
+        raise ApiError(400, f"{at}: an image part needs the field 'image_url'", param=f"{at}.image_url")
+    if image.detail not in (None, "auto"):
+        message = f"{at}.image_url.detail: not supported; omit it or use 'auto'"
+        raise ApiError(400, message, param=f"{at}.image_url.detail", code="unsupported_parameter")
+    return {"type": "image", "url": image.url, "at": f"{at}.image_url.url"}
+
+
+def template_of(
+    add_generation_prompt: bool | None, continue_final_message: bool | None, variables: dict[str, Any] | None
+) -> Template:
+    """Returns how a chat template is applied, from the fields of a request.
+
+    Raises:
+        BadArgument: they contradict each other, or a variable has a reserved name.
+    """
+    continues = bool(continue_final_message)
+    begins = not continues if add_generation_prompt is None else add_generation_prompt
+    return Template(begins, continues, variables or {})
+
+
+class ChatRequest(_Request, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Converts the messages for a chat template; see `Message.template_input`.
+
+        Raises:
+            ApiError: 400; a part is neither text nor an image, or there are tool calls.
+        """
+        return template_input(self.messages)
+
+    def template(self) -> Template:
+        """Returns how the chat template is applied; see `template_of`."""
+        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+
+    def params(self, room: int, choice: int) -> SamplingParams:
+        """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
+
+        Raises:
+            BadArgument: a value is outside its range.
+            ApiError: 400; `top_logprobs` without `logprobs`.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs = true", param="top_logprobs")
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(max(room, 1) if asked is None else asked, logprobs, choice)
+
+
+def parse_completion(body: bytes, tolerated: list[str] | None = None) -> CompletionRequest:
+    """Parses the request in a body.
+
+    Args:
+        body: the JSON.
+        tolerated: the names of unknown fields are appended to it; None: they are refused.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
+    """
+    request = _decode_known(body, CompletionRequest, tolerated)
+    if request.best_of not in (None, request.choices):
+        raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
+    return request
+
+
+def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
+    """Parses the request in a body; see `parse_completion`."""
+    return _decode_known(body, ChatRequest, tolerated)
+
+
+def _decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None) -> Decoded:
+    request = decode(body, kind)
+    try:
+        check_fields(body, kind, tolerated)
+    except Refused as error:
+        raise ApiError(400, str(error), param=error.name, code=error.code) from None
+    return request
+
+
+def decode(body: bytes, kind: type[Decoded]) -> Decoded:
+    """Parses a body of any kind.
+
+    Raises:
+        ApiError: 400; malformed JSON, or a wrong type or value.
+    """
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), kind.__struct_fields__) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "The JSON of the body is nested too deeply", code="invalid_json") from None
+    return request
+
+
+def _field_error(message: str, fields: Sequence[str]) -> ApiError:
+    """Splits msgspec's `Expected ... - at `$.messages[0].role``, because clients want the path in `param`."""
+    problem, _, path = message.partition(" - at ")
+    at = path.strip("`").removeprefix("$").lstrip(".")
+    missing = re.search(r"missing required field `(\w+)`", problem)
+    if missing:
+        at = f"{at}.{missing[1]}".lstrip(".")
+        problem = "this field is required"
+    unknown = re.search(r"unknown field `(.*)`", problem)
+    if unknown:
+        at, problem = unknown[1], f"unknown field; this route has {', '.join(fields)}"
+    return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)
