@@ -6,12 +6,13 @@ PEERS := .venv-peers
 LMCACHE := .venv-lmcache
 SGLANG := .venv-sglang
 ROUTERS := .venv-routers
+CLIENTS := .venv-clients
 VLLM := .venv-vllm
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-vllm lint \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm lint \
 	bench record bench-index bench-core bench-policies bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions stub clean
 help:
@@ -24,6 +25,7 @@ help:
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
 	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
+	@echo "make test-clients  test with the clients that people use, which are installed into $(CLIENTS)"
 	@echo "make test-hf       all tests of transformers' generate() over the cache, the real model's included"
 	@echo "make test-vllm     test inside vLLM's engine on the CPU, which is installed into $(VLLM)"
 	@echo "make test-gpu      what needs a GPU, by the system's own Python, without a network (docs/gpu.md); bench-gpu measures it"
@@ -107,6 +109,18 @@ $(ROUTERS)/ready: tests/requirements-routers.txt
 
 test-routers: $(VENV)/dev $(ROUTERS)/ready
 	$(BIN)/python -m tests.lanes run routers
+
+# Those for Node come with the others.
+$(CLIENTS)/ready: tests/requirements-clients.txt tests/clients/package.json
+	@echo "Setting up $(CLIENTS), which takes some minutes the first time."
+	@$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --requirement tests/requirements-clients.txt
+	mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node
+	npm install --prefix $(CLIENTS)/node --silent --no-audit --no-fund
+	@touch $@
+
+test-clients: $(VENV)/dev $(CLIENTS)/ready
+	$(BIN)/python -m tests.lanes run clients
 
 test-hf: $(VENV)/dev
 	$(BIN)/pytest tests/test_hf.py $(ARGS)

@@ -94,6 +94,19 @@ LANES = (
         ("pyzmq", "msgspec"),
     ),
     Lane(
+        "clients",
+        ("tests/test_clients.py",),
+        (
+            "src/mainstem/server/*.py",
+            "src/mainstem/runtime/grammars.py",
+            "src/mainstem/runtime/prompts.py",
+            "tests/test_clients.py",
+            "tests/clients/*",
+            "tests/requirements-clients.txt",
+        ),
+        ("llguidance",),
+    ),
+    Lane(
         "vllm",
         ("tests/test_vllm.py", "tests/test_events_vllm.py"),
         (

@@ -1,0 +1,102 @@
+"""The openai client: chats, tools, structured output, completions, Responses, errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+URL, MODEL = sys.argv[1:]
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0)
+ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Verdict(BaseModel):
+    city: Literal["Paris", "Rome"]
+    sunny: bool
+
+
+def chats() -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=8, temperature=0)
+    chunks = [*client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=8, temperature=0, stream=True)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+    again = client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=8, temperature=0)
+    assert again.usage is not None and again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens
+
+
+def tools() -> None:
+    given: Any = {"model": MODEL, "messages": ASKED, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
+    message = client.chat.completions.create(**given).choices[0].message
+    assert message.tool_calls
+    call: Any = message.tool_calls[0]
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    with client.chat.completions.stream(**given) as stream:
+        streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(streamed[0].function.arguments)["city"] in ("Paris", "Rome")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    after = client.chat.completions.create(
+        model=MODEL, messages=[*ASKED, message, result], tools=[TOOL], tool_choice="none", max_tokens=8
+    )
+    assert after.choices[0].message.content
+
+
+def structured_output() -> None:
+    parsed = client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Verdict, max_tokens=60)
+    assert parsed.choices[0].message.parsed is not None
+
+
+def completions() -> None:
+    done = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=0, echo=True, logprobs=1)
+    logprobs = done.choices[0].logprobs
+    assert done.choices[0].text == "Once upon"
+    assert logprobs is not None and logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == done.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+def responses() -> None:
+    first = client.responses.create(model=MODEL, input="Say a word.", max_output_tokens=16)
+    assert first.output_text
+    second = client.responses.create(model=MODEL, input="Another.", previous_response_id=first.id, max_output_tokens=16)
+    assert second.usage is not None and second.usage.input_tokens_details.cached_tokens
+    events = [
+        event.type for event in client.responses.create(model=MODEL, input="Hi.", max_output_tokens=16, stream=True)
+    ]
+    assert events[0] == "response.created" and events[-1] in ("response.completed", "response.incomplete"), events
+    parsed = client.responses.parse(model=MODEL, input="Is Paris sunny?", text_format=Verdict, max_output_tokens=60)
+    assert parsed.output_parsed is not None
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def errors() -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+        client.chat.completions.create(model=MODEL, messages=ASKED, extra_body={"tempreature": 1})
+    assert caught.value.param == "tempreature"
+
+
+for check in (chats, tools, structured_output, completions, responses, errors):
+    check()
+    print(check.__name__)

@@ -1,0 +1,144 @@
+"""Damaged bodies on every route: refused with a typed error or answered, no fault of the server, and nothing stays.
+
+Bodies begin as valid ones, and are changed at random: values of other types and sizes in random places, fields of other
+routes, slips in names, missing and repeated fields, cut and changed bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+import random
+import resource
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+from machine import eventually
+from rigs.serving import tiny_folder
+from starlette.applications import Starlette
+
+from mainstem.runtime.engine import Engine
+from mainstem.runtime.models import load_model
+from mainstem.server.app import create_app
+from mainstem.server.fields import REFUSED, WITHOUT_EFFECT
+from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.settings.engine import EngineConfig, ModelConfig
+
+AT_ONCE = 16
+MOST_GROWTH = 64 << 20  # bytes
+CHAT = [{"role": "system", "content": "w3"}, {"role": "user", "content": [{"type": "text", "text": "w5 w6"}]}]
+BASES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/completions": {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 3, "stop": ["w9"], "logprobs": 2},
+    "/v1/chat/completions": {"model": "tiny", "messages": CHAT, "max_tokens": 3, "stream": True, "seed": 4},
+    "/tokenize": {"model": "tiny", "messages": CHAT},
+    "/detokenize": {"tokens": [5, 6]},
+    "/v1/cache/remove": {"model": "tiny", "prompt": "w5 w6"},
+    "/v1/cache/flush": {},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
+FIELDS = sorted({*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, *REFUSED, *WITHOUT_EFFECT})
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 3, 20, 129, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**63) - 1, 2**64),
+    *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, "", "a", "w5", "\x00", "\ud800", "\uffff", "é" * 500, "auto", "none"),
+    *([], [[]], [None], [1, "a"], ["w5"] * 300, [0.5], {}, {"": {}}, {"a": [{}]}, {"5": 1}, {"type": "text"}),
+    [[[[[[[[1]]]]]]]],
+]
+
+
+class Fuzzer:
+    """Makes bodies, the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def body(self, base: Mapping[str, Any]) -> bytes:
+        """Returns a changed body."""
+        changed: Any = copy.deepcopy(dict(base))
+        for _ in range(self._random.randrange(1, 4)):
+            changed = self._changed(changed)
+        text = json.dumps(changed).encode()
+        if self._random.random() < 0.1:
+            at = self._random.randrange(len(text))
+            text = text[:at] + bytes([self._random.randrange(256)]) * self._random.randrange(2) + text[at + 1 :]
+        return text
+
+    def _changed(self, body: Any) -> Any:
+        draw = self._random
+        if not isinstance(body, dict) or draw.random() < 0.02:
+            return draw.choice(VALUES)
+        kind = draw.randrange(5)
+        if kind == 0:
+            body[draw.choice(FIELDS)] = draw.choice(VALUES)
+        elif kind == 1 and body:
+            del body[draw.choice([*body])]
+        elif kind == 2 and body:
+            name = draw.choice([*body])
+            body[name + draw.choice(["s", "_", " ", "\x00"])] = body[name]
+        else:
+            holder, key = draw.choice([*_places(body)] or [(body, "model")])
+            holder[key] = draw.choice(VALUES)
+        return body
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields every place of a value, however deep, as its container and key."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(inner)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tiny_folder("llama", tmp_path_factory.mktemp("fuzz") / "tiny", max_position_embeddings=64)
+    loaded = load_model(str(folder), ModelConfig(dtype="float32"))
+    with Engine(loaded, EngineConfig(kv_bytes=1 << 20)) as running:
+        yield running
+
+
+async def _post(app: Starlette, bodies: list[tuple[str, bytes]], seen: Counter[int]) -> None:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=None) as http:
+        waiting = iter(bodies)
+
+        async def client() -> None:
+            for path, body in waiting:
+                answer = await http.post(path, content=body)
+                assert answer.status_code < 500 and b'"server_error"' not in answer.content, (path, body, answer.text)
+                if answer.status_code >= 400:
+                    assert answer.json()["error"]["message"], (path, body)
+                seen[answer.status_code] += 1
+
+        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+
+
+def test_every_route_that_takes_a_body_is_here(engine: Engine) -> None:
+    routes = {route.path for route in create_app(engine).routes if "POST" in getattr(route, "methods", ())}
+    assert routes == {*BASES}
+
+
+@pytest.mark.parametrize("bodies", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)
+def test_damaged_bodies(engine: Engine, bodies: int) -> None:
+    fuzzer, paths, app = Fuzzer(bodies), [*BASES], create_app(engine)
+    made = [(path, fuzzer.body(BASES[path])) for path in (paths[n % len(paths)] for n in range(bodies))]
+    seen: Counter[int] = Counter()
+    grown = 0
+    for half in (made[: bodies // 2], made[bodies // 2 :]):
+        before = _most_memory()
+        asyncio.run(_post(app, half, seen))
+        gc.collect()
+        grown = _most_memory() - before
+    assert grown < MOST_GROWTH, "of the second half: the first one fills caches"
+    assert seen[200] > bodies // 100 and seen[400] > bodies // 4, seen
+    eventually(lambda: not (engine.stats().running or engine.stats().waiting))
+    assert {(pool.private, pool.locked) for pool in engine.stats().cache.pools.values()} == {(0, 0)}
+
+
+def _most_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
