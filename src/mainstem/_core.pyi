@@ -562,6 +562,11 @@ def kernel_isa() -> str:
     The instructions that `linear` and `rms_norm` use: "avx512", "avx2", or "": this machine cannot run them.
     """
 
+def has_quick_dots() -> bool:
+    """
+    Whether this machine multiplies pairs of bfloat16 as often as single numbers of float32.
+    """
+
 int4_rows: int = 7
 
 def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, bfloat16: bool, threads: int) -> None:

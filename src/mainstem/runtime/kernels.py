@@ -4,11 +4,12 @@
     few: a decode step, or a verified draft       the core          the core, from two on
     fewer than 8, of a quantized layer            the core          the core
     more                                          PyTorch           PyTorch
-    many: a prefill, on a CPU without tiles       as float32        PyTorch
+    many: a prefill, where bfloat16 is slow       as float32        PyTorch
 
 With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at half of the memory's speed. With
-many rows it computes. Without AMX, products of bfloat16 are half as fast as those of float32, so each weight is widened
-while it is used. Both are as exact as PyTorch's: sums are float32, and rounded once.
+many rows it computes. Some CPUs multiply bfloat16 at half of the speed of float32, so each weight is widened while it
+is used; others are four times as fast with it (`bfloat16_is_slow`). Both are as exact as PyTorch's: sums are float32,
+and rounded once.
 
 This module knows tensors. It does not know models.
 """
@@ -16,6 +17,7 @@ This module knows tensors. It does not know models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,6 +75,15 @@ def most_rows(dtype: torch.dtype) -> int:
     return max(_FEW.get(dtype, (0,)))
 
 
+@cache
+def bfloat16_is_slow() -> bool:
+    """Returns whether PyTorch multiplies matrices of bfloat16 more slowly than those of float32 on this CPU.
+
+    It does not with AMX, which multiplies tiles, or where one instruction multiplies pairs of bfloat16 at full speed.
+    """
+    return bool(_ISA) and not (_core.has_quick_dots() or torch.cpu._is_amx_tile_supported())
+
+
 def takes(tensor: torch.Tensor) -> bool:
     """Returns whether the core's kernels can read a weight where it is."""
     return (
@@ -124,7 +135,7 @@ def product(x: torch.Tensor, layer: Weights) -> torch.Tensor:
     """Computes a layer on the CPU for any number of rows: x [..., inputs] to [..., outputs], of the same dtype."""
     if are_few(x, layer.int4 is not None):
         return products(x, [layer])[0]
-    if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and _ISA and not _has_tiles():
+    if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and bfloat16_is_slow():
         return _widened(x, layer)
     return linear(x, layer.weight, layer.bias)
 
@@ -156,10 +167,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: floa
         torch.get_num_threads(),
     )
     return out
-
-
-def _has_tiles() -> bool:
-    return torch.cpu._is_amx_tile_supported()
 
 
 def _widened(x: torch.Tensor, layer: Weights) -> torch.Tensor:

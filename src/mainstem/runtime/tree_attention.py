@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from mainstem.runtime import kernels
 from mainstem.runtime.attention import BatchPlan, Given, SdpaAttention, Stored
 from mainstem.runtime.eight_bits import dequantize
 from mainstem.runtime.folding import Call, Causal, Fold, fold
@@ -32,8 +32,8 @@ from mainstem.runtime.kv import Plane
 # Scores that are computed by hand take at most this much memory at once, in float32.
 _SCORES_BYTES = 64 << 20
 
-# PyTorch's kernel is slower in bfloat16 than in float32 on CPUs without tiles (AMX). From this many rows for a KV head
-# on, it is worth converting keys and values.
+# PyTorch's kernel is slower in bfloat16 than in float32 on some CPUs. There it is worth converting keys and values from
+# this many rows for a KV head on.
 _WIDE_ROWS = 32
 
 _flash = torch._scaled_dot_product_flash_attention_for_cpu
@@ -153,7 +153,7 @@ class _Products:
         self._values = self._keys if values is keys else values.plane.rows()
         self._new = keys.new, values.new
         self._scale, self._softcap, self._has_flash, self._room = scale, softcap, has_flash, room
-        self._widens = has_flash and query.dtype == torch.bfloat16 and not _has_tiles()
+        self._widens = has_flash and query.dtype == torch.bfloat16 and kernels.bfloat16_is_slow()
 
     def compute(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns results [groups, rows, kv_heads, group, numbers], and their log-sum-exps if they are partial."""
@@ -228,12 +228,6 @@ class _Products:
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp_()
         return weights.to(v.dtype) @ v, lse
-
-
-@cache
-def _has_tiles() -> bool:
-    """Returns whether this CPU multiplies tiles of bfloat16, which makes products faster than in float32."""
-    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def _take(rows: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:

@@ -10,23 +10,84 @@ namespace mainstem {
 
 namespace {
 
-constexpr int kOutputs = 2;              // rows of the weight at a time
-constexpr int kRows = 8;                 // rows of x at a time
 constexpr std::size_t kPrefetch = 4096;  // bytes ahead: the hardware's prefetcher stops at the end of each page
 constexpr std::size_t kAlone = 1 << 17;  // bytes of weights that one thread reads before others have begun
 constexpr std::size_t kParts = 4;        // of a thread's work, so that none waits long for another
 
+// The rows of x as float32, pair by pair.
+class Widened {
+ public:
+  template <class Number>
+  Widened(const Number* x, std::size_t rows, std::size_t inputs, std::size_t lanes, bool alternates)
+      : count(rows), inputs(inputs), lines_(std::make_unique_for_overwrite<Line[]>(rows * inputs / kLine)) {
+    const std::size_t step = alternates ? 2 : 1;  // in x, between neighbours in a vector
+    const std::size_t second = alternates ? 1 : lanes;
+    float* to = lines_[0].floats;
+    for (std::size_t at = 0; at < rows * inputs; at += 2 * lanes)
+      for (std::size_t lane = 0; lane < lanes; ++lane) {
+        to[at + lane] = widen(x[at + step * lane]);
+        to[at + lanes + lane] = widen(x[at + step * lane + second]);
+      }
+  }
+
+  const float* operator[](std::size_t row) const { return lines_[0].floats + row * inputs; }
+
+  const std::size_t count, inputs;
+
+ private:
+  static constexpr std::size_t kLine = 16;
+  struct alignas(64) Line {
+    float floats[kLine];
+  };
+  std::unique_ptr<Line[]> lines_;
+};
+
+// The rows of x as they are.
+template <class Number>
+struct AsGiven {
+  AsGiven(const Number* x, std::size_t rows, std::size_t inputs, std::size_t, bool)
+      : count(rows), inputs(inputs), x(x) {}
+
+  const Number* operator[](std::size_t row) const { return x + row * inputs; }
+
+  const std::size_t count, inputs;
+  const Number* const x;
+};
+
+// How a row of a weight is read, what x is for it, and how many rows of both meet at a time: their sums are registers.
+
 // A row of a weight as the numbers of a model.
 template <class Number>
 struct Plain {
+  using Given = Widened;
+  static constexpr int kOutputs = 2, kRows = 8;
   static constexpr bool kAlternates = sizeof(Number) == sizeof(BFloat16);  // its pairs are those of even and odd places
 
   static Plain of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
     return {layer.weight + output * inputs};
   }
   template <int kLanes>
-  MAINSTEM_INLINE Pair<kLanes> pair(std::size_t i) const {
+  MAINSTEM_INLINE Pair<kLanes> next(std::size_t i) const {
     return load_pair<kLanes>(numbers + i);
+  }
+  MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof(Number)); }
+
+  const Number* numbers;
+};
+
+// A row of bfloat16 that are multiplied in pairs, without being widened.
+template <class Number>
+struct Dots {
+  using Given = AsGiven<Number>;
+  static constexpr int kOutputs = 4, kRows = 6;
+  static constexpr bool kAlternates = false;
+
+  static Dots of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
+    return {layer.weight + output * inputs};
+  }
+  template <int kLanes>
+  MAINSTEM_INLINE typename Lanes<kLanes>::Words next(std::size_t i) const {
+    return load<typename Lanes<kLanes>::Words>(numbers + i);
   }
   MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof(Number)); }
 
@@ -36,13 +97,15 @@ struct Plain {
 // A row of a weight in 4 bits a number.
 template <class Number>
 struct Packed {
+  using Given = Widened;
+  static constexpr int kOutputs = 2, kRows = 8;
   static constexpr bool kAlternates = true;
 
   static Packed of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
     return {layer.packed.codes + output * inputs / kCodes, layer.packed.scales + output * inputs / kGroup};
   }
   template <int kLanes>
-  MAINSTEM_INLINE Pair<kLanes> pair(std::size_t i) const {
+  MAINSTEM_INLINE Pair<kLanes> next(std::size_t i) const {
     const std::uint32_t* const group = codes + i / kGroup * (kGroup / kCodes);
     const std::uint32_t begin = i % kGroup;  // four bits for each two places
     const float scale = scales[i / kGroup];
@@ -69,59 +132,54 @@ struct Packed {
   }
 };
 
-// The rows of x as float32, pair by pair.
-class Rows {
- public:
-  template <class Number>
-  Rows(const Number* x, std::size_t rows, std::size_t inputs, std::size_t lanes, bool alternates)
-      : count(rows), inputs(inputs), lines_(std::make_unique_for_overwrite<Line[]>(rows * inputs / kLine)) {
-    const std::size_t step = alternates ? 2 : 1;  // in x, between neighbours in a vector
-    const std::size_t second = alternates ? 1 : lanes;
-    float* to = lines_[0].floats;
-    for (std::size_t at = 0; at < rows * inputs; at += 2 * lanes)
-      for (std::size_t lane = 0; lane < lanes; ++lane) {
-        to[at + lane] = widen(x[at + step * lane]);
-        to[at + lanes + lane] = widen(x[at + step * lane + second]);
-      }
-  }
+// Reads what meets the next numbers of a weight: a pair of widened ones, or pairs of bfloat16.
+template <int kLanes>
+MAINSTEM_INLINE Pair<kLanes> next_of(const float* x) {
+  return load_pair<kLanes>(x);
+}
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Words next_of(const BFloat16* x) {
+  return load<typename Lanes<kLanes>::Words>(x);
+}
 
-  const float* operator[](std::size_t row) const { return lines_[0].floats + row * inputs; }
-
-  const std::size_t count, inputs;
-
- private:
-  static constexpr std::size_t kLine = 16;
-  struct alignas(64) Line {
-    float floats[kLine];
-  };
-  std::unique_ptr<Line[]> lines_;
-};
+// Adds products to the totals of kN rows of a weight.
+template <int kLanes, int kN>
+MAINSTEM_INLINE void add(typename Lanes<kLanes>::Floats* totals, const Pair<kLanes>* w, Pair<kLanes> x) {
+#pragma GCC unroll 8
+  for (int n = 0; n < kN; ++n)
+    totals[n] += w[n].first * x.first;
+#pragma GCC unroll 8
+  for (int n = 0; n < kN; ++n)
+    totals[n] += w[n].second * x.second;
+}
+template <int kLanes, int kN>
+MAINSTEM_INLINE void add(typename Lanes<kLanes>::Floats* totals, const typename Lanes<kLanes>::Words* w,
+                         typename Lanes<kLanes>::Words x) {
+#pragma GCC unroll 8
+  for (int n = 0; n < kN; ++n)
+    totals[n] = dots<kLanes>(totals[n], w[n], x);
+}
 
 // Computes kM rows of x times kN rows of the weight.
 template <int kLanes, int kN, int kM, bool kFirst, template <class> class Form, class Number>
-MAINSTEM_INLINE void tile(const Rows& x, std::size_t row, const Layer<Number>& layer, std::size_t output) {
+MAINSTEM_INLINE void tile(const typename Form<Number>::Given& x, std::size_t row, const Layer<Number>& layer,
+                          std::size_t output) {
   typename Lanes<kLanes>::Floats total[kM][kN] = {};
   Form<Number> weight[kN];
 #pragma GCC unroll 8
   for (int n = 0; n < kN; ++n)
     weight[n] = Form<Number>::of(layer, output + n, x.inputs);
-  const float* rows = x[row];
+  const auto* const rows = x[row];
   for (std::size_t i = 0; i < x.inputs; i += 2 * kLanes) {
-    Pair<kLanes> w[kN];
+    decltype(weight[0].template next<kLanes>(i)) w[kN];
 #pragma GCC unroll 8
     for (int n = 0; n < kN; ++n) {
-      w[n] = weight[n].template pair<kLanes>(i);
+      w[n] = weight[n].template next<kLanes>(i);
       if (kFirst) weight[n].prefetch(i);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) {
-      const auto given = load_pair<kLanes>(rows + m * x.inputs + i);
-#pragma GCC unroll 8
-      for (int n = 0; n < kN; ++n)
-        total[m][n] += w[n].first * given.first;
-#pragma GCC unroll 8
-      for (int n = 0; n < kN; ++n)
-        total[m][n] += w[n].second * given.second;
+      add<kLanes, kN>(total[m], w, next_of<kLanes>(rows + m * x.inputs + i));
     }
   }
 #pragma GCC unroll 8
@@ -139,7 +197,8 @@ MAINSTEM_INLINE void tile(const Rows& x, std::size_t row, const Layer<Number>& l
 
 // Computes the last rows of x, fewer than kM + 1.
 template <int kLanes, int kN, int kM, bool kFirst, template <class> class Form, class Number>
-MAINSTEM_INLINE void last_rows(const Rows& x, std::size_t row, const Layer<Number>& layer, std::size_t output) {
+MAINSTEM_INLINE void last_rows(const typename Form<Number>::Given& x, std::size_t row, const Layer<Number>& layer,
+                               std::size_t output) {
   if constexpr (kM > 0) {
     if (x.count - row == kM)
       tile<kLanes, kN, kM, kFirst, Form>(x, row, layer, output);
@@ -150,7 +209,8 @@ MAINSTEM_INLINE void last_rows(const Rows& x, std::size_t row, const Layer<Numbe
 
 // Computes all rows of x times kN rows of the weight, which the first tile reads from memory.
 template <int kLanes, int kN, template <class> class Form, class Number>
-MAINSTEM_INLINE void all_rows(const Rows& x, const Layer<Number>& layer, std::size_t output) {
+MAINSTEM_INLINE void all_rows(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t output) {
+  constexpr int kRows = Form<Number>::kRows;
   if (x.count < kRows) return last_rows<kLanes, kN, kRows - 1, true, Form>(x, 0, layer, output);
   tile<kLanes, kN, kRows, true, Form>(x, 0, layer, output);
   std::size_t row = kRows;
@@ -160,7 +220,9 @@ MAINSTEM_INLINE void all_rows(const Rows& x, const Layer<Number>& layer, std::si
 }
 
 template <int kLanes, template <class> class Form, class Number>
-MAINSTEM_INLINE void some_outputs(const Rows& x, const Layer<Number>& layer, std::size_t begin, std::size_t end) {
+MAINSTEM_INLINE void some_outputs(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t begin,
+                                  std::size_t end) {
+  constexpr int kOutputs = Form<Number>::kOutputs;
   std::size_t output = begin;
   for (; output + kOutputs <= end; output += kOutputs)
     all_rows<kLanes, kOutputs, Form>(x, layer, output);
@@ -169,12 +231,14 @@ MAINSTEM_INLINE void some_outputs(const Rows& x, const Layer<Number>& layer, std
 }
 
 template <template <class> class Form, class Number>
-MAINSTEM_AVX512 void on_avx512(const Rows& x, const Layer<Number>& layer, std::size_t begin, std::size_t end) {
+MAINSTEM_AVX512 void on_avx512(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t begin,
+                               std::size_t end) {
   some_outputs<16, Form>(x, layer, begin, end);
 }
 
 template <template <class> class Form, class Number>
-MAINSTEM_AVX2 void on_avx2(const Rows& x, const Layer<Number>& layer, std::size_t begin, std::size_t end) {
+MAINSTEM_AVX2 void on_avx2(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t begin,
+                           std::size_t end) {
   some_outputs<8, Form>(x, layer, begin, end);
 }
 
@@ -183,11 +247,12 @@ void multiply_as(const Number* given, std::size_t rows, std::size_t inputs, std:
                  std::size_t bytes, unsigned threads) {
   const bool wide = best_isa() == Isa::kAvx512;
   const auto run = wide ? on_avx512<Form, Number> : on_avx2<Form, Number>;
-  const Rows x(given, rows, inputs, wide ? 16 : 8, Form<Number>::kAlternates);
+  const typename Form<Number>::Given x(given, rows, inputs, wide ? 16 : 8, Form<Number>::kAlternates);
   std::size_t outputs = 0;
   for (const auto& layer : layers)
     outputs += layer.outputs;
   if (outputs * bytes <= kAlone) threads = 1;
+  constexpr std::size_t kOutputs = Form<Number>::kOutputs;
   const std::size_t part = outputs / (threads * kParts) / kOutputs * kOutputs + kOutputs;
   share_out(outputs, part, threads, [&](std::size_t begin, std::size_t end) {
     std::size_t before = 0;  // outputs of the layers before
@@ -205,9 +270,10 @@ template <class Number>
 void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
               unsigned threads) {
   if (rows <= kInt4Rows && std::ranges::all_of(layers, [](const auto& layer) { return layer.packed.codes; }))
-    multiply_as<Packed>(x, rows, inputs, layers, inputs / 2, threads);
-  else
-    multiply_as<Plain>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
+    return multiply_as<Packed>(x, rows, inputs, layers, inputs / 2, threads);
+  if constexpr (sizeof(Number) == sizeof(BFloat16))
+    if (has_dots()) return multiply_as<Dots>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
+  multiply_as<Plain>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
 }
 
 template void multiply(const float*, std::size_t, std::size_t, std::span<const Layer<float>>, unsigned);

@@ -2,9 +2,10 @@
 //
 //   out[r] = weight x[r] + bias      weight [outputs, inputs] as it lies in memory, row by row: nothing is packed
 //
-// A matrix product of a library packs blocks of its operands first, or waits for numbers that are used once. Here two
-// rows of the weight meet eight of x at a time, in registers. The rows of the weight that come next are prefetched.
-// A row of the result does not depend on the other rows.
+// A matrix product of a library packs blocks of its operands first, or waits for numbers that are used once. Here a
+// few rows of the weight meet a few of x at a time, in registers. The rows of the weight that come next are prefetched.
+// Where the machine multiplies pairs of bfloat16, nothing is widened. A row of the result does not depend on the other
+// rows.
 #pragma once
 
 #include <cstddef>

@@ -112,6 +112,17 @@ MAINSTEM_INLINE void store_pair(BFloat16* to, Pair<kLanes> pair) {
   std::memcpy(to, &both, sizeof both);
 }
 
+// Returns totals plus the products of bfloat16, two for each total. Only where `has_dots`.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats dots(typename Lanes<kLanes>::Floats totals,
+                                                    typename Lanes<kLanes>::Words a, typename Lanes<kLanes>::Words b) {
+#ifdef __x86_64__
+  // Not an intrinsic, which cannot be inlined into a function of another target before that one is inlined.
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(totals) : "v"(a), "v"(b));
+#endif
+  return totals;
+}
+
 // Returns four numbers with the sum of a vector's lanes.
 template <int kLanes>
 MAINSTEM_INLINE Floats4 fold(typename Lanes<kLanes>::Floats v) {
@@ -152,6 +163,25 @@ inline Isa best_isa() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::kAvx2;
 #endif
   return Isa::kNone;
+}
+
+// Returns whether this machine multiplies pairs of bfloat16 in one instruction.
+inline bool has_dots() {
+#ifdef __x86_64__
+  return best_isa() == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// Returns whether it does so as often as it multiplies vectors of float32. AMD's family 19h (Zen 4) does it half as
+// often.
+inline bool has_quick_dots() {
+#ifdef __x86_64__
+  return has_dots() && !__builtin_cpu_is("amdfam19h");
+#else
+  return false;
+#endif
 }
 
 }  // namespace mainstem
