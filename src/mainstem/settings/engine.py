@@ -93,6 +93,7 @@ class SamplingParams(Settings):
         min_tokens: Minimum number of tokens before the answer may end by itself; at most `max_tokens`.
         stop_token_ids: Tokens that end the answer, and are no part of its text.
         presence_penalty: Subtracted from the logits of tokens that the answer has; -2 to 2.
+        prompt_logprobs: The same for the tokens of the prompt. Its KV is then computed, not taken from the cache.
         frequency_penalty: The same for each time that the answer has the token; -2 to 2.
         repetition_penalty: Logits of tokens that the prompt or the answer has are divided by it, or multiplied where
             they are negative. Above 0.
@@ -118,6 +119,7 @@ class SamplingParams(Settings):
     min_tokens: int = setting(0, integer(0), flag=False)
     stop_token_ids: tuple[int, ...] = setting((), _TOKENS, flag=False)
     presence_penalty: float = setting(0.0, number(-2, 2), flag=False)
+    prompt_logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
     frequency_penalty: float = setting(0.0, number(-2, 2), flag=False)
     repetition_penalty: float = setting(1.0, number(0, above=True), flag=False)
     logit_bias: tuple[tuple[int, float], ...] = setting((), _BIASES, flag=False)
