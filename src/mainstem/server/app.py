@@ -52,11 +52,11 @@ from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import errors, management, replies, requests, tokenization
 from mainstem.server.access import Access
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Run, Watcher
+from mainstem.server.generation import EventStream, Run, Watcher, best
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChatReply, CompletionReply, Head
+from mainstem.server.replies import ChatReply, CompletionReply, Echo, Extras, Head
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.settings.server import RecordConfig, ServerConfig
 
@@ -300,22 +300,25 @@ class _Service:
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            ask, run = await self._admit(http, kind, unknown)
+            ask, run, extras = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
         counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = kind.reply(head, self._prompts.spell, counted)
+        reply = kind.reply(head, self._prompts.spell, counted, extras)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
-        body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
+        answers: Sequence[Sequence[Delta]] = run.answers
+        if ask.choices > ask.kept:
+            answers = best(answers, ask.choices, ask.kept)
+        body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run]:
+    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run, Extras]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
@@ -323,12 +326,12 @@ class _Service:
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         tolerated = unknown if self._unknown_fields == "warn" else None
-        ask, asked = await anyio.to_thread.run_sync(
+        ask, asked, extras = await anyio.to_thread.run_sync(
             lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
         )
         watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
         prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
-        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
+        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens), extras
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -366,20 +369,44 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
+    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request], Extras]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
-        return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+        asked = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+        return ask, asked, self._extras(ask, prompts)
+
+    def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
+        """Returns what the reply shows besides the texts of its answers."""
+        echoes: list[Echo] = []
+        if isinstance(ask, CompletionRequest) and ask.echo:
+            echoes = [self._echo(ask, *pair) for pair in zip(ask.prompts(), prompts, strict=True)]
+        return Extras(
+            ask.kept,
+            ask.logprobs is not None,
+            echoes,
+            ask.prompt_logprobs,
+            [prompt.tokens.tolist() for prompt in prompts] if ask.return_token_ids else (),
+            bool(ask.return_tokens_as_token_ids),
+        )
+
+    def _echo(self, ask: CompletionRequest, given: str | list[int], prompt: PreparedPrompt) -> Echo:
+        tokens, skipped = prompt.tokens.tolist(), ask.skip_special_tokens is not False
+        is_whole = len(tokens) != ask.truncate_prompt_tokens
+        text = given if isinstance(given, str) and is_whole else self._prompts.read(tokens, skip_special=skipped)
+        if ask.logprobs is None:
+            return Echo(text, tokens)
+        return Echo(text, tokens, self._prompts.offsets(tokens, text), ask.logprobs)
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
             return [self._conversation(ask.conversation(), ask.template())]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > requests.MAX_CHOICES:
-            raise ApiError(400, f"n: at most {requests.MAX_CHOICES} choices over all prompts", param="n")
+            name = "n" if ask.best_of is None else "best_of"
+            raise ApiError(400, f"{name}: at most {requests.MAX_CHOICES} choices over all prompts", param=name)
         return [PreparedPrompt(self._tokens(prompt)) for prompt in prompts]
 
     def _tokens(self, prompt: str | list[int]) -> Tokens:
