@@ -610,6 +610,59 @@ def test_models() -> None:
     assert client().get("/v1/models/fake").json()["id"] == "fake"
 
 
+def test_a_model_under_names_of_its_own(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    server = client(engine, served_model_name=("org/one", "two"))
+    listed = server.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in listed] == [("org/one", None), ("two", None)]
+    assert server.get("/v1/models/org/one").json()["id"] == "org/one"
+    for name in ("org/one", "two"):
+        reply = server.post("/v1/completions", json={"model": name, "prompt": "a"})
+        assert reply.json()["model"] == "org/one"
+    assert {stream.request.namespace for stream in engine.streams} == {None}, "all names share prefixes"
+    assert "'org/one', 'two'" in error_of(complete(server), 404)["message"]
+    body = {"lora_name": "two", "lora_path": str(tmp_path)}
+    assert error_of(server.post("/v1/load_lora_adapter", json=body), 400)["param"] == "lora_name"
+    assert server.post("/v1/load_lora_adapter", json={**body, "lora_name": "three"}).json()["parent"] == "org/one"
+    assert server.post("/v1/completions", json={"model": "three", "prompt": "a"}).json()["model"] == "three"
+    with pytest.raises(BadArgument, match="served_model_name"):
+        client(engine, served_model_name=("three",))
+
+
+ORIGIN = {"Origin": "https://chat.example.org"}
+PREFLIGHT = {
+    **ORIGIN,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("allowed", ["https://chat.example.org", "*"])
+def test_scripts_of_an_allowed_origin(allowed: str) -> None:
+    server = client(cors_origin=("https://other.example.org", allowed), api_key=("k",))
+    asked = server.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert asked.status_code == 200, "a preflight has no key"
+    assert asked.headers["access-control-allow-origin"] in (allowed, ORIGIN["Origin"])
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    with_key = {**ORIGIN, "Authorization": "Bearer k"}
+    for reply in (complete(server, headers=with_key), complete(server, headers=with_key, stream=True)):
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == allowed
+        assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
+    refused = complete(server, headers=ORIGIN)
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == allowed
+
+
+@pytest.mark.parametrize("origins", [(), ("https://other.example.org",)])
+def test_scripts_of_other_origins(origins: tuple[str, ...]) -> None:
+    server = client(cors_origin=origins)
+    asked = server.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert asked.status_code == (400 if origins else 405)
+    for reply in (asked, complete(server, headers=ORIGIN)):
+        assert "access-control-allow-origin" not in reply.headers
+
+
 def test_the_cache_routes() -> None:
     server = client()
     complete(server)
@@ -793,6 +846,9 @@ def test_an_engine_that_fails_under_way() -> None:
         {"api_key": ("a b",)},
         {"admin_key": ""},
         {"admin_key": "a b"},
+        {"served_model_name": ("",)},
+        {"cors_origin": ("example.org",)},
+        {"cors_origin": ("https://example.org/path",)},
     ],
 )
 def test_bad_settings_are_named(fields: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -94,16 +95,34 @@ def create_app(
         secret: returns n random bytes, and is called once. API keys are identified by digests under this secret. None:
             derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
         recorder: records every request that the engine accepts; the caller closes it.
+
+    Raises:
+        BadArgument: an adapter has one of the names in `config.served_model_name`.
     """
     service = _Service(engine, config, clock, now, secret or _tenant_secret(engine), recorder)
     app = Starlette(
         routes=service.routes(),
-        middleware=[Middleware(_Envelope)],
+        middleware=[*_cors(config.cors_origin), Middleware(_Envelope)],
         exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
     )
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Returns what lets scripts of web pages use the server; a preflight needs no key, since it cannot send one."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Request-Id", "X-Mainstem-Unknown-Fields"),
+        )
+    ]
 
 
 def _tenant_secret(engine: Engine) -> Callable[[int], bytes]:
@@ -166,7 +185,7 @@ def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, record
     listener.listen()
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}/v1"
-    log.info("%s is served at %s: %s", engine.name, url, _described(engine))
+    log.info("%s is served at %s: %s", app.state.service.names[0], url, _described(engine))
     _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
 
 
@@ -259,6 +278,10 @@ class _Service:
     ) -> None:
         self.draining = False
         self._engine = engine
+        self.names = config.served_model_name or (engine.name,)  # of the model; the first one is shown
+        taken = next((name for name in self.names if name in engine.adapters), None)
+        if taken is not None:
+            raise BadArgument("served_model_name", taken, "a name that no adapter has")
         self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
         self._access = Access(config.api_key, config.admin_key, secret(32))
         self._now = now
@@ -304,7 +327,8 @@ class _Service:
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
-        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
+        model = self._adapter(ask.model) or self.names[0]
+        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), model)
         counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
         reply = kind.reply(head, self._prompts.spell, counted, extras)
         if ask.stream:
@@ -466,18 +490,18 @@ class _Service:
 
     def _check_model(self, name: str | None) -> None:
         """Checks the name of a model or an adapter, if there is one."""
-        known = [self._engine.name, *self._engine.adapters]
+        known = [*self.names, *self._engine.adapters]
         if name is not None and name not in known:
             message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _adapter(self, model: str | None) -> str | None:
         """Returns the adapter that a model's name stands for; None for the model itself."""
-        return None if model == self._engine.name else model
+        return None if model in self.names else model
 
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
-        names = [self._engine.name, *self._engine.adapters]
+        names = [*self.names, *self._engine.adapters]
         return _json(replies.ModelList([self._described(name) for name in names]))
 
     async def _model(self, http: HttpRequest) -> Response:
@@ -486,13 +510,15 @@ class _Service:
         return _json(self._described(http.path_params["name"]))
 
     def _described(self, name: str) -> replies.Model:
-        parent = None if name == self._engine.name else self._engine.name
+        parent = None if name in self.names else self.names[0]
         return replies.Model(name, self._started, self._engine.max_context, parent)
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         ask = await self._parsed(http, management.parse_load_adapter)
         with _lora_fields():
+            if ask.lora_name in self.names:
+                raise BadArgument("name", ask.lora_name, "a name other than the model's own")
             await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
         return _json(self._described(ask.lora_name))
 
