@@ -50,7 +50,7 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import errors, management, replies, requests, tokenization
+from mainstem.server import errors, management, openapi, replies, requests, tokenization
 from mainstem.server.access import Access
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Watcher, best
@@ -310,6 +310,7 @@ class _Service:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/version", self._version, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._scrape, methods=["GET"]),
         ]
@@ -596,10 +597,14 @@ class _Service:
     async def _version(self, http: HttpRequest) -> Response:
         return _json(tokenization.Version(__version__))
 
+    async def _openapi(self, http: HttpRequest) -> Response:
+        document = await anyio.to_thread.run_sync(openapi.document)
+        return Response(msgspec.json.encode(document), media_type="application/json")
+
     async def _health(self, http: HttpRequest) -> Response:
         word = "failed" if self._engine.failure is not None else "draining" if self.draining else "ok"
         status = 200 if word == "ok" else 503
-        return Response(msgspec.json.encode({"status": word}), status, media_type="application/json")
+        return Response(replies.encode(management.Health(word)), status, media_type="application/json")
 
     async def _scrape(self, http: HttpRequest) -> Response:
         text = await anyio.to_thread.run_sync(self._metrics.exposition)
