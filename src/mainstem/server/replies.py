@@ -489,10 +489,10 @@ class ChatReply(_Chunks):
         return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
 
     def _chosen(self, entry: TokenLogprob) -> ChosenToken:
-        top = [Alternative(*self._told(token, value)) for token, value in entry.top]
-        return ChosenToken(*self._told(entry.token, entry.logprob), top)
+        top = [Alternative(*self._reported(token, value)) for token, value in entry.top]
+        return ChosenToken(*self._reported(entry.token, entry.logprob), top)
 
-    def _told(self, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
+    def _reported(self, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
         """Returns the name, the log-probability and the bytes of a token."""
         return self._name(token), _finite(logprob), _bytes(self._spell(token))
 
