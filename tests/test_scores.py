@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from machine import DEVICE, patience
 from rigs.ghost import VOCAB as LETTERS
-from rigs.ghost import chain, logits, prompt
+from rigs.ghost import prompt
+from rigs.ghost import scores as expected
 from rigs.greedy import LOGPROB_TOLERANCE, family_of_prompts
 from rigs.letters import Letters
 from rigs.scheduler import PAGE, Bench
@@ -72,11 +73,6 @@ def test_a_token_that_is_impossible_has_a_score() -> None:
 
 
 # The scheduler
-
-
-def expected(tokens: Sequence[int], alternatives: int) -> list[TokenLogprob] | None:
-    rows = [logits(chain(tokens[:at])) for at in range(1, len(tokens))]
-    return scores.score(torch.stack(rows), np.array(tokens[1:], np.int32), alternatives) if rows else []
 
 
 def scored(bench: Bench, id: str) -> list[TokenLogprob]:
