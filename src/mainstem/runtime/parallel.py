@@ -89,7 +89,7 @@ def open_engine(
         check_spec(config.tiers.storage.replace(RANK, "0"))  # before the model is loaded, which takes long
     asked = _Asked(name, model, config)
     if config.tp == 1:
-        with computing_on(model.threads), _engine(asked, ONE_RANK, progress) as engine:
+        with computing_on(None), _engine(asked, ONE_RANK, progress) as engine:
             yield engine
         return
     with computing_on(None), _started(config.tp, context or multiprocessing.get_context("spawn"), answer_s) as ranks:
