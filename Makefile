@@ -8,13 +8,14 @@ SGLANG := .venv-sglang
 ROUTERS := .venv-routers
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
+DIST := .venv-dist
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm lint \
 	bench record bench-index bench-core bench-policies bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions stub clean
+	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions dist test-dist stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -29,6 +30,8 @@ help:
 	@echo "make test-hf       all tests of transformers' generate() over the cache, the real model's included"
 	@echo "make test-vllm     test inside vLLM's engine on the CPU, which is installed into $(VLLM)"
 	@echo "make test-gpu      what needs a GPU, by the system's own Python, without a network (docs/gpu.md); bench-gpu measures it"
+	@echo "make dist    a source distribution and a wheel for any Linux of the tag that it prints, in dist/"
+	@echo "make test-dist     install that wheel into an empty environment, and run the demo there"
 	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
@@ -223,8 +226,29 @@ instructions: $(VENV)/dev
 bench-policies: $(VENV)/dev
 	$(BIN)/python -m bench policies $(ARGS)
 
+# The wheel is built from the source distribution, in an environment of its own, as an installer would build it. auditwheel
+# names the oldest Linux that it runs on.
+$(DIST)/ready: scripts/requirements-dist.txt
+	@$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/pip install --quiet --requirement scripts/requirements-dist.txt
+	@touch $@
+
+dist: $(DIST)/ready
+	rm -rf dist
+	$(DIST)/bin/python -m build --outdir dist/built .
+	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist
+	rm -r dist/built
+	@ls -l dist
+
+# The demo runs in the root folder, where no source can be imported in place of the wheel.
+test-dist: dist
+	$(PYTHON) -m venv --clear $(DIST)/empty
+	$(DIST)/empty/bin/pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[server]"
+	cd / && $(abspath $(DIST))/empty/bin/mainstem demo $(ARGS)
+
 stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(DIST) build dist

@@ -16,6 +16,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,78 @@ def test_logprobs_of_both_kinds() -> None:
     assert tokens[0]["token"] == "H"
     assert tokens[0]["top_logprobs"][0]["token"] == "A"
     assert complete(server, logprobs=0).json()["choices"][0]["logprobs"]["text_offset"] == list(range(13))
+
+
+def test_an_echo_with_log_probabilities_as_a_harness_asks_for_it() -> None:
+    """lm_eval sums what comes after the context, and asks whether each token was the likeliest."""
+    engine = FakeEngine(lambda prompt: "!")
+    context, answers = list(b"What? "), [list(b"yes"), list(b"no")]
+    given = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    body = complete(client(engine), [context + answer for answer in answers], **given).json()
+    for answer, choice in zip(answers, body["choices"], strict=True):
+        logprobs = choice["logprobs"]
+        whole = bytes([*context, *answer, *b"!"]).decode()
+        assert choice["text"] == whole and logprobs["tokens"] == [*whole]
+        assert logprobs["text_offset"] == [*range(len(whole))]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert sum(logprobs["token_logprobs"][len(context) : -1]) == -sum(range(6, 6 + len(answer)))
+        assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    assert all(stream.request.params.prompt_logprobs == 1 for stream in engine.streams)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_without_an_answer(stream: bool) -> None:
+    reply = complete(client(), "Hi", echo=True, max_tokens=0, logprobs=0, stream=stream)
+    choices = [choice for event in events(reply) for choice in event["choices"]] if stream else reply.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "Hi"
+    assert choices[0]["logprobs"]["token_logprobs"] == [None, -1.0]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_an_echo_is_what_was_sent_or_what_was_left_of_it() -> None:
+    server = client(FakeEngine(lambda prompt: "!"))
+    for prompt, most, text in (("Hé", None, "Hé!"), ("Hé", 9, "Hé!"), ("Hey", 2, "ey!"), ([72, 105], None, "Hi!")):
+        body = complete(server, prompt, echo=True, truncate_prompt_tokens=most).json()
+        assert (body["choices"][0]["text"], body["choices"][0]["logprobs"]) == (text, None)
+    offsets = complete(server, "Héy", echo=True, logprobs=0).json()["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 2, 3], "both halves of a character begin where it does"
+    assert error_of(complete(server, [72, 300], echo=True), 400)["param"] == "prompt"
+
+
+def test_log_probabilities_of_a_prompt() -> None:
+    server = client()
+    shown = [None, {"98": {"logprob": -1.0, "rank": 2, "decoded_token": "b"}}]
+    assert complete(server, "ab", prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"] == shown
+    assert len(chat(server, prompt_logprobs=2).json()["prompt_logprobs"]) == len("<user>hi\n<assistant>")
+    assert error_of(complete(server, "ab", prompt_logprobs=0, stream=True), 400)["param"] == "prompt_logprobs"
+    assert error_of(chat(server, prompt_logprobs=21), 400)["param"] == "prompt_logprobs"
+
+
+class Graded(FakeEngine):
+    """The log-probability of each answer's tokens is that of its place among the requests."""
+
+    grades = (-3.0, -1.0, -2.0, -0.5, -4.0, -0.25)
+
+    def submit(self, request: Any, **options: Any) -> Any:
+        stream = super().submit(request, **options)
+        grade, plain = self.grades[len(self.streams) - 1], stream._logprobs
+        stream._logprobs = lambda token: tuple(replace(entry, logprob=grade) for entry in plain(token))
+        return stream
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_the_best_of_several_answers(logprobs: int | None) -> None:
+    engine = Graded()
+    body = complete(client(engine), ["a", "b"], n=2, best_of=3, logprobs=logprobs, max_tokens=4).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    if logprobs is None:
+        assert all(choice["logprobs"] is None for choice in body["choices"])
+    else:
+        firsts = [choice["logprobs"]["token_logprobs"][0] for choice in body["choices"]]
+        assert firsts == [-1.0, -2.0, -0.25, -0.5]
+    assert body["usage"]["completion_tokens"] == 6 * 4
+    assert body["usage"]["prompt_tokens"] == 2
+    assert error_of(complete(client(), ["a"] * 30, best_of=5), 400)["param"] == "best_of"
 
 
 def test_priority_stop_and_seeds_arrive() -> None:
@@ -537,6 +610,59 @@ def test_models() -> None:
     assert client().get("/v1/models/fake").json()["id"] == "fake"
 
 
+def test_a_model_under_names_of_its_own(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    server = client(engine, served_model_name=("org/one", "two"))
+    listed = server.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in listed] == [("org/one", None), ("two", None)]
+    assert server.get("/v1/models/org/one").json()["id"] == "org/one"
+    for name in ("org/one", "two"):
+        reply = server.post("/v1/completions", json={"model": name, "prompt": "a"})
+        assert reply.json()["model"] == "org/one"
+    assert {stream.request.namespace for stream in engine.streams} == {None}, "all names share prefixes"
+    assert "'org/one', 'two'" in error_of(complete(server), 404)["message"]
+    body = {"lora_name": "two", "lora_path": str(tmp_path)}
+    assert error_of(server.post("/v1/load_lora_adapter", json=body), 400)["param"] == "lora_name"
+    assert server.post("/v1/load_lora_adapter", json={**body, "lora_name": "three"}).json()["parent"] == "org/one"
+    assert server.post("/v1/completions", json={"model": "three", "prompt": "a"}).json()["model"] == "three"
+    with pytest.raises(BadArgument, match="served_model_name"):
+        client(engine, served_model_name=("three",))
+
+
+ORIGIN = {"Origin": "https://chat.example.org"}
+PREFLIGHT = {
+    **ORIGIN,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("allowed", ["https://chat.example.org", "*"])
+def test_scripts_of_an_allowed_origin(allowed: str) -> None:
+    server = client(cors_origin=("https://other.example.org", allowed), api_key=("k",))
+    asked = server.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert asked.status_code == 200, "a preflight has no key"
+    assert asked.headers["access-control-allow-origin"] in (allowed, ORIGIN["Origin"])
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    with_key = {**ORIGIN, "Authorization": "Bearer k"}
+    for reply in (complete(server, headers=with_key), complete(server, headers=with_key, stream=True)):
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == allowed
+        assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
+    refused = complete(server, headers=ORIGIN)
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == allowed
+
+
+@pytest.mark.parametrize("origins", [(), ("https://other.example.org",)])
+def test_scripts_of_other_origins(origins: tuple[str, ...]) -> None:
+    server = client(cors_origin=origins)
+    asked = server.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert asked.status_code == (400 if origins else 405)
+    for reply in (asked, complete(server, headers=ORIGIN)):
+        assert "access-control-allow-origin" not in reply.headers
+
+
 def test_the_cache_routes() -> None:
     server = client()
     complete(server)
@@ -720,6 +846,9 @@ def test_an_engine_that_fails_under_way() -> None:
         {"api_key": ("a b",)},
         {"admin_key": ""},
         {"admin_key": "a b"},
+        {"served_model_name": ("",)},
+        {"cors_origin": ("example.org",)},
+        {"cors_origin": ("https://example.org/path",)},
     ],
 )
 def test_bad_settings_are_named(fields: dict[str, Any]) -> None:

@@ -143,6 +143,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             'Choose from: "none", "int4"',
         ),
         (["serve", "--max-context", "0"], 2, "mainstem: --max-context 0: must be"),
+        (["serve", "--threads", "0"], 2, "mainstem: --threads 0: must be"),
+        (["serve", "--cors-origin", "example.org"], 2, "mainstem: --cors-origin ('example.org',): must be"),
         (["generate", "--file", "/does/not/exist"], 1, "/does/not/exist"),
         (["generate", "a\udcffb"], 2, "'\\udcff' at character 1: must be text that UTF-8 can encode"),
         (["generate", "--no-chat", "a\udcffb"], 2, "UTF-8"),
@@ -270,6 +272,11 @@ def test_sampling_options_arrive(machine: Machine) -> None:
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (5, 0.5, 0.9, 4)
     assert (params.min_p, params.seed, params.stop) == (0.1, 3, ("a", "b"))
     assert machine.loaded == [("m", ModelConfig("bfloat16", 300, "int4"))]
+
+
+def test_the_length_of_the_context_has_the_name_that_vllm_has_for_it_and_threads_arrive(machine: Machine) -> None:
+    assert run("generate", "x", "--max-model-len", "300", "--threads", "3") == 0
+    assert machine.loaded == [(None, ModelConfig(max_context=300, threads=3))]
 
 
 def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

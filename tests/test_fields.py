@@ -73,8 +73,8 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str) 
 
 
 def test_false_is_not_zero() -> None:
-    with pytest.raises(Refused, match="echo: not supported; omit it or use false"):
-        check(echo=0)
+    with pytest.raises(Refused, match="use_beam_search: not supported; omit it or use false"):
+        check(use_beam_search=0)
     with pytest.raises(Refused, match="length_penalty"):
         check(length_penalty=True)
     check(length_penalty=1.0)

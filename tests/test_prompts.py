@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rigs.fake_engine import FakeTokenizer
 from rigs.templates import TEMPLATES, byte_tokenizer
 
@@ -197,3 +199,26 @@ def test_marks_cost_a_bounded_number_of_renderings_and_none_unless_wanted() -> N
     assert tokenizer.templated == 1
     assert len(Prompts(tokenizer, max_context=4096, marks=True).prepare(chat).marks) == 8
     assert tokenizer.templated == 1 + 1 + 2 * 8
+
+
+# ---------------------------------------------------------------- where tokens begin
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), min_size=1, max_size=40))
+def test_each_byte_begins_where_its_character_does(text: str) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokens = tokenizer.encode(text)
+    found = Prompts(tokenizer, 4096).offsets(tokens, text)
+    assert found == [at for at, character in enumerate(text) for _ in character.encode()]
+
+
+@pytest.mark.parametrize(("text", "begins"), [("ab", [0, 0, 1]), ("<s>ab", [0, 3, 4])])
+def test_a_special_token_has_a_length_only_where_the_text_shows_it(text: str, begins: list[int]) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokens = [tokenizer.bos_token_id, *tokenizer.encode("ab")]
+    assert Prompts(tokenizer, 100).offsets(tokens, text) == begins
+    assert Prompts(tokenizer, 100).read(tokens, skip_special=not text.startswith("<")) == text
+
+
+def test_tokens_of_another_text_begin_inside_this_one() -> None:
+    assert Prompts(FakeTokenizer(), 100).offsets(list(b"abcd"), "ab") == [0, 1, 2, 2]

@@ -16,6 +16,8 @@ from mainstem.server.replies import (
     ChatReply,
     ChunkUsage,
     CompletionReply,
+    Echo,
+    Extras,
     Head,
     encode,
     usage_body,
@@ -178,3 +180,87 @@ def test_how_a_stream_begins_and_ends(kind: Any) -> None:
     assert counted.closing(usage) == b"data: " + encode(counted.last(usage)) + b"\n\n" + DONE
     failed = plain.failing(internal_error())
     assert json.loads(failed.removesuffix(DONE).removeprefix(b"data: "))["error"]["type"] == "server_error"
+
+
+SCORES = Delta("", prompt_logprobs=(TokenLogprob(2, -2.0, ((1, -0.25), (3, -1.0)), 3), TokenLogprob(1, -0.5, (), 1)))
+PROMPT = Echo("Hé youHé", [1, 2, 1], [0, 2, 6], 1)
+
+
+def test_an_echo_puts_the_prompt_and_its_log_probabilities_first() -> None:
+    plain = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).whole([ANSWER], usage_body([USAGE], 1)))
+    reply = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(echoes=[PROMPT]))
+    choice = as_json(reply.whole([(SCORES, *ANSWER)], usage_body([USAGE], 1)))["choices"][0]
+    assert choice["text"] == "Hé youHéHé"
+    assert choice["logprobs"] == {
+        "tokens": ["Hé", " you", "Hé", "Hé", "\ufffd"],
+        "token_logprobs": [None, -2.0, -0.5, -0.5, -1.0],
+        "top_logprobs": [None, {"Hé": -0.25}, {}, *plain["choices"][0]["logprobs"]["top_logprobs"]],
+        "text_offset": [0, 2, 6, 8, 10],
+    }
+
+
+def test_an_echo_without_an_answer_or_without_log_probabilities() -> None:
+    end = Delta("", (), (), "length", USAGE)
+    reply = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(echoes=[PROMPT]))
+    choice = as_json(reply.whole([(SCORES, end)], usage_body([USAGE], 1)))["choices"][0]
+    assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("Hé youHé", [None, -2.0, -0.5])
+    bare = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(logprobs=False, echoes=[Echo("Hé", [1])]))
+    assert as_json(bare.whole([(end,)], usage_body([USAGE], 1)))["choices"][0]["logprobs"] is None
+
+
+def test_a_stream_begins_with_the_echo_once_for_each_choice() -> None:
+    reply = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(2, echoes=[PROMPT, Echo("b", [2], [0])]))
+    chunks = [
+        as_json(reply.chunk(index, delta))["choices"][0]
+        for index, delta in ((1, SCORES), (1, ANSWER[0]), (2, ANSWER[0]), (2, ANSWER[0]))
+    ]
+    assert [chunk["text"] for chunk in chunks] == ["Hé youHé", "Hé", "bHé", "Hé"]
+    assert [chunk["logprobs"]["text_offset"] for chunk in chunks] == [[0, 2, 6], [8], [0, 1], [3]]
+
+
+def test_log_probabilities_of_a_prompt_are_by_id_with_ranks() -> None:
+    extras = Extras(prompt_logprobs=2)
+    expected = [
+        None,
+        {
+            "2": {"logprob": -2.0, "rank": 3, "decoded_token": " you"},
+            "1": {"logprob": -0.25, "rank": 1, "decoded_token": "Hé"},
+            "3": {"logprob": -1.0, "rank": 2, "decoded_token": "\ufffd"},
+        },
+        {"1": {"logprob": -0.5, "rank": 1, "decoded_token": "Hé"}},
+    ]
+    usage = usage_body([USAGE], 1)
+    completion = as_json(CompletionReply(HEAD, spell, ChunkUsage(False), extras).whole([(SCORES, *ANSWER)], usage))
+    chat = as_json(ChatReply(HEAD, spell, ChunkUsage(False), extras).whole([(SCORES, *ANSWER)], usage))
+    assert completion["choices"][0]["prompt_logprobs"] == chat["prompt_logprobs"] == expected
+    assert completion["choices"][0]["text"] == chat["choices"][0]["message"]["content"] == "Hé"
+    plain = as_json(ChatReply(HEAD, spell, ChunkUsage(False)).whole([ANSWER], usage))
+    assert "prompt_logprobs" not in plain and "prompt_token_ids" not in plain
+
+
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_ids_of_tokens_are_shown_if_asked_for(kind: Any) -> None:
+    extras = Extras(2, prompt_tokens=[[7, 8], [9]])
+    body = as_json(kind(HEAD, spell, ChunkUsage(False), extras).whole([ANSWER] * 4, usage_body([USAGE], 1)))
+    assert [choice["token_ids"] for choice in body["choices"]] == [[1, 3]] * 4
+    if kind is ChatReply:
+        assert body["prompt_token_ids"] == [7, 8]
+    else:
+        assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[7, 8], [7, 8], [9], [9]]
+    reply = kind(HEAD, spell, ChunkUsage(False), extras)
+    chunks = [as_json(reply.chunk(2, Delta("", (token,)))) for token in (5, 6)]
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[5], [6]], "also where a text is held back"
+    shown = [chunk if kind is ChatReply else chunk["choices"][0] for chunk in chunks]
+    assert shown[0]["prompt_token_ids"] == [9] and "prompt_token_ids" not in shown[1]
+
+
+def test_tokens_can_be_named_by_their_ids() -> None:
+    extras, usage = Extras(ids_for_names=True), usage_body([USAGE], 1)
+    logprobs = as_json(CompletionReply(HEAD, spell, ChunkUsage(False), extras).whole([ANSWER], usage))
+    assert logprobs["choices"][0]["logprobs"]["tokens"] == ["token_id:1", "token_id:3"]
+    assert logprobs["choices"][0]["logprobs"]["top_logprobs"][0] == {"token_id:1": -0.5, "token_id:2": -9999.0}
+    assert logprobs["choices"][0]["logprobs"]["text_offset"] == [0, 2], "offsets are those of the texts"
+    first = as_json(ChatReply(HEAD, spell, ChunkUsage(False), extras).whole([ANSWER], usage))
+    first = first["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"]) == ("token_id:1", list("Hé".encode()))
+    assert first["top_logprobs"][1]["token"] == "token_id:2"

@@ -68,8 +68,11 @@ def test_mixed_or_empty_prompts_are_refused(prompt: Any) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "s" * 1025}, "cache_salt"),
         ({"priority": 2**31}, "priority"),
-        ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"echo": "yes"}, "echo"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"suffix": "end"}, "suffix"),
         ({"logit_bias": {"5": "1"}}, "logit_bias[...]"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
@@ -114,7 +117,14 @@ def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_neutral_fields_and_those_without_effect_are_taken() -> None:
     completion(
-        echo=False, suffix=None, best_of=2, n=2, logit_bias={}, presence_penalty=0.0, user="u", metadata={"a": 1}
+        use_beam_search=False,
+        suffix=None,
+        best_of=2,
+        n=2,
+        logit_bias={},
+        presence_penalty=0.0,
+        user="u",
+        metadata={"a": 1},
     )
     chat(tools=[], tool_choice="auto", response_format={"type": "text"}, store=True, service_tier="auto")
     chat(prompt_cache_key="k", user="u", stream=None, stop=None, n=None, temperature=None, cache_salt=None)
@@ -127,8 +137,8 @@ def test_unknown_fields_are_tolerated_only_if_asked_for() -> None:
     assert unknown == ["tempreature", "new"]
     with pytest.raises(ApiError, match=r"tempreature: unknown field; did you mean temperature\?"):
         requests.parse_completion(body)
-    with pytest.raises(ApiError, match="echo: not supported; omit it or use false"):
-        requests.parse_completion(b'{"model": "m", "prompt": "hi", "echo": true}', [])
+    with pytest.raises(ApiError, match="use_beam_search: not supported; omit it or use false"):
+        requests.parse_completion(b'{"model": "m", "prompt": "hi", "use_beam_search": true}', [])
 
 
 def test_what_shapes_logits_and_text_is_passed_on() -> None:
@@ -266,6 +276,38 @@ def test_chat_logprobs() -> None:
     assert chat(logprobs=False).params(9, 0).logprobs is None
     with pytest.raises(ApiError, match="needs logprobs"):
         chat(top_logprobs=4).params(9, 0)
+
+
+def test_what_needs_log_probabilities_of_the_prompt_or_of_the_answer() -> None:
+    def asked(**fields: Any) -> tuple[int | None, int | None]:
+        params = completion(**fields).params(9, 0)
+        return params.prompt_logprobs, params.logprobs
+
+    assert asked() == asked(echo=True) == asked(echo=False) == (None, None)
+    assert asked(logprobs=2) == (None, 2)
+    assert asked(echo=True, logprobs=2) == (2, 2)
+    assert asked(echo=True, logprobs=2, prompt_logprobs=0) == (2, 2)
+    assert asked(echo=True, logprobs=2, prompt_logprobs=3) == (3, 2)
+    assert asked(prompt_logprobs=0) == (0, None)
+    assert asked(best_of=3) == (None, 0)
+    assert asked(best_of=3, n=3) == (None, None)
+    assert chat(prompt_logprobs=1).params(9, 0).prompt_logprobs == 1
+    assert chat(logprobs=True).params(9, 0).prompt_logprobs is None
+
+
+def test_more_answers_are_generated_than_kept() -> None:
+    request = completion(best_of=5, n=2, seed=1)
+    assert (request.choices, request.kept) == (5, 2)
+    assert (completion(n=2).choices, completion(n=2).kept, chat(n=3).choices, chat().kept) == (2, 2, 3, 1)
+
+
+@pytest.mark.parametrize("k", [-1, 21])
+def test_prompt_logprobs_have_a_range_and_no_stream(k: int) -> None:
+    with pytest.raises(BadArgument, match="prompt_logprobs"):
+        chat(prompt_logprobs=k).params(9, 0)
+    for ask in (chat, completion):
+        with pytest.raises(ApiError, match="prompt_logprobs: cannot be streamed"):
+            ask(prompt_logprobs=0, stream=True).params(9, 0)
 
 
 @pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"max_tokens": -1}, {"top_k": -1}])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rigs.ghost import VOCAB, Ghost, prompt
+from rigs.ghost import VOCAB, Ghost, prompt, scores
 from rigs.ghost_memory import GhostTicket
 from rigs.hand_driven import HandWorkers
 from rigs.scheduler import PAGE, Bench
@@ -204,6 +204,26 @@ def test_a_failed_load_affects_no_other_request() -> None:
     bench.host.fail_up = RuntimeError("gone")
     usages = bench.serve(first, second)
     assert [tiers_of(usage) for usage in usages] == [(0, 0, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("where", ["on the host", "in storage"])
+def test_a_prompt_that_is_scored_is_not_loaded_but_others_beside_it_are(where: str, fails: bool) -> None:
+    bench = TieredBench(pages=40)
+    tokens, other = prompt(15, 22), prompt(16, 22)
+    bench.serve(tokens)
+    bench.serve(other)
+    bench.forget_device()
+    if where == "in storage":
+        bench.restart(40)
+    bench.host.fail_up = RuntimeError("the copy engine is gone") if fails else None
+    ids = [bench.add(other, max_tokens=4), bench.add(tokens, max_tokens=4, prompt_logprobs=1)]
+    bench.run()
+    bench.assert_complete(*ids)
+    assert [score for delta in bench.deltas[ids[1]] for score in delta.prompt_logprobs] == scores(tokens, 1)
+    assert tiers_of(bench.usage(ids[1])) == (0, 0, 0)
+    assert bench.usage(ids[0]).cached_tokens == (0 if fails else 20)
+    assert bench.host.ups == 1 and bench.tiers.stats().prefetched == (5 if where == "in storage" else 0)
 
 
 def test_two_that_want_the_same_host_pages_load_them_once() -> None:

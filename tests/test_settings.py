@@ -71,7 +71,7 @@ class Outer(Settings):
     """
 
     size: int = setting(1 << 20, integer(1), unit=SIZE)
-    wait: float | None = setting(None, seconds(), unit=TIME)
+    wait: float | None = setting(None, seconds(), unit=TIME, alias="--patience")
     hidden: int = setting(3, integer(0), flag=False)
     inner: Inner = Inner()
 
@@ -166,6 +166,12 @@ def test_a_class_of_settings_stays_what_it_was() -> None:
         More(size=0)
 
 
+def test_a_flag_may_have_the_name_that_others_have_for_it() -> None:
+    assert given("--patience", "2s") == given("--wait", "2s") == Outer(wait=2.0)
+    with pytest.raises(cyclopts.CycloptsError):
+        given("--patience", "2s", "--wait", "3s")
+
+
 def test_what_is_for_programs_is_no_flag() -> None:
     with pytest.raises(cyclopts.UnknownOptionError):
         given("--hidden", "4")
@@ -190,7 +196,7 @@ def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for words in (
         r"--size INT +How large\. \[default: 1MiB\]",
-        r"--wait STR +How long\. +│",
+        r"--wait,? --patience STR +How long\. +│",
         r"--several STR\.\.\. +Repeat it\. +│",
         r"--inner-secret STR +Known to few\. \[env var:",
     ):

@@ -220,6 +220,20 @@ def test_sampled_answers_are_those_of_one_process(opened: Open, folder: Folder) 
     assert sampled(2) == sampled(1)
 
 
+def test_prompts_are_scored_as_by_one_process(opened: Open, folder: Folder) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    tokens = np.arange(2, 40)
+    found = []
+    for ranks in (1, 2):
+        with opened(folder("llama", **LLAMA), ranks, token_budget=16) as engine:
+            found += [engine.submit(Request(tokens, params)).result(timeout_s=PATIENCE_S) for _ in range(2)]
+    assert all(completion.usage.cached_tokens == 0 for completion in found)
+    first, *others = [[score.logprob for score in completion.prompt_logprobs] for completion in found]
+    assert len(first) == len(tokens) - 1
+    for other in others:
+        assert other == pytest.approx(first, abs=1e-3)
+
+
 def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
     params = SamplingParams(max_tokens=3 * PAGE, ignore_eos=True, temperature=1.0)  # each rank has its own seeds
     with opened(folder("llama", **LLAMA), 2) as engine:

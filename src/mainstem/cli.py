@@ -304,16 +304,18 @@ def calibrate(
         from mainstem.runtime.calibration import calibrate as find
         from mainstem.runtime.calibration import tokens_of
         from mainstem.runtime.models import load_model
+        from mainstem.runtime.parallel import computing_on
         from mainstem.tiers.calibrated import save
 
-        loaded = load_model(
-            model,
-            dtype=load.dtype,
-            max_context=load.max_context,
-            quantization=load.quantization,
-            progress=bars.update,
-        )
-        save(out, find(loaded, tokens_of(loaded, written), ratio, bars.update))
+        with computing_on(load.threads):
+            loaded = load_model(
+                model,
+                dtype=load.dtype,
+                max_context=load.max_context,
+                quantization=load.quantization,
+                progress=bars.update,
+            )
+            save(out, find(loaded, tokens_of(loaded, written), ratio, bars.update))
 
 
 # --- running ------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class FakeTokenizer:
     """One token per byte, 0 .. 255."""
 
     chat_template = "a template"
+    all_special_ids: Sequence[int] = ()
 
     def __len__(self) -> int:
         return 256
@@ -42,7 +43,7 @@ class FakeTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **options: object) -> str:
         return bytes(int(token) for token in tokens).decode(errors="replace")
 
     def apply_chat_template(
@@ -137,6 +138,8 @@ class FakeStream:
         answer = self._engine.answer(prompt).encode()
         cut = min([answer.find(stop.encode()) for stop in params.stop if stop.encode() in answer] or [len(answer)])
         made = 0
+        if params.prompt_logprobs is not None and len(self.request.tokens) > 1:
+            yield Delta("", prompt_logprobs=self._prompt_logprobs(params.prompt_logprobs))
         for token in answer[: min(cut, params.max_tokens)]:
             if self.cancelled or self._engine.closed:
                 yield self._last("cancelled", made)
@@ -151,6 +154,11 @@ class FakeStream:
             return ()
         top = tuple((65 + i, -float(i) if i < 2 else float("-inf")) for i in range(best))
         return (TokenLogprob(token, -0.5, top),)
+
+    def _prompt_logprobs(self, best: int) -> tuple[TokenLogprob, ...]:
+        tokens = self.request.tokens.tolist()
+        top = tuple((65 + i, -float(i)) for i in range(best))
+        return tuple(TokenLogprob(token, -float(at), top, rank=at + 1) for at, token in enumerate(tokens[1:], 1))
 
     def _last(self, reason: str, made: int, error: str | None = None) -> Delta:
         self.ended = True

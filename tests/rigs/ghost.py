@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from mainstem.cache import Pool
 from mainstem.components import Component, Full, Local, State, Window, by_name
 from mainstem.runtime.processor import LogitsProcessor
-from mainstem.runtime.request import ImageInput, Request
+from mainstem.runtime.request import ImageInput, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
+from mainstem.runtime.scores import score
 from mainstem.runtime.text import Detokenizer
 
 VOCAB = 48
@@ -252,6 +253,14 @@ def logits(hash_: np.uint64) -> torch.Tensor:
     """Returns float32 [VOCAB] in [-4, 4), a function of the hash."""
     spread = mix(np.full(VOCAB, hash_), np.arange(VOCAB, dtype=np.int64)) >> np.uint64(40)
     return torch.from_numpy((spread.astype(np.float64) / 2**21 - 4).astype(np.float32))
+
+
+def scores(tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """Returns the expected log-probabilities of a prompt's tokens after the first."""
+    if len(tokens) == 1:
+        return []
+    rows = torch.stack([logits(chain(tokens[:at])) for at in range(1, len(tokens))])
+    return score(rows, np.array(tokens[1:], np.int32), alternatives) or []
 
 
 class GhostTokenizer:

@@ -89,10 +89,10 @@ def open_engine(
         check_spec(config.tiers.storage.replace(RANK, "0"))  # before the model is loaded, which takes long
     asked = _Asked(name, model, config)
     if config.tp == 1:
-        with _engine(asked, ONE_RANK, progress) as engine:
+        with computing_on(None), _engine(asked, ONE_RANK, progress) as engine:
             yield engine
         return
-    with _started(config.tp, context or multiprocessing.get_context("spawn"), answer_s) as ranks:
+    with computing_on(None), _started(config.tp, context or multiprocessing.get_context("spawn"), answer_s) as ranks:
         try:
             ranks.share(lambda: asked)
             engine = _engine(asked, ranks, progress)
@@ -104,9 +104,24 @@ def open_engine(
             yield engine
 
 
+@contextmanager
+def computing_on(threads: int | None) -> Iterator[None]:
+    """Computes on so many threads, PyTorch's and the kernels'; None: as many as before. Undoes later changes, too."""
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
 def _engine(asked: _Asked, ranks: Ranks, progress: Progress | None = None) -> Engine:
     """Loads a rank's part of the model, and starts its engine."""
     model = asked.model
+    if model.threads is not None:
+        torch.set_num_threads(model.threads)
     loaded = load_model(
         asked.name,
         dtype=model.dtype,
@@ -125,14 +140,12 @@ def _started(size: int, context: Context, answer_s: float) -> Iterator[FirstRank
         raise BadArgument("tp", size, "1: this process belongs to a group of torch.distributed already")
     if torch.cuda.is_available() and size > torch.cuda.device_count():
         raise BadArgument("tp", size, f"at most {torch.cuda.device_count()}, the number of GPUs")
-    threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(_environment())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mainstem-"))
         meeting = _Meeting(size, folder, answer_s)
         peers = [_start(rank, meeting, context, stack) for rank in range(1, size)]
         _join(0, meeting)
-        stack.callback(torch.set_num_threads, threads)
         stack.callback(torch.distributed.destroy_process_group)
         yield FirstRank(peers, answer_s)
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.request import PreparedPrompt
+from mainstem.runtime.text import Detokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,8 +220,8 @@ class Prompts:
         spelled = [form for text in texts for form in (text, f" {text.lstrip()}")]
         return tuple(dict.fromkeys(tuple(self._tokenizer.encode(each, add_special_tokens=False)) for each in spelled))
 
-    def read(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones included.
+    def read(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        """Returns the text of tokens, by default special ones included.
 
         Raises:
             BadTokens: a token is outside the vocabulary.
@@ -228,7 +229,20 @@ class Prompts:
         wrong = next((token for token in tokens if not 0 <= token < len(self._tokenizer)), None)
         if wrong is not None:
             raise BadTokens(f"token {wrong}: must be from 0 to {len(self._tokenizer) - 1}")
-        return str(self._tokenizer.decode(list(tokens)))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+
+    def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Returns where in a text each of its tokens begins, in characters.
+
+        A special token that the text does not show has no length, and a part of a character begins where that does.
+        """
+        shown, special = Detokenizer(self._tokenizer, skip_special=False), {*self._tokenizer.all_special_ids}
+        offsets, at = [], 0
+        for token in tokens:
+            offsets.append(min(at, len(text)))
+            piece = shown.push(token)
+            at += len(piece) if token not in special or text.startswith(piece, at) else 0
+        return offsets
 
     def spell(self, token: int) -> str:
         """Returns the text of a single token; a part of a character shows as U+FFFD."""

@@ -175,11 +175,15 @@ def _checked_positions(positions: NDArray[np.int64], length: int) -> NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One chosen token's natural log-probability before temperature, and the best alternatives, most likely first."""
+    """One token's natural log-probability before temperature, and the best alternatives, most likely first.
+
+    `rank` is its place among all tokens, from 1, for a token of the prompt; for others it is not counted, 0.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,7 @@ class Delta:
         finish_reason: None until the last event; then "stop", "length", "cancelled" or "error".
         usage: on the last event.
         error: what went wrong, if the reason is "error".
+        prompt_logprobs: one for each token of the prompt but the first, if requested: before or with the first token.
     """
 
     text: str
@@ -226,6 +231,7 @@ class Delta:
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +243,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ parts from a running prefill. Chunks end at these positions, and never inside an
 **Drafts.** A decode computes the next token and a few guesses (`drafts`) in one forward; sampling keeps those that it
 agrees with, so it draws what it would have drawn without them. Models with states have none: a state cannot go back.
 
+**Log-probabilities of a prompt** need the logits of all its positions. So such a request hits nothing, and waits for
+nobody. What it computes is published as usual. The rows of logits in a step are bounded.
+
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
 
@@ -53,15 +56,17 @@ from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Full, Local, State, Window, by_name
-from mainstem.errors import OutOfPages, RequestTooLong
+from mainstem.errors import BadArgument, OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import look_up
+from mainstem.runtime.meter import Meter
 from mainstem.runtime.processor import LogitsProcessor, check_rules
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Choice, Sampler, verify
+from mainstem.runtime.scores import keep_scores
 from mainstem.runtime.sequence import Sequence, spliced_images
 from mainstem.runtime.sizing import window_pages
 from mainstem.runtime.text import Detokenizer, Tokenizer
@@ -69,7 +74,6 @@ from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +82,8 @@ _RANKED = 128
 
 _PREFETCHES = 4  # of one request
 
+_MOST_LOGITS = 1 << 26  # of prompts in a step: 256 MiB, beside which a forward needs a few times as much
+
 _MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured; the number of such forwards
 
 _POLL_S = 0.001  # between polls of transfers that all waiting requests need
@@ -85,6 +91,7 @@ _IDLE_POLL_S = 0.01  # the same, when no request waits
 
 _NOTHING = Delta("")
 _NOT_SAMPLED: list[Choice] = [(0, None)]
+_NO_CHOICE: list[Choice] = [None]
 _NO_LOGITS = "the model's logits hold NaN or infinity"
 
 Event = tuple[str, Delta | Progress]
@@ -186,7 +193,8 @@ class Scheduler:
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
-        self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
+        self._most_rows = self._rows = max(1, _MOST_LOGITS // runner.vocab_size)  # of prompts; left in this step
+        self._meter = Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
     def idle_s(self) -> float | None:
@@ -218,8 +226,11 @@ class Scheduler:
         Raises:
             RequestTooLong: it exceeds the context or the pool; the message gives the numbers.
             BadTokens: a token is outside the vocabulary.
-            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none.
+            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none; or they ask
+                how likely images are.
         """
+        if request.images and request.params.prompt_logprobs is not None:
+            raise BadArgument("prompt_logprobs", request.params.prompt_logprobs, "None for a prompt with images")
         check_rules(request.params, self._eos, self._runner.vocab_size)
         prompt, new = len(request.tokens), request.params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens = {new}"
@@ -313,6 +324,7 @@ class Scheduler:
             Exception: with several ranks, any failure of a forward, since the others wait for this rank.
         """
         self._now_s = self._clock() if now_s is None else now_s
+        self._rows = self._most_rows
         if self._tiers is not None:
             self._tiers.poll()
         scheduled = self._schedule_running()
@@ -403,7 +415,11 @@ class Scheduler:
         """Returns how many tokens a request computes next; 0: it waits for pages from storage."""
         ahead = None if sequence.prefetch is None else sequence.prefetch.ahead(sequence.computed)
         budget = budget if ahead is None else min(budget, ahead)
-        return sequence.chunk(budget) if budget > 0 else 0
+        if not sequence.scoring:
+            return sequence.chunk(budget) if budget > 0 else 0
+        n = sequence.chunk(min(budget, self._rows)) if min(budget, self._rows) > 0 else 0
+        self._rows -= n
+        return n
 
     def _schedule_drafts(self, scheduled: list[Sequence]) -> None:
         """Adds drafts to the decodes of a step. They share `draft_tokens` evenly, and preempt nobody."""
@@ -436,7 +452,13 @@ class Scheduler:
         """Returns the waiting requests in admission order, each with the length of its hit."""
         keys = self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=Sequence.precedence)
-        hits = [(sequence, self._cache.peek(sequence.encoded(keys), sequence.request.namespace)) for sequence in oldest]
+
+        def hit(sequence: Sequence) -> int:
+            if sequence.scoring:
+                return 0
+            return self._cache.peek(sequence.encoded(keys), sequence.request.namespace)
+
+        hits = [(sequence, hit(sequence)) for sequence in oldest]
 
         def rank(entry: tuple[Sequence, int]) -> tuple[object, ...]:
             sequence, hit = entry
@@ -451,7 +473,7 @@ class Scheduler:
 
     def _is_deferred(self, sequence: Sequence, hit: int) -> bool:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
-        if not self._cache.enabled or self._is_aged(sequence):
+        if not self._cache.enabled or sequence.scoring or self._is_aged(sequence):
             return False
         for other in self._running.values():
             if other.prefilling and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
@@ -480,7 +502,7 @@ class Scheduler:
 
     def _prefetch(self, sequence: Sequence) -> None:
         """Starts to prefetch what neither device nor host has of a prompt."""
-        if self._tiers is not None and self._cache.enabled:
+        if self._tiers is not None and self._cache.enabled and not sequence.scoring:
             sequence.prefetch = self._tiers.prefetch(
                 sequence.encoded(self._cache.tree.keys), sequence.request.namespace, meets=True
             )
@@ -542,7 +564,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
-        lease = self._cache.lease(sequence.key, sequence.request.namespace, priority=sequence.request.priority)
+        request, reuse = sequence.request, not sequence.scoring
+        lease = self._cache.lease(sequence.key, request.namespace, priority=request.priority, reuse=reuse)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
         try:
             sequence.open(lease, load, self._checkpoints(sequence, lease), self._cache.page_size)
@@ -562,7 +585,7 @@ class Scheduler:
             self.totals.prompt_tokens += len(sequence.request.tokens)
             self.totals.cached_tokens += sequence.cached_tokens
             self._count_load(sequence, load, loaded)
-            self.totals.stateless_tokens += max(0, lease.reach - sequence.computed)
+            self.totals.stateless_tokens += max(0, lease.reach - sequence.computed) if reuse else 0
         elif met:
             self._count_load(sequence, load, loaded)
         self._report_progress(sequence)
@@ -609,7 +632,7 @@ class Scheduler:
         try:
             segments = [sequence.segment(n) for sequence, n in scheduled]
             require_equal(self._ranks, lambda: [_digest(segment) for segment in segments], "requests or pages")
-            logits = self._runner.forward(segments)
+            logits, unscored = keep_scores(scheduled, self._runner.forward(segments), self._ranks)
             scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
             choices = self._ranks.share(
                 lambda: verify(logits, [each.sampler for each in sampled], [each.draft for each in sampled])
@@ -624,7 +647,7 @@ class Scheduler:
             for sequence, _ in scheduled:
                 self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
             return
-        chosen = dict(zip(sampled, choices, strict=True))
+        chosen = {**dict(zip(sampled, choices, strict=True)), **dict.fromkeys(unscored, _NO_CHOICE)}
         for sequence, n in scheduled:
             self.totals.computed_tokens += n + len(sequence.draft)
             if chosen.get(sequence, _NOT_SAMPLED)[0] is None:  # what it has computed is not worth keeping
@@ -694,6 +717,8 @@ class Scheduler:
 
     def _process_choices(self, sequence: Sequence, choices: list[Choice]) -> None:
         """Processes the next token, and those of the draft that were right, until the request ends."""
+        if sequence.scores and not sequence.generated:
+            self._events.append((sequence.id, Delta("", prompt_logprobs=tuple(sequence.scores))))
         if not sequence.request.params.max_tokens:
             self._finish(sequence, "length")
             return
@@ -741,35 +766,6 @@ class Scheduler:
         text = last.text + _flush(sequence)
         usage = sequence.usage(self._clock())
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
-
-
-class _Meter:
-    """Measures forwards for the estimate of prefill times.
-
-    On a GPU, a forward that samples nothing may still run when the call returns. Its time is measured together with
-    that of the next forward that samples.
-    """
-
-    def __init__(self, prefill: PrefillCost | None, clock: abc.Callable[[], float]) -> None:
-        self._prefill, self._clock = prefill, clock
-        self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
-        self._began_s = 0.0
-
-    def begin(self, scheduled: abc.Sequence[tuple[Sequence, int]]) -> None:
-        if not self._parts:
-            self._began_s = self._clock()
-        if any(sequence.loading for sequence, _ in scheduled):
-            self.drop()  # it also waits for pages
-        elif any(sequence.prefilling for sequence, _ in scheduled):
-            self._parts += [(n, sequence.computed) for sequence, n in scheduled]
-
-    def end(self) -> None:
-        if self._prefill is not None:
-            self._prefill.observe(self._parts, self._clock() - self._began_s)
-        self.drop()
-
-    def drop(self) -> None:
-        self._parts = []
 
 
 def _flush(sequence: Sequence) -> str:

@@ -14,7 +14,7 @@ from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
 from mainstem.runtime.checkpoints import Checkpoint, Reason, Span, chunk_end
 from mainstem.runtime.drafts import Pace
-from mainstem.runtime.request import Request, Usage
+from mainstem.runtime.request import Request, TokenLogprob, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
 from mainstem.runtime.text import Detokenizer
@@ -53,6 +53,7 @@ class Sequence:
         self.computed = 0
         self.draft = self._tokens[:0]  # after the known tokens, computed with the newest of them; see `speculate`
         self.pace = Pace()
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens after the first, if they are asked for
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
@@ -112,6 +113,11 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether tokens that were known at admission are left to compute."""
         return self.computed < self._prefill_end
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are left to compute: then every position is, and nothing is hit."""
+        return self.request.params.prompt_logprobs is not None and len(self.scores) < len(self.request.tokens) - 1
 
     @property
     def loading(self) -> bool:
@@ -223,6 +229,17 @@ class Sequence:
         drafted, self.draft = len(self.draft), self.draft[:0]
         return drafted
 
+    def rows(self, n: int) -> int:
+        """Returns of how many of the next n tokens, and of the draft, logits are needed: always the last ones."""
+        if self.scoring:
+            return n
+        return 1 + len(self.draft) if n == self.uncomputed else 0
+
+    def keep(self, scores: list[TokenLogprob]) -> None:
+        """Keeps the log-probabilities of the tokens after those that are computed next."""
+        del self.scores[self.computed :]  # of before a preemption, after which it begins anew
+        self.scores += scores
+
     def segment(self, n: int) -> Segment:
         """Returns the next n tokens to compute, and the draft."""
         assert self._lease is not None and 0 < n <= self.uncomputed
@@ -231,7 +248,7 @@ class Sequence:
             self._tokens[begin:end],
             begin,
             self._lease.tables,
-            1 + len(self.draft) if n == self.uncomputed else 0,
+            self.rows(n),
             None if self._load is None else self._load.ticket,
             state=self._lease.state,
             images=self.request.images,

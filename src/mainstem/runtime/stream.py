@@ -85,6 +85,7 @@ class Stream:
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
             finish_reason=last.finish_reason,
             usage=last.usage,
+            prompt_logprobs=tuple(logprob for delta in self._deltas for logprob in delta.prompt_logprobs),
         )
 
     def put(self, delta: Delta) -> None:

@@ -37,6 +37,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -49,14 +50,14 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import errors, management, replies, requests, tokenization
+from mainstem.server import errors, management, openapi, replies, requests, tokenization
 from mainstem.server.access import Access
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Run, Watcher
+from mainstem.server.generation import EventStream, Run, Watcher, best
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChatReply, CompletionReply, Head
+from mainstem.server.replies import ChatReply, CompletionReply, Echo, Extras, Head
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.settings.server import RecordConfig, ServerConfig
 
@@ -94,16 +95,34 @@ def create_app(
         secret: returns n random bytes, and is called once. API keys are identified by digests under this secret. None:
             derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
         recorder: records every request that the engine accepts; the caller closes it.
+
+    Raises:
+        BadArgument: an adapter has one of the names in `config.served_model_name`.
     """
     service = _Service(engine, config, clock, now, secret or _tenant_secret(engine), recorder)
     app = Starlette(
         routes=service.routes(),
-        middleware=[Middleware(_Envelope)],
+        middleware=[*_cors(config.cors_origin), Middleware(_Envelope)],
         exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
     )
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Returns what lets scripts of web pages use the server; a preflight needs no key, since it cannot send one."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Request-Id", "X-Mainstem-Unknown-Fields"),
+        )
+    ]
 
 
 def _tenant_secret(engine: Engine) -> Callable[[int], bytes]:
@@ -166,7 +185,7 @@ def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, record
     listener.listen()
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}/v1"
-    log.info("%s is served at %s: %s", engine.name, url, _described(engine))
+    log.info("%s is served at %s: %s", app.state.service.names[0], url, _described(engine))
     _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
 
 
@@ -259,6 +278,10 @@ class _Service:
     ) -> None:
         self.draining = False
         self._engine = engine
+        self.names = config.served_model_name or (engine.name,)  # of the model; the first one is shown
+        taken = next((name for name in self.names if name in engine.adapters), None)
+        if taken is not None:
+            raise BadArgument("served_model_name", taken, "a name that no adapter has")
         self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
         self._access = Access(config.api_key, config.admin_key, secret(32))
         self._now = now
@@ -287,6 +310,7 @@ class _Service:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/version", self._version, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._scrape, methods=["GET"]),
         ]
@@ -300,22 +324,26 @@ class _Service:
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            ask, run = await self._admit(http, kind, unknown)
+            ask, run, extras = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
-        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
+        model = self._adapter(ask.model) or self.names[0]
+        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), model)
         counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = kind.reply(head, self._prompts.spell, counted)
+        reply = kind.reply(head, self._prompts.spell, counted, extras)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
-        body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
+        answers: Sequence[Sequence[Delta]] = run.answers
+        if ask.choices > ask.kept:
+            answers = best(answers, ask.choices, ask.kept)
+        body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run]:
+    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run, Extras]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
@@ -323,12 +351,12 @@ class _Service:
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         tolerated = unknown if self._unknown_fields == "warn" else None
-        ask, asked = await anyio.to_thread.run_sync(
+        ask, asked, extras = await anyio.to_thread.run_sync(
             lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
         )
         watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
         prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
-        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
+        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens), extras
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -366,20 +394,44 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
+    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request], Extras]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
-        return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+        asked = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+        return ask, asked, self._extras(ask, prompts)
+
+    def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
+        """Returns what the reply shows besides the texts of its answers."""
+        echoes: list[Echo] = []
+        if isinstance(ask, CompletionRequest) and ask.echo:
+            echoes = [self._echo(ask, *pair) for pair in zip(ask.prompts(), prompts, strict=True)]
+        return Extras(
+            ask.kept,
+            ask.logprobs is not None,
+            echoes,
+            ask.prompt_logprobs,
+            [prompt.tokens.tolist() for prompt in prompts] if ask.return_token_ids else (),
+            bool(ask.return_tokens_as_token_ids),
+        )
+
+    def _echo(self, ask: CompletionRequest, given: str | list[int], prompt: PreparedPrompt) -> Echo:
+        tokens, skipped = prompt.tokens.tolist(), ask.skip_special_tokens is not False
+        is_whole = len(tokens) != ask.truncate_prompt_tokens
+        text = given if isinstance(given, str) and is_whole else self._prompts.read(tokens, skip_special=skipped)
+        if ask.logprobs is None:
+            return Echo(text, tokens)
+        return Echo(text, tokens, self._prompts.offsets(tokens, text), ask.logprobs)
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
             return [self._conversation(ask.conversation(), ask.template())]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > requests.MAX_CHOICES:
-            raise ApiError(400, f"n: at most {requests.MAX_CHOICES} choices over all prompts", param="n")
+            name = "n" if ask.best_of is None else "best_of"
+            raise ApiError(400, f"{name}: at most {requests.MAX_CHOICES} choices over all prompts", param=name)
         return [PreparedPrompt(self._tokens(prompt)) for prompt in prompts]
 
     def _tokens(self, prompt: str | list[int]) -> Tokens:
@@ -439,18 +491,18 @@ class _Service:
 
     def _check_model(self, name: str | None) -> None:
         """Checks the name of a model or an adapter, if there is one."""
-        known = [self._engine.name, *self._engine.adapters]
+        known = [*self.names, *self._engine.adapters]
         if name is not None and name not in known:
             message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _adapter(self, model: str | None) -> str | None:
         """Returns the adapter that a model's name stands for; None for the model itself."""
-        return None if model == self._engine.name else model
+        return None if model in self.names else model
 
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
-        names = [self._engine.name, *self._engine.adapters]
+        names = [*self.names, *self._engine.adapters]
         return _json(replies.ModelList([self._described(name) for name in names]))
 
     async def _model(self, http: HttpRequest) -> Response:
@@ -459,13 +511,15 @@ class _Service:
         return _json(self._described(http.path_params["name"]))
 
     def _described(self, name: str) -> replies.Model:
-        parent = None if name == self._engine.name else self._engine.name
+        parent = None if name in self.names else self.names[0]
         return replies.Model(name, self._started, self._engine.max_context, parent)
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         ask = await self._parsed(http, management.parse_load_adapter)
         with _lora_fields():
+            if ask.lora_name in self.names:
+                raise BadArgument("name", ask.lora_name, "a name other than the model's own")
             await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
         return _json(self._described(ask.lora_name))
 
@@ -543,10 +597,14 @@ class _Service:
     async def _version(self, http: HttpRequest) -> Response:
         return _json(tokenization.Version(__version__))
 
+    async def _openapi(self, http: HttpRequest) -> Response:
+        document = await anyio.to_thread.run_sync(openapi.document)
+        return Response(msgspec.json.encode(document), media_type="application/json")
+
     async def _health(self, http: HttpRequest) -> Response:
         word = "failed" if self._engine.failure is not None else "draining" if self.draining else "ok"
         status = 200 if word == "ok" else 503
-        return Response(msgspec.json.encode({"status": word}), status, media_type="application/json")
+        return Response(replies.encode(management.Health(word)), status, media_type="application/json")
 
     async def _scrape(self, http: HttpRequest) -> Response:
         text = await anyio.to_thread.run_sync(self._metrics.exposition)

@@ -107,6 +107,23 @@ class Run:
                 watcher.close()
 
 
+def best(answers: Sequence[Sequence[Delta]], of: int, kept: int) -> list[Sequence[Delta]]:
+    """Returns the answers to each prompt with the highest log-probability per token, the best first.
+
+    Args:
+        answers: the events of each; those to a prompt are adjacent, and log-probabilities are in them.
+        of: number of answers to each prompt.
+        kept: how many of these are returned.
+    """
+    groups = [answers[i : i + of] for i in range(0, len(answers), of)]
+    return [answer for group in groups for answer in sorted(group, key=_mean_logprob, reverse=True)[:kept]]
+
+
+def _mean_logprob(answer: Sequence[Delta]) -> float:
+    values = [entry.logprob for delta in answer for entry in delta.logprobs]
+    return sum(values) / len(values) if values else 0.0
+
+
 def _failure(delta: Delta) -> ApiError:
     if delta.finish_reason == "cancelled":
         return draining()

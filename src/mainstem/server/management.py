@@ -91,6 +91,12 @@ def parse_remove(body: bytes) -> RemoveRequest:
     return request
 
 
+class Health(Struct):
+    """The response body of GET /health: ok, draining or failed."""
+
+    status: str
+
+
 class Unloaded(Struct):
     """The response body of POST /v1/unload_lora_adapter."""
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -102,12 +102,27 @@ class ChatLogprobs(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the answer."""
+    """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the text.
+
+    With `echo`, they begin with the tokens of the prompt. The first one of these has no log-probability.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Struct):
+    """How likely a token was at its place in a prompt, and its place among all tokens there, from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt, itself and the alternatives, by their ids; None for the first token."""
 
 
 class CompletionChoice(Struct):
@@ -117,6 +132,9 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionBody(Struct):
@@ -151,6 +169,7 @@ class ChatChoice(Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatBody(Struct):
@@ -161,6 +180,8 @@ class ChatBody(Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: str = "chat.completion"
 
 
@@ -171,6 +192,7 @@ class ChatChunkChoice(Struct):
     delta: ChatPiece
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct):
@@ -181,6 +203,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: str = "chat.completion.chunk"
 
 
@@ -191,6 +214,44 @@ class Head:
     id: str
     created: int
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as the beginning of its answers.
+
+    Args:
+        text: of the prompt.
+        tokens: its ids.
+        offsets: where in the text each token begins; none: log-probabilities are not shown.
+        alternatives: number of alternatives to each token that are shown.
+    """
+
+    text: str
+    tokens: Sequence[int]
+    offsets: Sequence[int] = ()
+    alternatives: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a reply shows besides the texts of answers, as the request asks for it.
+
+    Args:
+        choices: answers to each prompt.
+        logprobs: whether log-probabilities of the answers' tokens are shown; else they served to choose answers.
+        echoes: one for each prompt, if answers begin with it.
+        prompt_logprobs: number of alternatives to each token of a prompt; None: its log-probabilities are not shown.
+        prompt_tokens: the ids of each prompt, if ids are shown, of answers, too.
+        ids_for_names: whether tokens are named by their ids in log-probabilities.
+    """
+
+    choices: int = 1
+    logprobs: bool = True
+    echoes: Sequence[Echo] = ()
+    prompt_logprobs: int | None = None
+    prompt_tokens: Sequence[list[int]] = ()
+    ids_for_names: bool = False
 
 
 class ChunkUsage:
@@ -241,12 +302,21 @@ class _Chunks(ABC):
         head: the fields that every chunk repeats.
         spell: returns the text of one token.
         usage: of the chunks of a stream.
+        extras: what is shown besides texts.
     """
 
-    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
+    def __init__(
+        self,
+        head: Head,
+        spell: Callable[[int], str],
+        usage: ChunkUsage,
+        extras: Extras = Extras(),
+    ) -> None:
         self._head = head
         self._spell = spell
         self._usage = usage
+        self._extras = extras
+        self._sent: dict[int, int] = {}  # characters so far, of each choice of which something was sent
 
     def opening(self) -> bytes:
         """See `Reply`."""
@@ -265,6 +335,34 @@ class _Chunks(ABC):
         """See `Reply`."""
         return event(ErrorBody(error.detail)) + DONE
 
+    def _is_shown(self, delta: Delta) -> bool:
+        """Returns whether an event has anything for the client."""
+        shown = delta.text or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
+        return bool(shown or (self._extras.prompt_tokens and delta.tokens))
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._extras.ids_for_names else self._spell(token)
+
+    def _prompt_logprobs(self, deltas: Sequence[Delta]) -> PromptLogprobs | UnsetType:
+        if self._extras.prompt_logprobs is None:
+            return UNSET
+        return [None, *map(self._scored, _scores(deltas))]
+
+    def _scored(self, score: TokenLogprob) -> dict[int, PromptLogprob]:
+        top = [(score.token, score.logprob, score.rank)]
+        top += [(*pair, rank) for rank, pair in enumerate(score.top[: self._extras.prompt_logprobs], 1)]
+        found: dict[int, PromptLogprob] = {}
+        for token, logprob, rank in top:
+            found.setdefault(token, PromptLogprob(_finite(logprob), rank, self._spell(token)))
+        return found
+
+    def _token_ids(self, deltas: Sequence[Delta]) -> list[int] | UnsetType:
+        return [token for delta in deltas for token in delta.tokens] if self._extras.prompt_tokens else UNSET
+
+    def _prompt_ids(self, index: int) -> list[int] | UnsetType:
+        given = self._extras.prompt_tokens
+        return given[index // self._extras.choices] if given else UNSET
+
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> Struct | None:
         """Returns the chunk of one event, or None if there is nothing to send."""
@@ -277,14 +375,10 @@ class _Chunks(ABC):
 class CompletionReply(_Chunks):
     """Writes the answers of one /v1/completions request; see `Reply`."""
 
-    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
-        super().__init__(head, spell, usage)
-        self._shown: dict[int, int] = {}  # characters sent so far, by choice
-
     def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
         """See `_Chunks.chunk`."""
         usage = self._usage.after(delta)
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        if not self._is_shown(delta):
             return None
         return self._body([self._choice(index, [delta])], usage)
 
@@ -300,9 +394,24 @@ class CompletionReply(_Chunks):
         return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
+        extras, begins = self._extras, index not in self._sent
+        echo = extras.echoes[index // extras.choices] if begins and extras.echoes else None
+        self._sent.setdefault(index, 0 if echo is None else len(echo.text))
         offsets = [offset for delta in deltas for offset in self._offsets(index, delta)]
-        logprobs = self._logprobs(_entries(deltas), offsets) if offsets else None
-        return CompletionChoice(index, _text(deltas), logprobs, deltas[-1].finish_reason)
+        logprobs = self._logprobs(_entries(deltas), offsets) if offsets and extras.logprobs else None
+        text = _text(deltas)
+        if echo is not None:
+            text = echo.text + text
+            logprobs = self._echoed(echo, _scores(deltas), logprobs) if echo.offsets else None
+        return CompletionChoice(
+            index,
+            text,
+            logprobs,
+            deltas[-1].finish_reason,
+            self._prompt_logprobs(deltas),
+            self._token_ids(deltas),
+            self._prompt_ids(index) if begins else UNSET,
+        )
 
     def _offsets(self, index: int, delta: Delta) -> list[int]:
         """Returns where in the answer each token of an event begins.
@@ -310,8 +419,8 @@ class CompletionReply(_Chunks):
         Counts characters that were sent. Each token of a split character is spelled as one character, but the character
         is sent once, so spellings only divide the text among the tokens of one event.
         """
-        offset = self._shown.get(index, 0)
-        end = self._shown[index] = offset + len(delta.text)
+        offset = self._sent[index]
+        end = self._sent[index] = offset + len(delta.text)
         offsets = []
         for entry in delta.logprobs:
             offsets.append(min(offset, end))
@@ -319,29 +428,39 @@ class CompletionReply(_Chunks):
         return offsets
 
     def _logprobs(self, entries: Sequence[TokenLogprob], offsets: list[int]) -> CompletionLogprobs:
-        tokens = [self._spell(entry.token) for entry in entries]
-        best = [{self._spell(token): _finite(value) for token, value in entry.top} for entry in entries]
-        return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], best, offsets)
+        tokens = [self._name(entry.token) for entry in entries]
+        best = [{self._name(token): _finite(value) for token, value in entry.top} for entry in entries]
+        return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], [*best], offsets)
+
+    def _echoed(
+        self, echo: Echo, scores: Sequence[TokenLogprob], answer: CompletionLogprobs | None
+    ) -> CompletionLogprobs:
+        """Returns the log-probabilities of a prompt, and of its answer after them."""
+        kept = [replace(score, top=score.top[: echo.alternatives]) for score in scores]
+        made, answer = self._logprobs(kept, []), answer or CompletionLogprobs([], [], [], [])
+        return CompletionLogprobs(
+            [*map(self._name, echo.tokens), *answer.tokens],
+            [None, *made.token_logprobs, *answer.token_logprobs],
+            [None, *made.top_logprobs, *answer.top_logprobs],
+            [*echo.offsets, *answer.text_offset],
+        )
 
 
 class ChatReply(_Chunks):
     """Writes the answers of one /v1/chat/completions request; see `Reply`."""
 
-    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
-        super().__init__(head, spell, usage)
-        self._begun: set[int] = set()  # choices whose role has been sent
-
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         """See `_Chunks.chunk`."""
         usage = self._usage.after(delta)
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        if not self._is_shown(delta):
             return None
         piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
-        if index not in self._begun:  # not before the first token, for clients that time it
-            self._begun.add(index)
-            piece = ChatPiece("assistant", delta.text)
-        choice = ChatChunkChoice(index, piece, self._logprobs([delta]), delta.finish_reason)
-        return self._chunk([choice], usage)
+        prompt: list[int] | UnsetType = UNSET
+        if index not in self._sent:  # not before the first token, for clients that time it
+            self._sent[index] = 0
+            piece, prompt = ChatPiece("assistant", delta.text), self._prompt_ids(index)
+        logprobs, ids = self._logprobs([delta]), self._token_ids([delta])
+        return self._chunk([ChatChunkChoice(index, piece, logprobs, delta.finish_reason, ids)], usage, prompt)
 
     def last(self, usage: UsageBody) -> ChatChunk:
         """See `_Chunks.last`."""
@@ -349,23 +468,33 @@ class ChatReply(_Chunks):
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
         """See `Reply`."""
-        choices = [
-            ChatChoice(index, ChatMessage(_text(deltas)), self._logprobs(deltas), str(deltas[-1].finish_reason))
-            for index, deltas in enumerate(answers)
-        ]
-        return ChatBody(self._head.id, self._head.created, self._head.model, choices, usage)
+        choices = [self._choice(index, deltas) for index, deltas in enumerate(answers)]
+        head, prompt = self._head, self._prompt_logprobs(answers[0])
+        return ChatBody(head.id, head.created, head.model, choices, usage, prompt, self._prompt_ids(0))
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
-        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
+        message, reason = ChatMessage(_text(deltas)), str(deltas[-1].finish_reason)
+        return ChatChoice(index, message, self._logprobs(deltas), reason, self._token_ids(deltas))
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: UsageBody | UnsetType | None,
+        prompt: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage, prompt)
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
         entries = _entries(deltas)
         return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
 
     def _chosen(self, entry: TokenLogprob) -> ChosenToken:
-        text = self._spell(entry.token)
-        top = [_alternative(self._spell(token), value) for token, value in entry.top]
-        return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
+        top = [Alternative(*self._reported(token, value)) for token, value in entry.top]
+        return ChosenToken(*self._reported(entry.token, entry.logprob), top)
+
+    def _reported(self, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
+        """Returns the name, the log-probability and the bytes of a token."""
+        return self._name(token), _finite(logprob), _bytes(self._spell(token))
 
 
 def _text(deltas: Sequence[Delta]) -> str:
@@ -376,8 +505,9 @@ def _entries(deltas: Sequence[Delta]) -> list[TokenLogprob]:
     return [entry for delta in deltas for entry in delta.logprobs]
 
 
-def _alternative(text: str, logprob: float) -> Alternative:
-    return Alternative(text, _finite(logprob), _bytes(text))
+def _scores(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+    """Returns the log-probabilities of a prompt."""
+    return [entry for delta in deltas for entry in delta.prompt_logprobs]
 
 
 def _bytes(text: str) -> list[int] | None:

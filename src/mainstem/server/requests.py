@@ -71,11 +71,24 @@ class _Request(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1)] | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def kept(self) -> int:
+        """Number of answers to each prompt that the client gets."""
+        return self.n or 1
 
     @property
     def choices(self) -> int:
-        """Number of answers to each prompt."""
-        return self.n or 1
+        """Number of answers to each prompt that are generated."""
+        return self.kept
+
+    @property
+    def scored(self) -> int | None:
+        """For how many alternatives of each token of the prompt log-probabilities are needed; None: for none."""
+        return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -88,6 +101,8 @@ class _Request(Struct, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs: cannot be streamed", param="prompt_logprobs")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -99,6 +114,7 @@ class _Request(Struct, kw_only=True):
             stop=tuple(text for text in stop if text),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=self.scored,
             min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             presence_penalty=self.presence_penalty or 0.0,
@@ -124,7 +140,19 @@ class CompletionRequest(_Request, kw_only=True):
 
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: int | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt that are generated."""
+        return self.best_of or self.kept
+
+    @property
+    def scored(self) -> int | None:
+        """See `_Request.scored`: an echo shows log-probabilities of the prompt, too."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((k for k in asked if k is not None), default=None)
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each as text or token ids.
@@ -148,7 +176,9 @@ class CompletionRequest(_Request, kw_only=True):
         Raises:
             BadArgument: a value is outside its range.
         """
-        return self._params(COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs, choice)
+        ranked = self.choices > self.kept  # by their log-probabilities
+        logprobs = 0 if ranked and self.logprobs is None else self.logprobs
+        return self._params(COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, logprobs, choice)
 
 
 class ImageUrl(Struct):
@@ -293,8 +323,10 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
     request = _decode_known(body, CompletionRequest, tolerated)
-    if request.best_of not in (None, request.choices):
-        raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
+    if request.choices < request.kept:
+        raise ApiError(400, f"best_of: must be at least n, {request.kept}; got {request.best_of}", param="best_of")
+    if request.stream and request.choices > request.kept:
+        raise ApiError(400, "best_of: more than n cannot be streamed", param="best_of")
     return request
 
 

@@ -50,11 +50,14 @@ class ModelConfig(Settings):
             model's configuration says. Required if it says nothing, as that of Mamba.
         quantization: Weights of the decoder's linear layers as they are (none), or in 4 bits (int4): quicker for few
             requests, less precise. On CPUs only, without --tp. See docs/serving.md.
+        threads: Number of threads that compute in each process; 1 or more. Default: one for each core, which the
+            processes of --tp share.
     """
 
     dtype: Dtype = setting("auto", one_of(Dtype))
-    max_context: int | None = setting(None, integer(1))
+    max_context: int | None = setting(None, integer(1), alias="--max-model-len")
     quantization: Quantization = setting("none", one_of(Quantization))
+    threads: int | None = setting(None, integer(1, 4096))
 
 
 _ID = integer(0)
@@ -90,6 +93,7 @@ class SamplingParams(Settings):
         stop: Text that ends the answer. Repeat it for several texts.
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
+        prompt_logprobs: The same for the tokens of the prompt. Its KV is then computed, not taken from the cache.
         min_tokens: Minimum number of tokens before the answer may end by itself; at most `max_tokens`.
         stop_token_ids: Tokens that end the answer, and are no part of its text.
         presence_penalty: Subtracted from the logits of tokens that the answer has; -2 to 2.
@@ -115,6 +119,7 @@ class SamplingParams(Settings):
     stop: tuple[str, ...] = setting((), texts("a tuple of non-empty strings", bool))
     ignore_eos: bool = setting(False, switch(), flag=False)
     logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
+    prompt_logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
     min_tokens: int = setting(0, integer(0), flag=False)
     stop_token_ids: tuple[int, ...] = setting((), _TOKENS, flag=False)
     presence_penalty: float = setting(0.0, number(-2, 2), flag=False)

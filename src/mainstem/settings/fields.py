@@ -47,21 +47,31 @@ class Declared:
         unit: how it is written as text; None: as its type is.
         flag: whether the command line sets it.
         secret: whether it is never shown. The environment may set it, as MAINSTEM_ and its name in capitals.
+        alias: the flag that other servers have for it; it is taken, too.
     """
 
     range: Range
     unit: Unit | None
     flag: bool
     secret: bool
+    alias: str | None
 
 
 ANY = Range("anything", lambda value: True)
 """For what other code checks."""
 
 
-def setting(default: T, range_: Range = ANY, *, unit: Unit | None = None, flag: bool = True, secret: bool = False) -> T:
+def setting(
+    default: T,
+    range_: Range = ANY,
+    *,
+    unit: Unit | None = None,
+    flag: bool = True,
+    secret: bool = False,
+    alias: str | None = None,
+) -> T:
     """Declares a field of a `Settings`. The arguments are those of `Declared`."""
-    rule = Declared(range_, unit, flag, secret)
+    rule = Declared(range_, unit, flag, secret, alias)
     made: T = field(default=default, repr=not secret, metadata={"setting": rule})
     return made
 

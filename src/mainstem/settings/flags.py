@@ -52,6 +52,8 @@ def _annotated(field: Field[Any], hint: Any) -> Any:
         hint = Annotated[Any, _written(rule.unit)]
     if field.default is None or field.default == ():
         hint = Annotated[hint, SEVERAL]
+    if rule.alias is not None:
+        hint = Annotated[hint, Parameter(alias=rule.alias)]
     return Annotated[hint, Parameter(env_var=f"MAINSTEM_{field.name.upper()}")] if rule.secret else hint
 
 

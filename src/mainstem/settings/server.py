@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,10 @@ _KEY = "printable, without spaces, and not empty"
 
 def _is_key(text: object) -> bool:
     return isinstance(text, str) and text.isprintable() and " " not in text and text != ""
+
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_ORIGINS = "a scheme, a host and perhaps a port, such as https://chat.example.org:8080, or * for all"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,10 @@ class ServerConfig(Settings):
             In MAINSTEM_API_KEY, separate keys by spaces. Default: no key is required.
         admin_key: Key for the cache and adapter routes.
             Without it, they accept the only API key, and are closed if there are several API keys.
+        served_model_name: Name under which clients find the model. Repeat it for several names; answers have the first.
+            Default: the model's own name.
+        cors_origin: Origin of web pages whose scripts may use the server, such as https://chat.example.org; * for all.
+            Repeat it for several origins. Default: none.
         images: Where images of requests may come from, and how large they may be.
         record: What is recorded of requests.
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
@@ -111,6 +120,8 @@ class ServerConfig(Settings):
     port: int = setting(8000, Range("0 (any free port) to 65535", integer(0, 65535).holds))
     api_key: tuple[str, ...] = setting((), texts(_KEY, _is_key), secret=True)
     admin_key: str | None = setting(None, Range(_KEY, _is_key), secret=True)
+    served_model_name: tuple[str, ...] = setting((), texts(_KEY, _is_key))
+    cors_origin: tuple[str, ...] = setting((), texts(_ORIGINS, lambda text: _ORIGIN.fullmatch(text) is not None))
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))

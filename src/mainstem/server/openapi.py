@@ -1,0 +1,113 @@
+"""The description of the server for programs: OpenAPI 3.1, made from the types of bodies.
+
+Protocol: https://spec.openapis.org/oas/v3.1.1. Knows which route takes and returns what. `app` has the routes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from mainstem import __version__
+from mainstem.server.errors import ErrorBody
+from mainstem.server.management import (
+    Flushed,
+    Health,
+    LoadAdapter,
+    RemoveRequest,
+    UnloadAdapter,
+    Unloaded,
+)
+from mainstem.server.replies import ChatBody, ChatChunk, CompletionBody, Model, ModelList
+from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, Version
+
+_REFERENCE = "#/components/schemas/{name}"
+
+
+class Operation(NamedTuple):
+    """What a route does.
+
+    Args:
+        summary: in a few words.
+        request: the type of the body; None: there is none.
+        response: the type of the response; None: any JSON object; `str`: text.
+        event: the type of a stream's events, if it can be streamed.
+        open: whether it needs no key.
+    """
+
+    summary: str
+    request: type | None = None
+    response: type | None = None
+    event: type | None = None
+    open: bool = False
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/completions"): Operation("Complete prompts", CompletionRequest, CompletionBody, CompletionBody),
+    ("POST", "/v1/chat/completions"): Operation("Answer a chat", ChatRequest, ChatBody, ChatChunk),
+    ("GET", "/v1/models"): Operation("List the model and its adapters", None, ModelList),
+    ("GET", "/v1/models/{name}"): Operation("Describe the model or an adapter", None, Model),
+    ("POST", "/v1/load_lora_adapter"): Operation("Load an adapter", LoadAdapter, Model),
+    ("POST", "/v1/unload_lora_adapter"): Operation("Unload an adapter", UnloadAdapter, Unloaded),
+    ("POST", "/v1/cache/flush"): Operation("Forget every prefix that no request uses", None, Flushed),
+    ("POST", "/v1/cache/remove"): Operation("Forget a prefix", RemoveRequest, Flushed),
+    ("GET", "/v1/cache/stats"): Operation("The cache in numbers"),
+    ("GET", "/v1/cache/tree"): Operation("The tree of prefixes as text", None, str),
+    ("POST", "/tokenize"): Operation("Tokenize a text or a chat", TokenizeRequest, Tokenized),
+    ("POST", "/detokenize"): Operation("Return the text of tokens", DetokenizeRequest, Detokenized),
+    ("GET", "/version"): Operation("The version of Mainstem", None, Version, open=True),
+    ("GET", "/openapi.json"): Operation("This description", open=True),
+    ("GET", "/health"): Operation("Whether the server takes requests", None, Health, open=True),
+    ("GET", "/metrics"): Operation("Metrics for Prometheus", None, str, open=True),
+}
+"""Every route, by its method and path."""
+
+
+def document() -> dict[str, Any]:
+    """Returns the description, as it is written in JSON."""
+    bodies = [body for each in OPERATIONS.values() for body in (each.request, each.response, each.event)]
+    types = dict.fromkeys([ErrorBody, *(body for body in bodies if body not in (None, str))])
+    found, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
+    by_type = dict(zip(types, found, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        paths.setdefault(path, {})[method.lower()] = _described(path, operation, by_type)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Mainstem", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],  # without API keys none is needed
+    }
+
+
+def _described(path: str, operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    if operation.response is str:
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": schemas.get(operation.response, {"type": "object"})}}
+    if operation.event is not None:
+        content["text/event-stream"] = {"schema": schemas[operation.event]}
+    errors = {"application/json": {"schema": schemas[ErrorBody]}}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "Success", "content": content},
+            "default": {"description": "An error", "content": errors},
+        },
+    }
+    names = re.findall(r"{(\w+)}", path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if operation.request is not None:
+        body = {"application/json": {"schema": schemas[operation.request]}}
+        described["requestBody"] = {"required": True, "content": body}
+    if operation.open:
+        described["security"] = []
+    return described
