@@ -57,6 +57,7 @@ from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import look_up
+from mainstem.runtime.meter import Meter
 from mainstem.runtime.processor import LogitsProcessor, check_rules
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
@@ -69,7 +70,6 @@ from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Scheduler:
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
-        self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
+        self._meter = Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
     def idle_s(self) -> float | None:
@@ -741,35 +741,6 @@ class Scheduler:
         text = last.text + _flush(sequence)
         usage = sequence.usage(self._clock())
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
-
-
-class _Meter:
-    """Measures forwards for the estimate of prefill times.
-
-    On a GPU, a forward that samples nothing may still run when the call returns. Its time is measured together with
-    that of the next forward that samples.
-    """
-
-    def __init__(self, prefill: PrefillCost | None, clock: abc.Callable[[], float]) -> None:
-        self._prefill, self._clock = prefill, clock
-        self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
-        self._began_s = 0.0
-
-    def begin(self, scheduled: abc.Sequence[tuple[Sequence, int]]) -> None:
-        if not self._parts:
-            self._began_s = self._clock()
-        if any(sequence.loading for sequence, _ in scheduled):
-            self.drop()  # it also waits for pages
-        elif any(sequence.prefilling for sequence, _ in scheduled):
-            self._parts += [(n, sequence.computed) for sequence, n in scheduled]
-
-    def end(self) -> None:
-        if self._prefill is not None:
-            self._prefill.observe(self._parts, self._clock() - self._began_s)
-        self.drop()
-
-    def drop(self) -> None:
-        self._parts = []
 
 
 def _flush(sequence: Sequence) -> str:
