@@ -397,6 +397,7 @@ class _Service:
     def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request], Extras]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
+        self._check_grammar(ask)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
@@ -424,6 +425,12 @@ class _Service:
         if ask.logprobs is None:
             return Echo(text, tokens)
         return Echo(text, tokens, self._prompts.offsets(tokens, text), ask.logprobs)
+
+    def _check_grammar(self, ask: Ask) -> None:
+        """Compiles the grammar of a request, if there is one, so that `submit` finds it; errors name the field."""
+        asked = ask.asked()
+        if asked is not None:
+            self._engine.grammars.compile(asked.grammar, asked.field)
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
