@@ -46,15 +46,17 @@ from starlette.types import Message as AsgiMessage
 
 from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
-from mainstem.namespaces import Namespace
+from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import errors, management, replies, requests, tokenization
 from mainstem.server.access import Access
+from mainstem.server.answers import Answers, Turn
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
+from mainstem.server.precompute import Precompute
 from mainstem.server.recording import Kind, Recorder
 from mainstem.server.replies import ChatReply, CompletionReply, Head
 from mainstem.server.requests import ChatRequest, CompletionRequest
@@ -264,7 +266,9 @@ class _Service:
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
-        self._metrics = Metrics(engine, clock, recorder)
+        self._answers = Answers(self._prompts, engine.tokenizer, config.remember_answers)
+        self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
+        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute)
         self._recorder = recorder
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
@@ -323,11 +327,15 @@ class _Service:
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         tolerated = unknown if self._unknown_fields == "warn" else None
-        ask, asked = await anyio.to_thread.run_sync(
+        ask, asked, turn = await anyio.to_thread.run_sync(
             lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
         )
-        watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
+        watchers = [self._watchers(ask, request, kind, tenant) + turn.watchers() for request in asked]
         prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
+        if self._precompute is not None:
+            self._precompute.give_way()
+            if ask.choices == 1 and ask.truncate_prompt_tokens is None:
+                watchers[0] += self._precompute.watchers(turn, asked[0])
         return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
@@ -366,17 +374,18 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
+    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request], Turn]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
-        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
-        return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+        turn = Turn(self._answers, self._prompts, namespace)
+        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask, turn)]
+        return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)], turn
 
-    def _read(self, ask: Ask) -> list[PreparedPrompt]:
+    def _read(self, ask: Ask, turn: Turn) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation(), ask.template())]
+            return [self._conversation(ask.conversation(), ask.template(), turn)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > requests.MAX_CHOICES:
             raise ApiError(400, f"n: at most {requests.MAX_CHOICES} choices over all prompts", param="n")
@@ -385,13 +394,16 @@ class _Service:
     def _tokens(self, prompt: str | list[int]) -> Tokens:
         return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
 
-    def _conversation(self, messages: Sequence[dict[str, Any]], template: Template) -> PreparedPrompt:
+    def _conversation(
+        self, messages: Sequence[dict[str, Any]], template: Template, turn: Turn | None = None
+    ) -> PreparedPrompt:
+        """Makes the prompt of a conversation, in a turn with the tokens of its answers."""
         vision = self._engine.vision
         images = requests.parts(messages, "image")
         if vision is None:
             if images:
                 raise errors.text_only(images[0]["at"])
-            return self._prompts.prepare(messages, template)
+            return (turn or self._prompts).prepare(messages, template)
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self._prompts.check_length(len(messages), "messages")
         self._prompts.check_size(texts + [part["text"] for part in requests.parts(messages, "text")], "messages")
@@ -486,12 +498,18 @@ class _Service:
 
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
-        tokens, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
-        pages = await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
+        prefixes, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
+        self._answers.forget(encode_namespace(namespace))
+        pages = 0
+        for tokens in prefixes:
+            pages += await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
         return _json(management.Flushed(pages, pages * self._engine.config.page_size))
 
-    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[Tokens, Namespace | None]:
-        """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace."""
+    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[list[Tokens], Namespace | None]:
+        """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace.
+
+        A chat may be cached with the tokens of its answers, and as it is tokenised without them.
+        """
         ask = management.parse_remove(body)
         self._check_model(ask.model)
         if is_admin and self._access.separates:
@@ -502,8 +520,10 @@ class _Service:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         if ask.messages is not None:
-            return self._conversation(ask.conversation(), WHOLE).tokens, namespace
-        return self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32), namespace
+            turns = (Turn(self._answers, self._prompts, namespace), None)
+            answered, plain = (self._conversation(ask.conversation(), WHOLE, turn).tokens for turn in turns)
+            return [plain] if np.array_equal(answered, plain) else [answered, plain], namespace
+        return [self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
