@@ -50,7 +50,7 @@ class TurnStats:
 
     Args:
         started: begun.
-        unchanged: not begun, because they begin with what is cached but for less than a page, or are not known yet.
+        unchanged: not begun, because they begin with the answer as it is, or differ by less than a page.
         skipped: not begun, because other requests ran or waited, or because they do not fit.
     """
 
@@ -115,7 +115,10 @@ class Precompute:
             return "skipped"
         tokens = self._next(turn, answer.text)
         known = np.concatenate([request.tokens, np.asarray(answer.tokens, np.int32)])
-        if tokens is None or len(tokens) - _same(tokens, known) < self._engine.config.page_size:
+        if tokens is None:
+            return "unchanged"
+        same = _same(tokens, known)
+        if same >= len(known) - 1 or len(tokens) - same < self._engine.config.page_size:  # the last is often an end
             return "unchanged"
         params = SamplingParams(max_tokens=0)
         stream = self._engine.submit(Request(tokens, params, request.namespace, _LOWEST_PRIORITY))
