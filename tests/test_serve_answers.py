@@ -272,3 +272,22 @@ def test_every_choice_of_a_stream_is_remembered_and_no_other_tenant_finds_it() -
             unlike += tokens["another"] != tokens[None]
             assert cached(answered) >= len(talk.tokenizer.encode(talk.rendered(head), add_special_tokens=False)) + 44
         assert unlike >= 4, "of six answers, a few are what the tokenizer would say"
+
+
+def test_a_chat_that_is_removed_is_found_by_neither_tokenization() -> None:
+    with chat("qwen") as talk:
+        talk.say("Question 0: what is next?", answer(talk, "qwen", 0))
+        said = list(talk.messages)
+        talk.say("And what then, after all that was said?", answer(talk, "qwen", 1))
+        known, plain = talk.asked[-1].tokens, talk.tokenizer.encode(talk.rendered(talk.messages[:-1]))
+        assert known.tolist() != plain
+        for tokens in (known, plain):
+            talk.engine.submit(Request(tokens, SamplingParams(max_tokens=0))).result()
+        removed = talk.http.post("/v1/cache/remove", json={"messages": said}).json()
+        assert removed["freed_pages"] > 0
+        for tokens in (known, plain):
+            done = talk.engine.submit(Request(tokens, SamplingParams(max_tokens=0))).result()
+            assert "And what" not in talk.tokenizer.decode(tokens[: done.usage.cached_tokens])
+        talk.messages.pop()
+        talk.post(max_tokens=1)
+        assert talk.asked[-1].tokens.tolist() == plain, "the answers are forgotten"

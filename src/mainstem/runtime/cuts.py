@@ -102,20 +102,25 @@ class Tokenization:
         return self.part(begin, len(self.text))
 
     def common_cuts(self, other: Tokenization, at: int) -> NDArray[np.int32]:
-        """Returns where both can be cut, ascending, as characters of this text.
+        """Returns where both can be cut, ascending, as characters of this text; some may be there twice.
 
         Args:
             other: of a text that this one has, at least in part.
             at: the character at which the other text begins.
         """
         same = common_length(self.text[at : at + len(other.text)], other.text)
-        own = np.append(self.ends[self.before(at - 1) : self.before(at + same)], np.int32(0))
-        theirs = np.append(other.ends[: other.before(same)] + np.int32(at), np.int32(at))
-        return np.intersect1d(own, theirs)
+        own = self.ends[self.before(at - 1) : self.before(at + same)]
+        own = own if at else np.concatenate([[np.int32(0)], own])
+        theirs = np.concatenate([[np.int32(0)], other.ends[: other.before(same)]]) + np.int32(at)
+        found = np.searchsorted(own, theirs)
+        return theirs[np.append(own, np.int32(-1))[found] == theirs]
 
     def replaced(self, begin: int, end: int, by: Tokenization) -> Tokenization:
         """Returns the same text with other tokens between two characters where it can be cut."""
-        return self.part(0, begin) + by + self.part(end, len(self.text))
+        first, last = self.before(begin) if begin else 0, self.before(end)
+        tokens = np.concatenate([self.tokens[:first], by.tokens, self.tokens[last:]])
+        ends = np.concatenate([self.ends[:first], by.ends + np.int32(begin), self.ends[last:]])
+        return Tokenization(self.text, tokens, ends)
 
 
 def with_generated(
@@ -123,8 +128,8 @@ def with_generated(
 ) -> tuple[Tokenization, int]:
     """Returns a tokenization with the tokens that a model generated, as far as the texts are the same.
 
-    Only tokens between two places where both texts can be cut are replaced. Their texts are compared once more, by
-    decoding them: some tokenizers drop characters, or report offsets that are not exact.
+    Only tokens between two places where both texts can be cut are replaced, and only if they decode to the text: some
+    tokenizers drop characters, or report offsets that are not exact.
 
     Args:
         tokenizer: decodes tokens.
@@ -143,7 +148,7 @@ def with_generated(
     begin, end = int(first[-1]), int(cuts[-1])
     old, new = whole.part(begin, end), known.part(begin - at, end - at)
     context = whole.tokens[: whole.before(begin)][-_CONTEXT_TOKENS:].tolist()
-    if decoded(tokenizer, context + old.tokens.tolist()) != decoded(tokenizer, context + new.tokens.tolist()):
+    if decoded(tokenizer, context + old.tokens.tolist()) != decoded(tokenizer, context) + old.text:
         return whole, 0
     return whole.replaced(begin, end, new), known.before(end - at) - known.before(since - at)
 
