@@ -19,12 +19,14 @@ from starlette.testclient import TestClient
 from mainstem.runtime.engine import EngineStats
 from mainstem.runtime.request import Delta, Usage
 from mainstem.runtime.vision import VisionStats
+from mainstem.server.answers import AnswerStats
 from mainstem.server.app import create_app
 from mainstem.server.metrics import OUTCOMES, TABLE, Metrics
+from mainstem.server.precompute import TurnStats
 from mainstem.server.recording import RecordStats
 
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
-READ = {"engine": EngineStats, "recorder": RecordStats}
+READ = {"engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats}
 NOT_EXPORTED = {
     "engine.totals": {"requests", "cached_tokens", "computed_tokens", "errors"},
     "engine.cache.leases": {"open", "partial_hit", "partial_missed", "duplicate_pages", "host_hit"},
@@ -95,9 +97,9 @@ def everything() -> tuple[EngineStats, RecordStats, dict[str, float]]:
 
 
 def exposition(engine: EngineStats, recorder: RecordStats) -> str:
-    made: Any = SimpleNamespace(stats=lambda: engine)
-    record: Any = SimpleNamespace(stats=lambda: recorder)
-    return Metrics(made, recorder=record).exposition().decode()
+    stats = {"engine": engine, "recorder": recorder, "answers": AnswerStats(1, 2, 3, 4), "turns": TurnStats(5, 6, 7)}
+    parts: Any = {name: SimpleNamespace(stats=lambda part=part: part) for name, part in stats.items()}
+    return Metrics(**parts).exposition().decode()
 
 
 def test_every_number_is_exported_or_named_as_one_that_is_not() -> None:
@@ -156,6 +158,20 @@ def test_the_tiers_and_the_recorder_are_counted() -> None:
         "mainstem_recorded_requests_total{outcome=written}": recorder.written,
         "mainstem_recorded_requests_total{outcome=dropped}": recorder.dropped,
         "mainstem_recorded_requests_total{outcome=failed}": recorder.failed,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_answers_and_next_turns_are_counted() -> None:
+    _, _, values = everything()
+    expected = {
+        "mainstem_answers_remembered_total": 1,
+        "mainstem_answers_found_total": 2,
+        "mainstem_answer_tokens_total": 3,
+        "mainstem_answers_bytes": 4,
+        "mainstem_precomputed_turns_total{outcome=started}": 5,
+        "mainstem_precomputed_turns_total{outcome=unchanged}": 6,
+        "mainstem_precomputed_turns_total{outcome=skipped}": 7,
     }
     assert {name: values[name] for name in expected} == expected
 

@@ -9,11 +9,13 @@ there, so it is found by trial: the conversation up to a message is rendered twi
 What both have in common ends where that message's text begins, after the system message, the tools, and all turns
 before. It counts only if the real prompt begins with it: a template that treats the last message differently yields
 fewer marks, never wrong ones.
+
+**Other tokens.** `prompt` also takes a conversation with other tokens than the tokenizer's own: those that the model
+generated (`runtime.cuts`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
+from mainstem.runtime.cuts import Tokenization, common_length
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.text import Detokenizer
 
@@ -144,7 +147,7 @@ class Prompts:
 
     def conversation(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> NDArray[np.int32]:
         """Returns the tokens of `prepare`, int32 [n], n >= 1."""
-        return self._encode(self._checked(messages, template), special_tokens=False, name="messages")
+        return self._encode(self.render(messages, template), special_tokens=False, name="messages")
 
     def prepare(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> PreparedPrompt:
         """Encodes a conversation, by default up to where the assistant's answer begins.
@@ -161,20 +164,50 @@ class Prompts:
                 as UTF-8.
             RequestTooLong: it is longer than the context; raised before the template runs if no tokenisation could fit.
         """
-        text = self._checked(messages, template)
-        if not self._marks:
-            return PreparedPrompt(self._encode(text, special_tokens=False, name="messages"))
-        boundaries = sorted({*self._boundaries(messages, text, template)})
-        if not getattr(self._tokenizer, "is_fast", False):
-            tokens = self._encode(text, special_tokens=False, name="messages")
-            return PreparedPrompt(tokens, marks=self._positions(text, tokens, boundaries))
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ends = [end for _, end in encoded["offset_mapping"]]
-        tokens = self._checked_ids(text, encoded["input_ids"], "messages")
-        return PreparedPrompt(tokens, marks=tuple(sorted({bisect_right(ends, boundary) for boundary in boundaries})))
+        text = self.render(messages, template)
+        if self.has_offsets and self._marks:
+            return self.prompt(messages, template, self.tokenize(text))
+        tokens = self._encode(text, special_tokens=False, name="messages")
+        boundaries = sorted({*self._boundaries(messages, text, template)}) if self._marks else ()
+        return PreparedPrompt(tokens, marks=self._positions(text, tokens, boundaries))
 
-    def _checked(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
-        """Returns the text of a conversation that may fit."""
+    @property
+    def has_offsets(self) -> bool:
+        """Whether the tokenizer says where tokens are in the text, which `tokenize` needs."""
+        return bool(getattr(self._tokenizer, "is_fast", False))
+
+    def tokenize(self, text: str) -> Tokenization:
+        """Tokenises the text of a conversation; the tokenizer must have offsets.
+
+        Raises:
+            BadArgument: the text has no tokens.
+            RequestTooLong: it is longer than the context.
+        """
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = self._checked_ids(text, encoded["input_ids"], "messages")
+        return Tokenization.of_offsets(text, tokens, np.asarray(encoded["offset_mapping"], np.int32))
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, str]], template: Template, tokenization: Tokenization
+    ) -> PreparedPrompt:
+        """Makes a prompt of any tokenization of a conversation's text; see `prepare`.
+
+        Raises:
+            RequestTooLong: it is longer than the context.
+        """
+        tokens = self._fitting(tokenization.tokens, "messages")
+        boundaries = self._boundaries(messages, tokenization.text, template) if self._marks else ()
+        return PreparedPrompt(tokens, marks=tuple(sorted({tokenization.before(boundary) for boundary in boundaries})))
+
+    def before_next(self, messages: Sequence[Mapping[str, str]], template: Template) -> str | None:
+        """Returns the text of a conversation up to where the text of the user's next message will begin.
+
+        None: the template takes no next message of the user.
+        """
+        return self._until(messages, {"role": "user"}, template)
+
+    def render(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
+        """Returns the text of a conversation that may fit; raises what `prepare` raises."""
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
         self.check_size([message["content"] for message in messages], "messages")
@@ -193,17 +226,21 @@ class Prompts:
 
     def _boundaries(self, messages: Sequence[Mapping[str, str]], text: str, template: Template) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
-        count, whole = len(messages), replace(template, generation_prompt=False, continues=False)
+        count = len(messages)
         for at in sorted({*range(min(count, _TRIED)), *range(max(count - _TRIED, 0), count)}):
-            head, message = messages[:at], messages[at]
-            try:
-                one, other = (self._render([*head, {**message, "content": probe}], whole) for probe in _PROBES)
-            except (TemplateError, ValueError, TypeError):
-                continue  # a conversation that this template does not let end here
-            boundary = _same(one, other)
-            shown = boundary < len(one)  # else this template leaves the message out
-            if shown and text.startswith(one[:boundary]):
-                yield boundary
+            before = self._until(messages[:at], messages[at], template)
+            if before is not None and text.startswith(before):
+                yield len(before)
+
+    def _until(self, head: Sequence[Mapping[str, str]], message: Mapping[str, str], template: Template) -> str | None:
+        """Returns what is rendered before the text of a message that is the last one; None if it is not shown."""
+        whole = replace(template, generation_prompt=False, continues=False)
+        try:
+            one, other = (self._render([*head, {**message, "content": probe}], whole) for probe in _PROBES)
+        except (TemplateError, ValueError, TypeError):
+            return None  # a conversation that this template does not let end here
+        boundary = common_length(one, other)
+        return one[:boundary] if boundary < len(one) else None
 
     def _positions(self, text: str, tokens: NDArray[np.int32], boundaries: Sequence[int]) -> tuple[int, ...]:
         """Returns how many tokens are before each of these characters, for a tokenizer that keeps no offsets."""
@@ -275,20 +312,11 @@ class Prompts:
             raise BadArgument(name, text, "a text with at least one token")
         return self._fitting(ids, name)
 
-    def _fitting(self, ids: Sequence[int], name: str) -> NDArray[np.int32]:
+    def _fitting(self, ids: Sequence[int] | NDArray[np.int32], name: str) -> NDArray[np.int32]:
         self.check_length(len(ids), name)
         prompt = np.asarray(ids, dtype=np.int32)
         prompt.flags.writeable = False
         return prompt
-
-
-def _same(one: str, other: str) -> int:
-    """Returns the length of the common beginning of two texts, by bisection, which compares in C."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
 
 
 def _utf8_bytes(text: str, name: str) -> int:

@@ -65,6 +65,11 @@ class Detokenizer:
         self._held = ""
         self.stopped = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether the text of the tokens so far ends with a character, of which no token that follows is a part."""
+        return self._emitted == len(self._text)
+
     def push(self, token: int) -> str:
         """Adds a token, and returns the text that is now safe to show; sets `stopped` when a stop string is complete.
 

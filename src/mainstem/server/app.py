@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -47,15 +47,17 @@ from starlette.types import Message as AsgiMessage
 
 from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
-from mainstem.namespaces import Namespace
+from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import errors, management, openapi, replies, requests, tokenization
 from mainstem.server.access import Access
+from mainstem.server.answers import Answers, Turn
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Watcher, best
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
+from mainstem.server.precompute import Precompute
 from mainstem.server.recording import Kind, Recorder
 from mainstem.server.replies import ChatReply, CompletionReply, Echo, Extras, Head
 from mainstem.server.requests import ChatRequest, CompletionRequest
@@ -264,6 +266,15 @@ _COMPLETION = _Kind(requests.parse_completion, CompletionReply, "cmpl", "complet
 _CHAT = _Kind(requests.parse_chat, ChatReply, "chatcmpl", "chat")
 
 
+class _Prepared(NamedTuple):
+    """A body, the engine's requests, what the reply shows besides answers, and the turn of a conversation."""
+
+    ask: Ask
+    requests: list[Request]
+    extras: Extras
+    turn: Turn
+
+
 class _Service:
     """The endpoints."""
 
@@ -287,7 +298,9 @@ class _Service:
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
-        self._metrics = Metrics(engine, clock, recorder)
+        self._answers = Answers(self._prompts, engine.tokenizer, config.remember_answers)
+        self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
+        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute)
         self._recorder = recorder
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
@@ -324,14 +337,15 @@ class _Service:
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            ask, run, extras = await self._admit(http, kind, unknown)
+            made, run = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
+        ask = made.ask
         model = self._adapter(ask.model) or self.names[0]
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), model)
         counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = kind.reply(head, self._prompts.spell, counted, extras)
+        reply = kind.reply(head, self._prompts.spell, counted, made.extras)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
@@ -343,7 +357,7 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run, Extras]:
+    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[_Prepared, Run]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
@@ -351,12 +365,17 @@ class _Service:
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         tolerated = unknown if self._unknown_fields == "warn" else None
-        ask, asked, extras = await anyio.to_thread.run_sync(
+        made = await anyio.to_thread.run_sync(
             lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
         )
-        watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
-        prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
-        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens), extras
+        ask = made.ask
+        watchers = [self._watchers(ask, request, kind, tenant) + made.turn.watchers() for request in made.requests]
+        prompt_tokens = sum(len(request.tokens) for request in made.requests[:: ask.choices])
+        if self._precompute is not None:
+            self._precompute.give_way()
+            if ask.choices == 1 and ask.truncate_prompt_tokens is None:
+                watchers[0] += self._precompute.watchers(made.turn, made.requests[0])
+        return made, Run(self._submit(made.requests), ask.choices, watchers, prompt_tokens)
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -394,15 +413,16 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request], Extras]:
+    def _prepare(self, ask: Ask, tenant: bytes | None) -> _Prepared:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
         self._check_grammar(ask)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
-        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
+        turn = Turn(self._answers, self._prompts, namespace)
+        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask, turn)]
         asked = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
-        return ask, asked, self._extras(ask, prompts)
+        return _Prepared(ask, asked, self._extras(ask, prompts), turn)
 
     def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
         """Returns what the reply shows besides the texts of its answers."""
@@ -432,9 +452,9 @@ class _Service:
         if asked is not None:
             self._engine.grammars.compile(asked.grammar, asked.field)
 
-    def _read(self, ask: Ask) -> list[PreparedPrompt]:
+    def _read(self, ask: Ask, turn: Turn) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation(), ask.template())]
+            return [self._conversation(ask.conversation(), ask.template(), turn)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > requests.MAX_CHOICES:
             name = "n" if ask.best_of is None else "best_of"
@@ -444,13 +464,16 @@ class _Service:
     def _tokens(self, prompt: str | list[int]) -> Tokens:
         return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
 
-    def _conversation(self, messages: Sequence[dict[str, Any]], template: Template) -> PreparedPrompt:
+    def _conversation(
+        self, messages: Sequence[dict[str, Any]], template: Template, turn: Turn | None = None
+    ) -> PreparedPrompt:
+        """Makes the prompt of a conversation, in a turn with the tokens of its answers."""
         vision = self._engine.vision
         images = requests.parts(messages, "image")
         if vision is None:
             if images:
                 raise errors.text_only(images[0]["at"])
-            return self._prompts.prepare(messages, template)
+            return (turn or self._prompts).prepare(messages, template)
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self._prompts.check_length(len(messages), "messages")
         self._prompts.check_size(texts + [part["text"] for part in requests.parts(messages, "text")], "messages")
@@ -547,12 +570,18 @@ class _Service:
 
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
-        tokens, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
-        pages = await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
+        prefixes, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
+        self._answers.forget(encode_namespace(namespace))
+        pages = 0
+        for tokens in prefixes:
+            pages += await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
         return _json(management.Flushed(pages, pages * self._engine.config.page_size))
 
-    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[Tokens, Namespace | None]:
-        """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace."""
+    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[list[Tokens], Namespace | None]:
+        """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace.
+
+        A chat may be cached with the tokens of its answers, and as it is tokenised without them.
+        """
         ask = management.parse_remove(body)
         self._check_model(ask.model)
         if is_admin and self._access.separates:
@@ -563,8 +592,10 @@ class _Service:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         if ask.messages is not None:
-            return self._conversation(ask.conversation(), WHOLE).tokens, namespace
-        return self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32), namespace
+            turns = (Turn(self._answers, self._prompts, namespace), None)
+            answered, plain = (self._conversation(ask.conversation(), WHOLE, turn).tokens for turn in turns)
+            return [plain] if np.array_equal(answered, plain) else [answered, plain], namespace
+        return [self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

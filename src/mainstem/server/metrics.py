@@ -19,6 +19,8 @@ from mainstem.runtime.request import Delta
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine, EngineStats
+    from mainstem.server.answers import Answers, AnswerStats
+    from mainstem.server.precompute import Precompute, TurnStats
     from mainstem.server.recording import Recorder, RecordStats
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -132,16 +134,28 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row("mainstem_recorded_requests", COUNTER, "Requests to be recorded, by outcome",
             _each("{}", "written", "dropped", "failed"), ("outcome",)),
     ),
+    "answers": (
+        Row("mainstem_answers_remembered", COUNTER, "Answers whose tokens were kept", "remembered"),
+        Row("mainstem_answers_found", COUNTER, "Answers found again in prompts", "found"),
+        Row("mainstem_answer_tokens", COUNTER, "Tokens of the answers found again", "tokens"),
+        Row("mainstem_answers_bytes", GAUGE, "Size of the answers that are kept", "bytes"),
+    ),
+    "turns": (
+        Row("mainstem_precomputed_turns", COUNTER, "Next turns that could be computed, by outcome",
+            _each("{}", "started", "unchanged", "skipped"), ("outcome",)),
+    ),
 }  # fmt: skip
 """What is read at a scrape, by the part of the `Readings` that has it. A part that is None has no metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """The statistics that one scrape reads: of the engine, and of the recorder if there is one."""
+    """The statistics that one scrape reads; None: there is no such part."""
 
     engine: EngineStats
-    recorder: RecordStats | None
+    recorder: RecordStats | None = None
+    answers: AnswerStats | None = None
+    turns: TurnStats | None = None
 
 
 def read(stats: object, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -162,15 +176,15 @@ class TableCollector:
     """Turns the statistics into metric families at scrape time, by the table.
 
     Args:
-        engine, recorder: whose statistics are read; nothing is kept between scrapes.
+        sources: return the statistics of each part of the `Readings`; nothing is kept between scrapes.
     """
 
-    def __init__(self, engine: Engine, recorder: Recorder | None) -> None:
-        self._engine, self._recorder = engine, recorder
+    def __init__(self, sources: Mapping[str, Callable[[], Any]]) -> None:
+        self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of one reading."""
-        readings = Readings(self._engine.stats(), None if self._recorder is None else self._recorder.stats())
+        readings = Readings(**{part: read() for part, read in self._sources.items()})
         for part, rows in TABLE.items():
             stats = attrgetter(part)(readings)
             for row in rows if stats is not None else ():
@@ -188,15 +202,22 @@ class Metrics:
     Args:
         engine: the engine whose statistics are exported.
         clock: returns seconds, monotonic; for the time between tokens.
-        recorder: the recorder whose counts are exported, if there is one.
+        recorder, answers, turns: whose counts are exported, too, if there are any.
     """
 
     def __init__(
-        self, engine: Engine, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None
+        self,
+        engine: Engine,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
+        answers: Answers | None = None,
+        turns: Precompute | None = None,
     ) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(TableCollector(engine, recorder))
+        parts = {"engine": engine, "recorder": recorder, "answers": answers, "turns": turns}
+        sources = {name: part.stats for name, part in parts.items() if part is not None}
+        self._registry.register(TableCollector(sources))
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)

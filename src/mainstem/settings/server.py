@@ -112,6 +112,10 @@ class ServerConfig(Settings):
         record: What is recorded of requests.
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
             warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
+        remember_answers: Memory for the tokens of answers, which are found again when a chat sends them back as text:
+            bytes, or a size such as 64MiB; 0 turns this off.
+        precompute_turns: After an answer, and while nothing else runs, compute the next turn as the chat template will
+            render it, where it drops what the model thought or changes what it said.
         max_body_bytes: Maximum size of a request body.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
@@ -125,5 +129,7 @@ class ServerConfig(Settings):
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
+    remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
+    precompute_turns: bool = setting(False, switch())
     max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
     drain_timeout_s: float = setting(30.0, seconds())

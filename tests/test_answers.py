@@ -1,0 +1,280 @@
+"""Answers: which are found again, within which bound, and by whom."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rigs.fake_engine import FakeTokenizer
+from rigs.families import tokenizer_of, unusual
+
+from mainstem.errors import RequestTooLong
+from mainstem.namespaces import Namespace
+from mainstem.runtime.prompts import ANSWER, Prompts, Template
+from mainstem.runtime.request import Delta
+from mainstem.server.answers import Answers, Turn
+
+TOKENIZER = tokenizer_of("qwen")
+Messages = list[dict[str, str]]
+
+
+class Server:
+    """Prepares the prompts of chats, and answers them as a test wants."""
+
+    def __init__(self, capacity: int = 1 << 20, max_context: int = 4096, tokenizer: Any = TOKENIZER) -> None:
+        self.tokenizer = tokenizer
+        self.prompts = Prompts(tokenizer, max_context)
+        self.answers = Answers(self.prompts, tokenizer, capacity)
+
+    def ask(
+        self,
+        messages: Messages,
+        answers: Sequence[Sequence[int]] = (),
+        namespace: Namespace | None = None,
+        template: Template = ANSWER,
+    ) -> list[int]:
+        """Returns the prompt of a chat, to which these answers are given."""
+        turn = Turn(self.answers, self.prompts, namespace)
+        prompt = turn.prepare(messages, template)
+        for tokens in answers:
+            for watcher in turn.watchers():
+                for token in tokens:
+                    watcher.see(Delta("", (token,)))
+                watcher.close()
+        found: list[int] = prompt.tokens.tolist()
+        assert self.tokenizer.decode(found) == self.prompts.render(messages, template)
+        return found
+
+    def plain(self, messages: Messages) -> list[int]:
+        return self.prompts.conversation(messages).tolist()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(tokens: Sequence[int] | str) -> dict[str, str]:
+    return {"role": "assistant", "content": tokens if isinstance(tokens, str) else TOKENIZER.decode(list(tokens))}
+
+
+def has(prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether a prompt has these tokens, in a row."""
+    return any(list(prompt[at : at + len(tokens)]) == list(tokens) for at in range(len(prompt)))
+
+
+FIRST, SECOND = unusual(TOKENIZER, 30, 1), unusual(TOKENIZER, 30, 2)
+END = TOKENIZER.eos_token_id
+
+
+def test_the_tokens_of_an_answer_are_found_by_its_text() -> None:
+    server = Server()
+    chat = [user("Who is it?")]
+    first = server.ask(chat, [[*FIRST, END]])
+    chat += [said(FIRST), user("And why?")]
+    second = server.ask(chat, [[*SECOND, END]])
+    assert second[: len(first) + 31] == [*first, *FIRST, END]
+    chat += [said(SECOND), user("Then?")]
+    third = server.ask(chat)
+    assert third[: len(second) + 31] == [*second, *SECOND, END]
+    assert not has(server.plain(chat), FIRST) and not has(server.plain(chat), SECOND)
+    stats = server.answers.stats()
+    assert (stats.remembered, stats.found, stats.tokens) == (2, 3, 3 * 31)
+
+
+@pytest.mark.parametrize("length", [0, 1, 60, 127, 128, 129, 256, 1000])
+def test_prompts_of_any_length_are_found(length: int) -> None:
+    server = Server()
+    chat = [user("x" * length)]
+    server.ask(chat, [FIRST])
+    assert has(server.ask([*chat, said(FIRST), user("And?")]), FIRST)
+    server.ask([user("x" * length + "y")], [SECOND])
+    assert has(server.ask([*chat, said(FIRST), user("And?")]), FIRST)
+
+
+def test_nothing_is_found_for_another_prompt_or_another_tenant() -> None:
+    server, tenant = Server(), Namespace(extra=("api-key:1",))
+    chat, again = [user("Who is it?")], [said(FIRST), user("And why?")]
+    server.ask(chat, [FIRST], tenant)
+    for namespace in (None, Namespace(extra=("api-key:2",)), Namespace("french", extra=("api-key:1",))):
+        assert server.ask([*chat, *again], namespace=namespace) == server.plain([*chat, *again])
+    other = [user("Who was it?"), *again]
+    assert server.ask(other, namespace=tenant) == server.plain(other)
+    assert has(server.ask([*chat, *again], namespace=tenant), FIRST)
+
+
+def test_what_comes_back_of_an_answer_is_found_up_to_where_both_can_be_cut() -> None:
+    """A stop text, a trim, or a client that changes the end: the rest is tokenised as ever."""
+    server = Server()
+    chat = [user("Who is it?")]
+    server.ask(chat, [FIRST])
+    for length in range(1, len(FIRST)):
+        sent = [*chat, said(TOKENIZER.decode(FIRST[:length]) + " and so on"), user("And?")]
+        prompt, plain = server.ask(sent), server.plain(sent)
+        same = next(n for n in range(len(FIRST) + 1) if n == length or not has(prompt, FIRST[: n + 1]))
+        assert same >= length - 2, "at most two tokens are cut otherwise"
+        assert prompt[-12:] == plain[-12:]
+
+
+def test_all_choices_are_found_and_the_one_that_goes_on_for_longest_counts() -> None:
+    server = Server()
+    chat = [user("Who is it?")]
+    choices = [[*FIRST[:10], *unusual(TOKENIZER, 12, seed)] for seed in range(20)]
+    server.ask(chat, choices)
+    for tokens in choices:
+        assert has(server.ask([*chat, said(tokens), user("And?")]), tokens)
+    assert server.answers.stats().remembered == 20
+    server.ask(chat, choices)
+    assert server.answers.stats().remembered == 20, "the same answers are kept once"
+
+
+def test_an_answer_can_be_continued() -> None:
+    server = Server()
+    chat = [user("Who is it?")]
+    server.ask(chat, [FIRST])
+    opened = [*chat, said(FIRST)]
+    going_on = Template(generation_prompt=False, continues=True)
+    prompt = server.ask(opened, [SECOND], template=going_on)
+    assert prompt[-30:] == FIRST
+    assert has(server.ask([*chat, said([*FIRST, *SECOND]), user("And?")]), [*FIRST, *SECOND])
+
+
+def test_what_looks_like_a_special_token_stays_what_the_model_wrote() -> None:
+    server = Server()
+    chat = [user("How does a turn end?")]
+    written = TOKENIZER.encode("With <|im_", add_special_tokens=False)
+    written += TOKENIZER.encode("end|>, say I.", add_special_tokens=False)
+    assert END not in written
+    server.ask(chat, [[*written, END]])
+    sent = [*chat, said(written), user("And?")]
+    assert has(server.ask(sent), written)
+    assert server.plain(sent).count(END) == server.ask(sent).count(END) + 1
+
+
+def test_bytes_that_are_no_character_end_what_is_found() -> None:
+    server = Server()
+    half = TOKENIZER.convert_tokens_to_ids("Ã")
+    chat = [user("Who is it?")]
+    server.ask(chat, [[*FIRST, half, *SECOND]])
+    prompt = server.ask([*chat, said([*FIRST, half, *SECOND]), user("And?")])
+    assert has(prompt, FIRST) and half not in prompt and not has(prompt, SECOND)
+
+
+def test_the_tokenizers_own_tokens_are_taken_if_the_others_do_not_fit() -> None:
+    chat = [user("Who is it?")]
+    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "pagepagepagepage"]
+    sent = [*chat, said(letters), user("And?")]
+    short = len(Server().plain(sent))
+    server = Server(max_context=short)
+    server.ask(chat, [letters])
+    assert server.ask(sent) == server.plain(sent)
+    assert server.answers.stats().found == 0
+    with pytest.raises(RequestTooLong):
+        Server(max_context=short - 1).ask(sent)
+
+
+def test_nothing_is_remembered_without_memory_or_without_offsets() -> None:
+    for server in (Server(0), Server(tokenizer=FakeTokenizer())):
+        assert not server.answers.enabled
+        turn = Turn(server.answers, server.prompts, None)
+        turn.prepare([user("hi")], ANSWER)
+        assert turn.watchers() == []
+
+
+def test_an_answer_is_forgotten_by_its_namespace() -> None:
+    server, chat = Server(), [user("Who is it?")]
+    sent = [*chat, said(FIRST), user("And?")]
+    spaces = [Namespace(salt="one"), Namespace(salt="two")]
+    for space in spaces:
+        server.ask(chat, [FIRST], space)
+    server.answers.forget(spaces[0].encode())
+    assert [has(server.ask(sent, namespace=space), FIRST) for space in spaces] == [False, True]
+    server.answers.forget()
+    assert server.answers.stats().bytes == 0
+    assert not has(server.ask(sent, namespace=spaces[1]), FIRST)
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def test_those_longest_unused_go_first_and_a_chat_loses_its_last_answers_first() -> None:
+    kept = 6
+    server = Server()
+    server.ask([user("0")], [FIRST])
+    server = Server(kept * server.answers.stats().bytes)
+    chat = [user("Who is it?")]
+    for seed in range(3):
+        tokens = unusual(TOKENIZER, 30, seed)
+        server.ask(chat, [tokens])
+        chat += [said(tokens), user(f"And {seed}?")]
+    server.ask(chat)  # a use of all three
+    for other in range(kept - 2):
+        server.ask([user(f"Chat {other}")], [FIRST])
+    prompt = server.ask(chat)
+    assert [has(prompt, unusual(TOKENIZER, 30, seed)) for seed in range(3)] == [True, True, False]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60), st.integers(0, 3)), max_size=60))
+def test_the_size_is_that_of_what_is_kept_and_never_more_than_the_bound(asked: list[tuple[int, int, int]]) -> None:
+    capacity = 12_000
+    server = Server(capacity)
+    for prompt, length, seed in asked:
+        server.ask([user(f"Question {prompt}")], [[(seed + n) % 200 + 10 for n in range(length)]])
+        assert server.answers.stats().bytes <= capacity
+    server.answers.forget()
+    assert server.answers.stats().bytes == 0
+
+
+def test_memory_is_what_the_bound_says() -> None:
+    capacity = 400_000
+    server = Server(capacity)
+    answers = [unusual(TOKENIZER, 50, seed) for seed in range(50)]
+
+    def serve(count: int) -> None:
+        for number in range(count):
+            chat = [user(f"Question {number} of many"), said(answers[number % 50]), user("And?")]
+            server.ask(chat[:1], [answers[number % 50]])
+            server.ask(chat)
+
+    serve(50)
+    server.answers.forget()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        serve(200)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * capacity < server.answers.stats().bytes <= capacity
+    assert 0.5 * capacity < grown < 1.1 * capacity
+
+
+def test_an_answer_larger_than_the_bound_is_not_kept() -> None:
+    server = Server(4000)
+    server.ask([user("hi")], [SECOND])
+    server.ask([user("hi")], [FIRST * 10])
+    assert server.answers.stats().remembered == 1
+    assert has(server.ask([user("hi"), said(SECOND), user("And?")]), SECOND)
+
+
+def test_many_threads_use_one_memory() -> None:
+    server, wrong = Server(200_000), []
+
+    def work(number: int) -> None:
+        for turn in range(10):
+            chat = [user(f"{number % 4} {turn}")]
+            server.ask(chat, [FIRST, SECOND])
+            prompt = server.ask([*chat, said(SECOND), user("And?")])
+            wrong.append(not has(prompt, SECOND) and prompt != server.plain([*chat, said(SECOND), user("And?")]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 80 and not any(wrong)

@@ -1,0 +1,197 @@
+"""Next turns: when they are computed, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from machine import eventually
+from rigs.families import tokenizer_of, unusual
+
+from mainstem.errors import EngineFull
+from mainstem.namespaces import Namespace
+from mainstem.runtime.prompts import ANSWER, Prompts, Template
+from mainstem.runtime.request import Delta, Request
+from mainstem.server.answers import Answers, Turn
+from mainstem.server.output import Call, Piece, Reasoning, Text
+from mainstem.server.precompute import Precompute
+from mainstem.settings.engine import EngineConfig, SamplingParams
+
+TOKENIZER = tokenizer_of("qwen")
+SAID = unusual(TOKENIZER, 40, 1)
+THINKING = [
+    *TOKENIZER.encode("<think>\nA long thought about it\n</think>\n\n", add_special_tokens=False),
+    *SAID,
+    TOKENIZER.eos_token_id,
+]
+CHAT = [{"role": "user", "content": "Who is it?"}]
+
+
+class Stream:
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Engine:
+    """Takes requests, and says how many run and wait."""
+
+    running = waiting = 0
+    full = False
+    config = EngineConfig(page_size=16)
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.streams: list[Stream] = []
+
+    def stats(self) -> Engine:
+        return self
+
+    def submit(self, request: Request) -> Stream:
+        if self.full:
+            raise EngineFull("full")
+        self.asked.append(request)
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+
+class Server:
+    """One turn of a chat, and the next."""
+
+    def __init__(self, remember: int = 1 << 20, **parser: Any) -> None:
+        self.engine = Engine()
+        self.prompts = Prompts(TOKENIZER, 4096)
+        self.answers = Answers(self.prompts, TOKENIZER, remember)
+        self.precompute = Precompute(self.engine, self.prompts, **parser)  # type: ignore[arg-type]
+
+    def answer(
+        self, tokens: Sequence[int], reason: str = "stop", template: Template = ANSWER, namespace: Any = None
+    ) -> None:
+        """Answers the chat, and waits for what becomes of its next turn."""
+        turn = Turn(self.answers, self.prompts, namespace)
+        request = Request(turn.prepare(CHAT, template).tokens, SamplingParams(), namespace)
+        watchers = [*turn.watchers(), *self.precompute.watchers(turn, request)]
+        text = TOKENIZER.decode(list(tokens), skip_special_tokens=True)
+        for watcher in watchers:
+            watcher.see(Delta(text, tuple(tokens)))
+            watcher.see(Delta("", (), finish_reason=reason))
+            watcher.close()
+
+    def counts(self) -> dict[str, int]:
+        stats = self.precompute.stats()
+        return {"started": stats.started, "unchanged": stats.unchanged, "skipped": stats.skipped}
+
+    def settles(self, **counts: int) -> None:
+        expected = {"started": 0, "unchanged": 0, "skipped": 0, **counts}
+        eventually(lambda: self.counts() == expected, 10.0)
+
+
+@pytest.mark.parametrize("remember", [0, 1 << 20])
+def test_the_next_turn_is_computed_up_to_the_text_of_the_user(remember: int) -> None:
+    server, space = Server(remember), Namespace(salt="s")
+    server.answer(THINKING, namespace=space)
+    server.settles(started=1)
+    (request,) = server.engine.asked
+    assert request.namespace == space and request.params.max_tokens == 0
+    assert request.priority == -(2**31 - 1), "the lowest there is"
+    said = TOKENIZER.decode(SAID)
+    next_turn = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": "And why?"}]
+    text = server.prompts.render(next_turn, ANSWER)
+    assert TOKENIZER.decode(request.tokens.tolist()) == text[: text.index("And why?")]
+    assert server.prompts.conversation(next_turn)[: len(request.tokens)].tolist() == request.tokens.tolist()
+
+
+def test_nothing_is_computed_if_the_template_keeps_the_answer() -> None:
+    server = Server()
+    server.answer([*SAID, TOKENIZER.eos_token_id])
+    server.settles(unchanged=1)
+    assert not server.engine.asked
+
+
+@pytest.mark.parametrize("busy", ["running", "waiting", "full"])
+def test_nothing_is_computed_while_others_run_or_wait(busy: str) -> None:
+    server = Server()
+    setattr(server.engine, busy, 1)
+    server.answer(THINKING)
+    server.settles(skipped=1)
+    assert not server.engine.asked
+
+
+def test_a_request_that_comes_ends_it() -> None:
+    server = Server()
+    server.answer(THINKING)
+    server.settles(started=1)
+    server.precompute.give_way()
+    server.precompute.give_way()
+    assert [stream.cancelled for stream in server.engine.streams] == [True]
+
+
+def test_a_request_that_comes_while_it_begins_ends_it() -> None:
+    server = Server()
+    submit = server.engine.submit
+
+    def submitted(request: Request) -> Stream:
+        stream = submit(request)
+        server.precompute.give_way()
+        return stream
+
+    server.engine.submit = submitted  # type: ignore[method-assign]
+    server.answer(THINKING)
+    server.settles(skipped=1)
+    assert [stream.cancelled for stream in server.engine.streams] == [True]
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_an_answer_without_an_end_has_no_next_turn(reason: str) -> None:
+    server = Server()
+    server.answer(THINKING, reason)
+    server.answer(THINKING)
+    server.settles(started=1)
+
+
+@pytest.mark.parametrize("template", [Template(generation_prompt=False), Template(False, continues=True)])
+def test_only_an_answer_to_a_prompt_for_one_has_a_next_turn(template: Template) -> None:
+    server = Server()
+    turn = Turn(server.answers, server.prompts, None)
+    request = Request(turn.prepare(CHAT, template).tokens, SamplingParams())
+    assert server.precompute.watchers(turn, request) == []
+    no_chat = Turn(server.answers, server.prompts, None)
+    assert server.precompute.watchers(no_chat, Request(np.array([1]), SamplingParams())) == []
+
+
+class Parser:
+    """Takes all before a blank line as reasoning, and an answer in braces as a call."""
+
+    def feed(self, text: str) -> list[Piece]:
+        thought, _, answer = text.rpartition("\n\n")
+        return [Reasoning(thought), Call(0, "id", "name") if answer.startswith("{") else Text(answer)]
+
+    def close(self) -> list[Piece]:
+        return []
+
+
+def test_what_comes_back_is_what_the_reply_shows() -> None:
+    """A client sends the text of an answer back, without what the reply has shown as reasoning."""
+    thought = TOKENIZER.encode("Some thought of the model, shown apart\n\n", add_special_tokens=False)
+    server = Server(parser=Parser)
+    server.answer([*thought, *SAID, TOKENIZER.eos_token_id])
+    server.settles(started=1)
+    text = TOKENIZER.decode(server.engine.asked[0].tokens.tolist())
+    assert "Some thought" not in text and TOKENIZER.decode(SAID) in text
+    server.answer([*thought, *TOKENIZER.encode("{1}", add_special_tokens=False)])
+    server.settles(started=1, unchanged=1)
+
+
+def test_a_template_that_fails_is_no_failure_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+
+    def fail(*arguments: Any) -> str:
+        raise RuntimeError("a template")
+
+    server.prompts.before_next = fail  # type: ignore[method-assign]
+    server.answer(THINKING)
+    server.settles(skipped=1)
+    assert "cannot be computed" in caplog.text
