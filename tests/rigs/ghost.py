@@ -292,5 +292,5 @@ def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
             out += text.push(token) if params.include_stop_str_in_output else ""
             break
         out += text.push(token)
-        reason = "stop" if text.stopped else "length" if len(tokens) == params.max_tokens else None
+        reason = "stop" if text.stop is not None else "length" if len(tokens) == params.max_tokens else None
     return tuple(tokens), out + text.flush(), reason

@@ -218,6 +218,7 @@ class Delta:
         finish_reason: None until the last event; then "stop", "length", "cancelled" or "error".
         usage: on the last event.
         error: what went wrong, if the reason is "error".
+        stop: the stop string that ended the text, if one did; on the last event.
     """
 
     text: str
@@ -226,6 +227,7 @@ class Delta:
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -725,7 +725,7 @@ class Scheduler:
             self._finish(sequence, "stop", Delta(shown, (token,), logprobs))
             return
         delta = Delta(sequence.text.push(token), (token,), logprobs)
-        if sequence.text.stopped:
+        if sequence.text.stop is not None:
             self._finish(sequence, "stop", delta)
         elif sequence.generated == params.max_tokens:
             self._finish(sequence, "length", delta)
@@ -739,8 +739,8 @@ class Scheduler:
         sequence.close()
         self.totals.errors += error is not None
         text = last.text + _flush(sequence)
-        usage = sequence.usage(self._clock())
-        self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
+        usage, stop = sequence.usage(self._clock()), sequence.text.stop
+        self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
 
 
 class _Meter:

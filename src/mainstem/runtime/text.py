@@ -63,27 +63,27 @@ class Detokenizer:
         self._text = self._decode(self._window)
         self._emitted = len(self._text.rstrip(_REPLACEMENT))
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
 
     def push(self, token: int) -> str:
-        """Adds a token, and returns the text that is now safe to show; sets `stopped` when a stop string is complete.
+        """Adds a token, and returns the text that is now safe to show; sets `stop` when a stop string is complete.
 
         If there are several stop strings, the first to be complete counts, so the text does not depend on how it is
         split into tokens.
         """
-        assert not self.stopped
+        assert self.stop is None
         self._window.append(token)
         self._held += self._whole_text()
-        end = min(((at + len(text), at) for text in self._stop if (at := self._held.find(text)) >= 0), default=None)
-        if end is not None:
-            self.stopped = True
-            safe, self._held = self._held[: end[0] if self._shows_stop else end[1]], ""
+        ends = [(at + len(text), at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
+        if ends:
+            end, begin, self.stop = min(ends)
+            safe, self._held = self._held[: end if self._shows_stop else begin], ""
             return safe
         return self._take_held(len(self._held) - self._started_stop())
 
     def flush(self) -> str:
         """Returns all text held back, when no token follows. An incomplete character is a replacement character."""
-        if self.stopped:
+        if self.stop is not None:
             return ""
         if len(self._window) > self._read:
             self._held += self._text[self._emitted :]
