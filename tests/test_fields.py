@@ -6,49 +6,93 @@ import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import msgspec
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
-from mainstem.server.fields import REFUSED, WITHOUT_EFFECT, Refused, check_fields
+from mainstem.server import messages, responses
+from mainstem.server.fields import OPENAI, REFUSED, WITHOUT_EFFECT, Refused, Rules, check_fields, check_nested
+from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.responses import ResponseRequest
 
-KINDS = {
-    CompletionRequest: {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},
-    ChatRequest: {*get_type_hints(chat_create_params.CompletionCreateParamsBase), "stream"},
+KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
+    CompletionRequest: (
+        "/v1/completions",
+        OPENAI,
+        {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},
+    ),
+    ChatRequest: (
+        "/v1/chat/completions",
+        OPENAI,
+        {*get_type_hints(chat_create_params.CompletionCreateParamsBase), "stream"},
+    ),
+    ResponseRequest: (
+        "/v1/responses",
+        responses.RULES,
+        {*get_type_hints(response_create_params.ResponseCreateParamsBase), "stream"},
+    ),
+    MessageRequest: (
+        "/v1/messages",
+        messages.RULES,
+        {*get_type_hints(message_create_params.MessageCreateParamsBase), "stream"},
+    ),
+    CountRequest: (
+        "/v1/messages/count_tokens",
+        messages.RULES,
+        {*get_type_hints(message_count_tokens_params.MessageCountTokensParams)},
+    ),
+}
+"""The route of each type, its rules, and the fields that the official clients can send."""
+RULES = {
+    "/v1/completions, /v1/chat/completions": OPENAI,
+    "/v1/responses": responses.RULES,
+    "/v1/messages, /v1/messages/count_tokens": messages.RULES,
 }
 
 
-def check(kind: Any = CompletionRequest, tolerated: list[str] | None = None, **fields: Any) -> None:
-    check_fields(json.dumps(fields).encode(), kind, tolerated)
+def check(
+    kind: Any = CompletionRequest, tolerated: list[str] | None = None, rules: Rules = OPENAI, **fields: Any
+) -> None:
+    check_fields(json.dumps(fields).encode(), kind, tolerated, rules)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_field_of_the_openai_client_is_classified(kind: Any) -> None:
-    """A new version of the client with a new field fails here."""
-    assert len(KINDS[kind]) > 15
-    assert not KINDS[kind] - {*kind.__struct_fields__} - WITHOUT_EFFECT.keys() - REFUSED.keys()
+def test_every_field_of_the_official_clients_is_classified(kind: Any) -> None:
+    """A new version of a client with a new field fails here."""
+    _, rules, fields = KINDS[kind]
+    assert len(fields) > 10
+    assert not fields - {*kind.__struct_fields__} - rules.without_effect.keys() - rules.refused.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_no_field_is_in_two_classes(kind: Any) -> None:
+    _, rules, _ = KINDS[kind]
     honoured = {*kind.__struct_fields__}
-    assert not honoured & WITHOUT_EFFECT.keys() and not honoured & REFUSED.keys()
-    assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
+    assert not honoured & rules.without_effect.keys() and not honoured & rules.refused.keys()
+    assert not rules.without_effect.keys() & rules.refused.keys()
 
 
 def table() -> str:
     """The documentation's table of fields."""
     honoured = [
         f"| {route} | {', '.join(f'`{name}`' for name in sorted(kind.__struct_fields__))} | honoured |"
-        for route, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest))
+        for kind, (route, _, _) in KINDS.items()
     ]
-    idle = [f"| both | `{name}` | without effect: {what} |" for name, what in WITHOUT_EFFECT.items()]
+    others = [row for routes, rules in RULES.items() for row in _rows(routes, rules)]
+    return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *others])
+
+
+def _rows(routes: str, rules: Rules) -> list[str]:
+    idle = [f"| {routes} | `{name}` | without effect: {what} |" for name, what in rules.without_effect.items()]
     refused = [
-        f"| both | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
-        for name, values in REFUSED.items()
+        f"| {routes} | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
+        for name, values in rules.refused.items()
     ]
-    return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *idle, *refused])
+    return [*idle, *refused]
 
 
 def test_the_documentation_lists_every_field() -> None:
@@ -110,3 +154,33 @@ def test_fields_of_the_other_route_are_unknown() -> None:
         check(CompletionRequest, messages=[])
     with pytest.raises(Refused, match="prompt"):
         check(ChatRequest, prompt="x")
+
+
+class Part(msgspec.Struct):
+    """A part of a body with names of its own."""
+
+    text: str
+    anything: Any = None
+
+
+class Nested(msgspec.Struct):
+    """A body with parts."""
+
+    parts: str | list[Part]
+    only: Part | None = None
+
+
+def nested(tolerated: list[str] | None = None, **fields: Any) -> None:
+    body = json.dumps(fields).encode()
+    check_nested(body, msgspec.json.decode(body, type=Nested), tolerated)
+
+
+def test_names_inside_of_fields_are_checked_with_their_paths() -> None:
+    nested(parts="a text", other={"elsewhere": 1})
+    nested(parts=[{"text": "a"}, {"text": "b", "anything": {"goes": [{"here": 1}]}, "nothing": None}], only=None)
+    with pytest.raises(Refused, match=r"^parts\[1\]\.txet: unknown field") as caught:
+        nested(parts=[{"text": "a"}, {"text": "b", "txet": 0}], only={"text": "c", "more": 1})
+    assert (caught.value.name, caught.value.code) == ("parts[1].txet", "unknown_field")
+    unknown: list[str] = []
+    nested(unknown, parts=[{"text": "a", "one": []}], only={"text": "c", "two": False})
+    assert unknown == ["parts[0].one", "only.two"]

@@ -49,15 +49,18 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import errors, management, replies, requests, tokenization
+from mainstem.server import errors, management, message_reply, messages, replies, requests, tokenization
 from mainstem.server.access import Access
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Run, Watcher
+from mainstem.server.generation import Asked, EventStream, Run, Watcher
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.recording import Kind, Recorder
 from mainstem.server.replies import ChatReply, CompletionReply, Head
 from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.response_reply import ID_PREFIX
+from mainstem.server.response_store import Owner, ResponseStore
+from mainstem.server.responses import Responses
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
 _MOST_NAMED = 1024  # characters of a header
+_IMAGES = (b'"image_url"', b'"image"')  # in the body of a request with images
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -233,16 +237,18 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What differs between completions and chats."""
+    """What differs between the APIs that generate; `parse` takes a body, where unknown fields go, and the client."""
 
-    parse: Callable[[bytes, list[str] | None], Ask]
-    reply: type[CompletionReply | ChatReply]
+    parse: Callable[[bytes, list[str] | None, Owner], Asked]
     id_prefix: str
     name: Kind
 
 
-_COMPLETION = _Kind(requests.parse_completion, CompletionReply, "cmpl", "completion")
-_CHAT = _Kind(requests.parse_chat, ChatReply, "chatcmpl", "chat")
+_COMPLETION = _Kind(
+    lambda body, unknown, owner: Asked(requests.parse_completion(body, unknown), CompletionReply), "cmpl-", "completion"
+)
+_CHAT = _Kind(lambda body, unknown, owner: Asked(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
+_MESSAGE = _Kind(lambda body, unknown, owner: messages.parse(body, unknown), message_reply.ID_PREFIX, "chat")
 
 
 class _Service:
@@ -268,6 +274,7 @@ class _Service:
         self._recorder = recorder
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
+        self._responses = Responses(ResponseStore(config.response_bytes, config.response_ttl_s, clock))
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 
@@ -276,6 +283,11 @@ class _Service:
         return [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._create_response, methods=["POST"]),
+            Route("/v1/responses/{id}", self._response, methods=["GET"]),
+            Route("/v1/responses/{id}", self._delete_response, methods=["DELETE"]),
+            Route(message_reply.PATH, self._message, methods=["POST"]),
+            Route(f"{message_reply.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
@@ -297,16 +309,23 @@ class _Service:
     async def _chat(self, http: HttpRequest) -> Response:
         return await self._generate(http, _CHAT)
 
+    async def _create_response(self, http: HttpRequest) -> Response:
+        return await self._generate(http, _Kind(self._responses.parse, ID_PREFIX, "chat"))
+
+    async def _message(self, http: HttpRequest) -> Response:
+        return await self._generate(http, _MESSAGE)
+
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            ask, run = await self._admit(http, kind, unknown)
+            asked, run = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
-        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
+        ask = asked.request
+        head = Head(f"{kind.id_prefix}{uuid.uuid4().hex}", int(self._now()), ask.model)
         counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = kind.reply(head, self._prompts.spell, counted)
+        reply = asked.reply(head, self._prompts.spell, counted)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
@@ -315,20 +334,26 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run]:
+    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Asked, Run]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
             raise errors.draining()
         body = await self._body(http)
-        limiter = self._parsing_images if b'"image_url"' in body else self._parsing
-        tolerated = unknown if self._unknown_fields == "warn" else None
-        ask, asked = await anyio.to_thread.run_sync(
-            lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
+        limiter = self._parsing_images if any(name in body for name in _IMAGES) else self._parsing
+        asked, made = await anyio.to_thread.run_sync(
+            lambda: self._prepare(kind.parse(body, self._tolerated(unknown), tenant), tenant), limiter=limiter
         )
-        watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
-        prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
-        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
+        ask = asked.request
+        watchers = [self._watchers(ask, request, kind, tenant) for request in made]
+        prompt_tokens = sum(len(request.tokens) for request in made[:: ask.choices])
+        with errors.renamed(asked.names):
+            streams = self._submit(made)
+        return asked, Run(streams, ask.choices, watchers, prompt_tokens)
+
+    def _tolerated(self, unknown: list[str]) -> list[str] | None:
+        """Returns where unknown fields go; None if they are refused."""
+        return unknown if self._unknown_fields == "warn" else None
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -366,13 +391,15 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
+    def _prepare(self, asked: Asked, tenant: bytes | None) -> tuple[Asked, list[Request]]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
-        self._check_model(ask.model)
-        tenant = tenant if self._access.separates else None
-        namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
-        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
-        return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+        ask = asked.request
+        with errors.renamed(asked.names):
+            self._check_model(ask.model)
+            tenant = tenant if self._access.separates else None
+            namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
+            prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
+            return asked, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
@@ -447,6 +474,28 @@ class _Service:
     def _adapter(self, model: str | None) -> str | None:
         """Returns the adapter that a model's name stands for; None for the model itself."""
         return None if model == self._engine.name else model
+
+    async def _response(self, http: HttpRequest) -> Response:
+        owner = self._access.tenant(http.headers)
+        if http.query_params.get("stream", "false") not in ("false", "0"):
+            raise ApiError(400, "stream: not supported here; omit it", param="stream", code="unsupported_parameter")
+        return Response(self._responses.get(owner, http.path_params["id"]), media_type="application/json")
+
+    async def _delete_response(self, http: HttpRequest) -> Response:
+        owner = self._access.tenant(http.headers)
+        return _json(self._responses.delete(owner, http.path_params["id"]))
+
+    async def _count_tokens(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        unknown: list[str] = []
+        counted = await self._parsed(http, lambda body: self._counted(body, self._tolerated(unknown)))
+        return _warned(_json(counted), unknown)
+
+    def _counted(self, body: bytes, tolerated: list[str] | None) -> message_reply.TokenCount:
+        asked = messages.parse_count(body, tolerated)
+        with errors.renamed(asked.names):
+            self._check_model(asked.request.model)
+            return message_reply.TokenCount(sum(len(prompt.tokens) for prompt in self._read(asked.request)))
 
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
@@ -628,7 +677,7 @@ class _Envelope:
         except Exception:
             log.exception("request %s failed", request_id)
             if not started:
-                await _error_response(errors.internal_error())(scope, receive, send_named)
+                await _error_response(errors.internal_error(), scope["path"])(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -642,7 +691,7 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
     shown = _shown(error)
     if shown.status == 500 and shown is not error:
         raise error  # for the envelope to log
-    return _error_response(shown)
+    return _error_response(shown, http.url.path)
 
 
 def _shown(error: ApiError | MainstemError) -> ApiError:
@@ -654,11 +703,12 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     path = http.url.path
     texts = {404: f"There is no endpoint at {path}.", 405: f"{path} does not accept {http.method}."}
     message = texts.get(error.status_code, str(error.detail))
-    return _error_response(ApiError(error.status_code, message, headers=error.headers))
+    return _error_response(ApiError(error.status_code, message, headers=error.headers), path)
 
 
-def _error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, media_type="application/json")
+def _error_response(error: ApiError, path: str) -> Response:
+    body = message_reply.error_body(error) if message_reply.speaks(path) else error.body()
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def _json(body: msgspec.Struct) -> Response:

@@ -360,12 +360,14 @@ class ChatReply(_Chunks):
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
         entries = _entries(deltas)
-        return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
+        return ChatLogprobs([chosen_token(entry, self._spell) for entry in entries]) if entries else None
 
-    def _chosen(self, entry: TokenLogprob) -> ChosenToken:
-        text = self._spell(entry.token)
-        top = [_alternative(self._spell(token), value) for token, value in entry.top]
-        return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
+
+def chosen_token(entry: TokenLogprob, spell: Callable[[int], str]) -> ChosenToken:
+    """Returns the log-probabilities of a generated token as chats show them; `spell` returns the text of a token."""
+    text = spell(entry.token)
+    top = [_alternative(spell(token), value) for token, value in entry.top]
+    return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
 
 
 def _text(deltas: Sequence[Delta]) -> str:

@@ -8,7 +8,8 @@ share. `fields` says what becomes of fields that are not honoured.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec import Meta, Struct
 
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
-from mainstem.server.fields import Refused, check_fields
+from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
 from mainstem.settings.engine import SamplingParams
 
 MAX_CHOICES = 128
@@ -292,7 +293,7 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = _decode_known(body, CompletionRequest, tolerated)
+    request = decode_known(body, CompletionRequest, tolerated)
     if request.best_of not in (None, request.choices):
         raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
     return request
@@ -300,16 +301,24 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
 
 def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
     """Parses the request in a body; see `parse_completion`."""
-    return _decode_known(body, ChatRequest, tolerated)
+    return decode_known(body, ChatRequest, tolerated)
 
 
-def _decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None) -> Decoded:
+def decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None, rules: Rules = OPENAI) -> Decoded:
+    """Parses a body of any kind, and checks the names of its fields by an API's rules; see `parse_completion`."""
     request = decode(body, kind)
+    with refusals():
+        check_fields(body, kind, tolerated, rules)
+    return request
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns fields that are not accepted into errors for the client."""
     try:
-        check_fields(body, kind, tolerated)
+        yield
     except Refused as error:
         raise ApiError(400, str(error), param=error.name, code=error.code) from None
-    return request
 
 
 def decode(body: bytes, kind: type[Decoded]) -> Decoded:

@@ -103,6 +103,9 @@ class ServerConfig(Settings):
         record: What is recorded of requests.
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
             warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
+        response_bytes: Memory for answers of /v1/responses that clients may come back to.
+            The client that has the most gives way with its oldest; 0 keeps none.
+        response_ttl_s: Seconds for which such an answer is kept at most.
         max_body_bytes: Maximum size of a request body.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
@@ -114,5 +117,7 @@ class ServerConfig(Settings):
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
+    response_bytes: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
+    response_ttl_s: float = setting(86400.0, seconds())
     max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
     drain_timeout_s: float = setting(30.0, seconds())

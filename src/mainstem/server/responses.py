@@ -1,0 +1,428 @@
+"""/v1/responses, by the OpenAI API reference: requests, and what is kept of their answers.
+
+A request is converted into one for /v1/chat/completions, whose checks and rendering are the only ones. `ResponseReply`
+writes the answer. The ids of items contain that of their response, so that a reference to one is found in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mainstem.server import requests
+from mainstem.server.errors import ApiError, renamed
+from mainstem.server.fields import Rules, check_nested
+from mainstem.server.generation import Asked
+from mainstem.server.replies import ChunkUsage, Head
+from mainstem.server.response_reply import ID_PREFIX, ResponseReply
+from mainstem.server.response_store import Kept, Owner, ResponseStore
+from mainstem.server.turns import Turns
+
+RULES = Rules(
+    without_effect={
+        "user": "who asks",
+        "safety_identifier": "who asks",
+        "service_tier": "what OpenAI charges",
+        "prompt_cache_key": "prefixes are found by their content",
+        "prompt_cache_retention": "prefixes are kept while there is room",
+        "max_tool_calls": "limits tools that a server runs; this one runs none",
+        "access_programs": "what OpenAI lets an account do",
+    },
+    refused={
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "image": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "prompt_cache_options": (None,),
+        "truncation": (None, "disabled"),
+    },
+)
+"""What becomes of fields that are not honoured."""
+
+_SAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "cache_salt",
+    "priority",
+    "chat_template_kwargs",
+    "stream",
+    "parallel_tool_calls",
+)
+"""Fields that a chat has under the same name."""
+
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+}
+"""The names of other fields."""
+
+
+class Part(Struct, omit_defaults=True):
+    """A part of a message, of the output of a call, or of reasoning; `type` says which fields it has."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class Item(Struct, omit_defaults=True):
+    """One item of a conversation: a message, a call of a function, its output, reasoning, or a reference to an item."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+
+class Format(Struct):
+    """`text.format`: plain text, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Struct):
+    """`text`: the form of the answer."""
+
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Struct):
+    """`reasoning`. Reasoning is always shown whole, so `summary` changes nothing."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class Tool(Struct):
+    """A function that the model may call. A chat's `tools` are checked, so all but the type may be absent here."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Struct):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class StreamOptions(Struct):
+    """`stream_options`; `include_obfuscation` pads chunks at OpenAI, and is ignored."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponseRequest(Struct, kw_only=True):
+    """The body of POST /v1/responses; None means the default."""
+
+    model: str
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    include: list[Include] | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def items(self) -> list[Item]:
+        """The new items of the conversation."""
+        if isinstance(self.input, str):
+            return [Item(type="message", role="user", content=self.input)]
+        return self.input or []
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> bytes:
+        """Returns the body of the chat that generates the same."""
+        logprobs = bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+        fields = {name: getattr(self, name) for name in _SAME}
+        fields |= {"messages": messages, "max_tokens": self.max_output_tokens}
+        if logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.tools:
+            fields["tools"] = [_function(tool, f"tools[{i}].type") for i, tool in enumerate(self.tools)]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = _choice(self.tool_choice)
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = _format(self.text.format)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+
+
+def _function(tool: Tool, at: str) -> dict[str, Any]:
+    if tool.type != "function":
+        message = f"{at}: only tools of the type 'function' are supported, got {tool.type!r}"
+        raise ApiError(400, message, param=at, code="unsupported_tool")
+    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _choice(choice: str | ToolChoice) -> str | dict[str, Any]:
+    return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+
+
+def _format(format: Format) -> dict[str, Any]:
+    if format.type != "json_schema":
+        return {"type": format.type}
+    fields = {name: getattr(format, name) for name in ("name", "schema", "strict", "description")}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in fields.items() if value is not None}}
+
+
+# --- conversations ------------------------------------------------------------------------------------------------
+
+
+def _add(turns: Turns, item: Item, at: str) -> None:
+    """Adds an item to the messages of a chat; what the assistant thought, said and called in a row is one message."""
+    match item.type or "message":
+        case "message":
+            _add_message(turns, item, at)
+        case "reasoning":
+            _begin_turn(turns, at, after=())
+            turns.reasoning(_thought(item, at))
+        case "function_call":
+            _begin_turn(turns, at, after=("reasoning_content", "content", "tool_calls"))
+            call_id, name = _needed(item, "call_id", at), _needed(item, "name", at)
+            turns.call(call_id, name, _needed(item, "arguments", at), at)
+        case "function_call_output":
+            turns.begin("tool", at, tool_call_id=_needed(item, "call_id", at))
+            _add_content(turns, _needed(item, "output", at), f"{at}.output")
+        case other:
+            allowed = "message, reasoning, function_call, function_call_output and item_reference"
+            message = f"{at}.type: only items of the types {allowed} are supported, got {other!r}"
+            raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+
+
+def _add_message(turns: Turns, item: Item, at: str) -> None:
+    role = _needed(item, "role", at)
+    if role == "assistant":
+        _begin_turn(turns, at, after=("reasoning_content",))
+    else:
+        turns.begin("system" if role == "developer" else role, at)
+    _add_content(turns, _needed(item, "content", at), f"{at}.content")
+
+
+def _begin_turn(turns: Turns, at: str, after: Sequence[str]) -> None:
+    """Begins a message of the assistant, unless the last one is its and has nothing but fields of `after`."""
+    last = turns.messages[-1] if turns.role == "assistant" else None
+    if last is None or any(value for name, value in last.items() if name not in ("role", *after)):
+        turns.begin("assistant", at)
+
+
+def _add_content(turns: Turns, content: str | list[Part], at: str) -> None:
+    if isinstance(content, str):
+        turns.text(content)
+        return
+    for i, part in enumerate(content):
+        here = f"{at}[{i}]"
+        if part.type in _TEXTS:
+            turns.text(_needed(part, "refusal" if part.type == "refusal" else "text", here))
+        elif part.type == "input_image":
+            url = _needed(part, "image_url", here)
+            turns.image({"url": url, "detail": part.detail}, {"url": f"{here}.image_url", "detail": f"{here}.detail"})
+        else:
+            message = f"{here}: only parts of type 'input_text', 'output_text' and 'input_image' are supported"
+            raise ApiError(400, f"{message}, got {part.type!r}", param=f"{here}.type", code="unsupported_content")
+
+
+def _thought(item: Item, at: str) -> str:
+    content = item.content if isinstance(item.content, list) else []
+    text = "".join(part.text or "" for part in content) or "\n".join(part.text or "" for part in item.summary or ())
+    if not text and item.encrypted_content:
+        message = f"{at}.encrypted_content: this server cannot read it; send the item with its content"
+        raise ApiError(400, message, param=f"{at}.encrypted_content", code="unsupported_content")
+    return text
+
+
+def _needed(part: Item | Part, name: str, at: str) -> Any:
+    value = getattr(part, name)
+    if value is None:
+        kind = part.type or "message"
+        message = f"{at}.{name}: this field is required where the type is {kind!r}"
+        raise ApiError(400, message, param=f"{at}.{name}")
+    return value
+
+
+# --- the API ------------------------------------------------------------------------------------------------------
+
+
+class Deleted(Struct):
+    """The response of DELETE /v1/responses/{id}."""
+
+    id: str
+    deleted: bool = True
+    object: str = "response"
+
+
+class Responses:
+    """The API over the responses that it keeps."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def parse(self, body: bytes, tolerated: list[str] | None, owner: Owner) -> Asked:
+        """Parses a request, and joins it to the conversation that it continues.
+
+        Args:
+            body: the JSON.
+            tolerated: the names of unknown fields are appended to it; None: they are refused.
+            owner: the client, whose responses it may continue.
+
+        Raises:
+            ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported. 404; the
+                response or the item that it refers to is not there.
+        """
+        request = requests.decode_known(body, ResponseRequest, tolerated, RULES)
+        earlier = self._conversation(owner, request.previous_response_id)
+        items = [self._resolved(owner, item, f"input[{i}]") for i, item in enumerate(request.items())]
+        turns = Turns()
+        if request.instructions:
+            turns.begin("system", "instructions")
+            turns.text(request.instructions)
+        for item in earlier:
+            _add(turns, item, "previous_response_id")
+        for i, item in enumerate(items):
+            _add(turns, item, f"input[{i}]" if isinstance(request.input, list) else "input")
+        if not turns.messages:
+            raise ApiError(400, "input: this field is required", param="input")
+        with requests.refusals():
+            check_nested(body, request, tolerated)
+        tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
+        names = {**_NAMES, **tools, **turns.names}
+        chat = request.chat(turns.messages)
+        with renamed(names):
+            parsed = requests.parse_chat(chat)
+        return Asked(parsed, self._replier(request, [*earlier, *items], owner), names)
+
+    def get(self, owner: Owner, id: str) -> bytes:
+        """Returns the JSON of a response.
+
+        Raises:
+            ApiError: 404; it is not there.
+        """
+        return self._kept(owner, id, None).body
+
+    def delete(self, owner: Owner, id: str) -> Deleted:
+        """Forgets a response.
+
+        Raises:
+            ApiError: 404; it is not there.
+        """
+        if not self._store.delete(owner, id):
+            raise _not_found(id, None)
+        return Deleted(id)
+
+    def _replier(self, request: ResponseRequest, items: Sequence[Item], owner: Owner) -> Callable[..., ResponseReply]:
+        def keep(id: str, body: Struct, output: Sequence[dict[str, Any]]) -> None:
+            conversation = msgspec.json.encode([*items, *output])
+            self._store.put(owner, id, Kept(msgspec.json.encode(body), conversation))
+
+        def reply(head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> ResponseReply:
+            return ResponseReply(head, spell, request, keep if request.store is not False else None)
+
+        return reply
+
+    def _conversation(self, owner: Owner, id: str | None) -> list[Item]:
+        if id is None:
+            return []
+        return msgspec.json.decode(self._kept(owner, id, "previous_response_id").conversation, type=list[Item])
+
+    def _resolved(self, owner: Owner, item: Item, at: str) -> Item:
+        """Returns an item, or the one that it refers to."""
+        if item.type != "item_reference":
+            return item
+        id = _needed(item, "id", at)
+        kept = self._store.get(owner, ID_PREFIX + id.split("_")[1] if id.count("_") == 2 else "")
+        output = [] if kept is None else msgspec.json.decode(kept.body)["output"]
+        found = next((each for each in output if each["id"] == id), None)
+        if found is None:
+            message = f"{at}.id: the item {id!r} was not found: not every answer is kept, and none forever"
+            raise ApiError(404, message, param=f"{at}.id", code="item_not_found")
+        return msgspec.convert(found, Item)
+
+    def _kept(self, owner: Owner, id: str, param: str | None) -> Kept:
+        kept = self._store.get(owner, id)
+        if kept is None:
+            raise _not_found(id, param)
+        return kept
+
+
+def _not_found(id: str, param: str | None) -> ApiError:
+    message = f"The response {id!r} was not found: not every response is kept, and none forever."
+    return ApiError(404, message, param=param, code="response_not_found")
