@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -51,13 +52,16 @@ from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import errors, management, replies, requests, tokenization
 from mainstem.server.access import Access
+from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
+from mainstem.server.output import OutputParser, PlainText
 from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChatReply, CompletionReply, Head
+from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head, Reply
 from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.tools import NO_TOOLS, Tooling
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -236,12 +240,14 @@ class _Kind:
     """What differs between completions and chats."""
 
     parse: Callable[[bytes, list[str] | None], Ask]
-    reply: type[CompletionReply | ChatReply]
+    reply: Callable[[Head, Callable[[int], str], ChunkUsage, Callable[[], OutputParser]], Reply]
     id_prefix: str
     name: Kind
 
 
-_COMPLETION = _Kind(requests.parse_completion, CompletionReply, "cmpl", "completion")
+_COMPLETION = _Kind(
+    requests.parse_completion, lambda head, spell, usage, _: CompletionReply(head, spell, usage), "cmpl", "completion"
+)
 _CHAT = _Kind(requests.parse_chat, ChatReply, "chatcmpl", "chat")
 
 
@@ -264,6 +270,7 @@ class _Service:
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
+        self._dialect = speaking(self._prompts, engine.tokenizer, config)
         self._metrics = Metrics(engine, clock, recorder)
         self._recorder = recorder
         self._pictures = Pictures(config.images)
@@ -300,13 +307,13 @@ class _Service:
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            ask, run = await self._admit(http, kind, unknown)
+            ask, run, parser = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
-        counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = kind.reply(head, self._prompts.spell, counted)
+        counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
+        reply = kind.reply(head, self._prompts.spell, counted, parser)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
@@ -315,7 +322,9 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Ask, Run]:
+    async def _admit(
+        self, http: HttpRequest, kind: _Kind, unknown: list[str]
+    ) -> tuple[Ask, Run, Callable[[], OutputParser]]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
@@ -328,7 +337,14 @@ class _Service:
         )
         watchers = [self._watchers(ask, request, kind, tenant) for request in asked]
         prompt_tokens = sum(len(request.tokens) for request in asked[:: ask.choices])
-        return ask, Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
+        run = Run(self._submit(asked), ask.choices, watchers, prompt_tokens)
+        return ask, run, partial(self._parser, ask, asked[0])
+
+    def _parser(self, ask: Ask, request: Request) -> OutputParser:
+        """Returns the parser of one answer."""
+        if isinstance(ask, CompletionRequest):
+            return PlainText()
+        return self._dialect.parser(ask.tooling(), self._prompts.ending(request.tokens))
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -376,7 +392,7 @@ class _Service:
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation(), ask.template())]
+            return [self._conversation(ask.conversation(), ask.template(), ask.tooling())]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > requests.MAX_CHOICES:
             raise ApiError(400, f"n: at most {requests.MAX_CHOICES} choices over all prompts", param="n")
@@ -385,7 +401,11 @@ class _Service:
     def _tokens(self, prompt: str | list[int]) -> Tokens:
         return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
 
-    def _conversation(self, messages: Sequence[dict[str, Any]], template: Template) -> PreparedPrompt:
+    def _conversation(
+        self, messages: Sequence[dict[str, Any]], template: Template, tooling: Tooling = NO_TOOLS
+    ) -> PreparedPrompt:
+        messages, tools = self._dialect.conversation(messages, tooling.tools)
+        template = replace(template, tools=tools)
         vision = self._engine.vision
         images = requests.parts(messages, "image")
         if vision is None:
@@ -419,7 +439,10 @@ class _Service:
         words = self._prompts.words(ask.bad_words or ())
 
         def request(choice: int) -> Request:
-            given = (replace(ask.params(room, choice), bad_words=words), namespace, ask.priority or 0)
+            params = replace(ask.params(room, choice), bad_words=words)
+            if isinstance(ask, ChatRequest):
+                params = self._dialect.shown(params, ask.tooling())
+            given = (params, namespace, ask.priority or 0)
             return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
 
         if ask.seed is None:
