@@ -52,6 +52,7 @@ class FakeTokenizer:
         tokenize: bool,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         hint: str = "",
     ) -> str:
         assert not tokenize

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _TRIED = 4
 """Messages at each end of a conversation at which marks are looked for: bounds the cost."""
 
+_ENDING = 16
+"""Tokens of a prompt's ending."""
+
 _PROBES = ("A", "B")  # texts in place of a message; they must have no beginning in common
 
 
@@ -43,6 +46,8 @@ class Template:
         generation_prompt: end with the beginning of an answer.
         continues: leave the last message open, so that the answer continues it.
         variables: of the template, such as `enable_thinking`.
+        tools: as the template takes them, each `{"type": "function", "function": ...}`; None: the template is not
+            asked for any.
 
     Raises:
         BadArgument: both of the first two are set, or a variable has the name of an argument of transformers.
@@ -51,6 +56,7 @@ class Template:
     generation_prompt: bool = True
     continues: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -64,7 +70,8 @@ class Template:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `apply_chat_template`."""
         continues = {"continue_final_message": True} if self.continues else {}
-        return {**self.variables, "add_generation_prompt": self.generation_prompt, **continues}
+        tools = {} if self.tools is None else {"tools": [dict(tool) for tool in self.tools]}
+        return {**self.variables, "add_generation_prompt": self.generation_prompt, **continues, **tools}
 
 
 # What transformers gives its templates, or takes itself.
@@ -141,15 +148,15 @@ class Prompts:
             raise BadTokens("prompt: must have at least one token")
         return self._fitting(ids, "prompt")
 
-    def conversation(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> NDArray[np.int32]:
+    def conversation(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> NDArray[np.int32]:
         """Returns the tokens of `prepare`, int32 [n], n >= 1."""
-        return self._encode(self._checked(messages, template), special_tokens=False, name="messages")
+        return self._encode(self.render(messages, template), special_tokens=False, name="messages")
 
-    def prepare(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> PreparedPrompt:
+    def prepare(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> PreparedPrompt:
         """Encodes a conversation, by default up to where the assistant's answer begins.
 
         Args:
-            messages: `role` and `content` of each, as chat templates take them.
+            messages: `role` and `content` of each, as chat templates take them; content may be None.
             template: how the model's chat template is applied; `WHOLE` gives the prefix of a longer conversation.
 
         Returns:
@@ -160,7 +167,7 @@ class Prompts:
                 as UTF-8.
             RequestTooLong: it is longer than the context; raised before the template runs if no tokenisation could fit.
         """
-        text = self._checked(messages, template)
+        text = self.render(messages, template)
         if not self._marks:
             return PreparedPrompt(self._encode(text, special_tokens=False, name="messages"))
         boundaries = sorted({*self._boundaries(messages, text, template)})
@@ -172,11 +179,11 @@ class Prompts:
         tokens = self._checked_ids(text, encoded["input_ids"], "messages")
         return PreparedPrompt(tokens, marks=tuple(sorted({bisect_right(ends, boundary) for boundary in boundaries})))
 
-    def _checked(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
-        """Returns the text of a conversation that may fit."""
+    def render(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> str:
+        """Returns the text of a conversation that may fit; see `prepare`."""
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
-        self.check_size([message["content"] for message in messages], "messages")
+        self.check_size([message["content"] or "" for message in messages], "messages")
         try:
             text = self._render(messages, template)
         except (TemplateError, ValueError, TypeError) as error:
@@ -185,12 +192,12 @@ class Prompts:
         self.check_size([text], "messages")
         return text
 
-    def _render(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
         given = [dict(message) for message in messages]
         text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, **template.arguments)
         return str(text)
 
-    def _boundaries(self, messages: Sequence[Mapping[str, str]], text: str, template: Template) -> Iterator[int]:
+    def _boundaries(self, messages: Sequence[Mapping[str, Any]], text: str, template: Template) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
         count, whole = len(messages), replace(template, generation_prompt=False, continues=False)
         for at in sorted({*range(min(count, _TRIED)), *range(max(count - _TRIED, 0), count)}):
@@ -229,6 +236,11 @@ class Prompts:
         if wrong is not None:
             raise BadTokens(f"token {wrong}: must be from 0 to {len(self._tokenizer) - 1}")
         return str(self._tokenizer.decode(list(tokens)))
+
+    def ending(self, tokens: Sequence[int] | NDArray[np.int32]) -> str:
+        """Returns the last text of a prompt, special tokens included; its other tokens may be those of images."""
+        last = [int(token) for token in tokens[-_ENDING:] if 0 <= token < len(self._tokenizer)]
+        return str(self._tokenizer.decode(last))
 
     def spell(self, token: int) -> str:
         """Returns the text of a single token; a part of a character shows as U+FFFD."""

@@ -265,8 +265,8 @@ class Scheduler:
         params = request.params
         processor = LogitsProcessor(params, request.tokens, self._eos) if params.shapes_logits else None
         sampler = Sampler(params, self._random, processor)
-        shown = {"skip_special": params.skip_special_tokens, "shows_stop": params.include_stop_str_in_output}
-        text = Detokenizer(self._tokenizer, params.stop, request.tokens, **shown)
+        shown = (params.skip_special_tokens, params.include_stop_str_in_output, params.hidden_tokens)
+        text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
         self._waiting[id] = sequence = Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False

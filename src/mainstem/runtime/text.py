@@ -16,7 +16,7 @@ stop string. This module does not know requests or schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +45,7 @@ class Detokenizer:
         context: tokens before the first one (the prompt): the first space depends on them. Never part of the text.
         skip_special: whether special tokens have no text.
         shows_stop: whether the text that ends the request is part of its own.
+        hidden: tokens that have no text.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Detokenizer:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         context: Sequence[int] | NDArray[np.int32] = (),
-        *,
         skip_special: bool = True,
         shows_stop: bool = False,
+        hidden: Collection[int] = (),
     ) -> None:
         self._tokenizer, self._skip_special, self._shows_stop = tokenizer, skip_special, shows_stop
-        self._stop = tuple(stop)
+        self._stop, self._hidden = tuple(stop), hidden
         self._window = [int(token) for token in context[-_CONTEXT_TOKENS:]]
         self._read = len(self._window)
         self._text = self._decode(self._window)
@@ -124,7 +125,9 @@ class Detokenizer:
     def _decode(self, tokens: list[int]) -> str:
         # Cleaning up spaces would change text before a token, which may have been shown already.
         text = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+            [token for token in tokens if token not in self._hidden],
+            skip_special_tokens=self._skip_special,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
         return text

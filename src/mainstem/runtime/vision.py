@@ -165,7 +165,7 @@ class Vision:
         self._check_texts(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                [{"role": message["role"], "content": _template_parts(message)} for message in messages],
+                [{**message, "content": _template_parts(message)} for message in messages],
                 chat_template=_template(self._processor),
                 tokenize=False,
                 **template.arguments,
@@ -453,8 +453,8 @@ def _settings(processor: Any) -> bytes:
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    content: str | Sequence[Mapping[str, Any]] = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    content: str | Sequence[Mapping[str, Any]] | None = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def _template_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

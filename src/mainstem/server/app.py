@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -51,16 +52,19 @@ from mainstem.runtime.prompts import WHOLE, Prompts, Template
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import errors, management, message_reply, messages, replies, requests, tokenization
 from mainstem.server.access import Access
+from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import Asked, EventStream, Run, Watcher
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
+from mainstem.server.output import OutputParser, PlainText
 from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChatReply, CompletionReply, Head
+from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Owner, ResponseStore
 from mainstem.server.responses import Responses
+from mainstem.server.tools import NO_TOOLS, Tooling
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -244,8 +248,14 @@ class _Kind:
     name: Kind
 
 
+def _completed(
+    head: Head, spell: Callable[[int], str], usage: ChunkUsage, parser: Callable[[], OutputParser]
+) -> CompletionReply:
+    return CompletionReply(head, spell, usage)
+
+
 _COMPLETION = _Kind(
-    lambda body, unknown, owner: Asked(requests.parse_completion(body, unknown), CompletionReply), "cmpl-", "completion"
+    lambda body, unknown, owner: Asked(requests.parse_completion(body, unknown), _completed), "cmpl-", "completion"
 )
 _CHAT = _Kind(lambda body, unknown, owner: Asked(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
 _MESSAGE = _Kind(lambda body, unknown, owner: messages.parse(body, unknown), message_reply.ID_PREFIX, "chat")
@@ -270,6 +280,7 @@ class _Service:
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
+        self._dialect = speaking(self._prompts, engine.tokenizer, config)
         self._metrics = Metrics(engine, clock, recorder)
         self._recorder = recorder
         self._pictures = Pictures(config.images)
@@ -318,14 +329,14 @@ class _Service:
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            asked, run = await self._admit(http, kind, unknown)
+            asked, run, parser = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
         ask = asked.request
         head = Head(f"{kind.id_prefix}{uuid.uuid4().hex}", int(self._now()), ask.model)
-        counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = asked.reply(head, self._prompts.spell, counted)
+        counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
+        reply = asked.reply(head, self._prompts.spell, counted, parser)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
@@ -334,7 +345,9 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Asked, Run]:
+    async def _admit(
+        self, http: HttpRequest, kind: _Kind, unknown: list[str]
+    ) -> tuple[Asked, Run, Callable[[], OutputParser]]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
@@ -349,11 +362,17 @@ class _Service:
         prompt_tokens = sum(len(request.tokens) for request in made[:: ask.choices])
         with errors.renamed(asked.names):
             streams = self._submit(made)
-        return asked, Run(streams, ask.choices, watchers, prompt_tokens)
+        return asked, Run(streams, ask.choices, watchers, prompt_tokens), partial(self._parser, ask, made[0])
 
     def _tolerated(self, unknown: list[str]) -> list[str] | None:
         """Returns where unknown fields go; None if they are refused."""
         return unknown if self._unknown_fields == "warn" else None
+
+    def _parser(self, ask: Ask, request: Request) -> OutputParser:
+        """Returns the parser of one answer."""
+        if isinstance(ask, CompletionRequest):
+            return PlainText()
+        return self._dialect.parser(ask.tooling(), self._prompts.ending(request.tokens))
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -403,7 +422,7 @@ class _Service:
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation(), ask.template())]
+            return [self._conversation(ask.conversation(), ask.template(), ask.tooling())]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > requests.MAX_CHOICES:
             raise ApiError(400, f"n: at most {requests.MAX_CHOICES} choices over all prompts", param="n")
@@ -412,7 +431,11 @@ class _Service:
     def _tokens(self, prompt: str | list[int]) -> Tokens:
         return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
 
-    def _conversation(self, messages: Sequence[dict[str, Any]], template: Template) -> PreparedPrompt:
+    def _conversation(
+        self, messages: Sequence[dict[str, Any]], template: Template, tooling: Tooling = NO_TOOLS
+    ) -> PreparedPrompt:
+        messages, tools = self._dialect.conversation(messages, tooling.tools)
+        template = replace(template, tools=tools)
         vision = self._engine.vision
         images = requests.parts(messages, "image")
         if vision is None:
@@ -446,7 +469,10 @@ class _Service:
         words = self._prompts.words(ask.bad_words or ())
 
         def request(choice: int) -> Request:
-            given = (replace(ask.params(room, choice), bad_words=words), namespace, ask.priority or 0)
+            params = replace(ask.params(room, choice), bad_words=words)
+            if isinstance(ask, ChatRequest):
+                params = self._dialect.shown(params, ask.tooling())
+            given = (params, namespace, ask.priority or 0)
             return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
 
         if ask.seed is None:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from mainstem.errors import EngineClosed
 from mainstem.runtime.request import Delta
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
+from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Head, Reply, UsageBody, usage_body
 from mainstem.server.requests import ChatRequest, CompletionRequest
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-MakeReply: TypeAlias = Callable[[Head, Callable[[int], str], ChunkUsage], Reply]
-"""Makes a reply from the head of the response, the function that spells a token, and the usage in chunks."""
+MakeReply: TypeAlias = Callable[[Head, Callable[[int], str], ChunkUsage, Callable[[], OutputParser]], Reply]
+"""Makes a reply from the head of the response, what spells a token, the usage in chunks, and what parses an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ Each block of an answer is a content block: thinking, text, or the use of a tool
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -81,11 +81,13 @@ class MessageReply(BlockReply):
         head: id and model of the message.
         spell: returns the text of one token; not used, since this API has no log-probabilities.
         usage: says how long the prompt is, before the first event.
-        parser: finds the pieces of the answer.
+        parser: returns what finds the pieces of the answer.
     """
 
-    def __init__(self, head: Head, spell: object, usage: ChunkUsage, parser: OutputParser | None = None) -> None:
-        super().__init__(parser or PlainText())
+    def __init__(
+        self, head: Head, spell: object, usage: ChunkUsage, parser: Callable[[], OutputParser] = PlainText
+    ) -> None:
+        super().__init__(parser())
         self._head, self._usage = head, usage
 
     def opening(self) -> bytes:

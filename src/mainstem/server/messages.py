@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from mainstem.server import requests
 from mainstem.server.errors import ApiError, renamed
-from mainstem.server.fields import Rules, check_nested
+from mainstem.server.fields import Rules
 from mainstem.server.generation import Asked
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.turns import Turns
@@ -325,19 +325,19 @@ def parse(body: bytes, tolerated: list[str] | None = None) -> Asked:
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    return _asked(requests.decode_known(body, MessageRequest, tolerated, RULES), body, tolerated)
+    return _asked(body, MessageRequest, tolerated)
 
 
 def parse_count(body: bytes, tolerated: list[str] | None = None) -> Asked:
     """Parses a request whose prompt is counted; see `parse`."""
-    return _asked(requests.decode_known(body, CountRequest, tolerated, RULES), body, tolerated)
+    return _asked(body, CountRequest, tolerated)
 
 
-def _asked(request: CountRequest, body: bytes, tolerated: list[str] | None) -> Asked:
+def _asked(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -> Asked:
+    request = requests.decode(body, kind)
     turns = _turns(request)
     fields = request.fields()
-    with requests.refusals():
-        check_nested(body, request, tolerated)
+    requests.check_known(body, kind, tolerated, RULES)
     tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
     schemas = {f"{old}.parameters": f"{new}.input_schema" for old, new in tools.items()}
     names = {**_NAMES, **tools, **schemas, **turns.names}

@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server.errors import ApiError, ErrorBody
+from mainstem.server.output import Arguments, Call, OutputParser, Piece, PlainText, Reasoning, Text, joined
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
 
@@ -130,18 +131,38 @@ class CompletionBody(Struct):
     object: str = "text_completion"
 
 
-class ChatMessage(Struct):
-    """A whole answer."""
+class CalledFunction(Struct):
+    """The name and the arguments of a call, or what a chunk adds to them."""
 
-    content: str
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CalledTool(Struct):
+    """A call of a tool, or what a chunk adds to it. Only chunks have the index, and only the first one has an id."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    """A whole answer; its content is null if it has only calls or reasoning."""
+
+    content: str | None
     role: str = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatPiece(Struct):
     """What a chunk adds to an answer."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -327,20 +348,32 @@ class CompletionReply(_Chunks):
 class ChatReply(_Chunks):
     """Writes the answers of one /v1/chat/completions request; see `Reply`."""
 
-    def __init__(self, head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> None:
+    def __init__(
+        self,
+        head: Head,
+        spell: Callable[[int], str],
+        usage: ChunkUsage,
+        parser: Callable[[], OutputParser] = PlainText,
+    ) -> None:
         super().__init__(head, spell, usage)
+        self._parser = parser
+        self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
         self._begun: set[int] = set()  # choices whose role has been sent
+        self._called: set[int] = set()  # choices with calls
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         """See `_Chunks.chunk`."""
         usage = self._usage.after(delta)
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        pieces = self._parse(index, delta)
+        if not (pieces or delta.logprobs or delta.finish_reason):
             return None
-        piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
+        shown = _chat_piece(pieces)
         if index not in self._begun:  # not before the first token, for clients that time it
             self._begun.add(index)
-            piece = ChatPiece("assistant", delta.text)
-        choice = ChatChunkChoice(index, piece, self._logprobs([delta]), delta.finish_reason)
+            shown.role = "assistant"
+            if shown.content is UNSET:
+                shown.content = None if pieces else ""
+        choice = ChatChunkChoice(index, shown, self._logprobs([delta]), self._reason(index, delta))
         return self._chunk([choice], usage)
 
     def last(self, usage: UsageBody) -> ChatChunk:
@@ -349,11 +382,26 @@ class ChatReply(_Chunks):
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
         """See `Reply`."""
-        choices = [
-            ChatChoice(index, ChatMessage(_text(deltas)), self._logprobs(deltas), str(deltas[-1].finish_reason))
-            for index, deltas in enumerate(answers)
-        ]
+        choices = [self._choice(index, deltas) for index, deltas in enumerate(answers)]
         return ChatBody(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
+        pieces = joined([piece for delta in deltas for piece in self._parse(index, delta)])
+        reason = str(self._reason(index, deltas[-1]))
+        return ChatChoice(index, _chat_message(pieces), self._logprobs(deltas), reason)
+
+    def _parse(self, index: int, delta: Delta) -> list[Piece]:
+        """Returns the pieces that are certain after an event."""
+        if index not in self._parsers:
+            self._parsers[index] = self._parser()
+        parser = self._parsers[index]
+        pieces = [*parser.feed(delta.text), *(parser.close() if delta.finish_reason else ())]
+        if any(isinstance(piece, Call) for piece in pieces):
+            self._called.add(index)
+        return pieces
+
+    def _reason(self, index: int, delta: Delta) -> str | None:
+        return "tool_calls" if delta.finish_reason == "stop" and index in self._called else delta.finish_reason
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
         return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -368,6 +416,33 @@ def chosen_token(entry: TokenLogprob, spell: Callable[[int], str]) -> ChosenToke
     text = spell(entry.token)
     top = [_alternative(spell(token), value) for token, value in entry.top]
     return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
+
+
+def _chat_message(pieces: Sequence[Piece]) -> ChatMessage:
+    shown = _chat_piece(pieces)
+    content = shown.content if shown.content is not UNSET else None if pieces else ""
+    calls = shown.tool_calls
+    if calls is not UNSET:
+        for call in calls:
+            call.index = UNSET
+    return ChatMessage(content, reasoning_content=shown.reasoning_content, tool_calls=calls)
+
+
+def _chat_piece(pieces: Sequence[Piece]) -> ChatPiece:
+    """Returns what pieces of an answer add to it."""
+    calls: dict[int, CalledTool] = {}
+    for piece in pieces:
+        if isinstance(piece, Call):
+            function = CalledFunction("", piece.name)
+            calls[piece.number] = CalledTool(function, piece.number, piece.id, "function")
+        elif isinstance(piece, Arguments):
+            call = calls.setdefault(piece.number, CalledTool(CalledFunction(""), piece.number))
+            call.function.arguments += piece.text
+    said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return ChatPiece(
+        content=said or UNSET, reasoning_content=thought or UNSET, tool_calls=list(calls.values()) or UNSET
+    )
 
 
 def _text(deltas: Sequence[Delta]) -> str:

@@ -108,7 +108,7 @@ class ResponseReply(BlockReply):
         spell: returns the text of one token.
         request: what was asked.
         keep: called with the response when it is complete; None: it is not kept.
-        parser: finds the pieces of the answer.
+        parser: returns what finds the pieces of the answer.
         now: returns seconds since the epoch.
     """
 
@@ -118,10 +118,10 @@ class ResponseReply(BlockReply):
         spell: Callable[[int], str],
         request: ResponseRequest,
         keep: Keep | None = None,
-        parser: OutputParser | None = None,
+        parser: Callable[[], OutputParser] = PlainText,
         now: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(parser or PlainText())
+        super().__init__(parser())
         self._head, self._spell, self._request, self._keep, self._now = head, spell, request, keep, now
         self._number = 0  # of the next event
 

@@ -14,8 +14,9 @@ from msgspec import Meta, Struct
 
 from mainstem.server import requests
 from mainstem.server.errors import ApiError, renamed
-from mainstem.server.fields import Rules, check_nested
+from mainstem.server.fields import Rules
 from mainstem.server.generation import Asked
+from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Head
 from mainstem.server.response_reply import ID_PREFIX, ResponseReply
 from mainstem.server.response_store import Kept, Owner, ResponseStore
@@ -74,6 +75,7 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
     "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 """The names of other fields."""
 
@@ -143,11 +145,20 @@ class Tool(Struct):
     strict: bool | None = None
 
 
-class ToolChoice(Struct):
-    """The function that has to be called."""
+class ToolName(Struct):
+    """A function by its name."""
 
-    type: Literal["function"]
     name: str
+    type: Literal["function"] = "function"
+
+
+class ToolChoice(Struct):
+    """The function that must be called, or some that may or must be."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolName] | None = None
 
 
 Include = Literal[
@@ -225,6 +236,13 @@ class ResponseRequest(Struct, kw_only=True):
             fields["reasoning_effort"] = self.reasoning.effort
         return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
 
+    def names(self) -> dict[str, str]:
+        """Returns the names of fields by those of `chat`, where they differ, but for the messages."""
+        chosen = self.tool_choice.tools if isinstance(self.tool_choice, ToolChoice) else None
+        allowed = (f"tools[{i}]" for i in range(len(chosen or ())))
+        tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(self.tools or ()))}
+        return _NAMES | tools | {f"tool_choice.allowed_tools.{at}.function": f"tool_choice.{at}" for at in allowed}
+
 
 def _function(tool: Tool, at: str) -> dict[str, Any]:
     if tool.type != "function":
@@ -235,7 +253,12 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
 
 
 def _choice(choice: str | ToolChoice) -> str | dict[str, Any]:
-    return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, str):
+        return choice
+    if choice.type == "function":
+        return {"type": "function", "function": {"name": choice.name}}
+    tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools or ()]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode or "auto", "tools": tools}}
 
 
 def _format(format: Format) -> dict[str, Any]:
@@ -348,7 +371,7 @@ class Responses:
             ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported. 404; the
                 response or the item that it refers to is not there.
         """
-        request = requests.decode_known(body, ResponseRequest, tolerated, RULES)
+        request = requests.decode(body, ResponseRequest)
         earlier = self._conversation(owner, request.previous_response_id)
         items = [self._resolved(owner, item, f"input[{i}]") for i, item in enumerate(request.items())]
         turns = Turns()
@@ -361,11 +384,8 @@ class Responses:
             _add(turns, item, f"input[{i}]" if isinstance(request.input, list) else "input")
         if not turns.messages:
             raise ApiError(400, "input: this field is required", param="input")
-        with requests.refusals():
-            check_nested(body, request, tolerated)
-        tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
-        names = {**_NAMES, **tools, **turns.names}
-        chat = request.chat(turns.messages)
+        chat, names = request.chat(turns.messages), {**request.names(), **turns.names}
+        requests.check_known(body, ResponseRequest, tolerated, RULES)
         with renamed(names):
             parsed = requests.parse_chat(chat)
         return Asked(parsed, self._replier(request, [*earlier, *items], owner), names)
@@ -393,8 +413,10 @@ class Responses:
             conversation = msgspec.json.encode([*items, *output])
             self._store.put(owner, id, Kept(msgspec.json.encode(body), conversation))
 
-        def reply(head: Head, spell: Callable[[int], str], usage: ChunkUsage) -> ResponseReply:
-            return ResponseReply(head, spell, request, keep if request.store is not False else None)
+        def reply(
+            head: Head, spell: Callable[[int], str], usage: ChunkUsage, parser: Callable[[], OutputParser]
+        ) -> ResponseReply:
+            return ResponseReply(head, spell, request, keep if request.store is not False else None, parser)
 
         return reply
 

@@ -100,6 +100,7 @@ class SamplingParams(Settings):
         allowed_token_ids: The only tokens that may be generated; None: all.
         bad_words: Sequences of tokens that are never completed.
         skip_special_tokens: Leave special tokens out of the text.
+        hidden_tokens: Tokens that have no text, special or not.
         include_stop_str_in_output: Show the stop text, or the token of `stop_token_ids`, that ended the answer.
 
     `max_tokens` = 0 computes the prompt alone, so that it is cached. A seed gives the same tokens in any batch. `top_p`
@@ -126,6 +127,7 @@ class SamplingParams(Settings):
     )
     bad_words: tuple[tuple[int, ...], ...] = setting((), _WORDS, flag=False)
     skip_special_tokens: bool = setting(True, switch(), flag=False)
+    hidden_tokens: frozenset[int] = setting(frozenset(), instance(frozenset, "a frozenset of token ids"), flag=False)
     include_stop_str_in_output: bool = setting(False, switch(), flag=False)
 
     def __post_init__(self) -> None:

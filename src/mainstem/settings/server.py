@@ -25,6 +25,8 @@ from mainstem.settings.fields import (
 from mainstem.units import SIZE
 
 UnknownFields = Literal["refuse", "warn"]
+ToolCallParser = Literal["auto", "hermes", "mistral_args", "mistral", "llama3_json", "json"]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 
 _KEY = "printable, without spaces, and not empty"
 
@@ -103,6 +105,9 @@ class ServerConfig(Settings):
         record: What is recorded of requests.
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
             warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
+        tool_call_parser: Format in which the model writes calls of tools. auto: by its chat template and vocabulary.
+        reasoning_parser: Form in which the model marks what it thinks before it answers; it is split off. none: it is
+            left in the text; auto: by its chat template and vocabulary.
         response_bytes: Memory for answers of /v1/responses that clients may come back to.
             The client that has the most gives way with its oldest; 0 keeps none.
         response_ttl_s: Seconds for which such an answer is kept at most.
@@ -117,6 +122,8 @@ class ServerConfig(Settings):
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
+    tool_call_parser: ToolCallParser = setting("auto", one_of(ToolCallParser))
+    reasoning_parser: ReasoningParser = setting("auto", one_of(ReasoningParser))
     response_bytes: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     response_ttl_s: float = setting(86400.0, seconds())
     max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
