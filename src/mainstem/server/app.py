@@ -285,7 +285,7 @@ class _Service:
         self._recorder = recorder
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
-        self._responses = Responses(ResponseStore(config.response_bytes, config.response_ttl_s, clock))
+        self._responses = Responses(ResponseStore(config.response_bytes, config.response_ttl_s, clock), now)
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 

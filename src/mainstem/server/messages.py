@@ -284,7 +284,7 @@ _ALLOWED = {
 
 
 def _add_result(turns: Turns, block: ContentBlock, at: str) -> None:
-    turns.begin("tool", at, tool_call_id=_needed(block, "tool_use_id", at))
+    turns.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
     if block.is_error:
         turns.text("Error:")
     _add_content(turns, "tool", block.content or "", f"{at}.content")

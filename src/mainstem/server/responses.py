@@ -282,9 +282,9 @@ def _add(turns: Turns, item: Item, at: str) -> None:
         case "function_call":
             _begin_turn(turns, at, after=("reasoning_content", "content", "tool_calls"))
             call_id, name = _needed(item, "call_id", at), _needed(item, "name", at)
-            turns.call(call_id, name, _needed(item, "arguments", at), at)
+            turns.call(call_id, name, _needed(item, "arguments", at), at, "call_id")
         case "function_call_output":
-            turns.begin("tool", at, tool_call_id=_needed(item, "call_id", at))
+            turns.result(_needed(item, "call_id", at), at, "call_id")
             _add_content(turns, _needed(item, "output", at), f"{at}.output")
         case other:
             allowed = "message, reasoning, function_call, function_call_output and item_reference"
@@ -354,10 +354,15 @@ class Deleted(Struct):
 
 
 class Responses:
-    """The API over the responses that it keeps."""
+    """The API over the responses that it keeps.
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+    Args:
+        store: keeps them.
+        now: returns seconds since the epoch.
+    """
+
+    def __init__(self, store: ResponseStore, now: Callable[[], float]) -> None:
+        self._store, self._now = store, now
 
     def parse(self, body: bytes, tolerated: list[str] | None, owner: Owner) -> Asked:
         """Parses a request, and joins it to the conversation that it continues.
@@ -416,7 +421,8 @@ class Responses:
         def reply(
             head: Head, spell: Callable[[int], str], usage: ChunkUsage, parser: Callable[[], OutputParser]
         ) -> ResponseReply:
-            return ResponseReply(head, spell, request, keep if request.store is not False else None, parser)
+            kept = keep if request.store is not False else None
+            return ResponseReply(head, spell, request, kept, parser, self._now)
 
         return reply
 

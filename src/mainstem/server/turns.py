@@ -48,10 +48,23 @@ class Turns:
         last = self.messages[-1]
         last["reasoning_content"] = last.get("reasoning_content", "") + text
 
-    def call(self, id: str, name: str, arguments: str | Mapping[str, Any], at: str) -> None:
-        """Adds a call of a tool to the last message, an assistant's; arguments are an object, or its JSON."""
+    def result(self, call_id: str, at: str, id_name: str) -> None:
+        """Begins a message with the result of a call; `at` and `id_name` as in `call`."""
+        self.begin("tool", at, tool_call_id=call_id)
+        self.names[f"{self._here}.tool_call_id"] = f"{at}.{id_name}"
+
+    def call(self, id: str, name: str, arguments: str | Mapping[str, Any], at: str, id_name: str = "id") -> None:
+        """Adds a call of a tool to the last message, an assistant's.
+
+        Args:
+            id, name: of the call; of the tool.
+            arguments: an object, or its JSON.
+            at: the path of the call.
+            id_name: the client's name of its id.
+        """
         calls = self.messages[-1].setdefault("tool_calls", [])
-        self.names[f"{self._here}.tool_calls[{len(calls)}]"] = at
+        here = f"{self._here}.tool_calls[{len(calls)}]"
+        self.names |= {here: at, f"{here}.function": at, f"{here}.id": f"{at}.{id_name}"}
         given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": given}})
 
