@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
-from openai.types import completion_create_params
+from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.chat.chat_completion_message_function_tool_call_param import Function
+from openai.types.shared_params import FunctionDefinition
 
-from mainstem.server.fields import REFUSED, WITHOUT_EFFECT, Refused, check_fields
-from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.fields import INSIDE, REFUSED, WITHOUT_EFFECT, Inside, Refused, check_fields
+from mainstem.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    FunctionCall,
+    FunctionSpec,
+    Message,
+    ToolCall,
+    ToolChoice,
+    ToolSpec,
+)
 
 KINDS = {
     CompletionRequest: {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},
     ChatRequest: {*get_type_hints(chat_create_params.CompletionCreateParamsBase), "stream"},
 }
+
+PARTS = (*get_args(chat.ChatCompletionContentPartParam), chat.ChatCompletionContentPartRefusalParam)
+CHOICES = (chat.ChatCompletionNamedToolChoiceParam, chat.ChatCompletionAllowedToolChoiceParam)
+INNER: list[tuple[str, Any, tuple[Any, ...]]] = [
+    ("messages", Message, get_args(chat.ChatCompletionMessageParam)),
+    ("content", ContentPart, PARTS),
+    ("tool_calls", ToolCall, (chat.ChatCompletionMessageFunctionToolCallParam,)),
+    ("function", FunctionCall, (Function,)),
+    ("tools", ToolSpec, (chat.ChatCompletionFunctionToolParam,)),
+    ("function", FunctionSpec, (FunctionDefinition,)),
+    ("tool_choice", ToolChoice, CHOICES),
+]
+"""Objects in requests: the field that they are in, our type, and the client's."""
 
 
 def check(kind: Any = CompletionRequest, tolerated: list[str] | None = None, **fields: Any) -> None:
@@ -37,18 +63,53 @@ def test_no_field_is_in_two_classes(kind: Any) -> None:
     assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
 
 
+@pytest.mark.parametrize(("name", "kind", "clients"), INNER, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_field_inside_is_in_one_class(name: str, kind: Any, clients: tuple[Any, ...]) -> None:
+    others = INSIDE.get(name, Inside())
+    known = {field for client in clients for field in get_type_hints(client)}
+    assert not known - {*kind.__struct_fields__} - others.without_effect.keys() - others.refused.keys()
+    assert not {*kind.__struct_fields__} & (others.without_effect.keys() | others.refused.keys())
+    assert not others.without_effect.keys() & others.refused.keys()
+
+
+def test_fields_inside_are_checked_wherever_they_are() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}", "output": 1}, "index": 0}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(Refused, match=r"^messages\[1\].tool_calls\[0\].function.output: unknown field$"):
+        check(ChatRequest, messages=messages)
+    unknown: list[str] = []
+    check(
+        ChatRequest, unknown, messages=messages, tools=[{"function": {"name": "f", "parameters": {"any": 1}}, "new": 1}]
+    )
+    assert unknown == ["messages[1].tool_calls[0].function.output", "tools[0].new"]
+    with pytest.raises(Refused, match=r"did you mean content\?"):
+        check(ChatRequest, messages=[{"contents": "x"}])
+    with pytest.raises(Refused, match=r"^messages\[0\].function_call: not supported; omit it$"):
+        check(ChatRequest, messages=[{"function_call": {"name": "f"}}])
+    check(ChatRequest, messages=[{"function_call": None, "annotations": [1]}], chat_template_kwargs={"any": {"x": 1}})
+
+
+def rows(route: str, without_effect: Mapping[str, str], refused: Mapping[str, tuple[object, ...]]) -> list[str]:
+    idle = [f"| {route} | `{name}` | without effect: {what} |" for name, what in without_effect.items()]
+    return idle + [
+        f"| {route} | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
+        for name, values in refused.items()
+    ]
+
+
 def table() -> str:
     """The documentation's table of fields."""
     honoured = [
         f"| {route} | {', '.join(f'`{name}`' for name in sorted(kind.__struct_fields__))} | honoured |"
         for route, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest))
     ]
-    idle = [f"| both | `{name}` | without effect: {what} |" for name, what in WITHOUT_EFFECT.items()]
-    refused = [
-        f"| both | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
-        for name, values in REFUSED.items()
+    inner = [
+        f"| in `{name}` | {', '.join(f'`{field}`' for field in sorted(kind.__struct_fields__))} | honoured |"
+        for name, kind, _ in INNER
     ]
-    return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *idle, *refused])
+    others = [row for name, fields in INSIDE.items() for row in rows(f"in `{name}`", *fields)]
+    both = rows("both", WITHOUT_EFFECT, REFUSED)
+    return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *both, *inner, *others])
 
 
 def test_the_documentation_lists_every_field() -> None:
@@ -101,8 +162,8 @@ def test_unknown_fields_are_listed_in_order_where_they_are_tolerated() -> None:
     unknown: list[str] = []
     check(tolerated=unknown, new=1, model="m", prompt="p", old={}, user="u")
     assert unknown == ["new", "old"]
-    with pytest.raises(Refused, match="tools"):
-        check(tolerated=unknown, tools=[{}])
+    with pytest.raises(Refused, match="functions"):
+        check(tolerated=unknown, functions=[{}])
 
 
 def test_fields_of_the_other_route_are_unknown() -> None:

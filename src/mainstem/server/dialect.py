@@ -240,8 +240,8 @@ def _instructed(messages: list[dict[str, Any]], instruction: str, system: bool) 
     first = messages[0]
     if system and first["role"] != "system":
         return [{"role": "system", "content": instruction}, *messages]
-    order = (first["content"], instruction) if system else (instruction, first["content"])
-    return [{**first, "content": _joined(*order, "\n\n")}, *messages[1:]]
+    one, other = (first["content"], instruction) if system else (instruction, first["content"])
+    return [{**first, "content": _joined(one, other, "\n\n")}, *messages[1:]]
 
 
 def _joined(one: Any, other: Any, between: str) -> Any:

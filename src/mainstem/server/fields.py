@@ -77,6 +77,7 @@ INSIDE: Mapping[str, Inside] = {
         },
         {"audio": (None,), "function_call": (None,)},
     ),
+    "content": Inside({}, dict.fromkeys(("prompt_cache_breakpoint", "input_audio", "file"), (None,))),
     "tool_calls": Inside({"index": "the place of a call in a stream"}),
 }
 """The same for objects in a request, by the field that they are in."""
