@@ -67,7 +67,7 @@ TOOL_TEMPLATES = {
     # It writes arguments that are texts, calls only where there is no content, and the name of who answered.
     "joined": (
         "{% for tool in tools or [] %}{{ 'TOOL ' + tool.function.name + '\n' }}{% endfor %}{% for m in messages %}"
-        "{% if m.content is none %}{% for c in m.tool_calls %}{{ '<call>' + c.function.name + ' ' + "
+        "{% if m.content is not string %}{% for c in m.tool_calls %}{{ '<call>' + c.function.name + ' ' + "
         "c.function.arguments + '\n' }}{% endfor %}{% else %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     ),
