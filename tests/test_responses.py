@@ -355,7 +355,7 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
         ({"background": True}, "background", "not supported; omit it or use false"),
         ({"conversation": "conv_1"}, "conversation", "not supported; omit it"),
         ({"truncation": "auto"}, "truncation", 'omit it or use "disabled"'),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "invalid enum value"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported; omit it or use"),
         ({"instuctions": "x"}, "instuctions", "did you mean instructions"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not found"),
     ],
@@ -468,3 +468,38 @@ def test_the_official_client_asynchronously_without_a_socket() -> None:
             assert text == "Hello, world."
 
     asyncio.run(scenario())
+
+
+# --- a real engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_continued_response_computes_only_what_is_new(stream: bool) -> None:
+    from dataclasses import replace
+
+    from rigs.templates import byte_tokenizer
+
+    from bench.tiny_models import loaded, tiny
+    from mainstem.runtime.engine import Engine
+    from mainstem.settings.engine import EngineConfig
+
+    tokenizer = byte_tokenizer("chatml")
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    config = EngineConfig(pages=200, page_size=4)
+    with Engine(replace(loaded(model), tokenizer=tokenizer), config) as engine:
+        server = TestClient(create_app(engine))
+
+        def say(input: str, **fields: Any) -> Any:
+            fields = {"model": "tiny", "max_output_tokens": 8, "temperature": 0, "stream": stream, **fields}
+            reply = server.post(PATH, json={"input": input, **fields})
+            assert reply.status_code == 200, reply.text
+            return named_events(reply)[-1]["response"] if stream else reply.json()
+
+        first = say("Here is a long story, once upon a time in a wood.")
+        assert first["usage"]["input_tokens_details"]["cached_tokens"] == 0
+        second = say("And then?", previous_response_id=first["id"])
+        found = second["usage"]["input_tokens_details"]["cached_tokens"]
+        assert first["usage"]["input_tokens"] - 4 <= found < second["usage"]["input_tokens"]
+        other = say("And then?", previous_response_id=first["id"], cache_salt="other")
+        assert other["usage"]["input_tokens_details"]["cached_tokens"] == 0

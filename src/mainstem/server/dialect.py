@@ -84,11 +84,10 @@ class Dialect:
         start, thought = "calls", ""
         if self.thinking is not None and not self.thinking.closed(ending):
             begin, end = (_term(text, special) for text in (self.thinking.begin, self.thinking.end))
-            thought = f"\nthought: /(?s:.*)/ {end} /\\s{{0,2}}/"
-            if self.thinking.end not in special:
-                pattern = json.dumps(f"(?s:.*?){self.thinking.end}")[1:-1].replace("/", "\\/")
-                thought = f"\nthought[lazy]: /{pattern}/"
-            start = "thought calls" if self.thinking.opened(ending) else f"({begin} thought)? calls"
+            ended = f": /(?s:.*)/ {end}" if self.thinking.end in special else f"[suffix={end}]: /(?s:.*)/"
+            thought = f"\nthought{ended}"
+            rest = "thought /\\s{0,2}/"
+            start = f"{rest} calls" if self.thinking.opened(ending) else f"({begin} {rest})? calls"
         return f"start: {start}\n{self.calls.grammar(tooling, special)}{thought}"
 
     def shown(self, params: SamplingParams, tooling: Tooling) -> SamplingParams:
@@ -176,7 +175,8 @@ def traits_of(render: Render) -> TemplateTraits:
     for empty in (None, ""):
         for objects in (True, False):
             text = _rendered(render, _called(empty, objects), [Tool(_PROBE).spec()])
-            if text is not None and "'value_of_probe'" not in text and "None" not in text:
+            written = text is not None and "value_of_probe" in text and "'value_of_probe'" not in text
+            if text is not None and written and "None" not in text:
                 return TemplateTraits(True, objects, empty, has_system)
     return TemplateTraits(True, system=has_system)
 
@@ -240,8 +240,8 @@ def _instructed(messages: list[dict[str, Any]], instruction: str, system: bool) 
     first = messages[0]
     if system and first["role"] != "system":
         return [{"role": "system", "content": instruction}, *messages]
-    order = (first["content"], instruction) if system else (instruction, first["content"])
-    return [{**first, "content": _joined(*order, "\n\n")}, *messages[1:]]
+    one, other = (first["content"], instruction) if system else (instruction, first["content"])
+    return [{**first, "content": _joined(one, other, "\n\n")}, *messages[1:]]
 
 
 def _joined(one: Any, other: Any, between: str) -> Any:

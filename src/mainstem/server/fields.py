@@ -87,6 +87,7 @@ OPENAI = Rules(
             },
             {"audio": (None,), "function_call": (None,)},
         ),
+        "content": Rules({}, dict.fromkeys(("prompt_cache_breakpoint", "input_audio", "file"), (None,))),
         "tool_calls": Rules({"index": "the place of a call in a stream"}),
     },
 )

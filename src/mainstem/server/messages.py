@@ -18,6 +18,9 @@ from mainstem.server.generation import Asked
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.turns import Turns
 
+_CACHED = "prefixes are found by their content, and kept while there is room"
+_TEXT = {"cache_control": _CACHED, "citations": "sources of an earlier answer"}
+
 RULES = Rules(
     without_effect={
         "metadata": "who asks",
@@ -26,13 +29,25 @@ RULES = Rules(
         "inference_geo": "where Anthropic computes",
         "user_profile_id": "who asks",
         "workspace_id": "who asks",
-        "cache_control": "also on blocks and tools: prefixes are found by their content, and kept while there is room",
+        "cache_control": _CACHED,
     },
     refused={
         "container": (None,),
         "context_management": (None,),
         "diagnostics": (None, {}),
         "mcp_servers": (None, []),
+    },
+    inside={
+        "system": Rules(_TEXT),
+        "content": Rules(
+            _TEXT | {"signature": "of an earlier answer; nothing is verified"},
+            {"caller": (None, {"type": "direct"}), "toolset_name": (None,), "transformations": (None,)},
+        ),
+        "tools": Rules(
+            {"cache_control": _CACHED, "eager_input_streaming": "arguments are always streamed"},
+            {"allowed_callers": (None, ["direct"]), "defer_loading": (None, False), "input_examples": (None, [])},
+        ),
+        "thinking": Rules({"budget_tokens": "a limit that is not enforced"}, {"display": (None, "summarized")}),
     },
 )
 """What becomes of fields that are not honoured."""
@@ -66,13 +81,6 @@ _NAMES = {
 """The names of other fields."""
 
 
-class CacheControl(Struct):
-    """`cache_control`: the prefix up to here should be kept, and for how long."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class Source(Struct):
     """Where an image is: in the message as base64, or at a URL."""
 
@@ -95,10 +103,6 @@ class ContentBlock(Struct):
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     thinking: str | None = None
-    signature: str | None = None
-    cache_control: CacheControl | None = None
-    citations: Any = None
-    caller: Any = None
 
 
 class Message(Struct):
@@ -116,8 +120,6 @@ class Tool(Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None
 
 
 class ToolChoice(Struct):
@@ -129,11 +131,9 @@ class ToolChoice(Struct):
 
 
 class Thinking(Struct):
-    """Whether the model thinks before it answers. `budget_tokens` is not enforced."""
+    """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
 
 
 class OutputFormat(Struct):

@@ -203,7 +203,7 @@ class ResponseReply(BlockReply):
             top_logprobs=asked.top_logprobs or 0,
             metadata=asked.metadata or {},
             parallel_tool_calls=asked.parallel_tool_calls is not False,
-            reasoning={"effort": None, "summary": None} if reasoning is None else msgspec.to_builtins(reasoning),
+            reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
             text={"format": {"type": "text"}} if text is None else msgspec.to_builtins(text),
             tools=list(asked.tools or ()),
             tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,

@@ -22,6 +22,12 @@ from mainstem.server.response_reply import ID_PREFIX, ResponseReply
 from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.turns import Turns
 
+_EARLIER = "of an earlier answer"
+_PART = Rules(
+    {"annotations": _EARLIER, "logprobs": _EARLIER},
+    {"file_id": (None,), "prompt_cache_breakpoint": (None,)},
+)
+
 RULES = Rules(
     without_effect={
         "user": "who asks",
@@ -41,6 +47,29 @@ RULES = Rules(
         "prompt": (None,),
         "prompt_cache_options": (None,),
         "truncation": (None, "disabled"),
+    },
+    inside={
+        "input": Rules(
+            {"status": _EARLIER, "phase": _EARLIER},
+            {"caller": (None, {"type": "direct"}), "namespace": (None,), "async": (None, False)},
+        ),
+        "content": _PART,
+        "output": _PART,
+        "tools": Rules(
+            {},
+            {
+                "allowed_callers": (None, ["direct"]),
+                "defer_loading": (None, False),
+                "output_schema": (None,),
+                "async": (None, False),
+            },
+        ),
+        "text": Rules({}, {"verbosity": (None, "medium")}),
+        "reasoning": Rules(
+            dict.fromkeys(("summary", "generate_summary"), "reasoning is always shown whole"),
+            {"context": (None, "auto"), "mode": (None, "standard")},
+        ),
+        "stream_options": Rules({"include_obfuscation": "pads chunks at OpenAI"}),
     },
 )
 """What becomes of fields that are not honoured."""
@@ -88,9 +117,6 @@ class Part(Struct, omit_defaults=True):
     refusal: str | None = None
     image_url: str | None = None
     detail: str | None = None
-    annotations: Any = None
-    logprobs: Any = None
-    prompt_cache_breakpoint: Any = None
 
 
 class Item(Struct, omit_defaults=True):
@@ -98,8 +124,6 @@ class Item(Struct, omit_defaults=True):
 
     type: str | None = None
     id: str | None = None
-    status: str | None = None
-    phase: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
@@ -124,15 +148,12 @@ class TextOptions(Struct):
     """`text`: the form of the answer."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Struct):
-    """`reasoning`. Reasoning is always shown whole, so `summary` changes nothing."""
+    """`reasoning`: how much the model should think."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
 class Tool(Struct):
@@ -174,9 +195,7 @@ Include = Literal[
 
 
 class StreamOptions(Struct):
-    """`stream_options`; `include_obfuscation` pads chunks at OpenAI, and is ignored."""
-
-    include_obfuscation: bool | None = None
+    """`stream_options`, of which none is honoured."""
 
 
 class ResponseRequest(Struct, kw_only=True):

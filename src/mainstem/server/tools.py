@@ -17,7 +17,7 @@ import secrets
 import string
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mainstem.server.output import END, Arguments, Call, Piece, Scanner, Steps, Text, joined
 
@@ -94,6 +94,8 @@ class CallScanner(Scanner):
         new_id: returns the id of a call.
     """
 
+    markers: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
         self._names = {tool.name for tool in tooling.callable}
         self._most = None if tooling.parallel else 1
@@ -121,24 +123,30 @@ class CallScanner(Scanner):
     def _attempt(self, before: str, calls: Steps[None]) -> Steps[bool]:
         """Reads calls, after the text `before`; returns whether there were some.
 
-        What turns out to be none becomes text, without the character that shows it, which is read again.
+        What turns out to be none becomes text, except for the end that may begin a marker: it is read again.
         """
         self._taken = [before]
         try:
             yield from calls
         except _Malformed:
-            last = self._taken.pop() if len(self._taken) > 1 else END
-            self._say("".join(self._taken))
-            self._push_back(last)
+            before, *read = self._taken
+            text = "".join(read)
+            longest = max(map(len, self.markers), default=0)
+            again = next(at for at in range(max(len(text) - longest, 0), len(text) + 1) if self._may_begin(text[at:]))
+            self._say(before + text[:again])
+            self._push_back(text[again:])
             return False
         return True
+
+    def _may_begin(self, text: str) -> bool:
+        return not text or any(marker.startswith(text) for marker in self.markers)
 
     def _take(self) -> Steps[str]:
         character = yield from self._next()
         self._taken.append(character)
         return character
 
-    def _give_back(self) -> None:
+    def _reread(self) -> None:
         self._push_back(self._taken.pop())
 
     def _solid(self) -> Steps[str]:
@@ -150,7 +158,7 @@ class CallScanner(Scanner):
     def _peek(self) -> Steps[str]:
         """Skips white space, and returns the character after it, which is read again."""
         character = yield from self._solid()
-        self._give_back()
+        self._reread()
         return character
 
     def _expect(self, text: str) -> Steps[None]:
@@ -163,7 +171,7 @@ class CallScanner(Scanner):
         if (yield from self._solid()) == "{":
             yield from self._json_call()
             return
-        self._give_back()
+        self._reread()
         yield from self._expect("[")
         separator = ","
         while separator == ",":
@@ -197,6 +205,7 @@ class CallScanner(Scanner):
             raise _Malformed
         if not has_arguments:
             self._argue("{}")
+        self._taken = [""]
 
     def _begin(self, name: str) -> bool:
         """Shows the beginning of a call. From here on nothing that was read can become text."""
@@ -224,14 +233,15 @@ class CallScanner(Scanner):
         """
         collected: list[str] = []
         if (yield from self._peek()) == "{":
-            yield from self._json_value(self._argue if begun else collected.append)
+            try:
+                yield from self._json_value(self._argue if begun else collected.append)
+            finally:
+                self._taken = [""] if begun else self._taken
         else:
             yield from self._json_value(collected.append)
             collected = [_plain_arguments("".join(collected))]
             if begun:
                 self._argue(collected.pop())
-        if begun:
-            self._taken = [""]
         return "".join(collected)
 
     def _json_text(self) -> Steps[str]:
@@ -260,7 +270,7 @@ class CallScanner(Scanner):
                 return
             character = yield from self._take()
             if depth == 0 and (character in _ENDS or character.isspace()):
-                self._give_back()
+                self._reread()
                 return
         raise _Malformed
 
@@ -297,8 +307,10 @@ def _plain_arguments(written: str) -> str:
 class HermesScanner(CallScanner):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere in the text."""
 
+    markers = ("<tool_call>", "</tool_call>")
+
     def _scan(self) -> Steps[None]:
-        while marker := (yield from self._until(["<tool_call>", "</tool_call>"], self._say)):
+        while marker := (yield from self._until(self.markers, self._say)):
             if marker == "<tool_call>":
                 yield from self._attempt(marker, self._json_calls())
             elif not self._after_call:
@@ -307,8 +319,6 @@ class HermesScanner(CallScanner):
 
 class JsonScanner(CallScanner):
     """`{"name": ..., "arguments": {...}}` where the text begins, or several, or an array of some."""
-
-    markers: tuple[str, ...] = ()
 
     def _scan(self) -> Steps[None]:
         begins = True  # whether a call needs no marker here: at the beginning, and after a call
@@ -345,8 +355,10 @@ class Llama3Scanner(JsonScanner):
 class MistralScanner(CallScanner):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`, anywhere in the text."""
 
+    markers = ("[TOOL_CALLS]",)
+
     def _scan(self) -> Steps[None]:
-        while marker := (yield from self._until(["[TOOL_CALLS]"], self._say)):
+        while marker := (yield from self._until(self.markers, self._say)):
             yield from self._attempt(marker, self._listed_or_named())
 
     def _listed_or_named(self) -> Steps[None]:
@@ -358,7 +370,7 @@ class MistralScanner(CallScanner):
             name = (name + character).lstrip()
             if character == END or not any(known.startswith(name) for known in self._names):
                 raise _Malformed
-        self._give_back()
+        self._reread()
         if character == "[":
             yield from self._between_name_and_arguments()
         self._begin(name)
@@ -371,10 +383,10 @@ class MistralScanner(CallScanner):
             yield from self._expect("ALL_ID]")
             while (yield from self._take()).isalnum():
                 pass
-            self._give_back()
+            self._reread()
             yield from self._expect("[A")
         else:
-            self._give_back()
+            self._reread()
             yield from self._expect("A")
         yield from self._expect("RGS]")
 
