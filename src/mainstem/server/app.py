@@ -54,7 +54,7 @@ from mainstem.server import errors, management, message_reply, messages, replies
 from mainstem.server.access import Access
 from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import Asked, EventStream, Run, Watcher
+from mainstem.server.generation import EventStream, Run, Task, Watcher
 from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.output import OutputParser, PlainText
@@ -243,7 +243,7 @@ Parsed = TypeVar("Parsed")
 class _Kind:
     """What differs between the APIs that generate; `parse` takes a body, where unknown fields go, and the client."""
 
-    parse: Callable[[bytes, list[str] | None, Owner], Asked]
+    parse: Callable[[bytes, list[str] | None, Owner], Task]
     id_prefix: str
     name: Kind
 
@@ -255,9 +255,9 @@ def _completed(
 
 
 _COMPLETION = _Kind(
-    lambda body, unknown, owner: Asked(requests.parse_completion(body, unknown), _completed), "cmpl-", "completion"
+    lambda body, unknown, owner: Task(requests.parse_completion(body, unknown), _completed), "cmpl-", "completion"
 )
-_CHAT = _Kind(lambda body, unknown, owner: Asked(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
+_CHAT = _Kind(lambda body, unknown, owner: Task(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
 _MESSAGE = _Kind(lambda body, unknown, owner: messages.parse(body, unknown), message_reply.ID_PREFIX, "chat")
 
 
@@ -329,14 +329,14 @@ class _Service:
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
-            asked, run, parser = await self._admit(http, kind, unknown)
+            task, run, parser = await self._admit(http, kind, unknown)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
-        ask = asked.request
+        ask = task.request
         head = Head(f"{kind.id_prefix}{uuid.uuid4().hex}", int(self._now()), ask.model)
         counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = asked.reply(head, self._prompts.spell, counted, parser)
+        reply = task.reply(head, self._prompts.spell, counted, parser)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
@@ -347,22 +347,22 @@ class _Service:
 
     async def _admit(
         self, http: HttpRequest, kind: _Kind, unknown: list[str]
-    ) -> tuple[Asked, Run, Callable[[], OutputParser]]:
+    ) -> tuple[Task, Run, Callable[[], OutputParser]]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
             raise errors.draining()
         body = await self._body(http)
         limiter = self._parsing_images if any(name in body for name in _IMAGES) else self._parsing
-        asked, made = await anyio.to_thread.run_sync(
+        task, made = await anyio.to_thread.run_sync(
             lambda: self._prepare(kind.parse(body, self._tolerated(unknown), tenant), tenant), limiter=limiter
         )
-        ask = asked.request
+        ask = task.request
         watchers = [self._watchers(ask, request, kind, tenant) for request in made]
         prompt_tokens = sum(len(request.tokens) for request in made[:: ask.choices])
-        with errors.renamed(asked.names):
+        with errors.renamed(task.names):
             streams = self._submit(made)
-        return asked, Run(streams, ask.choices, watchers, prompt_tokens), partial(self._parser, ask, made[0])
+        return task, Run(streams, ask.choices, watchers, prompt_tokens), partial(self._parser, ask, made[0])
 
     def _tolerated(self, unknown: list[str]) -> list[str] | None:
         """Returns where unknown fields go; None if they are refused."""
@@ -410,15 +410,15 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, asked: Asked, tenant: bytes | None) -> tuple[Asked, list[Request]]:
+    def _prepare(self, task: Task, tenant: bytes | None) -> tuple[Task, list[Request]]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
-        ask = asked.request
-        with errors.renamed(asked.names):
+        ask = task.request
+        with errors.renamed(task.names):
             self._check_model(ask.model)
             tenant = tenant if self._access.separates else None
             namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
             prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
-            return asked, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+            return task, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
@@ -518,10 +518,10 @@ class _Service:
         return _warned(_json(counted), unknown)
 
     def _counted(self, body: bytes, tolerated: list[str] | None) -> message_reply.TokenCount:
-        asked = messages.parse_count(body, tolerated)
-        with errors.renamed(asked.names):
-            self._check_model(asked.request.model)
-            return message_reply.TokenCount(sum(len(prompt.tokens) for prompt in self._read(asked.request)))
+        task = messages.parse_count(body, tolerated)
+        with errors.renamed(task.names):
+            self._check_model(task.request.model)
+            return message_reply.TokenCount(sum(len(prompt.tokens) for prompt in self._read(task.request)))
 
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)

@@ -32,7 +32,7 @@ MakeReply: TypeAlias = Callable[[Head, Callable[[int], str], ChunkUsage, Callabl
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Task:
     """A client's body, in the form that is generated.
 
     Args:

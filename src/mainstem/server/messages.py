@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from mainstem.server import requests
 from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import Rules
-from mainstem.server.generation import Asked
+from mainstem.server.generation import Task
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.turns import Turns
 
@@ -315,7 +315,7 @@ def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def parse(body: bytes, tolerated: list[str] | None = None) -> Asked:
+def parse(body: bytes, tolerated: list[str] | None = None) -> Task:
     """Parses a request.
 
     Args:
@@ -325,15 +325,15 @@ def parse(body: bytes, tolerated: list[str] | None = None) -> Asked:
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    return _asked(body, MessageRequest, tolerated)
+    return _task(body, MessageRequest, tolerated)
 
 
-def parse_count(body: bytes, tolerated: list[str] | None = None) -> Asked:
+def parse_count(body: bytes, tolerated: list[str] | None = None) -> Task:
     """Parses a request whose prompt is counted; see `parse`."""
-    return _asked(body, CountRequest, tolerated)
+    return _task(body, CountRequest, tolerated)
 
 
-def _asked(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -> Asked:
+def _task(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -> Task:
     request = requests.decode(body, kind)
     turns = _turns(request)
     fields = request.fields()
@@ -343,4 +343,4 @@ def _asked(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -
     names = {**_NAMES, **tools, **schemas, **turns.names}
     chat = {name: value for name, value in fields.items() if value is not None} | {"messages": turns.messages}
     with renamed(names):
-        return Asked(requests.parse_chat(msgspec.json.encode(chat)), MessageReply, names)
+        return Task(requests.parse_chat(msgspec.json.encode(chat)), MessageReply, names)

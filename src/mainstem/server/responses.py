@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from mainstem.server import requests
 from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import Rules
-from mainstem.server.generation import Asked
+from mainstem.server.generation import Task
 from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Head
 from mainstem.server.response_reply import ID_PREFIX, ResponseReply
@@ -383,7 +383,7 @@ class Responses:
     def __init__(self, store: ResponseStore, now: Callable[[], float]) -> None:
         self._store, self._now = store, now
 
-    def parse(self, body: bytes, tolerated: list[str] | None, owner: Owner) -> Asked:
+    def parse(self, body: bytes, tolerated: list[str] | None, owner: Owner) -> Task:
         """Parses a request, and joins it to the conversation that it continues.
 
         Args:
@@ -412,7 +412,7 @@ class Responses:
         requests.check_known(body, ResponseRequest, tolerated, RULES)
         with renamed(names):
             parsed = requests.parse_chat(chat)
-        return Asked(parsed, self._replier(request, [*earlier, *items], owner), names)
+        return Task(parsed, self._replier(request, [*earlier, *items], owner), names)
 
     def get(self, owner: Owner, id: str) -> bytes:
         """Returns the JSON of a response.
