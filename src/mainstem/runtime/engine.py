@@ -102,6 +102,7 @@ class EngineStats:
         adapters: loaded adapters.
         totals: of the scheduler, since the start.
         cache: counts of the cache.
+        compiled_grammars: since the start.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
         events: of the publisher of events, if there is one.
@@ -112,6 +113,7 @@ class EngineStats:
     adapters: int
     totals: scheduler.Totals
     cache: CacheStats
+    compiled_grammars: int
     tiers: TierStats | None = None
     vision: VisionStats | None = None
     events: EventStats | None = None
@@ -135,6 +137,7 @@ class Engine:
         pages: pages of the first pool.
         max_context: positions that one request can have: the model's limit, or the pool's if it is smaller.
         vision: makes prompts of chats with images; None: the model takes none.
+        grammars: of requests; to compile one before `submit` does.
         has_states: the model has recurrent states, so the marks of requests count.
 
     Raises:
@@ -185,6 +188,7 @@ class Engine:
             if config.tiers.warm:
                 self._tiers.warm()
         self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
+        self.grammars = self._scheduler.grammars
         if self._tiers is not None and self._tiers.store is not None:
             report("measure", 0, 1)
             self._scheduler.measure()
@@ -216,7 +220,8 @@ class Engine:
         Raises:
             RequestTooLong: it could never fit.
             BadTokens: a token is outside the vocabulary.
-            BadArgument: its namespace names an adapter that is not loaded.
+            BadArgument: its namespace names an adapter that is not loaded, or its grammar does not compile.
+            UnsupportedModel: it has a grammar, which this model cannot follow.
             EngineFull: `max_waiting` requests wait already.
             EngineClosed: the engine is draining, is closed or has failed; the cause says why.
         """
@@ -461,6 +466,7 @@ class Engine:
         else:
             self._end(None)
         finally:
+            self.grammars.close()
             try:
                 self._close_tiers()
             finally:
@@ -599,6 +605,7 @@ class Engine:
             adapters=len(self._model.adapters.names),
             totals=deepcopy(self._scheduler.totals),
             cache=self._cache.stats(),
+            compiled_grammars=self.grammars.compiled,
             tiers=None if self._tiers is None else self._tiers.stats(),
             vision=None if self.vision is None else self.vision.stats(),
             events=None if self._publisher is None else self._publisher.stats(self._cache.events_dropped),

@@ -369,10 +369,17 @@ class _Service:
     def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
+        self._check_grammar(ask)
         tenant = tenant if self._access.separates else None
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
         return ask, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+
+    def _check_grammar(self, ask: Ask) -> None:
+        """Compiles the grammar of a request, if there is one, so that `submit` finds it; errors name the field."""
+        asked = ask.asked()
+        if asked is not None:
+            self._engine.grammars.compile(asked.grammar, asked.field)
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import Refused, check_fields
+from mainstem.server.structured import Structured
 from mainstem.settings.engine import SamplingParams
 
 MAX_CHOICES = 128
@@ -43,7 +44,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class _Request(Struct, kw_only=True):
+class _Request(Structured, kw_only=True):
     """The fields of both kinds of request; None means the default, as in the OpenAI API."""
 
     model: str
@@ -88,6 +89,7 @@ class _Request(Struct, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+        asked = self.asked()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -108,6 +110,7 @@ class _Request(Struct, kw_only=True):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             skip_special_tokens=self.skip_special_tokens is not False,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            grammar=None if asked is None else asked.grammar,
         )
 
 
@@ -339,5 +342,7 @@ def _field_error(message: str, fields: Sequence[str]) -> ApiError:
         problem = "this field is required"
     unknown = re.search(r"unknown field `(.*)`", problem)
     if unknown:
-        at, problem = unknown[1], f"unknown field; this route has {', '.join(fields)}"
+        inside = f"{at}." if at else ""
+        problem = "unknown field" + ("" if inside else f"; this route has {', '.join(fields)}")
+        at = inside + unknown[1]
     return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)
