@@ -93,17 +93,20 @@ def test_what_follows_is_what_trying_each_token_finds(pattern: str, seed: int) -
     matcher = small().compile(Grammar("regex", pattern)).matcher()
     known, text = len(byte_pairs()), ""
     spelled = [bytes_of(token) for token in range(known)]
-    whole = regex.compile(pattern, regex.ASCII)
+    whole = regex.compile(pattern)
     for _ in range(8):
         following = matcher.following()
         assert following.may_end == bool(whole.fullmatch(text))
         assert not following.tokens[known:].any()
         allowed = np.flatnonzero(following.tokens).tolist()
-        for token, added in enumerate(spelled):
-            if added.isascii():
-                goes_on = bool(added) and bool(whole.fullmatch(text + added.decode(), partial=True))
-                assert (token in allowed) == goes_on, (pattern, text, added)
+        found = [
+            token
+            for token, added in enumerate(spelled)
+            if added and added.isascii() and whole.fullmatch(text + added.decode(), partial=True)
+        ]
         plain = [token for token in allowed if spelled[token].isascii()]
+        forced = len(plain) == 1  # where the text is, it is spelled as the tokenizer does
+        assert plain == found or (forced and {*plain} < {*found}), (pattern, text)
         if not plain:
             break
         token = rng.choice(plain)
@@ -206,7 +209,7 @@ def test_answers_in_json_are_objects(seed: int) -> None:
 @settings(max_examples=40, deadline=None)
 def test_answers_to_a_regular_expression_match_it(pattern: str, seed: int) -> None:
     text, ended = answer(Grammar("regex", pattern), seed)
-    assert regex.fullmatch(pattern, text, regex.ASCII, partial=ended is None)
+    assert regex.fullmatch(pattern, text, partial=ended is None)
 
 
 @given(texts=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), seed=st.integers(0, 99))
@@ -379,16 +382,17 @@ def test_a_draft_changes_nothing(seed: int, wrong: int) -> None:
 WORDS = Grammar("regex", "(?:[A-F]{2,4}[P-Z]){3,12}")
 
 
-def test_preempted_batched_and_drafted_answers_are_those_that_are_computed_alone() -> None:
-    bench = Bench(pages=24, max_running=8, token_budget=9)
-    for turn in range(2):
+@pytest.mark.parametrize("pages", [24, 200], ids=["preempted", "drafted"])
+def test_answers_in_batches_are_those_that_are_computed_alone(pages: int) -> None:
+    bench = Bench(pages, max_running=8, token_budget=9, draft_tokens=32)
+    for _ in range(2):
         for seed in range(8):
             bench.add([seed % 3] * 6 + [seed], grammar=WORDS, max_tokens=30, temperature=1.0, seed=seed % 4)
         bench.run()
         bench.assert_complete()
-        assert turn == 0 or bench.scheduler.totals.accepted_tokens > 20
-    assert bench.scheduler.totals.preemptions > 0
-    assert bench.scheduler.totals.grammar_requests == 16
+    totals = bench.scheduler.totals
+    assert totals.accepted_tokens > 20 if pages > 24 else totals.preemptions > 0
+    assert totals.grammar_requests == 16
     for id in bench.requests:
         tokens, text, reason = bench.output(id)
         text = text.replace(GhostTokenizer().decode([EOS]), "")

@@ -27,7 +27,11 @@ def byte_pairs() -> Any:
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=330, min_frequency=1, initial_alphabet=alphabet, special_tokens=["<eos>", "<user>"]
+        vocab_size=330,
+        min_frequency=1,
+        show_progress=False,
+        initial_alphabet=alphabet,
+        special_tokens=["<eos>", "<user>"],
     )
     made.train_from_iterator(_TEXTS * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", chat_template=_TEMPLATE)

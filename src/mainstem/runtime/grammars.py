@@ -20,7 +20,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ MAX_BYTES = 1 << 18
 _CACHED = 128  # compiled grammars; those that requests still use live on without the cache
 _THREADS = 4  # that look for tokens; they hold no interpreter lock meanwhile
 _SHOWN = 60  # characters of a grammar in an error
+_END = "<|end of the answer|>"
 _REPLACEMENT = "\ufffd"
 _SAMPLE = '{"Zoë": [1, -2.5e3, "a b\\n"],\n  "x": null}'  # a tokenizer must give its bytes back
 
@@ -48,7 +50,7 @@ class Following(NamedTuple):
     """What may follow the tokens so far.
 
     Args:
-        tokens: bool [tokens of the tokenizer]: those that go on with the grammar.
+        tokens: bool [at least the tokens of the tokenizer]: those that go on with the grammar.
         may_end: whether the grammar is complete.
         problem: why it cannot be followed any further; empty: it can.
     """
@@ -63,12 +65,13 @@ class Matcher:
 
     Args:
         beginning: the grammar's state before the first token; shared, so it is copied before it changes.
+        end: see `_Vocabulary`.
         first: what may follow there.
         threads: look for what follows.
     """
 
-    def __init__(self, beginning: LLMatcher, first: Following, threads: ThreadPoolExecutor) -> None:
-        self._beginning, self._threads = beginning, threads
+    def __init__(self, beginning: LLMatcher, end: int, first: Following, threads: ThreadPoolExecutor) -> None:
+        self._beginning, self._end, self._threads = beginning, end, threads
         self._state: LLMatcher | None = None
         self._following: Following | Future[Following] = first
 
@@ -83,13 +86,13 @@ class Matcher:
         if self._state is None:
             self._state = self._beginning.deep_copy()
         if self._state.consume_token(token) and not self._state.is_stopped():
-            self._following = self._threads.submit(_following, self._state)
+            self._following = self._threads.submit(_following, self._state, self._end)
             return True
         self._following = _ended(self._state)
         return False
 
 
-def _following(state: LLMatcher) -> Following:
+def _following(state: LLMatcher, end: int) -> Following:
     try:
         bits = state.compute_bitmask()
     except ValueError as error:
@@ -97,6 +100,7 @@ def _following(state: LLMatcher) -> Following:
     if state.is_error():
         return _ended(state)
     tokens = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+    tokens[end] = False  # a token with this id may have logits
     return Following(tokens, state.is_accepting())
 
 
@@ -107,8 +111,8 @@ def _ended(state: LLMatcher) -> Following:
 class CompiledGrammar:
     """A grammar that answers can follow. Any number of threads may make matchers."""
 
-    def __init__(self, beginning: LLMatcher, first: Following, threads: ThreadPoolExecutor) -> None:
-        self._arguments = beginning, first, threads
+    def __init__(self, beginning: LLMatcher, end: int, first: Following, threads: ThreadPoolExecutor) -> None:
+        self._arguments = beginning, end, first, threads
 
     def matcher(self) -> Matcher:
         """Returns what follows one answer, from its beginning."""
@@ -131,7 +135,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()  # guards the cache and the count
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: _Vocabulary | None = None
         self._building = threading.Lock()  # guards that
         self._threads = ThreadPoolExecutor(_THREADS, "mainstem-grammar")  # starts none before the first grammar
 
@@ -175,22 +179,22 @@ class Grammars:
 
         words = _WORDS[grammar.kind]
         try:
-            beginning = LLMatcher(vocabulary, _spelled(grammar), log_level=0, limits=_limits())
+            beginning = LLMatcher(vocabulary.tokens, _spelled(grammar), log_level=0, limits=_limits())
         except (ValueError, TypeError) as error:
             raise BadArgument(name, shown, f"{words}: {error}") from error
-        first = _ended(beginning) if beginning.is_error() else _following(beginning)
+        first = _ended(beginning) if beginning.is_error() else _following(beginning, vocabulary.end)
         if first.problem:
             raise BadArgument(name, shown, f"{words}: {first.problem}")
         if not (first.may_end or first.tokens.any()):
             raise BadArgument(name, shown, f"{words} that the model's tokens can begin")
-        return CompiledGrammar(beginning, first, self._threads)
+        return CompiledGrammar(beginning, vocabulary.end, first, self._threads)
 
-    def _known_vocabulary(self) -> LLTokenizer:
+    def _known_vocabulary(self) -> _Vocabulary:
         with self._building:
             if self._vocabulary is None:
                 hint = "a grammar needs llguidance: pip install 'mainstem[server]'"
                 with needs("llguidance", hint, UnsupportedModel):
-                    self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
+                    self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size)
             return self._vocabulary
 
 
@@ -246,27 +250,40 @@ def _limits() -> LLParserLimits:
 # ---------------------------------------------------------------- tokenizers
 
 
-def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """Returns what llguidance knows of a tokenizer: the bytes of each token, and one token more, which ends an answer.
+class _Vocabulary(NamedTuple):
+    """What llguidance knows of a tokenizer: the bytes of each token, and one token more, which ends an answer.
 
     It must have such a token. Those of the model are not used for it: some have none, and requests may ignore it.
     """
-    from llguidance import LLTokenizer, TokenizerWrapper
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return LLTokenizer(TokenizerWrapper(_Texts(tokenizer, vocab_size)), vocab_size + 1, vocab_size)
-    from llguidance.hf import from_tokenizer
+    tokens: LLTokenizer
+    end: int
 
-    try:
-        size = max(vocab_size, len(tokenizer))
-        made = from_tokenizer(tokenizer, size + 1, size)
-        read = made.decode_bytes(tokenizer.encode(_SAMPLE, add_special_tokens=False)).decode(errors="replace")
-    except (ValueError, RuntimeError) as error:
-        raise UnsupportedModel(f"the tokenizer does not say which bytes its tokens stand for: {error}") from error
-    if read.removeprefix(" ") != _SAMPLE:
-        raise UnsupportedModel(f"the bytes of the tokenizer's tokens are unknown: {_SAMPLE!r} becomes {read!r}")
-    return made
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int) -> Self:
+        """Makes it from a tokenizer.
+
+        Raises:
+            UnsupportedModel: it is unknown which bytes the tokens stand for.
+        """
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            return cls(LLTokenizer(TokenizerWrapper(_Texts(tokenizer, vocab_size))), vocab_size)
+        backend.no_padding()
+        backend.no_truncation()
+        backend.add_special_tokens([_END])
+        try:
+            made = cls(LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(_END)), backend.token_to_id(_END))
+            read = made.tokens.decode_bytes(tokenizer.encode(_SAMPLE, add_special_tokens=False)).decode(
+                errors="replace"
+            )
+        except (ValueError, RuntimeError) as error:
+            raise UnsupportedModel(f"the tokenizer does not say which bytes its tokens stand for: {error}") from error
+        if read.removeprefix(" ") != _SAMPLE:
+            raise UnsupportedModel(f"the bytes of the tokenizer's tokens are unknown: {_SAMPLE!r} becomes {read!r}")
+        return made
 
 
 class _Texts:
@@ -285,9 +302,19 @@ class _Texts:
             raise UnsupportedModel("a grammar needs a fast tokenizer, or one that joins the texts of its tokens")
         self.eos_token_id = vocab_size
         self.tokens = [b"" if _REPLACEMENT in text else text.encode() for text in texts]
-        self.tokens += [b""] * (vocab_size - known) + [b"</s>"]
+        self.tokens += [b""] * (vocab_size - known) + [_END.encode()]
         self.special_token_ids = [vocab_size]
+        self._by_bytes = {text: token for token, text in enumerate(self.tokens[:vocab_size]) if text}
+        self._longest = max(map(len, self._by_bytes), default=0)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Returns no tokens: only texts that a grammar forces would be tokenised, and nothing asks for them."""
-        return []
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns the tokens of a text that a grammar forces, the longest first, as far as there are any."""
+        made, at = list[int](), 0
+        while at < len(text):
+            lengths = range(min(self._longest, len(text) - at), 0, -1)
+            length = next((length for length in lengths if text[at : at + length] in self._by_bytes), None)
+            if length is None:
+                break
+            made.append(self._by_bytes[text[at : at + length]])
+            at += length
+        return made
