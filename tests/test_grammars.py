@@ -67,7 +67,7 @@ def answer(grammar: Grammar, seed: int, most: int = 300, **params: Any) -> tuple
         if chosen[0] == eos:
             return tokenizer.decode(tokens), "eos"
         tokens.append(chosen[0])
-        if sampler.ended is not None:
+        if sampler.ended is not None or chosen[0] in made.stop_token_ids:
             return tokenizer.decode(tokens), sampler.ended
     return tokenizer.decode(tokens), None
 
@@ -317,11 +317,13 @@ def test_fewer_logits_than_tokens() -> None:
     assert logits.isfinite().any()
 
 
-def test_a_banned_word_gives_way_to_a_grammar_that_lets_nothing_else_follow() -> None:
+def test_a_ban_gives_way_to_a_grammar_that_lets_nothing_else_follow() -> None:
     ids = {text: byte_pairs().encode(text) for text in ("a", "b")}
     banned = {"bad_words": (tuple(ids["a"]),)}
     assert {answer(Grammar("regex", "[ab]"), seed, **banned)[0] for seed in range(9)} == {"b"}
     assert answer(Grammar("regex", "a"), 0, **banned) == ("a", "stop")
+    stops = {"stop_token_ids": tuple(ids["a"]), "min_tokens": 5}
+    assert answer(Grammar("regex", "ba"), 0, **stops)[0] == "ba"
 
 
 def test_penalties_and_biases_stay_within_the_grammar() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ MAX_BYTES = 1 << 18
 
 _CACHED = 128  # compiled grammars; those that requests still use live on without the cache
 _THREADS = 4  # that look for tokens; they hold no interpreter lock meanwhile
-_SHOWN = 60  # characters of a grammar in an error
+_SHOWN, _SAID = 60, 240  # characters in an error: of a grammar, of what llguidance says of it
 _END = "<|end of the answer|>"
 _REPLACEMENT = "\ufffd"
 _SAMPLE = '{"Zoë": [1, -2.5e3, "a b\\n"],\n  "x": null}'  # a tokenizer must give its bytes back
@@ -181,10 +182,10 @@ class Grammars:
         try:
             beginning = LLMatcher(vocabulary.tokens, _spelled(grammar), log_level=0, limits=_limits())
         except (ValueError, TypeError) as error:
-            raise BadArgument(name, shown, f"{words}: {error}") from error
+            raise BadArgument(name, shown, f"{words}: {_brief(str(error))}") from error
         first = _ended(beginning) if beginning.is_error() else _following(beginning, vocabulary.end)
         if first.problem:
-            raise BadArgument(name, shown, f"{words}: {first.problem}")
+            raise BadArgument(name, shown, f"{words}: {_brief(first.problem)}")
         if not (first.may_end or first.tokens.any()):
             raise BadArgument(name, shown, f"{words} that the model's tokens can begin")
         return CompiledGrammar(beginning, vocabulary.end, first, self._threads)
@@ -223,7 +224,7 @@ def _spelled(grammar: Grammar) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(_whole(grammar.text))
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in _texts(grammar)))
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(grammar))))
         case "lark":
             return grammar_from("grammar", grammar.text)
 
@@ -239,6 +240,11 @@ def _whole(regex: str) -> str:
     """Leaves out the anchors of a regular expression: it is one of the whole answer anyway."""
     escapes = len(regex) - 1 - len(regex[:-1].rstrip("\\"))
     return regex.removeprefix("^")[: -1 if regex.endswith("$") and escapes % 2 == 0 else None]
+
+
+def _brief(problem: str) -> str:
+    line = " ".join(problem.removesuffix("<non-verbose/>").split())
+    return line if len(line) <= _SAID else line[:_SAID] + "…"
 
 
 def _limits() -> LLParserLimits:

@@ -5,7 +5,7 @@
     grammar      minus infinity: what does not go on with it, and what ends the answer where it is not complete
     bans         minus infinity: what is not allowed, what would end the answer too early, what completes a banned word
 
-They apply in this order. A banned word gives way to a grammar that lets nothing else follow. Reported log-probabilities
+They apply in this order. A ban gives way to a grammar that lets nothing else follow. Reported log-probabilities
 are those of the model, before all of this.
 
 Penalties are those that open servers share: `presence` and `frequency` as in the OpenAI API reference, over the
@@ -93,6 +93,20 @@ class LogitsProcessor:
 
     def apply(self, logits: torch.Tensor) -> None:
         """Changes the logits of the next token, float32 [vocab], in place."""
+        if self._params.weighs_logits:
+            self._weigh(logits)
+        params = self._params
+        early = self._ends if len(self._answer) < params.min_tokens else []
+        banned = [*early, *(word[-1] for word in params.bad_words if self._completes(word))]
+        if self._matcher is not None:
+            allowed = self._allowed(self._matcher.following(), len(logits), early)
+            _ban(logits, ~allowed)
+            allowed[banned] = False
+            banned = banned if allowed.any() else []
+        logits[banned] = _BANNED
+
+    def _weigh(self, logits: torch.Tensor) -> None:
+        """Applies penalties, biases and what is not allowed."""
         if self._vectors is None:
             self._vectors = self._begin(logits)
         params, known = self._params, self._vectors
@@ -102,14 +116,6 @@ class LogitsProcessor:
         if params.frequency_penalty or params.presence_penalty:
             logits -= params.frequency_penalty * known.counts + params.presence_penalty * (known.counts > 0)
         logits += known.added
-        early = self._ends if len(self._answer) < params.min_tokens else []
-        words = [word[-1] for word in params.bad_words if self._completes(word)]
-        if self._matcher is not None:
-            allowed = self._allowed(self._matcher.following(), len(logits), early)
-            logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), _BANNED)
-            allowed[words] = False
-            words = words if allowed.any() else []
-        logits[[*early, *words]] = _BANNED
 
     def accept(self, token: int) -> None:
         """Notes the next token of the answer."""
@@ -169,6 +175,14 @@ class _Vectors(NamedTuple):
     counts: torch.Tensor
     seen: torch.Tensor
     added: torch.Tensor
+
+
+def _ban(logits: torch.Tensor, tokens: NDArray[np.bool_]) -> None:
+    """Bans tokens, bool [vocab]. On a CPU by NumPy: threads of PyTorch take longer to meet than the work takes."""
+    if logits.device.type == "cpu":
+        logits.numpy()[tokens] = _BANNED
+    else:
+        logits.masked_fill_(torch.from_numpy(tokens).to(logits.device), _BANNED)
 
 
 def _ends(params: SamplingParams, ends: Collection[int]) -> set[int]:

@@ -158,9 +158,13 @@ class SamplingParams(Settings):
     @property
     def shapes_logits(self) -> bool:
         """Whether they change logits before a token is sampled."""
-        limited = self.allowed_token_ids is not None or self.grammar is not None
-        banned = limited or self.bad_words or self.logit_bias or self.min_tokens
-        return bool(banned or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+        return self.weighs_logits or self.grammar is not None or bool(self.bad_words or self.min_tokens)
+
+    @property
+    def weighs_logits(self) -> bool:
+        """Whether they add to logits, or multiply them, by vectors over the vocabulary."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias or self.allowed_token_ids is not None)
 
 
 @dataclass(frozen=True)
