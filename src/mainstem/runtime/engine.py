@@ -43,6 +43,7 @@ from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
+from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.pools import HasPools, build_cache, counts_of, pool_sizes
 from mainstem.runtime.ranks import require_equal
@@ -137,7 +138,6 @@ class Engine:
         pages: pages of the first pool.
         max_context: positions that one request can have: the model's limit, or the pool's if it is smaller.
         vision: makes prompts of chats with images; None: the model takes none.
-        grammars: of requests; to compile one before `submit` does.
         has_states: the model has recurrent states, so the marks of requests count.
 
     Raises:
@@ -188,7 +188,6 @@ class Engine:
             if config.tiers.warm:
                 self._tiers.warm()
         self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
-        self.grammars = self._scheduler.grammars
         if self._tiers is not None and self._tiers.store is not None:
             report("measure", 0, 1)
             self._scheduler.measure()
@@ -324,6 +323,11 @@ class Engine:
             for stream in streams:
                 stream.cancel()
             raise
+
+    @property
+    def grammars(self) -> Grammars:
+        """Those of requests, to compile one before `submit` does."""
+        return self._scheduler.grammars
 
     @property
     def failure(self) -> BaseException | None:

@@ -712,21 +712,23 @@ class Scheduler:
         if not sequence.request.params.max_tokens:
             self._finish(sequence, "length")
             return
-        ended = choices.pop() if isinstance(choices[-1], str) else None
-        drafted, kept = sequence.take_draft(), max(len(choices) - 1, 0)
+        last = choices[-1]
+        ended = last if isinstance(last, str) else None
+        sampled = [choice for choice in choices if not isinstance(choice, str)]
+        drafted, kept = sequence.take_draft(), max(len(sampled) - 1, 0)
         if drafted:
             sequence.pace.observe(drafted, kept)
             self.totals.drafted_tokens += drafted
             self.totals.accepted_tokens += kept
-        for at, choice in enumerate(choices):
+        for at, choice in enumerate(sampled):
             if choice is None:
                 self._finish(sequence, "error", error=_NO_LOGITS)
                 return
             if at:
                 sequence.advance(1)
             token, logprob = choice
-            last = ended if at == len(choices) - 1 else None
-            self._process_token(sequence, token, () if logprob is None else (logprob,), last)
+            final = ended if at == len(sampled) - 1 else None
+            self._process_token(sequence, token, () if logprob is None else (logprob,), final)
             if sequence.id not in self._running:
                 return
         if ended is not None:  # no token at all
