@@ -599,6 +599,35 @@ def test_a_tokenizer_that_only_decodes(tokenizer: Any, size: int, pattern: str, 
     assert np.flatnonzero(following.tokens).tolist() == wanted
 
 
+def pieces() -> Any:
+    """A tokenizer as SentencePiece makes them: blanks are part of words, and rare characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz", "▁"]
+    known += [*'{}[]":,.-0123456789Z\n', "▁a", "ab", "▁ab"]
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
+    vocabulary = {text: token for token, text in enumerate(known)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def test_a_tokenizer_with_blanks_in_its_words_and_bytes_for_rare_characters() -> None:
+    tokenizer = pieces()
+    made = Grammars(tokenizer, len(tokenizer))
+    q = {tokenizer.encode("q")[-1], tokenizer.convert_tokens_to_ids("<0x71>")}
+    for text, *others in (["ab ab"], ["é ab"], ["xab é"], ["ab ab", "q"], ["é ab", "q"]):
+        matcher, tokens = made.compile(choice(text, *others)).matcher(), list[int]()
+        while not tokens or matcher.accept(tokens[-1]):
+            tokens.append(
+                next(token for token in np.flatnonzero(matcher.following().tokens).tolist() if token not in q)
+            )
+        assert tokenizer.decode(tokenizer.encode("z") + tokens) == "z" + text
+
+
 class Spaced(GhostTokenizer):
     """Joins words by blanks, so that the text of a token depends on where it is."""
 
