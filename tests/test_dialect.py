@@ -15,7 +15,7 @@ from mainstem.server.dialect import Dialect, TemplateTraits, speaking
 from mainstem.server.output import Reasoning, Text
 from mainstem.server.reasoning import THINKING
 from mainstem.server.tools import FORMATS, NO_TOOLS, Tool, Tooling
-from mainstem.settings.engine import SamplingParams
+from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
 TOOLS = (Tool("weather", "The weather.", CITY), Tool("time"))
@@ -156,16 +156,21 @@ def test_special_tokens_that_are_markers_have_text() -> None:
 REQUIRED = Tooling(TOOLS, "required")
 
 
-@pytest.mark.parametrize("special", [(), ("<think>", "</think>", "<tool_call>", "</tool_call>")])
-def test_grammars_of_required_calls(special: tuple[str, ...]) -> None:
+SPECIAL = [(), ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+ENDINGS = ("<think>\n", "<|im_start|>assistant\n", "</think>\n\n")  # opened, free, closed
+
+
+def taken(text: str, special: tuple[str, ...], tooling: Tooling, form: Grammar | None = None) -> tuple[bool, ...]:
+    """Whether an answer is one by the grammar, after each of the endings."""
     made, _ = dialect("hermes", special)
+    grammars = [made.grammar(tooling, ending, form) for ending in ENDINGS]
+    assert all(grammar is not None and grammar.kind == "lark" for grammar in grammars)
+    return tuple(Judge(grammar.text, special).takes(text) for grammar in grammars if grammar is not None)
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_grammars_of_required_calls(special: tuple[str, ...]) -> None:
     call = FORMATS["hermes"].written([ROME])
-    opened = made.grammar(REQUIRED, "<think>\n")
-    free = made.grammar(REQUIRED, "<|im_start|>assistant\n")
-    closed = made.grammar(REQUIRED, "</think>\n\n")
-    assert opened
-    assert free
-    assert closed
     expected = {
         f"Hm <b>\n</think>\n\n{call}": (True, False, False),
         f"<think>Hm</think>{call}": (not special, True, False),
@@ -173,13 +178,44 @@ def test_grammars_of_required_calls(special: tuple[str, ...]) -> None:
         "Hm</think>": (False, False, False),
         f"Hm</think>Hello{call}": (False, False, False),
     }
-    for text, taken in expected.items():
-        assert tuple(Judge(grammar, special).takes(text) for grammar in (opened, free, closed)) == taken, text
+    for text, answers in expected.items():
+        assert taken(text, special, REQUIRED) == answers, text
+        assert taken(text, special, REQUIRED, Grammar("json_object")) == answers, "the form is that of a text"
 
 
-def test_there_is_no_grammar_unless_calls_are_required() -> None:
+FORMS = {
+    "json_object": (Grammar("json_object"), '{"a": 1}', "[]"),
+    "json_schema": (Grammar("json_schema", '{"type":\n"array"}'), "[1]", "{}"),
+    "choice": (Grammar("choice", '["yes", "no/\\""]'), 'no/"', "maybe"),
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_is_that_of_the_text(special: tuple[str, ...], name: str) -> None:
+    form, fits, fails = FORMS[name]
+    tooling = Tooling(TOOLS)
+    call = FORMATS["hermes"].written([ROME])
+    for text, fine in ((fits, True), (call, True), (fails, False), (fits + fits, False)):
+        assert taken(f"Hm</think>\n\n{text}", special, tooling, form) == (fine, False, False), text
+        assert taken(text, special, tooling, form) == (False, fine, fine), text
+    made, _ = dialect("hermes", special)
+    only = made.grammar(NO_TOOLS, ENDINGS[0], form)
+    assert only is not None
+    judge = Judge(only.text, special)
+    assert judge.takes(f"Hm</think>{fits}")
+    assert not judge.takes(f"Hm</think>{call}")
+
+
+def test_grammars_that_stay_as_they_are() -> None:
     made, _ = dialect("hermes")
-    assert made.grammar(Tooling(TOOLS)) is made.grammar(Tooling(TOOLS, "none")) is made.grammar(NO_TOOLS) is None
+    for tooling in (Tooling(TOOLS), Tooling(TOOLS, "none"), NO_TOOLS):
+        assert made.grammar(tooling) is None
+    form = Grammar("json_object")
+    assert made.grammar(NO_TOOLS, "</think>", form) is form
+    assert dialect("chatml")[0].grammar(NO_TOOLS, "", form) is form
+    for own in (Grammar("regex", "a+"), Grammar("lark", 'start: "a"'), Grammar("json_schema", "true")):
+        assert made.grammar(Tooling(TOOLS), "<think>", own) is own
 
 
 def test_the_scripted_tokenizer_is_spoken_to_in_plain_words() -> None:

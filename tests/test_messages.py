@@ -220,6 +220,23 @@ def test_the_choice_of_tools_arrives(choice: str, calls: bool) -> None:
     assert (body["content"][0]["type"] == "tool_use") == calls
 
 
+def test_the_form_of_the_answer_and_of_calls_is_held_by_a_grammar() -> None:
+    engine = FakeEngine()
+    server = client(engine, tool_call_parser="hermes")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    asks: list[dict[str, Any]] = [
+        {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        {"tools": [WEATHER], "tool_choice": {"type": "any"}},
+        {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}},
+        {"tools": [WEATHER], "tool_choice": {"type": "auto"}},
+    ]
+    for fields in asks:
+        assert ask(server, **fields).status_code == 200
+    held, some, one, free = (stream.request.params.grammar for stream in engine.streams)
+    assert held.kind == "json_schema" and json.loads(held.text) == schema
+    assert (some.kind, one.kind, free) == ("lark", "lark", None) and "weather" in some.text
+
+
 def test_parallel_use_can_be_switched_off() -> None:
     server = client(FakeEngine(lambda prompt: CALL + CALL), tool_call_parser="hermes")
     choice = {"type": "auto", "disable_parallel_tool_use": True}
@@ -302,6 +319,9 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: there is no tool"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display: not supported; omit it"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort: not supported"),
+        ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type: invalid enum value 'json'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: this field is required"),
         ({"container": "c"}, "container: not supported; omit it"),
         ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics: not supported; omit it or use {}"),
         ({"max_tokenz": 1}, "max_tokenz: unknown field; did you mean max_tokens?"),

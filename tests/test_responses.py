@@ -163,6 +163,33 @@ def test_logprobs_come_where_they_are_asked_for() -> None:
     assert all(event.get("logprobs", []) == [] for event in deltas)
 
 
+def test_the_form_of_the_answer_and_of_calls_is_held_by_a_grammar() -> None:
+    engine = FakeEngine()
+    server = client(engine, tool_call_parser="hermes")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    formats: list[Any] = [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "name": "place", "schema": schema, "strict": True},
+    ]
+    for format in formats:
+        body = ask(server, text={"format": format}).json()
+        assert body["text"]["format"]["type"] == format["type"]
+    for choice in ("auto", "required", {"type": "function", "name": "weather"}):
+        assert ask(server, tools=[WEATHER], tool_choice=choice).json()["tool_choice"]
+    grammars = [stream.request.params.grammar for stream in engine.streams]
+    assert [None if grammar is None else grammar.kind for grammar in grammars] == [
+        None,
+        "json_object",
+        "json_schema",
+        None,
+        "lark",
+        "lark",
+    ]
+    assert json.loads(grammars[2].text) == schema
+    assert "weather" in grammars[4].text
+
+
 # --- conversations ------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +379,12 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
             "tool_choice.tools[0].name",
             "no tool named",
         ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "required with type 'json_schema'",
+        ),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid enum value"),
         ({"background": True}, "background", "not supported; omit it or use false"),
         ({"conversation": "conv_1"}, "conversation", "not supported; omit it"),
         ({"truncation": "auto"}, "truncation", 'omit it or use "disabled"'),

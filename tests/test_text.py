@@ -1,6 +1,7 @@
 import random
 
 import pytest
+from rigs.templates import byte_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -102,6 +103,17 @@ def test_special_tokens_read_as_nothing_however_many_there_are() -> None:
     tokens = [eos] * 30 + BYTE_LEVEL.encode("hello ") + [eos] * 30 + BYTE_LEVEL.encode("é!") + [eos]
     pieces, _ = _pieces(BYTE_LEVEL, tokens)
     assert "".join(pieces) == "hello é!"
+
+
+def test_hidden_tokens_read_as_nothing_and_other_special_ones_as_they_are_spelled() -> None:
+    tokenizer = byte_tokenizer("chatml", ["<call>", "<other>"])
+    call, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<call>", "<other>"))
+    letters = tokenizer.encode("né")
+    detokenizer = Detokenizer(tokenizer, context=[other, call], skip_special=False, hidden=frozenset([other, 0]))
+    tokens = [other, *letters[:1], other, 0, *letters[1:2], other, *letters[2:], call, other, other, other]
+    shown = [detokenizer.push(token) for token in tokens]
+    assert "".join(shown) + detokenizer.flush() == "né<call>"
+    assert shown[-4] == "<call>", "at once"
 
 
 def test_bytes_that_never_become_a_character_are_shown_at_last() -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ import httpx
 import numpy as np
 import pytest
 from machine import eventually, patience
+from rigs.byte_pairs import byte_pairs
 from rigs.greedy import family_of_prompts
 from rigs.scheduler import Bench
 from rigs.servers import free_port, valkey
@@ -39,6 +41,7 @@ from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import (
     EngineConfig,
+    Grammar,
     HostPolicy,
     HostSize,
     ModelConfig,
@@ -226,6 +229,24 @@ def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
         (answer,) = engine.generate([documents(1)[0]], params)
         (again,) = engine.generate([[*documents(1)[0], *answer.tokens]], params)
         assert again.usage.cached_tokens == (len(documents(1)[0]) + 3 * PAGE - 1) // PAGE * PAGE
+
+
+def test_a_grammar_is_followed_by_all_ranks_and_known_to_one(opened: Open, tmp_path: Path) -> None:
+    tiny("llama", **LLAMA, vocab_size=352, max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
+    byte_pairs().save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=60, grammar=Grammar("regex", "(?:yes|no){2,9}!"), ignore_eos=True)
+    prompt = list(range(5, 25))
+
+    def followed(ranks: int) -> list[Completion]:
+        with opened(str(tmp_path), ranks) as engine:
+            answers = engine.generate([prompt, prompt], params) + engine.generate([prompt], params)
+            assert engine.stats().totals.grammar_requests == 3
+            return answers
+
+    one, two = followed(1), followed(2)
+    assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
+    for answer in two:
+        assert answer.finish_reason == "stop" and re.fullmatch("(?:yes|no){2,9}!", answer.text)
 
 
 @pytest.mark.slow

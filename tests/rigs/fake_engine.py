@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.events.publisher import EventStats
+from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
 from mainstem.runtime.scheduler import Totals
 from mainstem.runtime.vision import VisionStats
@@ -84,6 +85,7 @@ class FakeStats:
     adapters: int
     totals: Totals
     cache: CacheStats
+    compiled_grammars: int = 0
     tiers: TierStats | None = None
     vision: VisionStats | None = None
     events: EventStats | None = None
@@ -191,6 +193,7 @@ class FakeEngine:
         self.max_context = max_context
         self.max_waiting = max_waiting
         self.tokenizer = FakeTokenizer()
+        self.grammars = Grammars(self.tokenizer, 256)
         self.config = EngineConfig()
         self.streams: list[FakeStream] = []
         self.failure: BaseException | None = None
@@ -232,6 +235,7 @@ class FakeEngine:
             adapters=len(self.adapters),
             totals=Totals(requests=len(self.streams), prompt_tokens=asked, cached_tokens=hit),
             cache=cache_stats(asked, hit),
+            compiled_grammars=self.grammars.compiled,
             vision=self.images,
         )
 

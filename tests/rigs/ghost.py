@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mainstem.cache import Pool
 from mainstem.components import Component, Full, Local, State, Window, by_name
+from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.processor import LogitsProcessor
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
@@ -277,14 +278,19 @@ def prompt(seed: int | float | str, length: int) -> list[int]:
 def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
     """Returns the expected tokens, text and finish reason of a request, without pages, batches or a cache."""
     params = request.params
-    processor = LogitsProcessor(params, request.tokens, {EOS}) if params.shapes_logits else None
+    grammar = None if params.grammar is None else Grammars(GhostTokenizer(), VOCAB).compile(params.grammar)
+    processor = LogitsProcessor(params, request.tokens, {EOS}, grammar) if params.shapes_logits else None
     sampler = Sampler(params, random.Random(0), processor)
     text = Detokenizer(GhostTokenizer(), params.stop, shows_stop=params.include_stop_str_in_output)
     hash_ = chain(symbols_of(request.tokens, request.images))
     tokens: list[int] = []
     out, reason = "", None if params.max_tokens else "length"
     while reason is None:
-        ((token, _),) = sample(logits(hash_).unsqueeze(0), [sampler])
+        (choice,) = sample(logits(hash_).unsqueeze(0), [sampler])
+        if not isinstance(choice, tuple):
+            reason = choice
+            break
+        token = choice[0]
         hash_ = chain([token], hash_)
         tokens.append(token)
         if (token == EOS and not params.ignore_eos) or token in params.stop_token_ids:
@@ -292,5 +298,6 @@ def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
             out += text.push(token) if params.include_stop_str_in_output else ""
             break
         out += text.push(token)
-        reason = "stop" if text.stop is not None else "length" if len(tokens) == params.max_tokens else None
+        last = "length" if len(tokens) == params.max_tokens else None
+        reason = "stop" if text.stop is not None else sampler.ended or last
     return tuple(tokens), out + text.flush(), reason

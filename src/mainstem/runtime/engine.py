@@ -43,6 +43,7 @@ from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
+from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.pools import HasPools, build_cache, counts_of, pool_sizes
 from mainstem.runtime.ranks import require_equal
@@ -102,6 +103,7 @@ class EngineStats:
         adapters: loaded adapters.
         totals: of the scheduler, since the start.
         cache: counts of the cache.
+        compiled_grammars: since the start.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
         events: of the publisher of events, if there is one.
@@ -112,6 +114,7 @@ class EngineStats:
     adapters: int
     totals: scheduler.Totals
     cache: CacheStats
+    compiled_grammars: int
     tiers: TierStats | None = None
     vision: VisionStats | None = None
     events: EventStats | None = None
@@ -216,7 +219,8 @@ class Engine:
         Raises:
             RequestTooLong: it could never fit.
             BadTokens: a token is outside the vocabulary.
-            BadArgument: its namespace names an adapter that is not loaded.
+            BadArgument: its namespace names an adapter that is not loaded, or its grammar does not compile.
+            UnsupportedModel: it has a grammar, which this model cannot follow.
             EngineFull: `max_waiting` requests wait already.
             EngineClosed: the engine is draining, is closed or has failed; the cause says why.
         """
@@ -319,6 +323,11 @@ class Engine:
             for stream in streams:
                 stream.cancel()
             raise
+
+    @property
+    def grammars(self) -> Grammars:
+        """Those of requests, to compile one before `submit` does."""
+        return self._scheduler.grammars
 
     @property
     def failure(self) -> BaseException | None:
@@ -461,6 +470,7 @@ class Engine:
         else:
             self._end(None)
         finally:
+            self.grammars.close()
             try:
                 self._close_tiers()
             finally:
@@ -599,6 +609,7 @@ class Engine:
             adapters=len(self._model.adapters.names),
             totals=deepcopy(self._scheduler.totals),
             cache=self._cache.stats(),
+            compiled_grammars=self.grammars.compiled,
             tiers=None if self._tiers is None else self._tiers.stats(),
             vision=None if self.vision is None else self.vision.stats(),
             events=None if self._publisher is None else self._publisher.stats(self._cache.events_dropped),

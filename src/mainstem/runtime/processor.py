@@ -2,9 +2,11 @@
 
     penalties    tokens that have come before become less likely
     biases       are added
+    grammar      minus infinity: what does not go on with it, and what ends the answer where it is not complete
     bans         minus infinity: what is not allowed, what would end the answer too early, what completes a banned word
 
-They apply in this order. Reported log-probabilities are those of the model, before all of this.
+They apply in this order. A ban gives way to a grammar that lets nothing else follow. Reported log-probabilities
+are those of the model, before all of this.
 
 Penalties are those that open servers share: `presence` and `frequency` as in the OpenAI API reference, over the
 answer; `repetition` as in CTRL (arXiv 1909.05858), over the prompt and the answer.
@@ -12,17 +14,25 @@ answer; `repetition` as in CTRL (arXiv 1909.05858), over the prompt and the answ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
+from mainstem.runtime.grammars import CompiledGrammar, Following
 from mainstem.settings.engine import SamplingParams
 
+log = logging.getLogger(__name__)
+
 _BANNED = float("-inf")
+
+
+Ended = Literal["stop", "length"]
+"""Why an answer ends after its last token."""
 
 
 def check_rules(params: SamplingParams, ends: Collection[int], vocab_size: int) -> None:
@@ -61,15 +71,42 @@ class LogitsProcessor:
         params: the rules.
         prompt: int32 [n].
         ends: the tokens that end an answer, besides those of `params`.
+        grammar: that of `params`, compiled; None: there is none, or `apply` is never called.
+
+    Attributes:
+        ended: why no token can follow: "stop" where the grammar is complete, "length" where it cannot be followed any
+            further. None: one can.
     """
 
-    def __init__(self, params: SamplingParams, prompt: NDArray[np.int32], ends: Collection[int]) -> None:
-        self._params, self._ends = params, [*_ends(params, ends)]
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: NDArray[np.int32],
+        ends: Collection[int],
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        self._params, self._ends, self._model_ends = params, [*_ends(params, ends)], [*ends]
         self._prompt, self._answer = prompt, list[int]()
         self._vectors: _Vectors | None = None  # from the first logits on
+        self._matcher = None if grammar is None else grammar.matcher()
+        self.ended: Ended | None = None
 
     def apply(self, logits: torch.Tensor) -> None:
         """Changes the logits of the next token, float32 [vocab], in place."""
+        if self._params.weighs_logits:
+            self._weigh(logits)
+        params = self._params
+        early = self._ends if len(self._answer) < params.min_tokens else []
+        banned = [*early, *(word[-1] for word in params.bad_words if self._completes(word))]
+        if self._matcher is not None:
+            allowed = self._allowed(self._matcher.following(), len(logits), early)
+            _ban(logits, ~allowed)
+            allowed[banned] = False
+            banned = banned if allowed.any() else []
+        logits[banned] = _BANNED
+
+    def _weigh(self, logits: torch.Tensor) -> None:
+        """Applies penalties, biases and what is not allowed."""
         if self._vectors is None:
             self._vectors = self._begin(logits)
         params, known = self._params, self._vectors
@@ -79,8 +116,6 @@ class LogitsProcessor:
         if params.frequency_penalty or params.presence_penalty:
             logits -= params.frequency_penalty * known.counts + params.presence_penalty * (known.counts > 0)
         logits += known.added
-        early = self._ends if len(self._answer) < params.min_tokens else []
-        logits[[*early, *(word[-1] for word in params.bad_words if self._completes(word))]] = _BANNED
 
     def accept(self, token: int) -> None:
         """Notes the next token of the answer."""
@@ -88,6 +123,25 @@ class LogitsProcessor:
         if self._vectors is not None:
             self._vectors.counts[token] += 1
             self._vectors.seen[token] = True
+        if self._matcher is not None and token not in self._ends and not self._matcher.accept(token):
+            self._end(self._matcher.following())
+
+    def _allowed(self, following: Following, vocab_size: int, early: Collection[int]) -> NDArray[np.bool_]:
+        """Returns which tokens a grammar allows, bool [vocab_size]; ends the answer if it allows none."""
+        allowed = np.zeros(vocab_size, np.bool_)  # more tokens than the tokenizer knows may have logits
+        known = following.tokens[:vocab_size]
+        allowed[: len(known)] = known
+        allowed[self._model_ends] = False
+        if following.may_end and not early:
+            allowed[self._ends] = True
+        if not allowed.any():
+            self._end(following)
+        return allowed
+
+    def _end(self, following: Following) -> None:
+        self.ended = "stop" if following.may_end else "length"
+        if not following.may_end:
+            log.warning("an answer cannot follow its grammar any further: %s", following.problem or "no token fits")
 
     def _completes(self, word: Sequence[int]) -> bool:
         """Returns whether the last token of a word would complete it."""
@@ -121,6 +175,14 @@ class _Vectors(NamedTuple):
     counts: torch.Tensor
     seen: torch.Tensor
     added: torch.Tensor
+
+
+def _ban(logits: torch.Tensor, tokens: NDArray[np.bool_]) -> None:
+    """Bans tokens, bool [vocab]. On a CPU by NumPy: threads of PyTorch take longer to meet than the work takes."""
+    if logits.device.type == "cpu":
+        logits.numpy()[tokens] = _BANNED
+    else:
+        logits.masked_fill_(torch.from_numpy(tokens).to(logits.device), _BANNED)
 
 
 def _ends(params: SamplingParams, ends: Collection[int]) -> set[int]:

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.runtime.processor import LogitsProcessor
+from mainstem.runtime.processor import Ended, LogitsProcessor
 from mainstem.runtime.request import TokenLogprob
 from mainstem.settings.engine import SamplingParams
 
 _FEW = (256, 4096)  # tokens among which those are looked for that reach top_p
 _AT_ONCE = 1 << 17  # logits on a CPU: more of them take fresh memory, which takes longer than computing them
 
-Choice: TypeAlias = tuple[int, TokenLogprob | None] | None
-"""A token and its logprob if requested; None where the logits hold NaN or +inf."""
+Choice: TypeAlias = tuple[int, TokenLogprob | None] | Ended | None
+"""A token and its logprob if requested; why none can follow; None where the logits hold NaN or +inf."""
 
 
 class Sampler:
@@ -47,6 +47,11 @@ class Sampler:
         self.params, self.processor = params, processor
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    @property
+    def ended(self) -> Ended | None:
+        """Why the rules let no token follow those that were sampled; None: they let one."""
+        return None if self.processor is None else self.processor.ended
 
     def uniform(self) -> float:
         """Returns the next random number, in [0, 1)."""
@@ -88,7 +93,8 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
         samplers: one per row.
 
     Returns:
-        (token, its logprob if requested) for each row; None for a row that holds NaN or +inf.
+        (token, its logprob if requested) for each row; why there is none, for a row whose rules allow none; None for a
+        row that holds NaN or +inf.
     """
     assert logits.shape[0] == len(samplers)
     if not samplers:
@@ -104,6 +110,9 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice]:
             tokens[row] = token
     choices: list[Choice] = []
     for row, sampler in enumerate(samplers):
+        if sampler.ended is not None:
+            choices.append(sampler.ended)
+            continue
         if not math.isfinite(peaks[row]):
             choices.append(None)
             continue
@@ -140,7 +149,7 @@ def verify(
         drafts: one per request, int32 [any number].
 
     Returns:
-        For each request its choices, at least one, see `sample`. Only the last may be None.
+        For each request its choices, at least one, see `sample`. Only the last may be no token.
     """
     first = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1]
     chosen: list[list[Choice]] = [[] for _ in samplers]
@@ -150,14 +159,17 @@ def verify(
         choices = sample(rows, [samplers[i] for i in going])
         for i, choice in zip(going, choices, strict=True):
             chosen[i].append(choice)
+            if isinstance(choice, tuple) and (ended := samplers[i].ended) is not None:
+                chosen[i].append(ended)
         going = [i for i in going if at < len(drafts[i]) and _token(chosen[i][at]) == drafts[i][at]]
+        going = [i for i in going if samplers[i].ended is None]
         if not going:
             break
     return chosen
 
 
 def _token(choice: Choice) -> int | None:
-    return None if choice is None else choice[0]
+    return choice[0] if isinstance(choice, tuple) else None
 
 
 def _draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:

@@ -57,7 +57,9 @@ from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import look_up
-from mainstem.runtime.processor import LogitsProcessor, check_rules
+from mainstem.runtime.grammars import CompiledGrammar, Grammars
+from mainstem.runtime.meter import Meter
+from mainstem.runtime.processor import Ended, LogitsProcessor, check_rules
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
@@ -69,7 +71,6 @@ from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class Totals:
         preemptions: times a running request was preempted.
         errors: requests that ended with an error.
         stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
+        grammar_requests: added with a grammar.
         checkpoints: states kept at planned positions of prompts, by reason.
     """
 
@@ -135,6 +137,7 @@ class Totals:
     preemptions: int = 0
     errors: int = 0
     stateless_tokens: int = 0
+    grammar_requests: int = 0
     checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
 
     @property
@@ -156,6 +159,9 @@ class Scheduler:
         clock: monotonic, in seconds.
         random: the source of seeds for requests without one.
         ranks: the processes that serve the model together: each schedules the same, and rank 0 samples for all.
+
+    Attributes:
+        grammars: of requests; only rank 0 compiles any.
     """
 
     def __init__(
@@ -175,6 +181,7 @@ class Scheduler:
         self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
         self._tiers: Tiers | None = cache.tiers
         self._limits, self._max_context, self._eos = limits, max_context, eos
+        self.grammars = Grammars(tokenizer, runner.vocab_size)
         self._clock, self._random, self._ranks = clock, random, ranks
         self._now_s = clock()  # of this step, the same on all ranks
         self._waiting: dict[str, Sequence] = {}
@@ -186,7 +193,7 @@ class Scheduler:
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
-        self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
+        self._meter = Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
     def idle_s(self) -> float | None:
@@ -218,9 +225,12 @@ class Scheduler:
         Raises:
             RequestTooLong: it exceeds the context or the pool; the message gives the numbers.
             BadTokens: a token is outside the vocabulary.
-            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none.
+            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none; or its
+                grammar does not compile.
+            UnsupportedModel: it has a grammar, which this model cannot follow.
         """
         check_rules(request.params, self._eos, self._runner.vocab_size)
+        self._compiled(request)
         prompt, new = len(request.tokens), request.params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens = {new}"
         longest = max((image.length for image in request.images), default=0)
@@ -237,6 +247,10 @@ class Scheduler:
             self._check_local(name, row, min(prompt, max(longest, self._limits.token_budget)))
         images = spliced_images(request)
         return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
+
+    def _compiled(self, request: Request) -> CompiledGrammar | None:
+        grammar = request.params.grammar
+        return None if grammar is None or self._ranks.rank > 0 else self.grammars.compile(grammar)
 
     def _check_local(self, name: str, row: Local, chunk: int) -> None:
         size, total = self._cache.page_size, self._cache.pools[name].total
@@ -263,12 +277,13 @@ class Scheduler:
         prompt = self.check(request) if prompt is None else prompt
         arrived_s = self._clock() if arrived_s is None else arrived_s
         params = request.params
-        processor = LogitsProcessor(params, request.tokens, self._eos) if params.shapes_logits else None
-        sampler = Sampler(params, self._random, processor)
+        rules = (params, request.tokens, self._eos, self._compiled(request)) if params.shapes_logits else None
+        sampler = Sampler(params, self._random, None if rules is None else LogitsProcessor(*rules))
         shown = (params.skip_special_tokens, params.include_stop_str_in_output, params.hidden_tokens)
         text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
         self._waiting[id] = sequence = Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
+        self.totals.grammar_requests += params.grammar is not None
         self._idle = False
         for other in self._running.values():
             self._request_checkpoint(other, sequence)
@@ -697,23 +712,31 @@ class Scheduler:
         if not sequence.request.params.max_tokens:
             self._finish(sequence, "length")
             return
-        drafted, kept = sequence.take_draft(), len(choices) - 1
+        last = choices[-1]
+        ended = last if isinstance(last, str) else None
+        sampled = [choice for choice in choices if not isinstance(choice, str)]
+        drafted, kept = sequence.take_draft(), max(len(sampled) - 1, 0)
         if drafted:
             sequence.pace.observe(drafted, kept)
             self.totals.drafted_tokens += drafted
             self.totals.accepted_tokens += kept
-        for at, choice in enumerate(choices):
+        for at, choice in enumerate(sampled):
             if choice is None:
                 self._finish(sequence, "error", error=_NO_LOGITS)
                 return
             if at:
                 sequence.advance(1)
             token, logprob = choice
-            self._process_token(sequence, token, () if logprob is None else (logprob,))
+            final = ended if at == len(sampled) - 1 else None
+            self._process_token(sequence, token, () if logprob is None else (logprob,), final)
             if sequence.id not in self._running:
                 return
+        if ended is not None:  # no token at all
+            self._finish(sequence, ended)
 
-    def _process_token(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _process_token(
+        self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...], ended: Ended | None
+    ) -> None:
         """Appends a sampled token to its sequence, and reports it; ends the request if it was the last."""
         params = sequence.request.params
         self.totals.generated_tokens += 1
@@ -727,6 +750,8 @@ class Scheduler:
         delta = Delta(sequence.text.push(token), (token,), logprobs)
         if sequence.text.stop is not None:
             self._finish(sequence, "stop", delta)
+        elif ended is not None:
+            self._finish(sequence, ended, delta)
         elif sequence.generated == params.max_tokens:
             self._finish(sequence, "length", delta)
         else:
@@ -741,35 +766,6 @@ class Scheduler:
         text = last.text + _flush(sequence)
         usage, stop = sequence.usage(self._clock()), sequence.text.stop
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
-
-
-class _Meter:
-    """Measures forwards for the estimate of prefill times.
-
-    On a GPU, a forward that samples nothing may still run when the call returns. Its time is measured together with
-    that of the next forward that samples.
-    """
-
-    def __init__(self, prefill: PrefillCost | None, clock: abc.Callable[[], float]) -> None:
-        self._prefill, self._clock = prefill, clock
-        self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
-        self._began_s = 0.0
-
-    def begin(self, scheduled: abc.Sequence[tuple[Sequence, int]]) -> None:
-        if not self._parts:
-            self._began_s = self._clock()
-        if any(sequence.loading for sequence, _ in scheduled):
-            self.drop()  # it also waits for pages
-        elif any(sequence.prefilling for sequence, _ in scheduled):
-            self._parts += [(n, sequence.computed) for sequence, n in scheduled]
-
-    def end(self) -> None:
-        if self._prefill is not None:
-            self._prefill.observe(self._parts, self._clock() - self._began_s)
-        self.drop()
-
-    def drop(self) -> None:
-        self._parts = []
 
 
 def _flush(sequence: Sequence) -> str:

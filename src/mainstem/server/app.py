@@ -12,6 +12,7 @@ thread.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import secrets
@@ -65,6 +66,7 @@ from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Owner, ResponseStore
 from mainstem.server.responses import Responses
 from mainstem.server.tools import NO_TOOLS, Tooling
+from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -415,10 +417,17 @@ class _Service:
         ask = task.request
         with errors.renamed(task.names):
             self._check_model(ask.model)
+            self._check_grammar(ask)
             tenant = tenant if self._access.separates else None
             namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
             prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask)]
             return task, [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+
+    def _check_grammar(self, ask: Ask) -> None:
+        """Compiles the grammar of a request, if there is one, so that `submit` finds it; errors name the field."""
+        asked = ask.asked()
+        if asked is not None:
+            self._engine.grammars.compile(asked.grammar, asked.field)
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
@@ -466,18 +475,35 @@ class _Service:
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
         """Returns one request per choice; without a seed all choices share the same request."""
         room = self._engine.max_context - len(prompt.tokens)
-        words = self._prompts.words(ask.bad_words or ())
+        words, ending = self._prompts.words(ask.bad_words or ()), self._prompts.ending(prompt.tokens)
 
         def request(choice: int) -> Request:
             params = replace(ask.params(room, choice), bad_words=words)
             if isinstance(ask, ChatRequest):
-                params = self._dialect.shown(params, ask.tooling())
+                params = self._spoken(params, ask.tooling(), ending)
             given = (params, namespace, ask.priority or 0)
             return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
 
         if ask.seed is None:
             return [request(0)] * ask.choices
         return [request(choice) for choice in range(ask.choices)]
+
+    def _spoken(self, params: SamplingParams, tooling: Tooling, ending: str) -> SamplingParams:
+        """Returns parameters of an answer in the model's own forms of calls and thoughts."""
+        grammar = self._dialect.grammar(tooling, ending, params.grammar)
+        if grammar is not None and grammar != params.grammar:
+            self._compile_calls(grammar, tooling)
+        return self._dialect.shown(replace(params, grammar=grammar), tooling)
+
+    def _compile_calls(self, grammar: Grammar, tooling: Tooling) -> None:
+        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause."""
+        try:
+            self._engine.grammars.compile(grammar, "tools")
+        except BadArgument:
+            for i, tool in enumerate(tooling.tools):
+                schema = Grammar("json_schema", json.dumps(tool.parameters))
+                self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
+            raise
 
     def _submit(self, asked: Sequence[Request]) -> list[Stream]:
         """Submits all requests or none."""

@@ -17,7 +17,7 @@ from mainstem.runtime.prompts import ANSWER, Prompts
 from mainstem.server.output import OutputParser, PlainText
 from mainstem.server.reasoning import THINKING, ReasoningParser, Thinking, thinking_of
 from mainstem.server.tools import FORMATS, NO_TOOLS, CallFormat, Tool, Tooling, format_of
-from mainstem.settings.engine import SamplingParams
+from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
@@ -70,38 +70,42 @@ class Dialect:
             return rest
         return ReasoningParser(self.thinking, self.thinking.opened(ending), rest)
 
-    def grammar(self, tooling: Tooling, ending: str = "") -> str | None:
-        """Returns the grammar that holds an answer to calls, where they are required; else None.
+    def grammar(self, tooling: Tooling, ending: str = "", form: Grammar | None = None) -> Grammar | None:
+        """Returns the grammar that an answer is held to, or None.
 
-        The arguments are `parser`'s. A model may think before: it must, where the prompt has opened a thought.
+        It is held to calls where they are required, and otherwise to a form that the request asks for: then calls are
+        allowed besides. A model may think before: it must, where the prompt has opened a thought.
 
-        Returns:
-            A grammar in the dialect of Lark that llguidance reads.
+        Args:
+            tooling: the tools of the request.
+            ending: the last text of the prompt.
+            form: of the answer without calls and thoughts. One that is a grammar of its own is not combined with them.
         """
-        if tooling.choice != "required":
-            return None
-        special = {text: self.special[text] for text in self._markers if text in self.special}
-        start, thought = "calls", ""
-        if self.thinking is not None and not self.thinking.closed(ending):
+        required, thinks = tooling.choice == "required", self.thinking is not None and not self.thinking.closed(ending)
+        answer = None if required or form is None else _rule(form)
+        if not required and (answer is None or not (thinks or tooling.callable)):
+            return form
+        special = {text: self.special[text] for text in self._markers() if text in self.special}
+        rules = [] if answer is None else [f"answer: {answer}"]
+        rules += [self.calls.grammar(tooling, special)] if tooling.callable else []
+        start = " | ".join(rule.partition(":")[0] for rule in rules)
+        if self.thinking is not None and thinks:
             begin, end = (_term(text, special) for text in (self.thinking.begin, self.thinking.end))
             ended = f": /(?s:.*)/ {end}" if self.thinking.end in special else f"[suffix={end}]: /(?s:.*)/"
-            thought = f"\nthought{ended}"
-            rest = "thought /\\s{0,2}/"
-            start = f"{rest} calls" if self.thinking.opened(ending) else f"({begin} {rest})? calls"
-        return f"start: {start}\n{self.calls.grammar(tooling, special)}{thought}"
+            rules.append(f"thought{ended}")
+            before = "thought /\\s{0,2}/"
+            start = f"{before} ({start})" if self.thinking.opened(ending) else f"({begin} {before})? ({start})"
+        return Grammar("lark", "\n".join([f"start: {start}", *rules]))
 
     def shown(self, params: SamplingParams, tooling: Tooling) -> SamplingParams:
         """Returns parameters whose text has the markers that the parser needs, though they are special tokens."""
-        needed = {self.special[text] for text in self._markers_of(tooling) if text in self.special}
+        needed = {self.special[text] for text in self._markers(tooling) if text in self.special}
         if not needed or not params.skip_special_tokens:
             return params
         return replace(params, skip_special_tokens=False, hidden_tokens=frozenset(self.special.values()) - needed)
 
-    @property
-    def _markers(self) -> tuple[str, ...]:
-        return self._markers_of(None)
-
-    def _markers_of(self, tooling: Tooling | None) -> tuple[str, ...]:
+    def _markers(self, tooling: Tooling | None = None) -> tuple[str, ...]:
+        """Returns the markers of thoughts, and those of calls unless there are no tools that may be called."""
         thoughts = () if self.thinking is None else (self.thinking.begin, self.thinking.end)
         return (*thoughts, *(self.calls.markers if tooling is None or tooling.callable else ()))
 
@@ -265,3 +269,14 @@ def _parsed(arguments: str) -> Any:
 
 def _term(text: str, special: Mapping[str, int]) -> str:
     return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+
+def _rule(form: Grammar) -> str | None:
+    """Returns a form as a rule of Lark; None: it cannot be one."""
+    if form.kind == "json_object":
+        return '%json {"type": "object"}'
+    if form.kind == "json_schema" and form.text.lstrip().startswith("{"):
+        return f"%json {form.text}"
+    if form.kind == "choice":
+        return " | ".join(json.dumps(text) for text in json.loads(form.text))
+    return None

@@ -36,12 +36,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None, ""),
-    "guided_choice": (None,),
-    "guided_grammar": (None, ""),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "audio": (None,),

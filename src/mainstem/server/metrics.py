@@ -74,6 +74,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
             {("*",): "totals.checkpoints.*"}, ("reason",)),
         Row("mainstem_stateless_tokens", COUNTER,
             "Prompt tokens computed again: their KV was cached, but no state or window", "totals.stateless_tokens"),
+        Row("mainstem_grammar_requests", COUNTER, "Requests with a grammar", "totals.grammar_requests"),
+        Row("mainstem_compiled_grammars", COUNTER, "Grammars compiled; the others were cached", "compiled_grammars"),
         Row("mainstem_requests_running", GAUGE, "Running requests", "running"),
         Row("mainstem_requests_waiting", GAUGE, "Waiting requests", "waiting"),
         Row("mainstem_adapters", GAUGE, "Loaded LoRA adapters", "adapters"),

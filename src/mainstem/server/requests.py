@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
+from mainstem.server.structured import Asked, Structured
 from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.engine import SamplingParams
 
@@ -44,7 +45,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class _Request(Struct, kw_only=True):
+class _Request(Structured, kw_only=True):
     """The fields of both kinds of request; None means the default, as in the OpenAI API."""
 
     model: str
@@ -89,6 +90,7 @@ class _Request(Struct, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+        asked = self.asked()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -109,6 +111,7 @@ class _Request(Struct, kw_only=True):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             skip_special_tokens=self.skip_special_tokens is not False,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            grammar=None if asked is None else asked.grammar,
         )
 
 
@@ -405,6 +408,13 @@ class ChatRequest(_Request, kw_only=True):
             return Tooling(tools, choice.allowed_tools.mode, allowed, parallel)
         return Tooling(tools, "required", allowed, parallel=False)
 
+    def asked(self) -> Asked | None:
+        """See `Structured.asked`. `response_format` is the form of a text: an answer that must be calls has none."""
+        asked = super().asked()
+        if asked is not None and self.tooling().choice == "required" and not asked.field.startswith("response_format"):
+            raise ApiError(400, f"{asked.field}: not supported where tools must be called", param=asked.field)
+        return asked
+
     def template(self) -> Template:
         """Returns how the chat template is applied; see `template_of`."""
         return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
@@ -489,10 +499,12 @@ def _field_error(message: str, fields: Sequence[str]) -> ApiError:
     if missing:
         at = f"{at}.{missing[1]}".lstrip(".")
         problem = "this field is required"
-    inside = re.match(r"`([^`]+)`: (.*)", problem, re.DOTALL)
-    if inside:
-        at, problem = f"{at}.{inside[1]}".lstrip("."), inside[2]
+    named = re.match(r"`([^`]+)`: (.*)", problem, re.DOTALL)
+    if named:
+        at, problem = f"{at}.{named[1]}".lstrip("."), named[2]
     unknown = re.search(r"unknown field `(.*)`", problem)
     if unknown:
-        at, problem = unknown[1], f"unknown field; this route has {', '.join(fields)}"
+        inside = f"{at}." if at else ""
+        problem = "unknown field" + ("" if inside else f"; this route has {', '.join(fields)}")
+        at = inside + unknown[1]
     return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)

@@ -37,6 +37,7 @@ Quantization = Literal["none", "int4"]
 Codec = Literal["none", "int8", "fp8"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 
@@ -77,6 +78,21 @@ _BIASES = Range("pairs of a token id and a number, up to 1,000,000; each token o
 
 
 @dataclass(frozen=True)
+class Grammar(Settings):
+    """The form that an answer must have; see `mainstem.runtime.grammars`.
+
+    Args:
+        kind: What `text` is. json_object: any JSON object. json_schema: a JSON schema. regex: a regular expression of
+            the whole answer. choice: a JSON list of the possible answers. lark: a context-free grammar, as llguidance
+            reads it, or as GBNF.
+        text: The grammar; empty for json_object.
+    """
+
+    kind: GrammarKind = setting("json_object", one_of(GrammarKind), flag=False)
+    text: str = setting("", instance(str, "a string"), flag=False)
+
+
+@dataclass(frozen=True)
 class SamplingParams(Settings):
     """How the tokens of one request are chosen, and when they end.
 
@@ -102,6 +118,8 @@ class SamplingParams(Settings):
         skip_special_tokens: Leave special tokens out of the text.
         hidden_tokens: Tokens that have no text, special or not.
         include_stop_str_in_output: Show the stop text, or the token of `stop_token_ids`, that ended the answer.
+        grammar: The form of the answer. It ends where the grammar can go no further; before, it may end only where
+            the grammar is complete, even at `min_tokens`.
 
     `max_tokens` = 0 computes the prompt alone, so that it is cached. A seed gives the same tokens in any batch. `top_p`
     keeps tokens as likely as the last one, too.
@@ -129,18 +147,26 @@ class SamplingParams(Settings):
     skip_special_tokens: bool = setting(True, switch(), flag=False)
     hidden_tokens: frozenset[int] = setting(frozenset(), instance(frozenset, "a frozenset of token ids"), flag=False)
     include_stop_str_in_output: bool = setting(False, switch(), flag=False)
+    grammar: Grammar | None = setting(None, instance(Grammar, "a Grammar"), flag=False)
 
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
         if self.min_tokens > self.max_tokens:
             raise BadArgument("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.grammar is not None and self.allowed_token_ids is not None:
+            raise BadArgument("allowed_token_ids", self.allowed_token_ids, "None with a grammar, which says the same")
 
     @property
     def shapes_logits(self) -> bool:
         """Whether they change logits before a token is sampled."""
-        banned = self.allowed_token_ids is not None or self.bad_words or self.logit_bias or self.min_tokens
-        return bool(banned or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+        return self.weighs_logits or self.grammar is not None or bool(self.bad_words or self.min_tokens)
+
+    @property
+    def weighs_logits(self) -> bool:
+        """Whether they add to logits, or multiply them, by vectors over the vocabulary."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias or self.allowed_token_ids is not None)
 
 
 @dataclass(frozen=True)
