@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from typing import Any
 
 import anthropic
 import pytest
+from rigs.bodies import changed
 from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.server.app import create_app
+from mainstem.server.messages import RULES, ContentBlock, CountRequest, MessageRequest
 from mainstem.settings.server import ServerConfig
 
 PATH = "/v1/messages"
@@ -331,6 +335,44 @@ def test_bad_input_is_named(fields: dict[str, Any], message: str) -> None:
     engine = FakeEngine()
     assert error_of(ask(client(engine), **fields), 400).startswith(message)
     assert not engine.streams
+
+
+ANYTHING: dict[str, Any] = {
+    "model": "fake",
+    "max_tokens": 5,
+    "system": [text("Be kind.")],
+    "messages": [
+        blocks(text("x", cache_control=EPHEMERAL)),
+        blocks(
+            {"type": "thinking", "thinking": "t", "signature": "s"},
+            {"type": "tool_use", "id": "u", "name": "weather", "input": {"city": "Oslo"}},
+            role="assistant",
+        ),
+        blocks({"type": "tool_result", "tool_use_id": "u", "content": [text("r")]}),
+    ],
+    "tools": [WEATHER],
+    "tool_choice": {"type": "auto"},
+    "output_config": {},
+    "stop_sequences": ["x"],
+}
+FIELDS = [*MessageRequest.__struct_fields__, *ContentBlock.__struct_fields__, *RULES.refused]
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_body_is_a_fault_of_the_server(path: str, seed: int) -> None:
+    rng, engine = random.Random(seed), FakeEngine()
+    server = client(engine)
+    found = Counter[int]()
+    body = {name: value for name, value in ANYTHING.items() if path == PATH or name in CountRequest.__struct_fields__}
+    for _ in range(150):
+        response = server.post(path, content=changed(body, FIELDS, rng))
+        found[response.status_code] += 1
+        if response.status_code != 200:
+            kind = "not_found_error" if response.status_code == 404 else "invalid_request_error"
+            assert error_of(response, response.status_code, kind)
+    assert set(found) <= {200, 400, 404} and min(found[200], found[400]) > 10
+    assert not engine.running()
 
 
 def test_errors_of_an_image_have_its_path() -> None:

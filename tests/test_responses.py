@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+from rigs.bodies import changed
 from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.server.app import create_app
+from mainstem.server.responses import RULES, Item, ResponseRequest
 from mainstem.settings.server import ServerConfig
 
 PATH = "/v1/responses"
@@ -400,6 +404,38 @@ def test_bad_input_is_named(fields: dict[str, Any], param: str | None, message: 
     assert error["param"] == param
     assert message in error["message"]
     assert not engine.streams
+
+
+ANYTHING: dict[str, Any] = {
+    "model": "fake",
+    "instructions": "Be kind.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+    ],
+    "tools": [WEATHER],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}}},
+    "include": ["message.output_text.logprobs"],
+    "max_output_tokens": 5,
+}
+FIELDS = [*ResponseRequest.__struct_fields__, *Item.__struct_fields__, *RULES.refused]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_body_is_a_fault_of_the_server(seed: int) -> None:
+    rng, engine = random.Random(seed), FakeEngine()
+    server = client(engine)
+    found = Counter[int]()
+    for _ in range(150):
+        response = server.post(PATH, content=changed(ANYTHING, FIELDS, rng))
+        found[response.status_code] += 1
+        if response.status_code != 200:
+            assert error_of(response, response.status_code)["message"]
+    assert set(found) <= {200, 400, 404} and min(found[200], found[400]) > 10
+    assert not engine.running()
 
 
 def test_errors_of_an_image_have_its_path() -> None:
