@@ -198,7 +198,14 @@ def test_tools_and_their_results() -> None:
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     turns = [
         USER,
-        blocks(thought, text("I look."), use, {**use, "id": "u2", "input": {}}, role="assistant"),
+        blocks(
+            thought,
+            {**thought, "thinking": " So."},
+            text("I look."),
+            use,
+            {**use, "id": "u2", "input": {}},
+            role="assistant",
+        ),
         blocks(
             {"type": "tool_result", "tool_use_id": "u1", "content": [text("rain")]},
             {"type": "tool_result", "tool_use_id": "u2", "content": "no city", "is_error": True},
@@ -209,7 +216,7 @@ def test_tools_and_their_results() -> None:
     assert ask(server, *turns, tools=[{**WEATHER, "cache_control": EPHEMERAL}]).status_code == 200
     _, user, assistant, results = seen[-1]
     assert user == USER
-    assert assistant["reasoning_content"] == "Hm."
+    assert assistant["reasoning_content"] == "Hm. So."
     assert assistant["content"].startswith("I look.") and '{"city": "Oslo"}' in assistant["content"]
     assert results == {
         "role": "user",

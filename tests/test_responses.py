@@ -283,6 +283,8 @@ def test_a_reference_stands_for_an_item_of_an_answer() -> None:
     assert ask(server, [*items, more], "one").status_code == 200
     assert asked(engine) == "<user>one\n<assistant>Yes!\n<user>more\n<assistant>"
     assert error_of(ask(server, items, "two"), 404)["param"] == "input[1].id", "of another client"
+    twice = [*items, items[1]]
+    assert error_of(ask(server, twice, "one"), 404)["param"] == "input[2].id"
     for id in ("msg_1", "msg_a_0", f"{first['output'][0]['id']}1", "___"):
         error = error_of(ask(server, [{"type": "item_reference", "id": id}], "one"), 404)
         assert (error["param"], error["code"]) == ("input[0].id", "item_not_found")

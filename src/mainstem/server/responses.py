@@ -397,7 +397,7 @@ class Responses:
         """
         request = requests.decode(body, ResponseRequest)
         earlier = self._conversation(owner, request.previous_response_id)
-        items = [self._resolved(owner, item, f"input[{i}]") for i, item in enumerate(request.items())]
+        items = self._resolved(owner, request.items())
         turns = Turns()
         if request.instructions:
             turns.begin("system", "instructions")
@@ -450,18 +450,27 @@ class Responses:
             return []
         return msgspec.json.decode(self._kept(owner, id, "previous_response_id").conversation, type=list[Item])
 
-    def _resolved(self, owner: Owner, item: Item, at: str) -> Item:
-        """Returns an item, or the one that it refers to."""
-        if item.type != "item_reference":
-            return item
-        id = _needed(item, "id", at)
-        kept = self._store.get(owner, ID_PREFIX + id.split("_")[1] if id.count("_") == 2 else "")
-        output = [] if kept is None else msgspec.json.decode(kept.body)["output"]
-        found = next((each for each in output if each["id"] == id), None)
-        if found is None:
-            message = f"{at}.id: the item {id!r} was not found: not every answer is kept, and none forever"
-            raise ApiError(404, message, param=f"{at}.id", code="item_not_found")
-        return msgspec.convert(found, Item)
+    def _resolved(self, owner: Owner, items: Sequence[Item]) -> list[Item]:
+        """Returns items with those that references stand for; each at most once, so that a body cannot grow by them."""
+        outputs: dict[str, dict[str, Any]] = {}  # the items of an answer, by id
+        resolved = []
+        for i, item in enumerate(items):
+            if item.type != "item_reference":
+                resolved.append(item)
+                continue
+            at, id = f"input[{i}].id", _needed(item, "id", f"input[{i}]")
+            answer = ID_PREFIX + id.split("_")[1] if id.count("_") == 2 else ""
+            if answer not in outputs:
+                kept = self._store.get(owner, answer)
+                output = [] if kept is None else msgspec.json.decode(kept.body)["output"]
+                outputs[answer] = {each["id"]: each for each in output}
+            if id not in outputs[answer]:
+                message = (
+                    f"{at}: the item {id!r} was not found, or it was referred to before; no answer is kept forever"
+                )
+                raise ApiError(404, message, param=at, code="item_not_found")
+            resolved.append(msgspec.convert(outputs[answer].pop(id), Item))
+        return resolved
 
     def _kept(self, owner: Owner, id: str, param: str | None) -> Kept:
         kept = self._store.get(owner, id)
