@@ -135,6 +135,17 @@ def test_required_calls_are_held_by_a_grammar() -> None:
     assert "time" not in grammars[4].text
 
 
+def test_tools_are_counted_and_removed_with_a_conversation() -> None:
+    served = Served("x")
+    served.ask(tools=TOOLS)
+    with_tools = {"messages": ASK, "tools": TOOLS}
+    made = served.http.post("/tokenize", json=with_tools).json()
+    assert served.http.post("/detokenize", json={"tokens": made["tokens"]}).json()["prompt"] == served.prompts[0]
+    assert served.http.post("/v1/cache/remove", json=with_tools).status_code == 200
+    (removed, _) = served.engine.removed[-1]
+    assert bytes(removed).decode() == served.prompts[0].removesuffix("<assistant>")
+
+
 def test_completions_are_plain_text() -> None:
     served = Served("a</think>b", reasoning_parser="deepseek_r1")
     assert served.api.completions.create(model="fake", prompt="x").choices[0].text == "a</think>b"
