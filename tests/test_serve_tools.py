@@ -9,6 +9,7 @@ import openai
 import pytest
 from rigs.fake_engine import FakeEngine
 from rigs.serving import real_server
+from rigs.templates import byte_tokenizer
 from starlette.testclient import TestClient
 
 from mainstem.server.app import create_app
@@ -26,10 +27,12 @@ ANSWER = '{"name": "weather", "arguments": {"city": "Rome"}}'
 class Served:
     """A scripted engine, and the official client of its server. `prompts` are what the engine was asked."""
 
-    def __init__(self, answer: str, **config: Any) -> None:
+    def __init__(self, answer: str, template: str | None = None, **config: Any) -> None:
         self.prompts: list[str] = []
         self._answer = answer
-        self.engine = FakeEngine(self._next)
+        self.engine: Any = FakeEngine(self._next)
+        if template is not None:
+            self.engine.tokenizer = byte_tokenizer(template)
         self.http = TestClient(create_app(self.engine, ServerConfig(**config)))
         self.api = openai.OpenAI(base_url="http://testserver/v1", api_key="k", http_client=self.http)
 
@@ -144,6 +147,20 @@ def test_tools_are_counted_and_removed_with_a_conversation() -> None:
     assert served.http.post("/v1/cache/remove", json=with_tools).status_code == 200
     (removed, _) = served.engine.removed[-1]
     assert bytes(removed).decode() == served.prompts[0].removesuffix("<assistant>")
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5000, 100_000])
+@pytest.mark.parametrize("template", ["hermes", "nine", "gemma", None])
+def test_deep_nesting_is_no_error_of_the_server(depth: int, template: str | None) -> None:
+    served = Served("x", template=template)
+    nested = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "c", "function": {"name": "f", "arguments": nested}}
+    function = f'{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}'
+    for messages in (ASK, [*ASK, {"role": "assistant", "tool_calls": [call]}]):
+        head = json.dumps({"model": "fake", "messages": messages})[:-1]
+        for rest in ("", f', "tools": [{function}]', f', "tool_choice": "required", "tools": [{function}]'):
+            response = served.http.post("/v1/chat/completions", content=f"{head}{rest}}}")
+            assert response.status_code in (200, 400), response.text
 
 
 def test_completions_are_plain_text() -> None:

@@ -466,7 +466,7 @@ class _Service:
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
 
     def _compile_calls(self, grammar: Grammar, tooling: Tooling) -> None:
-        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause."""
+        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is."""
         try:
             self._engine.grammars.compile(grammar, "tools")
         except BadArgument:

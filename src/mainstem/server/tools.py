@@ -301,7 +301,7 @@ def _plain_arguments(written: str) -> str:
         return "{}"
     try:
         meant = json.loads(written, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return written
     return meant.encode(errors="replace").decode() if isinstance(meant, str) else written
 
