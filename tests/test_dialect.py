@@ -54,6 +54,14 @@ def test_what_a_template_takes_is_found_by_trial(template: str, traits: Template
     assert dialect(template)[0].traits == traits
 
 
+def test_arguments_that_a_template_would_print_as_python_are_given_as_text() -> None:
+    tokenizer = byte_tokenizer("hermes")
+    assert isinstance(tokenizer.chat_template, str)
+    tokenizer.chat_template = tokenizer.chat_template.replace("c.function.arguments | tojson", "c.function.arguments")
+    made = speaking(Prompts(tokenizer, 4096), tokenizer, ServerConfig())
+    assert made.traits == TemplateTraits(tools=True, objects=False, empty=None, system=True)
+
+
 def test_a_model_without_a_template() -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = None
@@ -176,6 +184,8 @@ def test_grammars_of_required_calls(special: tuple[str, ...]) -> None:
         f"<think>Hm</think>{call}": (not special, True, False),
         call: (False, True, True),
         "Hm</think>": (False, False, False),
+        'Hm</think>{"a": 1}': (False, False, False),
+        '{"a": 1}': (False, False, False),
         f"Hm</think>Hello{call}": (False, False, False),
     }
     for text, answers in expected.items():

@@ -33,7 +33,7 @@ from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.sampling import Sampler, sample, verify
 from mainstem.settings.engine import EngineConfig, Grammar, SamplingParams
 
-WIDTH = 352  # of logits: more than the tokenizer has tokens, as models round them up
+WIDTH = 400  # of logits: more than the tokenizer has tokens, as models round them up
 NOTHING = np.zeros(1, np.int32)
 
 
@@ -298,6 +298,18 @@ def test_a_stop_token_may_end_the_answer_where_it_is_complete() -> None:
         processor.apply(logits)
         assert logits[user].isfinite().item() is complete
         processor.accept(a)
+
+
+def test_a_token_that_ends_answers_is_no_text_of_a_grammar() -> None:
+    (a,), (b,) = byte_pairs().encode("a"), byte_pairs().encode("b")
+    for ignores in (False, True):
+        params = SamplingParams(grammar=Grammar("regex", "[ab]{2,4}"), ignore_eos=ignores)
+        processor = LogitsProcessor(params, NOTHING, {a}, small().compile(Grammar("regex", "[ab]{2,4}")))
+        for complete in (False, False, True):
+            logits = torch.zeros(WIDTH)
+            processor.apply(logits)
+            assert logits[a].isfinite().item() is (complete and not ignores)
+            processor.accept(b)
 
 
 def test_logits_beyond_the_tokenizer_are_never_sampled() -> None:

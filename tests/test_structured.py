@@ -117,7 +117,7 @@ def test_a_model_whose_tokens_are_unknown_refuses_grammars() -> None:
 @pytest.fixture(scope="module")
 def server(one_thread: None) -> Iterator[TestClient]:
     tokenizer = byte_pairs()
-    model = tiny("llama", vocab_size=352, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024)
+    model = tiny("llama", vocab_size=400, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=1024)
     loaded = LoadedModel(model, tokenizer, "fake", torch.float32, 1024)
     with Engine(loaded, EngineConfig(pages=400, page_size=8)) as engine:
         yield TestClient(create_app(engine))

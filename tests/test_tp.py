@@ -232,7 +232,7 @@ def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
 
 
 def test_a_grammar_is_followed_by_all_ranks_and_known_to_one(opened: Open, tmp_path: Path) -> None:
-    tiny("llama", **LLAMA, vocab_size=352, max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
+    tiny("llama", **LLAMA, vocab_size=400, max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     byte_pairs().save_pretrained(tmp_path)
     params = SamplingParams(max_tokens=60, grammar=Grammar("regex", "(?:yes|no){2,9}!"), ignore_eos=True)
     prompt = list(range(5, 25))

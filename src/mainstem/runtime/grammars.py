@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 18
 """The longest text of a grammar, in bytes of UTF-8."""
 
-_CACHED = 128  # compiled grammars; those that requests still use live on without the cache
+_CACHED = 64  # compiled grammars; those that requests still use live on without the cache
+_STATES = 50_000  # of the lexer of one grammar, 1 or 2 KB each; the other limits are llguidance's own
 _THREADS = 4  # that look for tokens; they hold no interpreter lock meanwhile
 _SHOWN, _SAID = 60, 240  # characters in an error: of a grammar, of what llguidance says of it
 _END = "<|end of the answer|>"
@@ -96,8 +97,8 @@ class Matcher:
 def _following(state: LLMatcher, end: int) -> Following:
     try:
         bits = state.compute_bitmask()
-    except ValueError as error:
-        return Following(np.zeros(0, np.bool_), False, str(error))
+    except BaseException as error:  # noqa: BLE001  # a panic of Rust is no Exception; it must not end the engine
+        return Following(np.zeros(0, np.bool_), False, f"{type(error).__name__}: {error}")
     if state.is_error():
         return _ended(state)
     tokens = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
@@ -181,7 +182,7 @@ class Grammars:
         words = _WORDS[grammar.kind]
         try:
             beginning = LLMatcher(vocabulary.tokens, _spelled(grammar), log_level=0, limits=_limits())
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise BadArgument(name, shown, f"{words}: {_brief(str(error))}") from error
         first = _ended(beginning) if beginning.is_error() else _following(beginning, vocabulary.end)
         if first.problem:
@@ -222,7 +223,7 @@ def _spelled(grammar: Grammar) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text)
         case "regex":
-            return LLMatcher.grammar_from_regex(_whole(grammar.text))
+            return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(grammar))))
         case "lark":
@@ -236,12 +237,6 @@ def _texts(grammar: Grammar) -> Sequence[str]:
     return texts
 
 
-def _whole(regex: str) -> str:
-    """Leaves out the anchors of a regular expression: it is one of the whole answer anyway."""
-    escapes = len(regex) - 1 - len(regex[:-1].rstrip("\\"))
-    return regex.removeprefix("^")[: -1 if regex.endswith("$") and escapes % 2 == 0 else None]
-
-
 def _brief(problem: str) -> str:
     line = " ".join(problem.removesuffix("<non-verbose/>").split())
     return line if len(line) <= _SAID else line[:_SAID] + "…"
@@ -250,7 +245,7 @@ def _brief(problem: str) -> str:
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(max_lexer_states=_STATES, verbose_errors=False)
 
 
 # ---------------------------------------------------------------- tokenizers

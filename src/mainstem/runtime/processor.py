@@ -103,7 +103,8 @@ class LogitsProcessor:
             _ban(logits, ~allowed)
             allowed[banned] = False
             banned = banned if allowed.any() else []
-        logits[banned] = _BANNED
+        if banned:
+            logits[banned] = _BANNED
 
     def _weigh(self, logits: torch.Tensor) -> None:
         """Applies penalties, biases and what is not allowed."""

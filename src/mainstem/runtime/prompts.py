@@ -186,7 +186,7 @@ class Prompts:
         self.check_size([message["content"] or "" for message in messages], "messages")
         try:
             text = self._render(messages, template)
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
         self.check_size([text], "messages")
@@ -204,7 +204,7 @@ class Prompts:
             head, message = messages[:at], messages[at]
             try:
                 one, other = (self._render([*head, {**message, "content": probe}], whole) for probe in _PROBES)
-            except (TemplateError, ValueError, TypeError):
+            except (TemplateError, ValueError, TypeError, RecursionError):
                 continue  # a conversation that this template does not let end here
             boundary = _same(one, other)
             shown = boundary < len(one)  # else this template leaves the message out

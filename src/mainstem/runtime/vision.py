@@ -170,7 +170,7 @@ class Vision:
                 tokenize=False,
                 **template.arguments,
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             roles = [message["role"] for message in messages]
             raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
         return self._assemble(str(text), pictures)

@@ -496,7 +496,7 @@ class _Service:
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
 
     def _compile_calls(self, grammar: Grammar, tooling: Tooling) -> None:
-        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause."""
+        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is."""
         try:
             self._engine.grammars.compile(grammar, "tools")
         except BadArgument:
@@ -603,7 +603,8 @@ class _Service:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
         namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         if ask.messages is not None:
-            return self._conversation(ask.conversation(), WHOLE).tokens, namespace
+            tools = Tooling(requests.tools_of(ask.tools))
+            return self._conversation(ask.conversation(), WHOLE, tools).tokens, namespace
         return self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32), namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
@@ -622,7 +623,8 @@ class _Service:
     def _tokenized(self, ask: tokenization.TokenizeRequest) -> tokenization.Tokenized:
         self._check_model(ask.model)
         if ask.messages is not None:
-            made = self._conversation(requests.template_input(ask.messages), ask.template()).tokens
+            tools = Tooling(requests.tools_of(ask.tools))
+            made = self._conversation(requests.template_input(ask.messages), ask.template(), tools).tokens
         else:
             made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET

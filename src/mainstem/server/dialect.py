@@ -260,10 +260,10 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """Returns the arguments of a call as an object; a text that is no JSON stays one."""
+    """Returns the arguments of a call as an object; a text that is no JSON, or is nested too deeply, stays one."""
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -18,7 +18,7 @@ from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
 from mainstem.server.structured import Asked, Structured
-from mainstem.server.tools import Tool, Tooling
+from mainstem.server.tools import NO_PARAMETERS, Tool, Tooling
 from mainstem.settings.engine import SamplingParams
 
 MAX_CHOICES = 128
@@ -319,6 +319,12 @@ class ToolSpec(Struct):
     type: Literal["function"] = "function"
 
 
+def tools_of(specs: Sequence[ToolSpec] | None) -> tuple[Tool, ...]:
+    """Returns the tools of a request."""
+    functions = [spec.function for spec in specs or ()]
+    return tuple(Tool(each.name, each.description, each.parameters or NO_PARAMETERS) for each in functions)
+
+
 class FunctionName(Struct):
     """The name of a tool."""
 
@@ -399,8 +405,8 @@ class ChatRequest(_Request, kw_only=True):
 
     def tooling(self) -> Tooling:
         """Returns the tools, and which the model may call. A tool that is named must be called exactly once."""
-        tools = tuple(_tool(spec.function) for spec in self.tools or ())
-        parallel, choice = self.parallel_tool_calls is not False, self.tool_choice or "auto"
+        tools, choice = tools_of(self.tools), self.tool_choice or "auto"
+        parallel = self.parallel_tool_calls is not False
         if isinstance(choice, str):
             return Tooling(tools, choice, None, parallel)
         allowed = frozenset(choice.named.values())
@@ -431,11 +437,6 @@ class ChatRequest(_Request, kw_only=True):
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._params(max(room, 1) if asked is None else asked, logprobs, choice)
-
-
-def _tool(spec: FunctionSpec) -> Tool:
-    described = Tool(spec.name, spec.description)
-    return described if spec.parameters is None else Tool(spec.name, spec.description, spec.parameters)
 
 
 def parse_completion(body: bytes, tolerated: list[str] | None = None) -> CompletionRequest:

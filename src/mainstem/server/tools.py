@@ -26,7 +26,9 @@ Choice = Literal["none", "auto", "required"]
 MAX_FORCED = 16
 """Maximum number of calls of an answer that must call tools, since a weak model may find no end."""
 
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+"""The schema of no arguments."""
+
 _NAME, _ARGUMENTS = "%name%", "%arguments%"
 
 
@@ -42,7 +44,7 @@ class Tool:
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+    parameters: Mapping[str, Any] = field(default_factory=lambda: NO_PARAMETERS)  # a mapping is no plain default
 
     def spec(self) -> dict[str, Any]:
         """Returns the tool as chat templates take it."""
@@ -299,7 +301,7 @@ def _plain_arguments(written: str) -> str:
         return "{}"
     try:
         meant = json.loads(written, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return written
     return meant.encode(errors="replace").decode() if isinstance(meant, str) else written
 
