@@ -4,51 +4,209 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
-from openai.types import completion_create_params
+from anthropic import types as anthropic_types
+from anthropic.types import message_count_tokens_params, message_create_params
+from openai.types import chat, completion_create_params
+from openai.types import responses as response_types
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.chat.chat_completion_message_function_tool_call_param import Function
+from openai.types.responses import response_create_params, response_input_item_param, response_reasoning_item_param
+from openai.types.shared_params import FunctionDefinition, Reasoning
 
-from mainstem.server.fields import REFUSED, WITHOUT_EFFECT, Refused, check_fields
-from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server import messages, responses
+from mainstem.server.fields import OPENAI, REFUSED, WITHOUT_EFFECT, Refused, Rules, check_fields
+from mainstem.server.messages import CountRequest, MessageRequest
+from mainstem.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    FunctionCall,
+    FunctionSpec,
+    Message,
+    ToolCall,
+    ToolChoice,
+    ToolSpec,
+)
+from mainstem.server.responses import ResponseRequest
 
-KINDS = {
-    CompletionRequest: {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},
-    ChatRequest: {*get_type_hints(chat_create_params.CompletionCreateParamsBase), "stream"},
+KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
+    CompletionRequest: (
+        "/v1/completions",
+        OPENAI,
+        {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},
+    ),
+    ChatRequest: (
+        "/v1/chat/completions",
+        OPENAI,
+        {*get_type_hints(chat_create_params.CompletionCreateParamsBase), "stream"},
+    ),
+    ResponseRequest: (
+        "/v1/responses",
+        responses.RULES,
+        {*get_type_hints(response_create_params.ResponseCreateParamsBase), "stream"},
+    ),
+    MessageRequest: (
+        "/v1/messages",
+        messages.RULES,
+        {*get_type_hints(message_create_params.MessageCreateParamsBase), "stream"},
+    ),
+    CountRequest: (
+        "/v1/messages/count_tokens",
+        messages.RULES,
+        {*get_type_hints(message_count_tokens_params.MessageCountTokensParams)},
+    ),
+}
+"""The route of each type, its rules, and the fields that the official clients can send."""
+RULES = {
+    "/v1/completions, /v1/chat/completions": OPENAI,
+    "/v1/responses": responses.RULES,
+    "/v1/messages, /v1/messages/count_tokens": messages.RULES,
 }
 
+CHATS, RESPONSES, MESSAGES = RULES
+PARTS = (*get_args(chat.ChatCompletionContentPartParam), chat.ChatCompletionContentPartRefusalParam)
+CHOICES = (chat.ChatCompletionNamedToolChoiceParam, chat.ChatCompletionAllowedToolChoiceParam)
+ITEMS = (
+    response_types.EasyInputMessageParam,
+    response_types.ResponseOutputMessageParam,
+    response_types.ResponseFunctionToolCallParam,
+    response_types.ResponseReasoningItemParam,
+    response_input_item_param.Message,
+    response_input_item_param.FunctionCallOutput,
+    response_input_item_param.ItemReference,
+)
+ITEM_PARTS = (
+    response_types.ResponseInputTextParam,
+    response_types.ResponseInputImageParam,
+    response_types.ResponseOutputTextParam,
+    response_types.ResponseOutputRefusalParam,
+    response_reasoning_item_param.Content,
+)
+BLOCKS = (
+    anthropic_types.TextBlockParam,
+    anthropic_types.ImageBlockParam,
+    anthropic_types.ThinkingBlockParam,
+    anthropic_types.ToolUseBlockParam,
+    anthropic_types.ToolResultBlockParam,
+)
+INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
+    (CHATS, "messages", Message, get_args(chat.ChatCompletionMessageParam)),
+    (CHATS, "content", ContentPart, PARTS),
+    (CHATS, "tool_calls", ToolCall, (chat.ChatCompletionMessageFunctionToolCallParam,)),
+    (CHATS, "function", FunctionCall, (Function,)),
+    (CHATS, "tools", ToolSpec, (chat.ChatCompletionFunctionToolParam,)),
+    (CHATS, "function", FunctionSpec, (FunctionDefinition,)),
+    (CHATS, "tool_choice", ToolChoice, CHOICES),
+    (RESPONSES, "input", responses.Item, ITEMS),
+    (RESPONSES, "content", responses.Part, ITEM_PARTS),
+    (RESPONSES, "output", responses.Part, (response_types.ResponseInputTextContentParam,)),
+    (RESPONSES, "summary", responses.Part, (response_reasoning_item_param.Summary,)),
+    (RESPONSES, "tools", responses.Tool, (response_types.FunctionToolParam,)),
+    (
+        RESPONSES,
+        "tool_choice",
+        responses.ToolChoice,
+        (response_types.ToolChoiceFunctionParam, response_types.ToolChoiceAllowedParam),
+    ),
+    (RESPONSES, "text", responses.TextOptions, (response_types.ResponseTextConfigParam,)),
+    (RESPONSES, "format", responses.Format, get_args(response_types.ResponseFormatTextConfigParam)),
+    (RESPONSES, "reasoning", responses.ReasoningOptions, (Reasoning,)),
+    (RESPONSES, "stream_options", responses.StreamOptions, (response_create_params.StreamOptions,)),
+    (MESSAGES, "messages", messages.Message, get_args(anthropic_types.MessageParam)),
+    (MESSAGES, "content", messages.ContentBlock, BLOCKS),
+    (MESSAGES, "system", messages.ContentBlock, (anthropic_types.TextBlockParam,)),
+    (
+        MESSAGES,
+        "source",
+        messages.Source,
+        (anthropic_types.Base64ImageSourceParam, anthropic_types.URLImageSourceParam),
+    ),
+    (MESSAGES, "tools", messages.Tool, (anthropic_types.ToolParam,)),
+    (MESSAGES, "tool_choice", messages.ToolChoice, get_args(anthropic_types.ToolChoiceParam)),
+    (MESSAGES, "thinking", messages.Thinking, get_args(anthropic_types.ThinkingConfigParam)),
+    (MESSAGES, "output_config", messages.OutputConfig, (anthropic_types.OutputConfigParam,)),
+    (MESSAGES, "format", messages.OutputFormat, (anthropic_types.JSONOutputFormatParam,)),
+]
+"""Objects in requests: the routes, the field that they are in, our type, and the client's."""
 
-def check(kind: Any = CompletionRequest, tolerated: list[str] | None = None, **fields: Any) -> None:
-    check_fields(json.dumps(fields).encode(), kind, tolerated)
+
+def check(
+    kind: Any = CompletionRequest, tolerated: list[str] | None = None, rules: Rules = OPENAI, **fields: Any
+) -> None:
+    check_fields(json.dumps(fields).encode(), kind, tolerated, rules)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_field_of_the_openai_client_is_classified(kind: Any) -> None:
-    """A new version of the client with a new field fails here."""
-    assert len(KINDS[kind]) > 15
-    assert not KINDS[kind] - {*kind.__struct_fields__} - WITHOUT_EFFECT.keys() - REFUSED.keys()
+def test_every_field_of_the_official_clients_is_classified(kind: Any) -> None:
+    """A new version of a client with a new field fails here."""
+    _, rules, fields = KINDS[kind]
+    assert len(fields) > 10
+    assert not fields - {*kind.__struct_fields__} - rules.without_effect.keys() - rules.refused.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_no_field_is_in_two_classes(kind: Any) -> None:
+    _, rules, _ = KINDS[kind]
     honoured = {*kind.__struct_fields__}
-    assert not honoured & WITHOUT_EFFECT.keys() and not honoured & REFUSED.keys()
-    assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
+    assert not honoured & rules.without_effect.keys() and not honoured & rules.refused.keys()
+    assert not rules.without_effect.keys() & rules.refused.keys()
+
+
+@pytest.mark.parametrize(("routes", "name", "kind", "clients"), INNER, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_field_inside_is_in_one_class(routes: str, name: str, kind: Any, clients: tuple[Any, ...]) -> None:
+    others = RULES[routes].inside.get(name, Rules())
+    known = {field for client in clients for field in get_type_hints(client)}
+    assert known and not known - {*kind.__struct_fields__} - others.without_effect.keys() - others.refused.keys()
+    assert not {*kind.__struct_fields__} & (others.without_effect.keys() | others.refused.keys())
+    assert not others.without_effect.keys() & others.refused.keys()
+
+
+def test_fields_inside_are_checked_wherever_they_are() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}", "output": 1}, "index": 0}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(Refused, match=r"^messages\[1\].tool_calls\[0\].function.output: unknown field$"):
+        check(ChatRequest, messages=messages)
+    unknown: list[str] = []
+    check(
+        ChatRequest, unknown, messages=messages, tools=[{"function": {"name": "f", "parameters": {"any": 1}}, "new": 1}]
+    )
+    assert unknown == ["messages[1].tool_calls[0].function.output", "tools[0].new"]
+    with pytest.raises(Refused, match=r"did you mean content\?"):
+        check(ChatRequest, messages=[{"contents": "x"}])
+    with pytest.raises(Refused, match=r"^messages\[0\].function_call: not supported; omit it$"):
+        check(ChatRequest, messages=[{"function_call": {"name": "f"}}])
+    check(ChatRequest, messages=[{"function_call": None, "annotations": [1]}], chat_template_kwargs={"any": {"x": 1}})
+
+
+def rows(routes: str, rules: Rules) -> list[str]:
+    idle = [f"| {routes} | `{name}` | without effect: {what} |" for name, what in rules.without_effect.items()]
+    return idle + [
+        f"| {routes} | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
+        for name, values in rules.refused.items()
+    ]
+
+
+def named(kind: Any) -> str:
+    """The fields of a type."""
+    return ", ".join(f"`{name}`" for name in sorted(kind.__struct_fields__))
 
 
 def table() -> str:
     """The documentation's table of fields."""
-    honoured = [
-        f"| {route} | {', '.join(f'`{name}`' for name in sorted(kind.__struct_fields__))} | honoured |"
-        for route, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest))
+    honoured = [f"| {route} | {named(kind)} | honoured |" for kind, (route, _, _) in KINDS.items()]
+    inner = [f"| in `{name}` of {routes} | {named(kind)} | honoured |" for routes, name, kind, _ in INNER]
+    inside = [
+        row
+        for routes, rules in RULES.items()
+        for name, each in rules.inside.items()
+        for row in rows(f"in `{name}` of {routes}", each)
     ]
-    idle = [f"| both | `{name}` | without effect: {what} |" for name, what in WITHOUT_EFFECT.items()]
-    refused = [
-        f"| both | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
-        for name, values in REFUSED.items()
-    ]
-    return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *idle, *refused])
+    others = [row for routes, rules in RULES.items() for row in rows(routes, rules)]
+    return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *others, *inner, *inside])
 
 
 def test_the_documentation_lists_every_field() -> None:
@@ -101,8 +259,8 @@ def test_unknown_fields_are_listed_in_order_where_they_are_tolerated() -> None:
     unknown: list[str] = []
     check(tolerated=unknown, new=1, model="m", prompt="p", old={}, user="u")
     assert unknown == ["new", "old"]
-    with pytest.raises(Refused, match="tools"):
-        check(tolerated=unknown, tools=[{}])
+    with pytest.raises(Refused, match="functions"):
+        check(tolerated=unknown, functions=[{}])
 
 
 def test_fields_of_the_other_route_are_unknown() -> None:
@@ -110,3 +268,31 @@ def test_fields_of_the_other_route_are_unknown() -> None:
         check(CompletionRequest, messages=[])
     with pytest.raises(Refused, match="prompt"):
         check(ChatRequest, prompt="x")
+
+
+class Part(msgspec.Struct):
+    """A part of a body with names of its own."""
+
+    text: str
+    anything: Any = None
+
+
+class Whole(msgspec.Struct):
+    """A body with parts."""
+
+    parts: str | list[Part]
+    only: Part | None = None
+
+
+def test_names_inside_of_fields_are_checked_with_their_paths_and_rules() -> None:
+    rules = Rules(inside={"parts": Rules({"idle": "of no use"}, {"odd": (None,)})})
+    check(Whole, rules=rules, parts="a text")
+    check(Whole, rules=rules, parts=[{"text": "a"}, {"text": "b", "anything": {"goes": [{"here": 1}]}}], only=None)
+    check(Whole, rules=rules, parts=[{"text": "a", "idle": 1, "odd": None}])
+    for wrong, problem in (("txet", "unknown field; did you mean text?"), ("odd", "not supported; omit it")):
+        with pytest.raises(Refused) as caught:
+            check(Whole, rules=rules, parts=[{"text": "a"}, {"text": "b", wrong: 1}])
+        assert str(caught.value) == f"parts[1].{wrong}: {problem}"
+    unknown: list[str] = []
+    check(Whole, unknown, rules, parts=[{"text": "a", "one": []}], only={"text": "c", "idle": False})
+    assert unknown == ["parts[0].one", "only.idle"]

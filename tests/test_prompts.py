@@ -13,7 +13,7 @@ from rigs.fake_engine import FakeTokenizer
 from rigs.templates import TEMPLATES, byte_tokenizer
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
-from mainstem.runtime.prompts import WHOLE, Prompts
+from mainstem.runtime.prompts import WHOLE, Prompts, Template
 
 
 class CountingTokenizer(FakeTokenizer):
@@ -160,6 +160,33 @@ def test_a_mark_is_where_the_text_of_a_message_begins(name: str, slow: bool) -> 
     if name == "mistral":
         begins = [begin for begin in begins if begin != whole.index(SYSTEM["content"])]  # the same: it writes none
     assert found == [whole[:begin] for begin in begins]
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALLED = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {}}}
+CALLS = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "Here."},
+    {"role": "user", "content": "Thanks."},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "nine"])
+def test_marks_are_found_after_tools_and_among_calls(name: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    prompts = Prompts(tokenizer, 4096, marks=True)
+    tools = Template(tools=[TOOL])
+    prompt = prompts.prepare(CALLS, tools)
+    whole = prompts.render(CALLS, tools)
+    assert whole.index("look") < whole.index("Where?")
+    before = [tokenizer.decode(prompt.tokens[:mark]) for mark in prompt.marks]
+    for text in ("Where?", "Here.", "Thanks."):
+        assert whole[: whole.index(text)] in before
+    assert all(whole.startswith(each) for each in before)
+    without = prompts.prepare(CALLS)
+    assert without.tokens.tolist() != prompt.tokens.tolist()
+    assert Template(tools=[]).arguments["tools"] == []
 
 
 class SlowTokenizer:

@@ -328,6 +328,23 @@ def test_chats_share_in_the_recording_what_they_share(tmp_path: Path) -> None:
     assert [line["tenant"] == "" for line in written] == [True, True, False, True]
 
 
+def test_other_apis_are_recorded_as_chats(tmp_path: Path) -> None:
+    question = "Who owes Ms. Featherstonehaugh?"
+    messages = [{"role": "user", "content": question}]
+    with recording(tmp_path / "r", api_key=("swordfish", "herring")) as server:
+        assert ask(server, question, "swordfish").status_code == 200
+        for path, fields in (
+            ("/v1/responses", {"instructions": SYSTEM, "input": question}),
+            ("/v1/messages", {"system": SYSTEM, "messages": messages, "max_tokens": 5}),
+        ):
+            reply = server.post(path, json={"model": "fake", **fields}, headers={"x-api-key": "swordfish"})
+            assert reply.status_code == 200, reply.text
+    written = lines(tmp_path / "r")[1]
+    assert [line["kind"] for line in written] == ["chat"] * 3
+    assert len({line["tenant"] for line in written}) == len({line["blocks"] for line in written}) == 1
+    assert [line["finish"] for line in written] == ["stop", "stop", "length"]
+
+
 def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     for _ in range(2):  # the second server resumes the file of the first
         with recording(tmp_path / "r", api_key=("swordfish", "herring")) as server:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server.errors import internal_error
+from mainstem.server.output import PlainText
+from mainstem.server.reasoning import THINKING, ReasoningParser
 from mainstem.server.replies import (
     DONE,
     CachedByTier,
@@ -22,6 +25,7 @@ from mainstem.server.replies import (
     encode,
     usage_body,
 )
+from mainstem.server.tools import FORMATS, Tool, Tooling
 
 HEAD = Head("id-1", 123, "m")
 USAGE = Usage(10, 4, 3, 0.0, 0.1, 0.2)
@@ -119,6 +123,113 @@ def test_chat_chunks() -> None:
     }
     assert reply.chunk(1, Delta("", (1,))) is None
     assert as_json(reply.chunk(1, Delta("", (), (), "stop", USAGE)))["choices"][0]["finish_reason"] == "stop"
+
+
+TOOLING = Tooling((Tool("look"), Tool("go")))
+CALLS = (
+    "Wa",
+    "it. <tool_c",
+    'all>{"name": "look", "argu',
+    'ments": {"at"',
+    ": 1}}</tool_call>",
+    '<tool_call>{"name": "go"}',
+    "",
+)
+
+
+def called(*texts: str, reason: str = "stop") -> list[Delta]:
+    """Events of an answer, each with a token and its log-probability."""
+    events = [Delta(text, (1,), LOGPROBS[:1]) for text in texts]
+    return [*events, Delta("", (), (), reason, USAGE)]
+
+
+def calling(usage: ChunkUsage) -> ChatReply:
+    return ChatReply(HEAD, spell, usage, lambda: FORMATS["hermes"].parser(TOOLING))
+
+
+def test_a_whole_answer_with_calls() -> None:
+    body = as_json(calling(ChunkUsage(False)).whole([called(*CALLS), called(*CALLS[2:])], usage_body([USAGE] * 2, 2)))
+    first, second = body["choices"]
+    assert first["finish_reason"] == second["finish_reason"] == "tool_calls"
+    assert first["message"]["content"] == "Wait."
+    look, go = first["message"]["tool_calls"]
+    assert look == {"id": ANY, "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    assert go["function"] == {"name": "go", "arguments": "{}"}
+    assert len(first["logprobs"]["content"]) == len(CALLS)
+    assert second["message"]["content"] == 'all>{"name": "look", "arguments": {"at": 1}}</tool_call>', (
+        "no call begins so"
+    )
+    assert [call["function"]["name"] for call in second["message"]["tool_calls"]] == ["go"]
+
+
+def test_a_message_of_calls_alone_has_no_content() -> None:
+    body = as_json(calling(ChunkUsage(False)).whole([called('<tool_call>{"name": "go"}')], usage_body([USAGE], 1)))
+    assert body["choices"][0]["message"]["content"] is None
+
+
+def test_calls_in_chunks() -> None:
+    reply = calling(ChunkUsage(True, prompt_tokens=7))
+    chunks = [as_json(reply.chunk(2, delta)) for delta in called(*CALLS)]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert {choice["index"] for choice in choices} == {2}
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": "Wa"},
+        {"content": "it."},
+        {"tool_calls": [{"index": 0, "id": ANY, "type": "function", "function": {"name": "look", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"at"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+        {
+            "tool_calls": [
+                {"index": 1, "id": ANY, "type": "function", "function": {"name": "go", "arguments": "{}"}},
+            ]
+        },
+        {},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * len(CALLS) + ["tool_calls"]
+    assert all(len(choice["logprobs"]["content"]) == 1 for choice in choices[:-1]), "also where the text is held back"
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5, 6, 7, 7]
+
+
+def test_a_first_chunk_with_a_call_has_null_as_content() -> None:
+    chunk = as_json(calling(ChunkUsage(False)).chunk(0, Delta('<tool_call>{"name": "go"', (1,))))
+    delta = chunk["choices"][0]["delta"]
+    assert (delta["role"], delta["content"], delta["tool_calls"][0]["function"]["name"]) == ("assistant", None, "go")
+
+
+def test_held_text_comes_with_the_end() -> None:
+    reply = calling(ChunkUsage(False))
+    assert reply.chunk(0, Delta("<tool", (1,))) is None
+    last = as_json(reply.chunk(0, Delta("", (), (), "length", USAGE)))["choices"][0]
+    assert (last["delta"], last["finish_reason"]) == ({"role": "assistant", "content": "<tool"}, "length")
+
+
+def test_a_call_that_is_cut_off_ends_by_length() -> None:
+    answer = called('<tool_call>{"name": "go", "arguments": {"a', reason="length")
+    choice = as_json(calling(ChunkUsage(False)).whole([answer], usage_body([USAGE], 1)))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
+
+
+def test_what_a_model_thinks_is_apart() -> None:
+    def thinking() -> ReasoningParser:
+        return ReasoningParser(THINKING["qwen3"], True, PlainText())
+
+    reply = ChatReply(HEAD, spell, ChunkUsage(False), thinking)
+    answer = [Delta("I see"), Delta(". </think>\n"), Delta("Yes."), Delta("", (), (), "stop", USAGE)]
+    deltas = [as_json(chunk)["choices"][0]["delta"] for delta in answer if (chunk := reply.chunk(0, delta))]
+    assert deltas == [
+        {"role": "assistant", "content": None, "reasoning_content": "I see"},
+        {"reasoning_content": "."},
+        {"content": "Yes."},
+        {},
+    ]
+    body = as_json(
+        ChatReply(HEAD, spell, ChunkUsage(False), thinking).whole([answer, answer[:1]], usage_body([USAGE], 1))
+    )
+    messages = [choice["message"] for choice in body["choices"]]
+    assert messages[0] == {"role": "assistant", "content": "Yes.", "reasoning_content": "I see."}
+    assert messages[1] == {"role": "assistant", "content": None, "reasoning_content": "I see"}
 
 
 def test_offsets_go_on_over_the_chunks_of_a_choice() -> None:

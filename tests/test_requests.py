@@ -11,6 +11,7 @@ from mainstem.errors import BadArgument
 from mainstem.runtime.prompts import Template
 from mainstem.server import requests
 from mainstem.server.errors import ApiError, api_error
+from mainstem.server.tools import NO_TOOLS, Tool, Tooling
 
 
 def completion(**fields: Any) -> requests.CompletionRequest:
@@ -20,6 +21,26 @@ def completion(**fields: Any) -> requests.CompletionRequest:
 def chat(**fields: Any) -> requests.ChatRequest:
     messages = [{"role": "user", "content": "hi"}]
     return requests.parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def called(**fields: Any) -> dict[str, Any]:
+    call = {name: value for name, value in {**CALL, **fields}.items() if value is not None}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
 
 
 def refused(call: Any, **fields: Any) -> ApiError:
@@ -97,10 +118,53 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "tool_call_id": "", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [called(id=None)]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [called(type="custom")]}, "messages[0].tool_calls[0].type"),
+        ({"messages": [called(function={"name": "f"})]}, "messages[0].tool_calls[0].function.arguments"),
+        (
+            {"messages": [called(function={"name": "f", "arguments": {}})]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": [called(weight=1)]}, "messages[0].tool_calls[0].weight"),
+        ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages[0].nmae"),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "size": 1}]}]},
+            "messages[0].content[0].size",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}, tool("g", strictly=True)]},
+            "tools[1].function.strictly",
+        ),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [tool("")]}, "tools[0].function.name"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools[2].function.name"),
+        ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [tool("f")], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice.function.name"),
+        ({"tool_choice": named("g")}, "tool_choice.function.name"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (
+            {"tools": [tool("f")], "tool_choice": allowed("auto", "f", "h")},
+            "tool_choice.allowed_tools.tools[1].function.name",
+        ),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
         ({"logprobs": 3}, "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
@@ -136,11 +200,45 @@ def test_neutral_fields_and_those_without_effect_are_taken() -> None:
     chat(prompt_cache_key="k", user="u", stream=None, stop=None, n=None, temperature=None, cache_salt=None)
 
 
+def test_tools_and_which_may_be_called() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    tools = [tool("f", description="does f", parameters=schema, strict=True), tool("g", parameters=None)]
+    f, g = Tool("f", "does f", schema), Tool("g")
+    assert chat(tools=tools).tooling() == Tooling((f, g))
+    assert chat().tooling() == chat(tools=[], tool_choice="auto").tooling() == NO_TOOLS
+    assert chat(tools=tools, tool_choice="none").tooling().callable == ()
+    assert chat(tools=tools, tool_choice="required", parallel_tool_calls=False).tooling() == Tooling(
+        (f, g), "required", parallel=False
+    )
+    one = chat(tools=tools, tool_choice=named("g")).tooling()
+    assert (one.choice, one.callable, one.parallel) == ("required", (g,), False)
+    some = chat(tools=tools, tool_choice=allowed("auto", "f")).tooling()
+    assert (some.choice, some.callable, some.parallel) == ("auto", (f,), True)
+    assert f.spec() == {"type": "function", "function": {"name": "f", "description": "does f", "parameters": schema}}
+    assert g.spec()["function"] == {"name": "g", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_messages_of_a_conversation_with_tools() -> None:
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]}
+    thought = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning": "Hm", "name": "me"}
+    index = {**called(index=0), "annotations": [], "function_call": None, "audio": None, "refusal": None}
+    refusal = {"role": "assistant", "refusal": "Never.", "tool_calls": []}
+    assert chat(messages=[index, result, thought, refusal]).conversation() == [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+        {"role": "assistant", "content": "No.", "name": "me", "reasoning_content": "Hm"},
+        {"role": "assistant", "content": "Never."},
+    ]
+
+
 def test_unknown_fields_are_tolerated_only_if_asked_for() -> None:
     body = b'{"model": "m", "prompt": "hi", "tempreature": 0, "new": [1], "user": "u"}'
     unknown: list[str] = []
     requests.parse_completion(body, unknown)
     assert unknown == ["tempreature", "new"]
+    unknown.clear()
+    requests.parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "x", "nmae": "y"}]}', unknown)
+    assert unknown == ["messages[0].nmae"]
     with pytest.raises(ApiError, match=r"tempreature: unknown field; did you mean temperature\?"):
         requests.parse_completion(body)
     with pytest.raises(ApiError, match="use_beam_search: not supported; omit it or use false"):
@@ -227,7 +325,6 @@ def test_a_message_with_an_image_keeps_its_parts() -> None:
             "use 'auto'",
         ),
         ({"content": [{"type": "text"}]}, "messages[0].content[0].text", "needs the field"),
-        ({"content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "not supported"),
     ],
 )
 def test_other_parts_are_refused(message: dict[str, Any], param: str, says: str) -> None:

@@ -394,6 +394,7 @@ def test_a_draft_ends_with_its_request() -> None:
     bench.run_and_flush()
     assert bench.output(short)[1:] == (letters[:5], "length")
     assert bench.output(stopped)[1:] == (letters[:5], "stop")
+    assert [bench.deltas[id][-1].stop for id in (short, stopped)] == [None, letters[5:7]]
     bench.assert_complete()
 
 

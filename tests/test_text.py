@@ -1,6 +1,7 @@
 import random
 
 import pytest
+from rigs.templates import byte_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -58,14 +59,14 @@ SENTENCE_PIECE = _sentence_piece()
 
 def _pieces(
     tokenizer: PreTrainedTokenizerFast, tokens: list[int], stop: tuple[str, ...] = ()
-) -> tuple[list[str], bool]:
+) -> tuple[list[str], str | None]:
     detokenizer = Detokenizer(tokenizer, stop)
     pieces = []
     for token in tokens:
         pieces.append(detokenizer.push(token))
-        if detokenizer.stopped:
+        if detokenizer.stop is not None:
             break
-    return [*pieces, detokenizer.flush()], detokenizer.stopped
+    return [*pieces, detokenizer.flush()], detokenizer.stop
 
 
 @pytest.mark.parametrize("name", ["byte level", "sentence piece"])
@@ -104,6 +105,17 @@ def test_special_tokens_read_as_nothing_however_many_there_are() -> None:
     assert "".join(pieces) == "hello é!"
 
 
+def test_hidden_tokens_read_as_nothing_and_other_special_ones_as_they_are_spelled() -> None:
+    tokenizer = byte_tokenizer("chatml", ["<call>", "<other>"])
+    call, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<call>", "<other>"))
+    letters = tokenizer.encode("né")
+    detokenizer = Detokenizer(tokenizer, context=[other, call], skip_special=False, hidden=frozenset([other, 0]))
+    tokens = [other, *letters[:1], other, 0, *letters[1:2], other, *letters[2:], call, other, other, other]
+    shown = [detokenizer.push(token) for token in tokens]
+    assert "".join(shown) + detokenizer.flush() == "né<call>"
+    assert shown[-4] == "<call>", "at once"
+
+
 def test_bytes_that_never_become_a_character_are_shown_at_last() -> None:
     broken = [_token_of_byte(0xFF)] * 50
     pieces, _ = _pieces(BYTE_LEVEL, [*BYTE_LEVEL.encode("hi"), *broken, *BYTE_LEVEL.encode("there")])
@@ -126,25 +138,27 @@ def test_the_context_is_never_part_of_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "expected"),
+    ("text", "stop", "expected", "ended_by"),
     [
-        ("hello world", ("wor",), "hello "),
-        ("hello world", ("xyz",), "hello world"),
-        ("hello wo", ("world",), "hello wo"),
-        ("aab", ("ab",), "a"),
-        ("ababac", ("abac",), "ab"),
-        ("abc", ("abc", "b"), "a"),
-        ("abc", ("bc", "abc"), ""),
-        ("STOP", ("STOP",), ""),
-        ("Grüße", ("ü",), "Gr"),
-        ("a 👩‍👩‍👧 b", ("👧",), "a 👩‍👩‍"),
-        ("line\n\nnext", ("\n\n",), "line"),
+        ("hello world", ("wor",), "hello ", "wor"),
+        ("hello world", ("xyz",), "hello world", None),
+        ("hello wo", ("world",), "hello wo", None),
+        ("aab", ("ab",), "a", "ab"),
+        ("ababac", ("abac",), "ab", "abac"),
+        ("abc", ("abc", "b"), "a", "b"),
+        ("abc", ("bc", "abc"), "", "abc"),
+        ("STOP", ("STOP",), "", "STOP"),
+        ("Grüße", ("ü",), "Gr", "ü"),
+        ("a 👩‍👩‍👧 b", ("👧",), "a 👩‍👩‍", "👧"),
+        ("line\n\nnext", ("\n\n",), "line", "\n\n"),
     ],
 )
-def test_text_ends_before_the_stop_string(text: str, stop: tuple[str, ...], expected: str) -> None:
-    pieces, stopped = _pieces(BYTE_LEVEL, BYTE_LEVEL.encode(text), stop)
+def test_text_ends_before_the_stop_string(
+    text: str, stop: tuple[str, ...], expected: str, ended_by: str | None
+) -> None:
+    pieces, found = _pieces(BYTE_LEVEL, BYTE_LEVEL.encode(text), stop)
     assert "".join(pieces) == expected
-    assert stopped == any(s in text for s in stop)
+    assert found == ended_by
 
 
 def test_what_may_start_a_stop_string_is_held_and_nothing_else() -> None:
@@ -173,5 +187,5 @@ def _token_of_byte(byte: int) -> int:
 def test_of_two_stop_strings_in_one_token_the_one_that_is_whole_first_counts() -> None:
     vocab = BYTE_LEVEL.get_vocab()
     for tokens in ([vocab["hell"]], [vocab["he"], vocab["ll"]], [vocab[letter] for letter in "hel"]):
-        pieces, stopped = _pieces(BYTE_LEVEL, tokens, ("hell", "el"))
-        assert ("".join(pieces), stopped) == ("h", True)
+        pieces, ended_by = _pieces(BYTE_LEVEL, tokens, ("hell", "el"))
+        assert ("".join(pieces), ended_by) == ("h", "el")

@@ -54,6 +54,7 @@ class FakeTokenizer:
         tokenize: bool,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         hint: str = "",
     ) -> str:
         assert not tokenize
@@ -138,7 +139,10 @@ class FakeStream:
             yield self._last("error", 0, error="a secret of the engine")
             return
         answer = self._engine.answer(prompt).encode()
-        cut = min([answer.find(stop.encode()) for stop in params.stop if stop.encode() in answer] or [len(answer)])
+        found = min(
+            ((answer.find(text.encode()), text) for text in params.stop if text.encode() in answer), default=None
+        )
+        cut, stop = found or (len(answer), None)
         made = 0
         if params.prompt_logprobs is not None and len(self.request.tokens) > 1:
             yield Delta("", prompt_logprobs=self._prompt_logprobs(params.prompt_logprobs))
@@ -148,7 +152,10 @@ class FakeStream:
                 return
             made += 1
             yield Delta(chr(token), (token,), self._logprobs(token))
-        yield self._last("length" if params.max_tokens <= cut else "stop", made)
+        if params.max_tokens <= cut:
+            yield self._last("length", made)
+        else:
+            yield self._last("stop", made, stop=stop)
 
     def _logprobs(self, token: int) -> tuple[TokenLogprob, ...]:
         best = self.request.params.logprobs
@@ -162,10 +169,10 @@ class FakeStream:
         top = tuple((65 + i, -float(i)) for i in range(best))
         return tuple(TokenLogprob(token, -float(at), top, rank=at + 1) for at, token in enumerate(tokens[1:], 1))
 
-    def _last(self, reason: str, made: int, error: str | None = None) -> Delta:
+    def _last(self, reason: str, made: int, error: str | None = None, stop: str | None = None) -> Delta:
         self.ended = True
         usage = Usage(len(self.request.tokens), self._cached, made, 0.001, 0.02, 0.04)
-        return Delta("", (), (), reason, usage, error)
+        return Delta("", (), (), reason, usage, error, stop)
 
 
 class FakeEngine:

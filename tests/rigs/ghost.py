@@ -308,5 +308,5 @@ def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
             break
         out += text.push(token)
         last = "length" if len(tokens) == params.max_tokens else None
-        reason = "stop" if text.stopped else sampler.ended or last
+        reason = "stop" if text.stop is not None else sampler.ended or last
     return tuple(tokens), out + text.flush(), reason

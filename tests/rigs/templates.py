@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -48,14 +50,48 @@ TEMPLATES = {
     ),
 }
 
+TOOL_TEMPLATES = {
+    # It takes arguments as objects, and opens a thought if it is told to.
+    "hermes": (
+        "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content "
+        "+ '\n' }}{% endif %}{{ '<tools>\n' }}{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}{{ '"
+        "</tools><|im_end|>\n' }}{% endif %}{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\n"
+        "<tool_response>' + m.content + '</tool_response><|im_end|>\n' }}{% elif not (tools and loop.first and "
+        "m.role == 'system') %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content if m.content else '' }}"
+        '{% for c in m.tool_calls %}{{ \'\n<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
+        "{{ c.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% if enable_thinking is defined %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}"
+        "{% endif %}{% endif %}"
+    ),
+    # It writes arguments that are texts, calls only where there is no content, and the name of who answered.
+    "joined": (
+        "{% for tool in tools or [] %}{{ 'TOOL ' + tool.function.name + '\n' }}{% endfor %}{% for m in messages %}"
+        "{% if m.content is not string %}{% for c in m.tool_calls %}{{ '<call>' + c.function.name + ' ' + "
+        "c.function.arguments + '\n' }}{% endfor %}{% else %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    ),
+    # It insists on ids of nine letters and digits.
+    "nine": (
+        "{% if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+        "{{ raise_exception('ids have nine letters') }}{% endif %}{{ '[TOOL_RESULTS]' + m.tool_call_id + m.content }}"
+        "{% elif m.tool_calls %}{{ '[TOOL_CALLS]' }}{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('ids have nine letters') }}{% endif %}{{ c.id + (c.function | tojson) }}{% endfor %}"
+        "{% else %}{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
+    ),
+}
+"""Those that know tools."""
 
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Returns a fast tokenizer with a token for each byte, and a chat template from `TEMPLATES`."""
+
+def byte_tokenizer(template: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Returns a fast tokenizer with a token for each byte, a chat template, and more special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {"<s>": 0, "</s>": 1} | {letter: at + 2 for at, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    made.chat_template = TEMPLATES[template]
+    made.chat_template = (TEMPLATES | TOOL_TEMPLATES)[template]
+    made.add_special_tokens({"additional_special_tokens": list(special)})
     return made

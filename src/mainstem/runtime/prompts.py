@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 _TRIED = 4
 """Messages at each end of a conversation at which marks are looked for: bounds the cost."""
 
+_ENDING = 16
+"""Tokens of a prompt's ending."""
+
 _PROBES = ("A", "B")  # texts in place of a message; they must have no beginning in common
 
 
@@ -47,6 +50,8 @@ class Template:
         generation_prompt: end with the beginning of an answer.
         continues: leave the last message open, so that the answer continues it.
         variables: of the template, such as `enable_thinking`.
+        tools: as the template takes them, each `{"type": "function", "function": ...}`; None: the template is not
+            asked for any.
 
     Raises:
         BadArgument: both of the first two are set, or a variable has the name of an argument of transformers.
@@ -55,6 +60,7 @@ class Template:
     generation_prompt: bool = True
     continues: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -68,7 +74,8 @@ class Template:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `apply_chat_template`."""
         continues = {"continue_final_message": True} if self.continues else {}
-        return {**self.variables, "add_generation_prompt": self.generation_prompt, **continues}
+        tools = {} if self.tools is None else {"tools": [dict(tool) for tool in self.tools]}
+        return {**self.variables, "add_generation_prompt": self.generation_prompt, **continues, **tools}
 
 
 # What transformers gives its templates, or takes itself.
@@ -145,15 +152,15 @@ class Prompts:
             raise BadTokens("prompt: must have at least one token")
         return self._fitting(ids, "prompt")
 
-    def conversation(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> NDArray[np.int32]:
+    def conversation(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> NDArray[np.int32]:
         """Returns the tokens of `prepare`, int32 [n], n >= 1."""
         return self._encode(self.render(messages, template), special_tokens=False, name="messages")
 
-    def prepare(self, messages: Sequence[Mapping[str, str]], template: Template = ANSWER) -> PreparedPrompt:
+    def prepare(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> PreparedPrompt:
         """Encodes a conversation, by default up to where the assistant's answer begins.
 
         Args:
-            messages: `role` and `content` of each, as chat templates take them.
+            messages: `role` and `content` of each, as chat templates take them; content may be None.
             template: how the model's chat template is applied; `WHOLE` gives the prefix of a longer conversation.
 
         Returns:
@@ -206,25 +213,25 @@ class Prompts:
         """
         return self._until(messages, {"role": "user"}, template)
 
-    def render(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> str:
         """Returns the text of a conversation that may fit; raises what `prepare` raises."""
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
-        self.check_size([message["content"] for message in messages], "messages")
+        self.check_size([message["content"] or "" for message in messages], "messages")
         try:
             text = self._render(messages, template)
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
         self.check_size([text], "messages")
         return text
 
-    def _render(self, messages: Sequence[Mapping[str, str]], template: Template) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
         given = [dict(message) for message in messages]
         text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, **template.arguments)
         return str(text)
 
-    def _boundaries(self, messages: Sequence[Mapping[str, str]], text: str, template: Template) -> Iterator[int]:
+    def _boundaries(self, messages: Sequence[Mapping[str, Any]], text: str, template: Template) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
         count = len(messages)
         for at in sorted({*range(min(count, _TRIED)), *range(max(count - _TRIED, 0), count)}):
@@ -232,12 +239,12 @@ class Prompts:
             if before is not None and text.startswith(before):
                 yield len(before)
 
-    def _until(self, head: Sequence[Mapping[str, str]], message: Mapping[str, str], template: Template) -> str | None:
+    def _until(self, head: Sequence[Mapping[str, Any]], message: Mapping[str, Any], template: Template) -> str | None:
         """Returns what is rendered before the text of a message that is the last one; None if it is not shown."""
         whole = replace(template, generation_prompt=False, continues=False)
         try:
             one, other = (self._render([*head, {**message, "content": probe}], whole) for probe in _PROBES)
-        except (TemplateError, ValueError, TypeError):
+        except (TemplateError, ValueError, TypeError, RecursionError):
             return None  # a conversation that this template does not let end here
         boundary = common_length(one, other)
         return one[:boundary] if boundary < len(one) else None
@@ -280,6 +287,11 @@ class Prompts:
             piece = shown.push(token)
             at += len(piece) if token not in special or text.startswith(piece, at) else 0
         return offsets
+
+    def ending(self, tokens: Sequence[int] | NDArray[np.int32]) -> str:
+        """Returns the last text of a prompt, special tokens included; its other tokens may be those of images."""
+        last = [int(token) for token in tokens[-_ENDING:] if 0 <= token < len(self._tokenizer)]
+        return str(self._tokenizer.decode(last))
 
     def spell(self, token: int) -> str:
         """Returns the text of a single token; a part of a character shows as U+FFFD."""

@@ -222,6 +222,7 @@ class Delta:
         finish_reason: None until the last event; then "stop", "length", "cancelled" or "error".
         usage: on the last event.
         error: what went wrong, if the reason is "error".
+        stop: the stop string that ended the text, if one did; on the last event.
         prompt_logprobs: one for each token of the prompt but the first, if requested: before or with the first token.
     """
 
@@ -231,6 +232,7 @@ class Delta:
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None
+    stop: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 

@@ -289,8 +289,8 @@ class Scheduler:
         params = request.params
         rules = (params, request.tokens, self._eos, self._compiled(request)) if params.shapes_logits else None
         sampler = Sampler(params, self._random, None if rules is None else LogitsProcessor(*rules))
-        shown = {"skip_special": params.skip_special_tokens, "shows_stop": params.include_stop_str_in_output}
-        text = Detokenizer(self._tokenizer, params.stop, request.tokens, **shown)
+        shown = (params.skip_special_tokens, params.include_stop_str_in_output, params.hidden_tokens)
+        text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
         self._waiting[id] = sequence = Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self.totals.grammar_requests += params.grammar is not None
@@ -772,7 +772,7 @@ class Scheduler:
             self._finish(sequence, "stop", Delta(shown, (token,), logprobs))
             return
         delta = Delta(sequence.text.push(token), (token,), logprobs)
-        if sequence.text.stopped:
+        if sequence.text.stop is not None:
             self._finish(sequence, "stop", delta)
         elif ended is not None:
             self._finish(sequence, ended, delta)
@@ -788,8 +788,8 @@ class Scheduler:
         sequence.close()
         self.totals.errors += error is not None
         text = last.text + _flush(sequence)
-        usage = sequence.usage(self._clock())
-        self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
+        usage, stop = sequence.usage(self._clock()), sequence.text.stop
+        self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
 
 
 def _flush(sequence: Sequence) -> str:

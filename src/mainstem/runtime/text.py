@@ -16,7 +16,7 @@ stop string. This module does not know requests or schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +45,7 @@ class Detokenizer:
         context: tokens before the first one (the prompt): the first space depends on them. Never part of the text.
         skip_special: whether special tokens have no text.
         shows_stop: whether the text that ends the request is part of its own.
+        hidden: tokens that have no text.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class Detokenizer:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         context: Sequence[int] | NDArray[np.int32] = (),
-        *,
         skip_special: bool = True,
         shows_stop: bool = False,
+        hidden: Collection[int] = (),
     ) -> None:
         self._tokenizer, self._skip_special, self._shows_stop = tokenizer, skip_special, shows_stop
-        self._stop = tuple(stop)
+        self._stop, self._hidden = tuple(stop), hidden
         self._window = [int(token) for token in context[-_CONTEXT_TOKENS:]]
         self._read = len(self._window)
         self._text = self._decode(self._window)
         self._emitted = len(self._text.rstrip(_REPLACEMENT))
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
 
     @property
     def whole(self) -> bool:
@@ -71,24 +72,24 @@ class Detokenizer:
         return self._emitted == len(self._text)
 
     def push(self, token: int) -> str:
-        """Adds a token, and returns the text that is now safe to show; sets `stopped` when a stop string is complete.
+        """Adds a token, and returns the text that is now safe to show; sets `stop` when a stop string is complete.
 
         If there are several stop strings, the first to be complete counts, so the text does not depend on how it is
         split into tokens.
         """
-        assert not self.stopped
+        assert self.stop is None
         self._window.append(token)
         self._held += self._whole_text()
-        end = min(((at + len(text), at) for text in self._stop if (at := self._held.find(text)) >= 0), default=None)
-        if end is not None:
-            self.stopped = True
-            safe, self._held = self._held[: end[0] if self._shows_stop else end[1]], ""
+        ends = [(at + len(text), at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
+        if ends:
+            end, begin, self.stop = min(ends)
+            safe, self._held = self._held[: end if self._shows_stop else begin], ""
             return safe
         return self._take_held(len(self._held) - self._started_stop())
 
     def flush(self) -> str:
         """Returns all text held back, when no token follows. An incomplete character is a replacement character."""
-        if self.stopped:
+        if self.stop is not None:
             return ""
         if len(self._window) > self._read:
             self._held += self._text[self._emitted :]
@@ -129,7 +130,9 @@ class Detokenizer:
     def _decode(self, tokens: list[int]) -> str:
         # Cleaning up spaces would change text before a token, which may have been shown already.
         text = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+            [token for token in tokens if token not in self._hidden],
+            skip_special_tokens=self._skip_special,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
         return text

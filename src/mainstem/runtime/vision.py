@@ -165,12 +165,12 @@ class Vision:
         self._check_texts(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                [{"role": message["role"], "content": _template_parts(message)} for message in messages],
+                [{**message, "content": _template_parts(message)} for message in messages],
                 chat_template=_template(self._processor),
                 tokenize=False,
                 **template.arguments,
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
             roles = [message["role"] for message in messages]
             raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
         return self._assemble(str(text), pictures)
@@ -453,8 +453,8 @@ def _settings(processor: Any) -> bytes:
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    content: str | Sequence[Mapping[str, Any]] = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    content: str | Sequence[Mapping[str, Any]] | None = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def _template_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

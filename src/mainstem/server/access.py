@@ -79,12 +79,10 @@ class Access:
 
     def _matching_key(self, headers: Headers, keys: Sequence[bytes]) -> bytes:
         """Returns the digest of the key that the client sends, which must be one of `keys`."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        sent = self._digest(token.strip().encode("latin-1"))
         # Compares all keys, and by their digests, so that the time taken reveals nothing about a key.
-        matches = [key for key in keys if hmac.compare_digest(key, sent)]
-        if scheme.lower() != "bearer" or not matches:
-            message = "The API key is missing or unknown: send 'Authorization: Bearer KEY'."
+        matches = [key for sent in self._sent(headers) for key in keys if hmac.compare_digest(key, sent)]
+        if not matches:
+            message = "The API key is missing or unknown: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise ApiError(
                 401,
                 message,
@@ -93,6 +91,12 @@ class Access:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return matches[0]
+
+    def _sent(self, headers: Headers) -> list[bytes]:
+        """Returns digests of the keys that a client sends: as a Bearer token, and as Anthropic's clients do."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        sent = [token.strip() if scheme.lower() == "bearer" else None, headers.get("x-api-key")]
+        return [self._digest(key.encode("latin-1")) for key in sent if key is not None]
 
     def _digest(self, key: bytes) -> bytes:
         # Keyed, because digests name the tenants' prefixes: a plain digest could be checked against likely keys.

@@ -21,9 +21,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -31,7 +31,6 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import uvicorn
-from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -48,19 +47,19 @@ from starlette.types import Message as AsgiMessage
 from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace, encode_namespace
-from mainstem.runtime.prompts import WHOLE, Prompts, Template
-from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import errors, management, openapi, replies, requests, tokenization
+from mainstem.runtime.request import Delta, Request
+from mainstem.server import errors, management, message_reply, messages, openapi, replies, requests, tokenization
 from mainstem.server.access import Access
-from mainstem.server.answers import Answers, Turn
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Run, Watcher, best
-from mainstem.server.images import Pictures
+from mainstem.server.generation import EventStream, Run, Task, Watcher, best
 from mainstem.server.metrics import Metrics
 from mainstem.server.precompute import Precompute
+from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChatReply, CompletionReply, Echo, Extras, Head
-from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
+from mainstem.server.response_reply import ID_PREFIX
+from mainstem.server.response_store import Owner, ResponseStore
+from mainstem.server.responses import Responses
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -73,6 +72,7 @@ _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
 _MOST_NAMED = 1024  # characters of a header
+_IMAGES = (b'"image_url"', b'"image"')  # in the body of a request with images
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -247,32 +247,23 @@ class _DrainingServer(uvicorn.Server):
 
 # --- one request --------------------------------------------------------------------------------------------------
 
-Ask = CompletionRequest | ChatRequest
-Tokens = NDArray[np.int32]
 Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What differs between completions and chats."""
+    """What differs between the APIs that generate; `parse` takes a body, where unknown fields go, and the client."""
 
-    parse: Callable[[bytes, list[str] | None], Ask]
-    reply: type[CompletionReply | ChatReply]
+    parse: Callable[[bytes, list[str] | None, Owner], Task]
     id_prefix: str
     name: Kind
 
 
-_COMPLETION = _Kind(requests.parse_completion, CompletionReply, "cmpl", "completion")
-_CHAT = _Kind(requests.parse_chat, ChatReply, "chatcmpl", "chat")
-
-
-class _Prepared(NamedTuple):
-    """A body, the engine's requests, what the reply shows besides answers, and the turn of a conversation."""
-
-    ask: Ask
-    requests: list[Request]
-    extras: Extras
-    turn: Turn
+_COMPLETION = _Kind(
+    lambda body, unknown, owner: Task(requests.parse_completion(body, unknown), CompletionReply), "cmpl-", "completion"
+)
+_CHAT = _Kind(lambda body, unknown, owner: Task(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
+_MESSAGE = _Kind(lambda body, unknown, owner: messages.parse(body, unknown), message_reply.ID_PREFIX, "chat")
 
 
 class _Service:
@@ -289,21 +280,17 @@ class _Service:
     ) -> None:
         self.draining = False
         self._engine = engine
-        self.names = config.served_model_name or (engine.name,)  # of the model; the first one is shown
-        taken = next((name for name in self.names if name in engine.adapters), None)
-        if taken is not None:
-            raise BadArgument("served_model_name", taken, "a name that no adapter has")
         self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
         self._access = Access(config.api_key, config.admin_key, secret(32))
         self._now = now
         self._started = int(now())
-        self._prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
-        self._answers = Answers(self._prompts, engine.tokenizer, config.remember_answers)
+        self._preparation = Preparation(engine, config)
+        self._prompts, self._answers = self._preparation.prompts, self._preparation.answers
+        self.names = self._preparation.names
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
         self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute)
         self._recorder = recorder
-        self._pictures = Pictures(config.images)
-        self._max_images = config.images.max_images
+        self._responses = Responses(ResponseStore(config.response_bytes, config.response_ttl_s, clock), now)
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 
@@ -312,6 +299,11 @@ class _Service:
         return [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._create_response, methods=["POST"]),
+            Route("/v1/responses/{id}", self._response, methods=["GET"]),
+            Route("/v1/responses/{id}", self._delete_response, methods=["DELETE"]),
+            Route(message_reply.PATH, self._message, methods=["POST"]),
+            Route(f"{message_reply.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
@@ -334,6 +326,12 @@ class _Service:
     async def _chat(self, http: HttpRequest) -> Response:
         return await self._generate(http, _CHAT)
 
+    async def _create_response(self, http: HttpRequest) -> Response:
+        return await self._generate(http, _Kind(self._responses.parse, ID_PREFIX, "chat"))
+
+    async def _message(self, http: HttpRequest) -> Response:
+        return await self._generate(http, _MESSAGE)
+
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
             unknown: list[str] = []
@@ -341,11 +339,11 @@ class _Service:
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
-        ask = made.ask
-        model = self._adapter(ask.model) or self.names[0]
-        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), model)
-        counted = replies.ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = kind.reply(head, self._prompts.spell, counted, made.extras)
+        ask = made.task.request
+        model = self._preparation.adapter(ask.model) or self.names[0]
+        head = Head(f"{kind.id_prefix}{uuid.uuid4().hex}", int(self._now()), model)
+        counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
+        reply = made.task.reply(head, self._prompts.spell, counted, made.extras, made.parser)
         if ask.stream:
             return _warned(EventStream(run, reply), unknown)
         with run:
@@ -357,25 +355,32 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[_Prepared, Run]:
+    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Prepared, Run]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
             raise errors.draining()
         body = await self._body(http)
-        limiter = self._parsing_images if b'"image_url"' in body else self._parsing
-        tolerated = unknown if self._unknown_fields == "warn" else None
+        limiter = self._parsing_images if any(name in body for name in _IMAGES) else self._parsing
+        sharing = tenant if self._access.separates else None
         made = await anyio.to_thread.run_sync(
-            lambda: self._prepare(kind.parse(body, tolerated), tenant), limiter=limiter
+            lambda: self._preparation.prepare(kind.parse(body, self._tolerated(unknown), tenant), sharing),
+            limiter=limiter,
         )
-        ask = made.ask
+        ask = made.task.request
         watchers = [self._watchers(ask, request, kind, tenant) + made.turn.watchers() for request in made.requests]
         prompt_tokens = sum(len(request.tokens) for request in made.requests[:: ask.choices])
         if self._precompute is not None:
             self._precompute.give_way()
             if ask.choices == 1 and ask.truncate_prompt_tokens is None:
-                watchers[0] += self._precompute.watchers(made.turn, made.requests[0])
-        return made, Run(self._submit(made.requests), ask.choices, watchers, prompt_tokens)
+                watchers[0] += self._precompute.watchers(made.turn, made.requests[0], made.parser)
+        with errors.renamed(made.task.names):
+            streams = self._submit(made.requests)
+        return made, Run(streams, ask.choices, watchers, prompt_tokens)
+
+    def _tolerated(self, unknown: list[str]) -> list[str] | None:
+        """Returns where unknown fields go; None if they are refused."""
+        return unknown if self._unknown_fields == "warn" else None
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -383,7 +388,8 @@ class _Service:
             return [meter]
         vision = self._engine.vision
         shaping = request.images if vision is not None and vision.first_token_sees_image else ()
-        scope = Namespace(self._adapter(ask.model), ask.cache_salt, tuple(image.identity.hex() for image in shaping))
+        adapter, identities = self._preparation.adapter(ask.model), tuple(image.identity.hex() for image in shaping)
+        scope = Namespace(adapter, ask.cache_salt, identities)
         return [meter, self._recorder.note(request, kind.name, scope, self._access.api_key(tenant))]
 
     async def _body(self, http: HttpRequest) -> bytes:
@@ -413,101 +419,6 @@ class _Service:
         body = await self._body(http)
         return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
 
-    def _prepare(self, ask: Ask, tenant: bytes | None) -> _Prepared:
-        """Returns the engine's requests; the choices of a prompt are adjacent."""
-        self._check_model(ask.model)
-        self._check_grammar(ask)
-        tenant = tenant if self._access.separates else None
-        namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
-        turn = Turn(self._answers, self._prompts, namespace)
-        prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask, turn)]
-        asked = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
-        return _Prepared(ask, asked, self._extras(ask, prompts), turn)
-
-    def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
-        """Returns what the reply shows besides the texts of its answers."""
-        echoes: list[Echo] = []
-        if isinstance(ask, CompletionRequest) and ask.echo:
-            echoes = [self._echo(ask, *pair) for pair in zip(ask.prompts(), prompts, strict=True)]
-        return Extras(
-            ask.kept,
-            ask.logprobs is not None,
-            echoes,
-            ask.prompt_logprobs,
-            [prompt.tokens.tolist() for prompt in prompts] if ask.return_token_ids else (),
-            bool(ask.return_tokens_as_token_ids),
-        )
-
-    def _echo(self, ask: CompletionRequest, given: str | list[int], prompt: PreparedPrompt) -> Echo:
-        tokens, skipped = prompt.tokens.tolist(), ask.skip_special_tokens is not False
-        is_whole = len(tokens) != ask.truncate_prompt_tokens
-        text = given if isinstance(given, str) and is_whole else self._prompts.read(tokens, skip_special=skipped)
-        if ask.logprobs is None:
-            return Echo(text, tokens)
-        return Echo(text, tokens, self._prompts.offsets(tokens, text), ask.logprobs)
-
-    def _check_grammar(self, ask: Ask) -> None:
-        """Compiles the grammar of a request, if there is one, so that `submit` finds it; errors name the field."""
-        asked = ask.asked()
-        if asked is not None:
-            self._engine.grammars.compile(asked.grammar, asked.field)
-
-    def _read(self, ask: Ask, turn: Turn) -> list[PreparedPrompt]:
-        if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation(), ask.template(), turn)]
-        prompts = ask.prompts()
-        if len(prompts) * ask.choices > requests.MAX_CHOICES:
-            name = "n" if ask.best_of is None else "best_of"
-            raise ApiError(400, f"{name}: at most {requests.MAX_CHOICES} choices over all prompts", param=name)
-        return [PreparedPrompt(self._tokens(prompt)) for prompt in prompts]
-
-    def _tokens(self, prompt: str | list[int]) -> Tokens:
-        return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
-
-    def _conversation(
-        self, messages: Sequence[dict[str, Any]], template: Template, turn: Turn | None = None
-    ) -> PreparedPrompt:
-        """Makes the prompt of a conversation, in a turn with the tokens of its answers."""
-        vision = self._engine.vision
-        images = requests.parts(messages, "image")
-        if vision is None:
-            if images:
-                raise errors.text_only(images[0]["at"])
-            return (turn or self._prompts).prepare(messages, template)
-        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
-        self._prompts.check_length(len(messages), "messages")
-        self._prompts.check_size(texts + [part["text"] for part in requests.parts(messages, "text")], "messages")
-        self._load(images)
-        prompt = vision.prepare(messages, template)
-        self._prompts.check_length(len(prompt.tokens), "messages")
-        return prompt
-
-    def _load(self, images: Sequence[dict[str, Any]]) -> None:
-        """Loads the image of every image part; a repeated URL is read once."""
-        if len(images) > self._max_images:
-            message = f"messages: at most {self._max_images} images in a request"
-            raise ApiError(400, message, param="messages", code="too_many_images")
-        loaded: dict[str, Any] = {}
-        pixels = 0
-        for part in images:
-            if part["url"] not in loaded:
-                loaded[part["url"]] = picture = self._pictures.load(part["url"], part["at"], pixels)
-                pixels += picture.width * picture.height
-            part["image"] = loaded[part["url"]]
-
-    def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
-        """Returns one request per choice; without a seed all choices share the same request."""
-        room = self._engine.max_context - len(prompt.tokens)
-        words = self._prompts.words(ask.bad_words or ())
-
-        def request(choice: int) -> Request:
-            given = (replace(ask.params(room, choice), bad_words=words), namespace, ask.priority or 0)
-            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
-
-        if ask.seed is None:
-            return [request(0)] * ask.choices
-        return [request(choice) for choice in range(ask.choices)]
-
     def _submit(self, asked: Sequence[Request]) -> list[Stream]:
         """Submits all requests or none."""
         streams: list[Stream] = []
@@ -519,16 +430,25 @@ class _Service:
             undo.pop_all()
         return streams
 
-    def _check_model(self, name: str | None) -> None:
-        """Checks the name of a model or an adapter, if there is one."""
-        known = [*self.names, *self._engine.adapters]
-        if name is not None and name not in known:
-            message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+    async def _response(self, http: HttpRequest) -> Response:
+        owner = self._access.tenant(http.headers)
+        if http.query_params.get("stream", "false") not in ("false", "0"):
+            raise ApiError(400, "stream: not supported here; omit it", param="stream", code="unsupported_parameter")
+        return Response(self._responses.get(owner, http.path_params["id"]), media_type="application/json")
 
-    def _adapter(self, model: str | None) -> str | None:
-        """Returns the adapter that a model's name stands for; None for the model itself."""
-        return None if model in self.names else model
+    async def _delete_response(self, http: HttpRequest) -> Response:
+        owner = self._access.tenant(http.headers)
+        return _json(self._responses.delete(owner, http.path_params["id"]))
+
+    async def _count_tokens(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        unknown: list[str] = []
+        counted = await self._parsed(http, lambda body: self._counted(body, self._tolerated(unknown)))
+        return _warned(_json(counted), unknown)
+
+    def _counted(self, body: bytes, tolerated: list[str] | None) -> message_reply.TokenCount:
+        task = messages.parse_count(body, tolerated)
+        return message_reply.TokenCount(self._preparation.count(task))
 
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
@@ -537,7 +457,7 @@ class _Service:
 
     async def _model(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
-        self._check_model(http.path_params["name"])
+        self._preparation.check_model(http.path_params["name"])
         return _json(self._described(http.path_params["name"]))
 
     def _described(self, name: str) -> replies.Model:
@@ -583,19 +503,17 @@ class _Service:
         A chat may be cached with the tokens of its answers, and as it is tokenised without them.
         """
         ask = management.parse_remove(body)
-        self._check_model(ask.model)
+        self._preparation.check_model(ask.model)
         if is_admin and self._access.separates:
             tenant = self._access.tenant_of(ask.api_key)
             if tenant is None:
                 raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
         elif ask.api_key is not None:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
-        namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
+        namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant)
         if ask.messages is not None:
-            turns = (Turn(self._answers, self._prompts, namespace), None)
-            answered, plain = (self._conversation(ask.conversation(), WHOLE, turn).tokens for turn in turns)
-            return [plain] if np.array_equal(answered, plain) else [answered, plain], namespace
-        return [self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
+            return self._preparation.prefixes(ask.messages, ask.tools, namespace), namespace
+        return [self._preparation.tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
@@ -611,9 +529,9 @@ class _Service:
         return await self._answer(http, lambda body: self._tokenized(tokenization.parse_tokenize(body)))
 
     def _tokenized(self, ask: tokenization.TokenizeRequest) -> tokenization.Tokenized:
-        self._check_model(ask.model)
+        self._preparation.check_model(ask.model)
         if ask.messages is not None:
-            made = self._conversation(requests.template_input(ask.messages), ask.template()).tokens
+            made = self._preparation.chat(ask.messages, ask.tools, ask.template())
         else:
             made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
@@ -623,7 +541,7 @@ class _Service:
         return await self._answer(http, lambda body: self._detokenized(tokenization.parse_detokenize(body)))
 
     def _detokenized(self, ask: tokenization.DetokenizeRequest) -> tokenization.Detokenized:
-        self._check_model(ask.model)
+        self._preparation.check_model(ask.model)
         self._prompts.check_length(len(ask.tokens), "tokens")
         return tokenization.Detokenized(self._prompts.read(ask.tokens))
 
@@ -676,24 +594,6 @@ def _warned(response: Response, unknown: Sequence[str]) -> Response:
     return response
 
 
-def _truncated(prompt: PreparedPrompt, most: int | None) -> PreparedPrompt:
-    """Returns the last tokens of a prompt."""
-    cut = 0 if most is None else len(prompt.tokens) - most
-    if cut <= 0:
-        return prompt
-    if prompt.images:
-        name = "truncate_prompt_tokens"
-        raise ApiError(400, f"{name}: a prompt with images cannot be truncated", param=name)
-    marks = tuple(mark - cut for mark in prompt.marks if mark >= cut)
-    return replace(prompt, tokens=prompt.tokens[cut:], marks=marks)
-
-
-def _namespace(adapter: str | None, salt: str | None, tenant: bytes | None) -> Namespace | None:
-    if adapter is None and salt is None and tenant is None:
-        return None
-    return Namespace(adapter, salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
-
-
 # --- around every request -----------------------------------------------------------------------------------------
 
 
@@ -724,7 +624,7 @@ class _Envelope:
         except Exception:
             log.exception("request %s failed", request_id)
             if not started:
-                await _error_response(errors.internal_error())(scope, receive, send_named)
+                await _error_response(errors.internal_error(), scope["path"])(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -738,7 +638,7 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
     shown = _shown(error)
     if shown.status == 500 and shown is not error:
         raise error  # for the envelope to log
-    return _error_response(shown)
+    return _error_response(shown, http.url.path)
 
 
 def _shown(error: ApiError | MainstemError) -> ApiError:
@@ -750,11 +650,12 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     path = http.url.path
     texts = {404: f"There is no endpoint at {path}.", 405: f"{path} does not accept {http.method}."}
     message = texts.get(error.status_code, str(error.detail))
-    return _error_response(ApiError(error.status_code, message, headers=error.headers))
+    return _error_response(ApiError(error.status_code, message, headers=error.headers), path)
 
 
-def _error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, media_type="application/json")
+def _error_response(error: ApiError, path: str) -> Response:
+    body = message_reply.error_body(error) if message_reply.speaks(path) else error.body()
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def _json(body: msgspec.Struct) -> Response:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import Struct
@@ -83,6 +84,34 @@ def api_error(error: MainstemError) -> ApiError:
         case EngineClosed():
             return unavailable("The engine has stopped and accepts no more requests.", "engine_closed")
     return internal_error()
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors name the fields of a client's body, where another request was made of it.
+
+    Args:
+        names: paths in the body, by paths in the request. The longest that an error's path begins with counts.
+    """
+    try:
+        yield
+    except (ApiError, MainstemError) as error:
+        shown = error if isinstance(error, ApiError) else api_error(error)
+        message, detail = str(shown), shown.detail
+        path = detail.param or message.partition(":")[0]
+        begins = [name for name in names if path.startswith(name) and path[len(name) :][:1] in ("", ".", "[")]
+        if shown.status >= 500 or not begins:
+            raise
+        known = max(begins, key=len)
+        param = names[known] + path[len(known) :]
+        raise ApiError(
+            shown.status,
+            param + message[len(path) :] if message.startswith(path) else message,
+            type=detail.type,
+            param=param if detail.param else None,
+            code=detail.code,
+            headers=shown.headers,
+        ) from error
 
 
 def text_only(at: str) -> ApiError:

@@ -6,8 +6,9 @@ Knows streams, events and disconnected clients. It does not know keys, limits, p
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import anyio
 from starlette.responses import Response
@@ -16,12 +17,34 @@ from starlette.types import Receive, Scope, Send
 from mainstem.errors import EngineClosed
 from mainstem.runtime.request import Delta
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
-from mainstem.server.replies import Reply, UsageBody, usage_body
+from mainstem.server.output import OutputParser
+from mainstem.server.replies import ChunkUsage, Extras, Head, Reply, UsageBody, usage_body
+from mainstem.server.requests import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
 
 log = logging.getLogger(__name__)
+
+
+MakeReply: TypeAlias = Callable[[Head, Callable[[int], str], ChunkUsage, Extras, Callable[[], OutputParser]], Reply]
+"""Makes a reply from the head of the response, what spells a token, the usage in chunks, what is shown besides answers,
+and what parses an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A client's body, in the form that is generated.
+
+    Args:
+        request: what is generated.
+        reply: how it is answered.
+        names: the names of the client's fields, by those of `request` where they differ; see `errors.renamed`.
+    """
+
+    request: CompletionRequest | ChatRequest
+    reply: MakeReply
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Watcher(Protocol):

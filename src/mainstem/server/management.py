@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, decode, parts, template_input
+from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, parts, template_input
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):
@@ -48,13 +48,14 @@ def parse_unload_adapter(body: bytes) -> UnloadAdapter:
 class RemoveRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/cache/remove: exactly one of `prompt`, `messages` and `all`.
 
-    `prompt`: text or token ids of a prefix. `messages`: a chat's first messages. `all`: the whole namespace. `model`:
-    the adapter whose KV to remove; default: the base model. `api_key`: the tenant whose KV to remove, set by the admin
-    if there are several API keys.
+    `prompt`: text or token ids of a prefix. `messages`: a chat's first messages; `tools`: those of the chat. `all`: the
+    whole namespace. `model`: the adapter whose KV to remove; default: the base model. `api_key`: the tenant whose KV to
+    remove, set by the admin if there are several API keys.
     """
 
     prompt: str | list[TokenId] | None = None
     messages: Messages | None = None
+    tools: list[ToolSpec] | None = None
     all: bool = False
     model: str | None = None
     cache_salt: str | None = None

@@ -21,8 +21,12 @@ from mainstem.server.management import (
     UnloadAdapter,
     Unloaded,
 )
+from mainstem.server.message_reply import MessageBody, TokenCount
+from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.replies import ChatBody, ChatChunk, CompletionBody, Model, ModelList
 from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.response_reply import ResponseBody
+from mainstem.server.responses import Deleted, ResponseRequest
 from mainstem.server.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, Version
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -35,7 +39,7 @@ class Operation(NamedTuple):
         summary: in a few words.
         request: the type of the body; None: there is none.
         response: the type of the response; None: any JSON object; `str`: text.
-        event: the type of a stream's events, if it can be streamed.
+        event: the type of a stream's events, if it can be streamed; `dict`: any JSON object.
         open: whether it needs no key.
     """
 
@@ -49,6 +53,11 @@ class Operation(NamedTuple):
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation("Complete prompts", CompletionRequest, CompletionBody, CompletionBody),
     ("POST", "/v1/chat/completions"): Operation("Answer a chat", ChatRequest, ChatBody, ChatChunk),
+    ("POST", "/v1/responses"): Operation("Answer, and keep the answer", ResponseRequest, ResponseBody, dict),
+    ("GET", "/v1/responses/{id}"): Operation("Return a response that was kept", None, ResponseBody),
+    ("DELETE", "/v1/responses/{id}"): Operation("Forget a response", None, Deleted),
+    ("POST", "/v1/messages"): Operation("Answer a message", MessageRequest, MessageBody, dict),
+    ("POST", "/v1/messages/count_tokens"): Operation("Count the tokens of a prompt", CountRequest, TokenCount),
     ("GET", "/v1/models"): Operation("List the model and its adapters", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("Describe the model or an adapter", None, Model),
     ("POST", "/v1/load_lora_adapter"): Operation("Load an adapter", LoadAdapter, Model),

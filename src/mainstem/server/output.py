@@ -5,8 +5,13 @@ Every API shows these pieces in its own form. An `OutputParser` finds them in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+Kept = TypeVar("Kept")
 
 
 class Text(NamedTuple):
@@ -59,3 +64,93 @@ class PlainText:
     def close(self) -> Sequence[Piece]:
         """See `OutputParser.close`."""
         return []
+
+
+Steps: TypeAlias = Generator[None, str, Kept]
+"""A part of a `Scanner`: is sent one character at a time, and `END` at the end."""
+
+END = ""
+
+
+class Scanner(ABC):
+    """An `OutputParser` that reads one character at a time, so that it does not matter how a text is split."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._unread: list[str] = []
+        self._ended = False
+        self._steps = self._scan()
+        next(self._steps)
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        """See `OutputParser.feed`."""
+        for character in text:
+            self._steps.send(character)
+        return self._found()
+
+    def close(self) -> Sequence[Piece]:
+        """See `OutputParser.close`."""
+        with suppress(StopIteration):
+            self._steps.send(END)
+        return self._found()
+
+    @abstractmethod
+    def _scan(self) -> Steps[None]:
+        """Reads the text up to its end, and adds to `_pieces`."""
+
+    def _next(self) -> Steps[str]:
+        """Returns the next character; `END` when there is none, however often."""
+        if self._unread:
+            return self._unread.pop()
+        if not self._ended:
+            character = yield
+            self._ended = character == END
+            return character
+        return END
+
+    def _push_back(self, text: str) -> None:
+        """Makes `_next` return a text again."""
+        self._unread.extend(reversed(text))
+
+    def _blanks(self) -> Steps[str]:
+        """Returns the white space that comes next."""
+        blanks = ""
+        while (character := (yield from self._next())).isspace():
+            blanks += character
+        self._push_back(character)
+        return blanks
+
+    def _until(self, markers: Sequence[str], show: Callable[[str], object]) -> Steps[str]:
+        """Shows the text before the first of several markers.
+
+        Returns:
+            The marker, or `END`.
+        """
+        held = ""
+        while character := (yield from self._next()):
+            held += character
+            while held and not any(marker.startswith(held) for marker in markers):
+                show(held[0])
+                held = held[1:]
+            if held in markers:
+                return held
+        for character in held:
+            show(character)
+        return END
+
+    def _found(self) -> list[Piece]:
+        found, self._pieces = self._pieces, []
+        return joined(found)
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Returns the same pieces with neighbours of one kind as one piece."""
+    result: list[Piece] = []
+    for _, group in groupby(pieces, lambda piece: (type(piece), getattr(piece, "number", None))):
+        first, *others = group
+        if isinstance(first, Call):
+            result.append(first)
+        else:
+            text = "".join(piece.text for piece in (first, *others) if not isinstance(piece, Call))
+            result.append(first._replace(text=text))
+    return result

@@ -65,22 +65,27 @@ class Precompute:
     Args:
         engine: computes them.
         prompts: of the model.
-        parser: makes the parser that finds the text of an answer, as replies do: it is what a client sends back.
     """
 
-    def __init__(self, engine: Engine, prompts: Prompts, parser: Callable[[], OutputParser] = PlainText) -> None:
-        self._engine, self._prompts, self._parser = engine, prompts, parser
+    def __init__(self, engine: Engine, prompts: Prompts) -> None:
+        self._engine, self._prompts = engine, prompts
         self._worker = ThreadPoolExecutor(1, "mainstem-precompute")
         self._lock = threading.Lock()  # guards all below
         self._arrivals = 0
         self._stream: Stream | None = None
         self._stats = TurnStats()
 
-    def watchers(self, turn: Turn, request: Request) -> list[Watcher]:
-        """Returns what has to see the events of a chat's only answer; none for other requests."""
+    def watchers(self, turn: Turn, request: Request, parser: Callable[[], OutputParser] = PlainText) -> list[Watcher]:
+        """Returns what has to see the events of a chat's only answer; none for other requests.
+
+        Args:
+            turn: of the request.
+            request: whose answer it is.
+            parser: makes what finds the text of an answer, as replies do: it is what a client sends back.
+        """
         if turn.messages is None or turn.template is None or not turn.template.generation_prompt:
             return []
-        return [_Listener(lambda answer: self._worker.submit(self._run, turn, request, answer))]
+        return [_Listener(lambda answer: self._worker.submit(self._run, turn, request, answer, parser()))]
 
     def give_way(self) -> None:
         """Ends what is computed, because a request comes."""
@@ -95,11 +100,11 @@ class Precompute:
         with self._lock:
             return replace(self._stats)
 
-    def _run(self, turn: Turn, request: Request, answer: Answer) -> None:
+    def _run(self, turn: Turn, request: Request, answer: Answer, parser: OutputParser) -> None:
         with self._lock:
             arrivals = self._arrivals
         try:
-            outcome = self._compute(turn, request, answer, arrivals)
+            outcome = self._compute(turn, request, _said(answer, parser), arrivals)
         except MainstemError as error:
             log.debug("a next turn is not computed: %s", error)
             outcome = "skipped"
@@ -113,7 +118,7 @@ class Precompute:
         stats = self._engine.stats()
         if stats.running or stats.waiting:
             return "skipped"
-        tokens = self._next(turn, answer.text)
+        tokens = None if answer.text is None else self._next(turn, answer.text)
         known = np.concatenate([request.tokens, np.asarray(answer.tokens, np.int32)])
         if tokens is None:
             return "unchanged"
@@ -131,20 +136,17 @@ class Precompute:
         return "started"
 
     def _next(self, turn: Turn, said: str) -> NDArray[np.int32] | None:
-        """Returns the next turn up to the text of the user, if it is known; none after a call of a tool."""
-        parser = self._parser()
-        pieces = [*parser.feed(said), *parser.close()]
-        if turn.messages is None or turn.template is None or any(isinstance(piece, Call) for piece in pieces):
+        """Returns the next turn up to the text of the user, if it is known."""
+        if turn.messages is None or turn.template is None:
             return None
-        content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-        text = self._prompts.before_next([*turn.messages, {"role": "assistant", "content": content}], turn.template)
+        text = self._prompts.before_next([*turn.messages, {"role": "assistant", "content": said}], turn.template)
         return None if text is None else turn.tokenize(text)
 
 
 class Answer(NamedTuple):
-    """What was generated."""
+    """What was generated; without a text after a call of a tool."""
 
-    text: str
+    text: str | None
     tokens: Sequence[int]
 
 
@@ -165,6 +167,14 @@ class _Listener:
         if deltas and deltas[-1].finish_reason in ("stop", "length"):
             tokens = [token for delta in deltas for token in delta.tokens]
             self._ended(Answer("".join(delta.text for delta in deltas), tokens))
+
+
+def _said(answer: Answer, parser: OutputParser) -> Answer:
+    """Returns an answer with the text that its client sends back."""
+    pieces = [*parser.feed(answer.text or ""), *parser.close()]
+    if any(isinstance(piece, Call) for piece in pieces):
+        return answer._replace(text=None)
+    return answer._replace(text="".join(piece.text for piece in pieces if isinstance(piece, Text)))
 
 
 def _same(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server.errors import ApiError, ErrorBody
+from mainstem.server.output import Arguments, Call, OutputParser, Piece, PlainText, Reasoning, Text, joined
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
 
@@ -148,18 +149,38 @@ class CompletionBody(Struct):
     object: str = "text_completion"
 
 
-class ChatMessage(Struct):
-    """A whole answer."""
+class CalledFunction(Struct):
+    """The name and the arguments of a call, or what a chunk adds to them."""
 
-    content: str
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CalledTool(Struct):
+    """A call of a tool, or what a chunk adds to it. Only chunks have the index, and only the first one has an id."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    """A whole answer; its content is null if it has only calls or reasoning."""
+
+    content: str | None
     role: str = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatPiece(Struct):
     """What a chunk adds to an answer."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -303,6 +324,7 @@ class _Chunks(ABC):
         spell: returns the text of one token.
         usage: of the chunks of a stream.
         extras: what is shown besides texts.
+        parser: makes what finds the pieces of an answer; those of completions are texts.
     """
 
     def __init__(
@@ -311,11 +333,13 @@ class _Chunks(ABC):
         spell: Callable[[int], str],
         usage: ChunkUsage,
         extras: Extras = Extras(),
+        parser: Callable[[], OutputParser] = PlainText,
     ) -> None:
         self._head = head
         self._spell = spell
         self._usage = usage
         self._extras = extras
+        self._parser = parser
         self._sent: dict[int, int] = {}  # characters so far, of each choice of which something was sent
 
     def opening(self) -> bytes:
@@ -335,9 +359,9 @@ class _Chunks(ABC):
         """See `Reply`."""
         return event(ErrorBody(error.detail)) + DONE
 
-    def _is_shown(self, delta: Delta) -> bool:
-        """Returns whether an event has anything for the client."""
-        shown = delta.text or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
+    def _is_shown(self, delta: Delta, said: object) -> bool:
+        """Returns whether an event has anything for the client, beside what it `said`."""
+        shown = said or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
         return bool(shown or (self._extras.prompt_tokens and delta.tokens))
 
     def _name(self, token: int) -> str:
@@ -378,7 +402,7 @@ class CompletionReply(_Chunks):
     def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
         """See `_Chunks.chunk`."""
         usage = self._usage.after(delta)
-        if not self._is_shown(delta):
+        if not self._is_shown(delta, delta.text):
             return None
         return self._body([self._choice(index, [delta])], usage)
 
@@ -449,18 +473,34 @@ class CompletionReply(_Chunks):
 class ChatReply(_Chunks):
     """Writes the answers of one /v1/chat/completions request; see `Reply`."""
 
+    def __init__(
+        self,
+        head: Head,
+        spell: Callable[[int], str],
+        usage: ChunkUsage,
+        extras: Extras = Extras(),
+        parser: Callable[[], OutputParser] = PlainText,
+    ) -> None:
+        super().__init__(head, spell, usage, extras, parser)
+        self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
+        self._called: set[int] = set()  # choices with calls
+
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         """See `_Chunks.chunk`."""
         usage = self._usage.after(delta)
-        if not self._is_shown(delta):
+        pieces = self._parse(index, delta)
+        if not self._is_shown(delta, pieces):
             return None
-        piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
+        shown = _chat_piece(pieces)
         prompt: list[int] | UnsetType = UNSET
         if index not in self._sent:  # not before the first token, for clients that time it
             self._sent[index] = 0
-            piece, prompt = ChatPiece("assistant", delta.text), self._prompt_ids(index)
+            prompt = self._prompt_ids(index)
+            shown.role = "assistant"
+            if shown.content is UNSET:
+                shown.content = None if pieces else ""
         logprobs, ids = self._logprobs([delta]), self._token_ids([delta])
-        return self._chunk([ChatChunkChoice(index, piece, logprobs, delta.finish_reason, ids)], usage, prompt)
+        return self._chunk([ChatChunkChoice(index, shown, logprobs, self._reason(index, delta), ids)], usage, prompt)
 
     def last(self, usage: UsageBody) -> ChatChunk:
         """See `_Chunks.last`."""
@@ -473,8 +513,22 @@ class ChatReply(_Chunks):
         return ChatBody(head.id, head.created, head.model, choices, usage, prompt, self._prompt_ids(0))
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
-        message, reason = ChatMessage(_text(deltas)), str(deltas[-1].finish_reason)
-        return ChatChoice(index, message, self._logprobs(deltas), reason, self._token_ids(deltas))
+        pieces = joined([piece for delta in deltas for piece in self._parse(index, delta)])
+        reason = str(self._reason(index, deltas[-1]))
+        return ChatChoice(index, _chat_message(pieces), self._logprobs(deltas), reason, self._token_ids(deltas))
+
+    def _parse(self, index: int, delta: Delta) -> list[Piece]:
+        """Returns the pieces that are certain after an event."""
+        if index not in self._parsers:
+            self._parsers[index] = self._parser()
+        parser = self._parsers[index]
+        pieces = [*parser.feed(delta.text), *(parser.close() if delta.finish_reason else ())]
+        if any(isinstance(piece, Call) for piece in pieces):
+            self._called.add(index)
+        return pieces
+
+    def _reason(self, index: int, delta: Delta) -> str | None:
+        return "tool_calls" if delta.finish_reason == "stop" and index in self._called else delta.finish_reason
 
     def _chunk(
         self,
@@ -486,15 +540,52 @@ class ChatReply(_Chunks):
 
     def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
         entries = _entries(deltas)
-        return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
+        return ChatLogprobs([chosen_token(entry, self._spell, self._name) for entry in entries]) if entries else None
 
-    def _chosen(self, entry: TokenLogprob) -> ChosenToken:
-        top = [Alternative(*self._reported(token, value)) for token, value in entry.top]
-        return ChosenToken(*self._reported(entry.token, entry.logprob), top)
 
-    def _reported(self, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
-        """Returns the name, the log-probability and the bytes of a token."""
-        return self._name(token), _finite(logprob), _bytes(self._spell(token))
+def chosen_token(
+    entry: TokenLogprob, spell: Callable[[int], str], name: Callable[[int], str] | None = None
+) -> ChosenToken:
+    """Returns the log-probabilities of a generated token as chats show them.
+
+    Args:
+        entry: the token.
+        spell: returns the text of a token.
+        name: returns what stands for a token; None: its text.
+    """
+
+    def shown(token: int, logprob: float) -> tuple[str, float, list[int] | None]:
+        text = spell(token)
+        return text if name is None else name(token), _finite(logprob), _bytes(text)
+
+    return ChosenToken(*shown(entry.token, entry.logprob), [Alternative(*shown(*pair)) for pair in entry.top])
+
+
+def _chat_message(pieces: Sequence[Piece]) -> ChatMessage:
+    shown = _chat_piece(pieces)
+    content = shown.content if shown.content is not UNSET else None if pieces else ""
+    calls = shown.tool_calls
+    if calls is not UNSET:
+        for call in calls:
+            call.index = UNSET
+    return ChatMessage(content, reasoning_content=shown.reasoning_content, tool_calls=calls)
+
+
+def _chat_piece(pieces: Sequence[Piece]) -> ChatPiece:
+    """Returns what pieces of an answer add to it."""
+    calls: dict[int, CalledTool] = {}
+    for piece in pieces:
+        if isinstance(piece, Call):
+            function = CalledFunction("", piece.name)
+            calls[piece.number] = CalledTool(function, piece.number, piece.id, "function")
+        elif isinstance(piece, Arguments):
+            call = calls.setdefault(piece.number, CalledTool(CalledFunction(""), piece.number))
+            call.function.arguments += piece.text
+    said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return ChatPiece(
+        content=said or UNSET, reasoning_content=thought or UNSET, tool_calls=list(calls.values()) or UNSET
+    )
 
 
 def _text(deltas: Sequence[Delta]) -> str:

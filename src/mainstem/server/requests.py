@@ -16,8 +16,9 @@ from msgspec import Meta, Struct
 
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
-from mainstem.server.fields import Refused, check_fields
-from mainstem.server.structured import Structured
+from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
+from mainstem.server.structured import Asked, Structured
+from mainstem.server.tools import NO_PARAMETERS, Tool, Tooling
 from mainstem.settings.engine import SamplingParams
 
 MAX_CHOICES = 128
@@ -192,42 +193,90 @@ class ImageUrl(Struct):
 
 
 class ContentPart(Struct):
-    """One part of a message's content: text, or an image."""
+    """One part of a message's content: text, an image, or why the assistant refused."""
 
     type: str
     text: str | None = None
     image_url: ImageUrl | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Struct):
+    """What a call calls. The arguments are a JSON object, if the model wrote one."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A call of a tool in a message of the assistant."""
+
+    id: Annotated[str, Meta(min_length=1)]
+    function: FunctionCall
+    type: Literal["function"] = "function"
 
 
 class Message(Struct):
-    """One message of a conversation."""
+    """One message of a conversation.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    tool_calls: Any = None
+    `reasoning_content`, which some clients call `reasoning`, is what the assistant thought; some templates show it.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, Meta(min_length=1)] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what a message of its role has."""
+        answers = self.role == "assistant"
+        if self.role == "function":
+            raise ValueError("`role`: 'function' is deprecated; use 'tool' with tool_call_id")
+        if self.tool_calls and not answers:
+            raise ValueError(f"`tool_calls`: only the assistant calls tools, not {self.role!r}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("Object missing required field `tool_call_id`")
+        said = self.tool_calls or self.refusal is not None or self.reasoning_content or self.reasoning
+        if self.content is None and not (answers and said):
+            raise ValueError("Object missing required field `content`")
 
     def template_input(self, at: str) -> dict[str, Any]:
         """Converts the message for a chat template. `developer` becomes `system`, the older name that templates know.
 
         Returns:
-            `role` and `content`. The content is one text, or with images a list of parts, each `{"type": "text",
-            "text": ...}` or `{"type": "image", "url": ..., "at": the path of the part}`.
+            `role` and `content`, and `name`, `tool_calls`, `tool_call_id` and `reasoning_content` where they are given.
+            The content is one text, or None for an assistant that said nothing, or with images a list of parts, each
+            `{"type": "text", "text": ...}` or `{"type": "image", "url": ..., "at": the path of the part}`.
 
         Args:
             at: the path of this message, for the error.
 
         Raises:
-            ApiError: 400; a part is neither text nor an image, or there are tool calls.
+            ApiError: 400; a part is neither text nor an image.
         """
-        if self.tool_calls:
-            raise ApiError(400, f"{at}.tool_calls: tools are not supported", param=f"{at}.tool_calls")
         role = "system" if self.role == "developer" else self.role
+        rest = {
+            "name": self.name,
+            "tool_calls": msgspec.to_builtins(self.tool_calls) if self.tool_calls else None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        given = {name: value for name, value in rest.items() if value is not None}
+        return {"role": role, "content": self._content(at), **given}
+
+    def _content(self, at: str) -> str | list[dict[str, str]] | None:
+        if self.content is None:
+            return self.refusal
         if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
+            return self.content
         parts = [_part(part, f"{at}.content[{i}]") for i, part in enumerate(self.content)]
         if all(part["type"] == "text" for part in parts):
-            return {"role": role, "content": "\n".join(part["text"] for part in parts)}
-        return {"role": role, "content": parts}
+            return "\n".join(part["text"] for part in parts)
+        return parts
 
 
 Messages = Annotated[list[Message], Meta(min_length=1)]
@@ -247,12 +296,13 @@ def parts(messages: Sequence[dict[str, Any]], type: str) -> list[dict[str, Any]]
 def _part(part: ContentPart, at: str) -> dict[str, str]:
     if part.type == "image_url":
         return _image_part(part, at)
-    if part.type != "text":
-        message = f"{at}: only parts of type 'text' and 'image_url' are supported, got {part.type!r}"
+    if part.type not in ("text", "refusal"):
+        message = f"{at}: only parts of type 'text', 'refusal' and 'image_url' are supported, got {part.type!r}"
         raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
-    if part.text is None:
-        raise ApiError(400, f"{at}: a text part needs the field 'text'", param=f"{at}.text")
-    return {"type": "text", "text": part.text}
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise ApiError(400, f"{at}: a {part.type} part needs the field '{part.type}'", param=f"{at}.{part.type}")
+    return {"type": "text", "text": text}
 
 
 def _image_part(part: ContentPart, at: str) -> dict[str, str]:
@@ -278,10 +328,83 @@ def template_of(
     return Template(begins, continues, variables or {})
 
 
+class FunctionSpec(Struct):
+    """A function that the model may call. Arguments are held to the schema where calls are required."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that the arguments are an object."""
+        if self.parameters is not None and self.parameters.get("type", "object") != "object":
+            raise ValueError("`parameters`: must be a JSON schema of an object")
+
+
+class ToolSpec(Struct):
+    """A tool of a request."""
+
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+def tools_of(specs: Sequence[ToolSpec] | None) -> tuple[Tool, ...]:
+    """Returns the tools of a request."""
+    functions = [spec.function for spec in specs or ()]
+    return tuple(Tool(each.name, each.description, each.parameters or NO_PARAMETERS) for each in functions)
+
+
+class FunctionName(Struct):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(Struct):
+    """A tool by its name."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct):
+    """Some of the tools, which may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+
+
+class ToolChoice(Struct):
+    """A choice of tools by name: one that must be called, or some."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that it has the field of its type."""
+        if getattr(self, self.type) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The names of the tools that may be called, by their paths."""
+        if self.type == "function" or self.allowed_tools is None:
+            return {} if self.function is None else {"tool_choice.function.name": self.function.name}
+        return {
+            f"tool_choice.allowed_tools.tools[{i}].function.name": tool.function.name
+            for i, tool in enumerate(self.allowed_tools.tools)
+        }
+
+
 class ChatRequest(_Request, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -289,13 +412,44 @@ class ChatRequest(_Request, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        """Checks that the names of tools are unique, and that the tools that are chosen are there."""
+        names = [tool.function.name for tool in self.tools or ()]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(f"`tools[{i}].function.name`: there is another tool named {name!r}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("`tool_choice`: 'required' needs tools")
+        if isinstance(self.tool_choice, ToolChoice):
+            for path, name in self.tool_choice.named.items():
+                if name not in names:
+                    raise ValueError(f"`{path}`: there is no tool named {name!r}; the tools are {', '.join(names)}")
+
     def conversation(self) -> list[dict[str, Any]]:
         """Converts the messages for a chat template; see `Message.template_input`.
 
         Raises:
-            ApiError: 400; a part is neither text nor an image, or there are tool calls.
+            ApiError: 400; a part is neither text nor an image.
         """
         return template_input(self.messages)
+
+    def tooling(self) -> Tooling:
+        """Returns the tools, and which the model may call. A tool that is named must be called exactly once."""
+        tools, choice = tools_of(self.tools), self.tool_choice or "auto"
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(choice, str):
+            return Tooling(tools, choice, None, parallel)
+        allowed = frozenset(choice.named.values())
+        if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+            return Tooling(tools, choice.allowed_tools.mode, allowed, parallel)
+        return Tooling(tools, "required", allowed, parallel=False)
+
+    def asked(self) -> Asked | None:
+        """See `Structured.asked`. `response_format` is the form of a text: an answer that must be calls has none."""
+        asked = super().asked()
+        if asked is not None and self.tooling().choice == "required" and not asked.field.startswith("response_format"):
+            raise ApiError(400, f"{asked.field}: not supported where tools must be called", param=asked.field)
+        return asked
 
     def template(self) -> Template:
         """Returns how the chat template is applied; see `template_of`."""
@@ -325,7 +479,8 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = _decode_known(body, CompletionRequest, tolerated)
+    request = decode(body, CompletionRequest)
+    check_known(body, CompletionRequest, tolerated)
     if request.choices < request.kept:
         raise ApiError(400, f"best_of: must be at least n, {request.kept}; got {request.best_of}", param="best_of")
     if request.stream and request.choices > request.kept:
@@ -335,16 +490,21 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
 
 def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
     """Parses the request in a body; see `parse_completion`."""
-    return _decode_known(body, ChatRequest, tolerated)
+    request = decode(body, ChatRequest)
+    check_known(body, ChatRequest, tolerated)
+    return request
 
 
-def _decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None) -> Decoded:
-    request = decode(body, kind)
+def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, rules: Rules = OPENAI) -> None:
+    """Checks the names of the fields of a body, by an API's rules; see `fields.check_fields`.
+
+    Raises:
+        ApiError: 400; a field is unknown or not supported.
+    """
     try:
-        check_fields(body, kind, tolerated)
+        check_fields(body, kind, tolerated, rules)
     except Refused as error:
         raise ApiError(400, str(error), param=error.name, code=error.code) from None
-    return request
 
 
 def decode(body: bytes, kind: type[Decoded]) -> Decoded:
@@ -372,6 +532,9 @@ def _field_error(message: str, fields: Sequence[str]) -> ApiError:
     if missing:
         at = f"{at}.{missing[1]}".lstrip(".")
         problem = "this field is required"
+    named = re.match(r"`([^`]+)`: (.*)", problem, re.DOTALL)
+    if named:
+        at, problem = f"{at}.{named[1]}".lstrip("."), named[2]
     unknown = re.search(r"unknown field `(.*)`", problem)
     if unknown:
         inside = f"{at}." if at else ""

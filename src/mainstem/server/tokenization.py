@@ -11,11 +11,11 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, decode, template_of
+from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, template_of
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /tokenize: exactly one of `prompt` and `messages`.
+    """The body of POST /tokenize: exactly one of `prompt` and `messages`, and the tools of a conversation.
 
     `add_special_tokens`: those that the tokenizer adds to a prompt. `return_token_strs`: also the text of each token.
     """
@@ -23,6 +23,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: list[ToolSpec] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

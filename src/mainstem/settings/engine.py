@@ -120,6 +120,7 @@ class SamplingParams(Settings):
         allowed_token_ids: The only tokens that may be generated; None: all.
         bad_words: Sequences of tokens that are never completed.
         skip_special_tokens: Leave special tokens out of the text.
+        hidden_tokens: Tokens that have no text, special or not.
         include_stop_str_in_output: Show the stop text, or the token of `stop_token_ids`, that ended the answer.
         grammar: The form of the answer. It ends where the grammar can go no further; before, it may end only where
             the grammar is complete, even at `min_tokens`.
@@ -149,6 +150,7 @@ class SamplingParams(Settings):
     )
     bad_words: tuple[tuple[int, ...], ...] = setting((), _WORDS, flag=False)
     skip_special_tokens: bool = setting(True, switch(), flag=False)
+    hidden_tokens: frozenset[int] = setting(frozenset(), instance(frozenset, "a frozenset of token ids"), flag=False)
     include_stop_str_in_output: bool = setting(False, switch(), flag=False)
     grammar: Grammar | None = setting(None, instance(Grammar, "a Grammar"), flag=False)
 

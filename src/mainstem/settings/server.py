@@ -26,6 +26,8 @@ from mainstem.settings.fields import (
 from mainstem.units import SIZE
 
 UnknownFields = Literal["refuse", "warn"]
+ToolCallParser = Literal["auto", "hermes", "mistral_args", "mistral", "llama3_json", "json"]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 
 _KEY = "printable, without spaces, and not empty"
 
@@ -116,6 +118,12 @@ class ServerConfig(Settings):
             bytes, or a size such as 64MiB; 0 turns this off.
         precompute_turns: After an answer, and while nothing else runs, compute the next turn as the chat template will
             render it, where it drops what the model thought or changes what it said.
+        tool_call_parser: Format in which the model writes calls of tools. auto: by its chat template and vocabulary.
+        reasoning_parser: Form in which the model marks what it thinks before it answers; it is split off. none: it is
+            left in the text; auto: by its chat template and vocabulary.
+        response_bytes: Memory for answers of /v1/responses that clients may come back to.
+            The client that has the most gives way with its oldest; 0 keeps none.
+        response_ttl_s: Seconds for which such an answer is kept at most.
         max_body_bytes: Maximum size of a request body.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
@@ -131,5 +139,9 @@ class ServerConfig(Settings):
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     precompute_turns: bool = setting(False, switch())
+    tool_call_parser: ToolCallParser = setting("auto", one_of(ToolCallParser))
+    reasoning_parser: ReasoningParser = setting("auto", one_of(ReasoningParser))
+    response_bytes: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
+    response_ttl_s: float = setting(86400.0, seconds())
     max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
     drain_timeout_s: float = setting(30.0, seconds())

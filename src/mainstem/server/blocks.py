@@ -1,0 +1,132 @@
+"""What Responses and Messages share: an answer is a list of blocks, and an API's events say how they grow.
+
+A block is an unbroken run of text, or of reasoning, or one call of a tool. Both APIs stream events with names, number
+blocks from 0, and give one answer to a request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from mainstem.runtime.request import Delta, TokenLogprob
+from mainstem.server.output import Arguments, Call, OutputParser, Piece, Reasoning, Text
+from mainstem.server.replies import UsageBody
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer.
+
+    Args:
+        index: its place in the answer.
+        begin: the piece that began it; of a text, only its type counts.
+        parts: its text so far, or the arguments of a call.
+        logprobs: of the tokens of a text, if requested.
+    """
+
+    index: int
+    begin: Text | Reasoning | Call
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text, or of its arguments."""
+        return "".join(self.parts)
+
+
+class BlockReply(ABC):
+    """Writes an answer as blocks; the rest of a `Reply` is its API's.
+
+    Args:
+        parser: finds the pieces of the answer.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self.blocks: list[Block] = []
+        self.reasoning_tokens = 0
+        self.last = Delta("")
+        self._open: Block | None = None
+        self._tokens = 0  # that have no piece yet
+        self._logprobs: list[TokenLogprob] = []  # of the same
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """See `Reply`."""
+        self._tokens += len(delta.tokens)
+        self._logprobs += delta.logprobs
+        pieces = [*self._parser.feed(delta.text)]
+        if delta.finish_reason is not None:
+            pieces += self._parser.close()
+        self._attribute(pieces)
+        events = [event for piece in pieces for event in self._take(piece)]
+        if delta.finish_reason is not None:
+            self.last = delta
+            events += self._end_open()
+        return b"".join(events)
+
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
+        """See `Reply`."""
+        for delta in answers[0]:
+            self.events(0, delta)
+        return self.finish(usage)
+
+    @abstractmethod
+    def begun(self, block: Block) -> bytes:
+        """Returns the events of a block that begins."""
+
+    @abstractmethod
+    def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        """Returns the event of more text, or arguments, of a block, with the log-probabilities of its tokens."""
+
+    @abstractmethod
+    def ended(self, block: Block) -> bytes:
+        """Returns the events of a block that is complete."""
+
+    @abstractmethod
+    def finish(self, usage: UsageBody) -> Struct:
+        """Returns the whole response; called once, after the last event."""
+
+    def _attribute(self, pieces: Sequence[Piece]) -> None:
+        """Counts the tokens of reasoning: those since the last piece belong to the next one."""
+        if pieces:
+            if isinstance(pieces[0], Reasoning):
+                self.reasoning_tokens += self._tokens
+            self._tokens = 0
+            if not any(isinstance(piece, Text) for piece in pieces):
+                self._logprobs = []
+
+    def _take(self, piece: Piece) -> Iterator[bytes]:
+        if isinstance(piece, Call):
+            yield from self._begin(piece)
+            return
+        if not isinstance(piece, Arguments) and (self._open is None or type(self._open.begin) is not type(piece)):
+            yield from self._begin(piece)
+        assert self._open is not None, "arguments follow their call"
+        logprobs: list[TokenLogprob] = []
+        if isinstance(piece, Text):
+            logprobs, self._logprobs = self._logprobs, []
+        self._open.parts.append(piece.text)
+        self._open.logprobs += logprobs
+        yield self.grown(self._open, piece.text, logprobs)
+
+    def _begin(self, piece: Text | Reasoning | Call) -> Iterator[bytes]:
+        yield from self._end_open()
+        self._open = Block(len(self.blocks), piece)
+        self.blocks.append(self._open)
+        yield self.begun(self._open)
+
+    def _end_open(self) -> list[bytes]:
+        ended, self._open = self._open, None
+        return [] if ended is None else [self.ended(ended)]
+
+
+def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """Returns one server-sent event with a name, which its JSON repeats as `type`."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))

@@ -1,0 +1,194 @@
+"""Writes answers and errors of /v1/messages, whole and as the events of a stream, by Anthropic's API reference.
+
+Each block of an answer is a content block: thinking, text, or the use of a tool.
+
+    message_start, ping
+    content_block_start
+    content_block_delta             text_delta, thinking_delta or input_json_delta
+    content_block_stop
+    message_delta                   why the answer ended, and the usage
+    message_stop                    or error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from mainstem.runtime.request import Delta, TokenLogprob
+from mainstem.server.blocks import Block, BlockReply, named_event
+from mainstem.server.errors import ApiError
+from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
+from mainstem.server.replies import ChunkUsage, Head, UsageBody
+
+PATH = "/v1/messages"
+ID_PREFIX = "msg_"
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""By the HTTP status; others are `invalid_request_error`."""
+
+
+class TokenCount(Struct):
+    """The response of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class ThinkingTokens(Struct):
+    """How many of the answer's tokens are thinking."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(Struct):
+    """Tokens of one message. What was found in the cache is not part of `input_tokens`; it is known at the end."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int | UnsetType = UNSET
+    cache_creation_input_tokens: int | UnsetType = UNSET
+    output_tokens_details: ThinkingTokens | UnsetType = UNSET
+
+
+class MessageBody(Struct):
+    """A response of POST /v1/messages."""
+
+    id: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    type: str = "message"
+    role: str = "assistant"
+
+
+class MessageReply(BlockReply):
+    """Writes one message; see `Reply`.
+
+    Args:
+        head: id and model of the message.
+        spell: returns the text of one token; not used, since this API has no log-probabilities.
+        usage: says how long the prompt is, before the first event.
+        extras: not used: this API shows nothing besides answers.
+        parser: returns what finds the pieces of the answer.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        spell: object,
+        usage: ChunkUsage,
+        extras: object = None,
+        parser: Callable[[], OutputParser] = PlainText,
+    ) -> None:
+        super().__init__(parser())
+        self._head, self._usage = head, usage
+
+    def opening(self) -> bytes:
+        """See `Reply`."""
+        begun = self._usage.after(Delta(""))
+        assert isinstance(begun, UsageBody)
+        body = MessageBody(self._head.id, self._head.model, [], None, None, MessageUsage(begun.prompt_tokens, 0))
+        return named_event("message_start", {"message": body}) + named_event("ping", {})
+
+    def closing(self, usage: UsageBody) -> bytes:
+        """See `Reply`."""
+        body = self.finish(usage)
+        ended = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
+        return named_event("message_delta", {"delta": ended, "usage": body.usage}) + named_event("message_stop", {})
+
+    def failing(self, error: ApiError) -> bytes:
+        """See `Reply`."""
+        return named_event("error", {"error": _error(error)})
+
+    def begun(self, block: Block) -> bytes:
+        """See `BlockReply`."""
+        empty = Block(block.index, block.begin)
+        return named_event("content_block_start", {"index": block.index, "content_block": _content(empty)})
+
+    def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        """See `BlockReply`."""
+        match block.begin:
+            case Call():
+                delta = {"type": "input_json_delta", "partial_json": text}
+            case Reasoning():
+                delta = {"type": "thinking_delta", "thinking": text}
+            case _:
+                delta = {"type": "text_delta", "text": text}
+        return named_event("content_block_delta", {"index": block.index, "delta": delta})
+
+    def ended(self, block: Block) -> bytes:
+        """See `BlockReply`."""
+        return named_event("content_block_stop", {"index": block.index})
+
+    def finish(self, usage: UsageBody) -> MessageBody:
+        """See `BlockReply`."""
+        found = usage.prompt_tokens_details
+        cached = 0 if isinstance(found, UnsetType) else found.cached_tokens
+        thinking = ThinkingTokens(self.reasoning_tokens)
+        counted = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, 0, thinking)
+        content = [_content(block) for block in self.blocks]
+        return MessageBody(self._head.id, self._head.model, content, self._stop_reason(), self.last.stop, counted)
+
+    def _stop_reason(self) -> str:
+        if self.last.finish_reason == "length":
+            return "max_tokens"
+        if self.last.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if any(isinstance(block.begin, Call) for block in self.blocks) else "end_turn"
+
+
+def _content(block: Block) -> dict[str, Any]:
+    match block.begin:
+        case Call(_, id, name):
+            return {"type": "tool_use", "id": id, "name": name, "input": _object(block.text)}
+        case Reasoning():
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call; without any where the answer was cut off within them."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {}
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+class _Error(Struct):
+    type: str
+    message: str
+
+
+class _ErrorBody(Struct):
+    error: _Error
+    type: str = "error"
+
+
+def speaks(path: str) -> bool:
+    """Returns whether a path is one of this API, whose errors have a form of their own."""
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def error_body(error: ApiError) -> bytes:
+    """Returns the JSON of an error in Anthropic's form."""
+    return msgspec.json.encode(_ErrorBody(_error(error)))
+
+
+def _error(error: ApiError) -> _Error:
+    return _Error(_ERROR_TYPES.get(error.status, "invalid_request_error"), error.detail.message)

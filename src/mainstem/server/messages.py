@@ -1,0 +1,346 @@
+"""Requests for /v1/messages and /v1/messages/count_tokens, by Anthropic's API reference.
+
+A request is converted into one for /v1/chat/completions, whose checks and rendering are the only ones. `MessageReply`
+writes the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mainstem.server import requests
+from mainstem.server.errors import ApiError, renamed
+from mainstem.server.fields import Rules
+from mainstem.server.generation import Task
+from mainstem.server.message_reply import MessageReply
+from mainstem.server.turns import Turns
+
+_CACHED = "prefixes are found by their content, and kept while there is room"
+_TEXT = {"cache_control": _CACHED, "citations": "sources of an earlier answer"}
+
+RULES = Rules(
+    without_effect={
+        "metadata": "who asks",
+        "service_tier": "what Anthropic charges",
+        "speed": "how quickly Anthropic answers",
+        "inference_geo": "where Anthropic computes",
+        "user_profile_id": "who asks",
+        "workspace_id": "who asks",
+        "cache_control": _CACHED,
+    },
+    refused={
+        "container": (None,),
+        "context_management": (None,),
+        "diagnostics": (None, {}),
+        "mcp_servers": (None, []),
+    },
+    inside={
+        "system": Rules(_TEXT),
+        "content": Rules(
+            _TEXT | {"signature": "of an earlier answer; nothing is verified"},
+            {"caller": (None, {"type": "direct"}), "toolset_name": (None,), "transformations": (None,)},
+        ),
+        "tools": Rules(
+            {"cache_control": _CACHED, "eager_input_streaming": "arguments are always streamed"},
+            {"allowed_callers": (None, ["direct"]), "defer_loading": (None, False), "input_examples": (None, [])},
+        ),
+        "thinking": Rules({"budget_tokens": "a limit that is not enforced"}, {"display": (None, "summarized")}),
+    },
+)
+"""What becomes of fields that are not honoured."""
+
+_SAME = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stream",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "cache_salt",
+    "priority",
+)
+"""Fields that a chat has under the same name."""
+
+_NAMES = {
+    "stop": "stop_sequences",
+    "tool_choice.function": "tool_choice",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""The names of other fields."""
+
+
+class Source(Struct):
+    """Where an image is: in the message as base64, or at a URL."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ContentBlock(Struct):
+    """A part of a message; `type` says which fields it has."""
+
+    type: str
+    text: str | None = None
+    source: Source | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+
+
+class Message(Struct):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class Tool(Struct):
+    """A function that the model may call."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Struct):
+    """Whether the model has to call a tool, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class OutputFormat(Struct):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct):
+    """The form of the answer, and how much the model should think."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Struct, kw_only=True):
+    """The body of POST /v1/messages/count_tokens; None means the default."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[ContentBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a chat, but for the messages."""
+        fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SAME}
+        if self.tools:
+            fields["tools"] = [_function(tool, f"tools[{i}].type") for i, tool in enumerate(self.tools)]
+        if self.tool_choice is not None:
+            fields |= _choice(self.tool_choice)
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format is not None:
+                schema = {"name": "output", "schema": self.output_config.format.schema, "strict": True}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        if variables := thinks | (self.chat_template_kwargs or {}):
+            fields["chat_template_kwargs"] = variables
+        if self.messages[-1].role == "assistant":
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        return fields
+
+
+class MessageRequest(CountRequest, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """See `CountRequest.fields`. The usage counts from the first event on, which says how long the prompt is."""
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        return super().fields() | {"stop": self.stop_sequences, "stream_options": options}
+
+
+def _function(tool: Tool, at: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        message = f"{at}: only tools of the type 'custom' are supported, got {tool.type!r}"
+        raise ApiError(400, message, param=at, code="unsupported_tool")
+    fields = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any]:
+    fields: dict[str, Any] = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    if choice.type == "tool":
+        return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    return fields | {"tool_choice": "required" if choice.type == "any" else choice.type}
+
+
+# --- conversations ------------------------------------------------------------------------------------------------
+
+
+def _turns(request: CountRequest) -> Turns:
+    """Returns the messages of a chat. Adjacent turns of one role are one message; results of tools have their own."""
+    turns = Turns()
+    if request.system:
+        _add_content(turns, "system", request.system, "system")
+    for i, message in enumerate(request.messages):
+        _add_content(turns, message.role, message.content, f"messages[{i}].content")
+    return turns
+
+
+def _add_content(turns: Turns, role: str, content: str | list[ContentBlock], at: str) -> None:
+    if isinstance(content, str):
+        _enter(turns, role, at)
+        turns.text(content)
+        return
+    for i, block in enumerate(content):
+        _add_block(turns, role, block, f"{at}[{i}]")
+
+
+def _enter(turns: Turns, role: str, at: str) -> None:
+    if turns.role != role:
+        turns.begin(role, at)
+
+
+def _add_block(turns: Turns, role: str, block: ContentBlock, at: str) -> None:
+    if block.type != "tool_result":
+        _enter(turns, role, at)
+    match role, block.type:
+        case _, "text":
+            turns.text(_needed(block, "text", at))
+        case "user" | "tool", "image":
+            _add_image(turns, block, at)
+        case "assistant", "thinking":
+            turns.reasoning(_needed(block, "thinking", at))
+        case "assistant", "tool_use":
+            turns.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
+        case "user", "tool_result":
+            _add_result(turns, block, at)
+        case _:
+            allowed = " and ".join(map(repr, _ALLOWED[role]))
+            message = f"{at}.type: only {allowed} are supported here, got {block.type!r}"
+            raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+
+
+_ALLOWED = {
+    "system": ("text",),
+    "user": ("text", "image", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "tool": ("text", "image"),
+}
+"""The types of blocks, by the role of their message; `tool` is what is in a `tool_result`."""
+
+
+def _add_result(turns: Turns, block: ContentBlock, at: str) -> None:
+    turns.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
+    if block.is_error:
+        turns.text("Error:")
+    _add_content(turns, "tool", block.content or "", f"{at}.content")
+
+
+def _add_image(turns: Turns, block: ContentBlock, at: str) -> None:
+    source: Source = _needed(block, "source", at)
+    at = f"{at}.source"
+    if source.type == "base64":
+        url = f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}"
+        turns.image({"url": url}, {"url": f"{at}.data"})
+    elif source.type == "url":
+        turns.image({"url": _needed(source, "url", at)}, {"url": f"{at}.url"})
+    else:
+        message = f"{at}.type: only 'base64' and 'url' are supported, got {source.type!r}"
+        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+
+
+def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:
+    value = getattr(part, name)
+    if value is None:
+        raise ApiError(
+            400, f"{at}.{name}: this field is required where the type is {part.type!r}", param=f"{at}.{name}"
+        )
+    return value
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+def parse(body: bytes, tolerated: list[str] | None = None) -> Task:
+    """Parses a request.
+
+    Args:
+        body: the JSON.
+        tolerated: the names of unknown fields are appended to it; None: they are refused.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
+    """
+    return _task(body, MessageRequest, tolerated)
+
+
+def parse_count(body: bytes, tolerated: list[str] | None = None) -> Task:
+    """Parses a request whose prompt is counted; see `parse`."""
+    return _task(body, CountRequest, tolerated)
+
+
+def _task(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -> Task:
+    request = requests.decode(body, kind)
+    turns = _turns(request)
+    fields = request.fields()
+    requests.check_known(body, kind, tolerated, RULES)
+    tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
+    schemas = {f"{old}.parameters": f"{new}.input_schema" for old, new in tools.items()}
+    names = {**_NAMES, **tools, **schemas, **turns.names}
+    chat = {name: value for name, value in fields.items() if value is not None} | {"messages": turns.messages}
+    with renamed(names):
+        return Task(requests.parse_chat(msgspec.json.encode(chat)), MessageReply, names)

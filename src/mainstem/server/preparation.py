@@ -1,0 +1,291 @@
+"""Makes the engine's requests of what clients ask: prompts, parameters, and what the reply needs.
+
+Knows the engine's model, its names, and how it speaks. Does not know HTTP. All calls may be slow: they render
+templates, tokenise, compile grammars and load images.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.errors import BadArgument
+from mainstem.namespaces import Namespace
+from mainstem.runtime.prompts import WHOLE, Prompts, Template
+from mainstem.runtime.request import PreparedPrompt, Request
+from mainstem.server import errors
+from mainstem.server.answers import Answers, Turn
+from mainstem.server.dialect import speaking
+from mainstem.server.errors import ApiError
+from mainstem.server.generation import Task
+from mainstem.server.images import Pictures
+from mainstem.server.output import OutputParser, PlainText
+from mainstem.server.replies import Echo, Extras
+from mainstem.server.requests import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    Messages,
+    ToolSpec,
+    parts,
+    template_input,
+    tools_of,
+)
+from mainstem.server.tools import NO_TOOLS, Tooling
+from mainstem.settings.engine import Grammar, SamplingParams
+from mainstem.settings.server import ServerConfig
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+
+Ask = CompletionRequest | ChatRequest
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A task that can run.
+
+    Args:
+        task: as given.
+        requests: for the engine; the choices of a prompt are adjacent.
+        extras: what the reply shows besides answers.
+        turn: of a conversation.
+        parser: makes what finds the pieces of an answer.
+    """
+
+    task: Task
+    requests: Sequence[Request]
+    extras: Extras
+    turn: Turn
+    parser: Callable[[], OutputParser]
+
+
+class Preparation:
+    """Makes requests for one engine. Any thread may call it.
+
+    Args:
+        engine: runs the requests.
+        config: the settings of the server.
+
+    Attributes:
+        names: of the model; the first one is shown.
+        prompts: of the model.
+        answers: which are found again.
+
+    Raises:
+        BadArgument: an adapter has one of the names in `config.served_model_name`.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self.names = config.served_model_name or (engine.name,)
+        taken = next((name for name in self.names if name in engine.adapters), None)
+        if taken is not None:
+            raise BadArgument("served_model_name", taken, "a name that no adapter has")
+        self.prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
+        self.answers = Answers(self.prompts, engine.tokenizer, config.remember_answers)
+        self._dialect = speaking(self.prompts, engine.tokenizer, config)
+        self._pictures, self._max_images = Pictures(config.images), config.images.max_images
+
+    def prepare(self, task: Task, tenant: bytes | None) -> Prepared:
+        """Makes the requests of a task.
+
+        Args:
+            task: what a client asks.
+            tenant: whose KV it may share; None: everyone's.
+
+        Raises:
+            ApiError, MainstemError: it cannot be answered; the error names the client's field.
+        """
+        ask = task.request
+        with errors.renamed(task.names):
+            self.check_model(ask.model)
+            self._check_grammar(ask)
+            namespace = self.namespace(ask.model, ask.cache_salt, tenant)
+            turn = Turn(self.answers, self.prompts, namespace)
+            prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask, turn)]
+            made = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
+            return Prepared(task, made, self._extras(ask, prompts), turn, partial(self._parser, ask, made[0]))
+
+    def count(self, task: Task) -> int:
+        """Returns the number of tokens of a task's prompts; raises what `prepare` raises."""
+        with errors.renamed(task.names):
+            self.check_model(task.request.model)
+            return sum(len(prompt.tokens) for prompt in self._read(task.request))
+
+    def tokens(self, prompt: str | list[int]) -> Tokens:
+        """Returns the tokens of a prompt; see `Prompts`."""
+        return self.prompts.text(prompt) if isinstance(prompt, str) else self.prompts.tokens(prompt)
+
+    def chat(self, messages: Messages, tools: Sequence[ToolSpec] | None, template: Template) -> Tokens:
+        """Returns the tokens of a chat, as its template renders it."""
+        return self._conversation(template_input(messages), template, Tooling(tools_of(tools))).tokens
+
+    def prefixes(
+        self, messages: Messages, tools: Sequence[ToolSpec] | None, namespace: Namespace | None
+    ) -> list[Tokens]:
+        """Returns the prefixes as which a chat may be cached: with the tokens of its answers, and without them."""
+        turns = (Turn(self.answers, self.prompts, namespace), None)
+        given, tooling = template_input(messages), Tooling(tools_of(tools))
+        answered, plain = (self._conversation(given, WHOLE, tooling, turn).tokens for turn in turns)
+        return [plain] if np.array_equal(answered, plain) else [answered, plain]
+
+    def check_model(self, name: str | None) -> None:
+        """Checks the name of a model or an adapter, if there is one.
+
+        Raises:
+            ApiError: 404; there is none of this name.
+        """
+        known = [*self.names, *self._engine.adapters]
+        if name is not None and name not in known:
+            message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def adapter(self, model: str | None) -> str | None:
+        """Returns the adapter that a model's name stands for; None for the model itself."""
+        return None if model in self.names else model
+
+    def namespace(self, model: str | None, salt: str | None, tenant: bytes | None) -> Namespace | None:
+        """Returns the namespace of requests to a model or an adapter; None: the one without a name."""
+        adapter = self.adapter(model)
+        if adapter is None and salt is None and tenant is None:
+            return None
+        return Namespace(adapter, salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
+
+    # ---- prompts
+
+    def _read(self, ask: Ask, turn: Turn | None = None) -> list[PreparedPrompt]:
+        if isinstance(ask, ChatRequest):
+            return [self._conversation(ask.conversation(), ask.template(), ask.tooling(), turn)]
+        prompts = ask.prompts()
+        if len(prompts) * ask.choices > MAX_CHOICES:
+            name = "n" if ask.best_of is None else "best_of"
+            raise ApiError(400, f"{name}: at most {MAX_CHOICES} choices over all prompts", param=name)
+        return [PreparedPrompt(self.tokens(prompt)) for prompt in prompts]
+
+    def _conversation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        template: Template,
+        tooling: Tooling = NO_TOOLS,
+        turn: Turn | None = None,
+    ) -> PreparedPrompt:
+        """Makes the prompt of a conversation, in a turn with the tokens of its answers."""
+        messages, tools = self._dialect.conversation(messages, tooling.tools)
+        template = replace(template, tools=tools)
+        vision = self._engine.vision
+        images = parts(messages, "image")
+        if vision is None:
+            if images:
+                raise errors.text_only(images[0]["at"])
+            return (turn or self.prompts).prepare(messages, template)
+        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+        self.prompts.check_length(len(messages), "messages")
+        self.prompts.check_size(texts + [part["text"] for part in parts(messages, "text")], "messages")
+        self._load(images)
+        prompt = vision.prepare(messages, template)
+        self.prompts.check_length(len(prompt.tokens), "messages")
+        return prompt
+
+    def _load(self, images: Sequence[dict[str, Any]]) -> None:
+        """Loads the image of every image part; a repeated URL is read once."""
+        if len(images) > self._max_images:
+            message = f"messages: at most {self._max_images} images in a request"
+            raise ApiError(400, message, param="messages", code="too_many_images")
+        loaded: dict[str, Any] = {}
+        pixels = 0
+        for part in images:
+            if part["url"] not in loaded:
+                loaded[part["url"]] = picture = self._pictures.load(part["url"], part["at"], pixels)
+                pixels += picture.width * picture.height
+            part["image"] = loaded[part["url"]]
+
+    # ---- parameters
+
+    def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
+        """Returns one request per choice; without a seed all choices share the same request."""
+        room = self._engine.max_context - len(prompt.tokens)
+        words, ending = self.prompts.words(ask.bad_words or ()), self.prompts.ending(prompt.tokens)
+
+        def request(choice: int) -> Request:
+            params = replace(ask.params(room, choice), bad_words=words)
+            if isinstance(ask, ChatRequest):
+                params = self._spoken(params, ask.tooling(), ending)
+            given = (params, namespace, ask.priority or 0)
+            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
+
+        if ask.seed is None:
+            return [request(0)] * ask.choices
+        return [request(choice) for choice in range(ask.choices)]
+
+    def _spoken(self, params: SamplingParams, tooling: Tooling, ending: str) -> SamplingParams:
+        """Returns parameters of an answer in the model's own forms of calls and thoughts."""
+        grammar = self._dialect.grammar(tooling, ending, params.grammar)
+        if grammar is not None and grammar != params.grammar:
+            self._compile_calls(grammar, tooling)
+        return self._dialect.shown(replace(params, grammar=grammar), tooling)
+
+    def _check_grammar(self, ask: Ask) -> None:
+        """Compiles the grammar of a request, if there is one, so that `submit` finds it; errors name the field."""
+        asked = ask.asked()
+        if asked is not None:
+            self._engine.grammars.compile(asked.grammar, asked.field)
+
+    def _compile_calls(self, grammar: Grammar, tooling: Tooling) -> None:
+        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is."""
+        try:
+            self._engine.grammars.compile(grammar, "tools")
+        except BadArgument:
+            for i, tool in enumerate(tooling.tools):
+                schema = Grammar("json_schema", json.dumps(tool.parameters))
+                self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
+            raise
+
+    # ---- what replies need
+
+    def _parser(self, ask: Ask, request: Request) -> OutputParser:
+        """Returns the parser of one answer."""
+        if isinstance(ask, CompletionRequest):
+            return PlainText()
+        return self._dialect.parser(ask.tooling(), self.prompts.ending(request.tokens))
+
+    def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
+        """Returns what the reply shows besides the texts of its answers."""
+        echoes: list[Echo] = []
+        if isinstance(ask, CompletionRequest) and ask.echo:
+            echoes = [self._echo(ask, *pair) for pair in zip(ask.prompts(), prompts, strict=True)]
+        return Extras(
+            ask.kept,
+            ask.logprobs is not None,
+            echoes,
+            ask.prompt_logprobs,
+            [prompt.tokens.tolist() for prompt in prompts] if ask.return_token_ids else (),
+            bool(ask.return_tokens_as_token_ids),
+        )
+
+    def _echo(self, ask: CompletionRequest, given: str | list[int], prompt: PreparedPrompt) -> Echo:
+        tokens, skipped = prompt.tokens.tolist(), ask.skip_special_tokens is not False
+        is_whole = len(tokens) != ask.truncate_prompt_tokens
+        text = given if isinstance(given, str) and is_whole else self.prompts.read(tokens, skip_special=skipped)
+        if ask.logprobs is None:
+            return Echo(text, tokens)
+        return Echo(text, tokens, self.prompts.offsets(tokens, text), ask.logprobs)
+
+
+def _truncated(prompt: PreparedPrompt, most: int | None) -> PreparedPrompt:
+    """Returns the last tokens of a prompt."""
+    cut = 0 if most is None else len(prompt.tokens) - most
+    if cut <= 0:
+        return prompt
+    if prompt.images:
+        name = "truncate_prompt_tokens"
+        raise ApiError(400, f"{name}: a prompt with images cannot be truncated", param=name)
+    marks = tuple(mark - cut for mark in prompt.marks if mark >= cut)
+    return replace(prompt, tokens=prompt.tokens[cut:], marks=marks)

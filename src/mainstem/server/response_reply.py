@@ -1,0 +1,261 @@
+"""Writes answers of /v1/responses, whole and as the events of a stream, by the OpenAI API reference.
+
+Each block of an answer is an item: reasoning, a message with one text, or a call of a function.
+
+    response.created, response.in_progress
+    response.output_item.added      an item begins, and with it its only part, if it has one:
+    response.content_part.added
+    response.output_text.delta      or reasoning_text.delta, or function_call_arguments.delta
+    ...                             the same with "done" and the whole content, in the opposite order
+    response.completed              or incomplete, or failed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from mainstem.runtime.request import TokenLogprob
+from mainstem.server.blocks import Block, BlockReply, named_event
+from mainstem.server.errors import ApiError
+from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
+from mainstem.server.replies import Head, UsageBody, chosen_token
+
+if TYPE_CHECKING:
+    from mainstem.server.responses import ResponseRequest
+
+ID_PREFIX = "resp_"
+
+Keep: TypeAlias = Callable[[str, Struct, Sequence[dict[str, Any]]], None]
+"""Keeps a response: its id, its body and the items of its output."""
+
+
+class InputDetails(Struct):
+    """How many of the prompt's tokens were found in the cache instead of computed."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(Struct):
+    """How many of the answer's tokens are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    """Tokens of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Reason(Struct):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class Failure(Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseBody(Struct):
+    """A response, in any state; what the request said is repeated."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str
+    output: list[dict[str, Any]]
+    instructions: str | None
+    previous_response_id: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    tools: list[Any]
+    tool_choice: Any
+    store: bool
+    completed_at: int | None = None
+    error: Failure | None = None
+    incomplete_details: Reason | None = None
+    usage: ResponseUsage | None = None
+    truncation: str = "disabled"
+    background: bool = False
+    object: str = "response"
+
+
+class ResponseReply(BlockReply):
+    """Writes one response; see `Reply`.
+
+    Args:
+        head: id, time and model of the response; the id begins with `ID_PREFIX`.
+        spell: returns the text of one token.
+        request: what was asked.
+        keep: called with the response when it is complete; None: it is not kept.
+        parser: returns what finds the pieces of the answer.
+        now: returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        spell: Callable[[int], str],
+        request: ResponseRequest,
+        keep: Keep | None = None,
+        parser: Callable[[], OutputParser] = PlainText,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(parser())
+        self._head, self._spell, self._request, self._keep, self._now = head, spell, request, keep, now
+        self._number = 0  # of the next event
+
+    def opening(self) -> bytes:
+        """See `Reply`."""
+        begun = {"response": self._body("in_progress")}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
+
+    def closing(self, usage: UsageBody) -> bytes:
+        """See `Reply`."""
+        body = self.finish(usage)
+        return self._event(f"response.{body.status}", {"response": body})
+
+    def failing(self, error: ApiError) -> bytes:
+        """See `Reply`."""
+        body = self._body("failed")
+        body.error = Failure(error.detail.code or error.detail.type, error.detail.message)
+        return self._event("response.failed", {"response": body})
+
+    def begun(self, block: Block) -> bytes:
+        """See `BlockReply`."""
+        item = {**self._item(block), "status": "in_progress"}
+        if isinstance(block.begin, Call):
+            return self._of_item("output_item.added", block, {"item": item})
+        part = _part(block, [])
+        return self._of_item("output_item.added", block, {"item": {**item, "content": []}}) + self._of_part(
+            "content_part.added", block, {"part": part}
+        )
+
+    def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        """See `BlockReply`."""
+        if isinstance(block.begin, Call):
+            return self._of_part("function_call_arguments.delta", block, {"delta": text})
+        return self._of_part(f"{_kind(block)}.delta", block, {"delta": text, **self._shown(block, logprobs)})
+
+    def ended(self, block: Block) -> bytes:
+        """See `BlockReply`."""
+        if isinstance(block.begin, Call):
+            done = self._of_part(
+                "function_call_arguments.done", block, {"name": block.begin.name, "arguments": block.text}
+            )
+        else:
+            whole = {"text": block.text, **self._shown(block, block.logprobs)}
+            done = self._of_part(f"{_kind(block)}.done", block, whole)
+            done += self._of_part("content_part.done", block, {"part": _part(block, self._logprobs_of(block))})
+        return done + self._of_item("output_item.done", block, {"item": self._item(block)})
+
+    def finish(self, usage: UsageBody) -> ResponseBody:
+        """See `BlockReply`."""
+        body = self._body("incomplete" if self.last.finish_reason == "length" else "completed")
+        body.completed_at = int(self._now())
+        body.incomplete_details = Reason("max_output_tokens") if body.status == "incomplete" else None
+        found = usage.prompt_tokens_details
+        body.usage = ResponseUsage(
+            usage.prompt_tokens,
+            InputDetails(0 if isinstance(found, msgspec.UnsetType) else found.cached_tokens),
+            usage.completion_tokens,
+            OutputDetails(self.reasoning_tokens),
+            usage.total_tokens,
+        )
+        if self._keep is not None:
+            self._keep(self._head.id, body, body.output)
+        return body
+
+    def _body(self, status: str) -> ResponseBody:
+        asked = self._request
+        reasoning, text = asked.reasoning, asked.text
+        return ResponseBody(
+            id=self._head.id,
+            created_at=self._head.created,
+            model=self._head.model,
+            status=status,
+            output=[self._item(block) for block in self.blocks],
+            instructions=asked.instructions,
+            previous_response_id=asked.previous_response_id,
+            max_output_tokens=asked.max_output_tokens,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_logprobs=asked.top_logprobs or 0,
+            metadata=asked.metadata or {},
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            text={"format": {"type": "text"}} if text is None else msgspec.to_builtins(text),
+            tools=list(asked.tools or ()),
+            tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
+            store=self._keep is not None,
+        )
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        """Returns the item of a block, as far as it is known."""
+        cut = block is self._open or (self.last.finish_reason == "length" and block is self.blocks[-1])
+        common = {"id": self._id(block), "status": "incomplete" if cut else "completed"}
+        match block.begin:
+            case Call(_, id, name):
+                return {"type": "function_call", **common, "call_id": id, "name": name, "arguments": block.text}
+            case Reasoning():
+                return {"type": "reasoning", **common, "summary": [], "content": [_part(block, [])]}
+        return {
+            "type": "message",
+            **common,
+            "role": "assistant",
+            "content": [_part(block, self._logprobs_of(block))],
+        }
+
+    def _id(self, block: Block) -> str:
+        prefix = {Call: "fc", Reasoning: "rs"}.get(type(block.begin), "msg")
+        return f"{prefix}_{self._head.id.removeprefix(ID_PREFIX)}_{block.index}"
+
+    def _logprobs_of(self, block: Block) -> list[Any]:
+        return [chosen_token(entry, self._spell) for entry in block.logprobs]
+
+    def _shown(self, block: Block, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns the field of log-probabilities, which only events of texts have."""
+        if isinstance(block.begin, Reasoning):
+            return {}
+        return {"logprobs": [chosen_token(entry, self._spell) for entry in logprobs]}
+
+    def _of_part(self, name: str, block: Block, fields: dict[str, Any]) -> bytes:
+        place = {} if isinstance(block.begin, Call) else {"content_index": 0}
+        return self._of_item(name, block, {"item_id": self._id(block), **place, **fields})
+
+    def _of_item(self, name: str, block: Block, fields: dict[str, Any]) -> bytes:
+        return self._event(f"response.{name}", {"output_index": block.index, **fields})
+
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named_event(name, {"sequence_number": number, **fields})
+
+
+def _kind(block: Block) -> str:
+    return "reasoning_text" if isinstance(block.begin, Reasoning) else "output_text"
+
+
+def _part(block: Block, logprobs: list[Any]) -> dict[str, Any]:
+    if isinstance(block.begin, Reasoning):
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}

@@ -1,0 +1,99 @@
+"""Answers that clients may come back to: by id, for their owner only, for a bounded time and within a bounded memory.
+
+Knows bytes and owners, not what they mean. Usable from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Owner: TypeAlias = bytes | None
+"""The digest of a client's API key; None on a server without keys."""
+
+ENTRY_BYTES = 512
+"""What an entry counts in addition to its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a response: its JSON, and that of the conversation that it ends."""
+
+    body: bytes
+    conversation: bytes
+
+    @property
+    def size(self) -> int:
+        """What it counts, in bytes."""
+        return len(self.body) + len(self.conversation) + ENTRY_BYTES
+
+
+class ResponseStore:
+    """Responses by owner and id.
+
+    Where there is no room, the owner that holds the most gives way with its oldest, so that one owner's responses do
+    not push out those of all others.
+
+    Args:
+        max_bytes: the limit of all sizes together; a response that is larger is not kept.
+        ttl_s: seconds after which a response expires.
+        clock: returns seconds, monotonic.
+    """
+
+    def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
+        self._owners: dict[Owner, dict[str, tuple[float, Kept]]] = {}  # oldest first, with the time at which it expires
+        self._sizes: dict[Owner, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """The sizes of all that has not expired, in bytes."""
+        with self._lock:
+            self._expire()
+            return sum(self._sizes.values())
+
+    def put(self, owner: Owner, id: str, kept: Kept) -> None:
+        """Keeps a response under a new id, in place of older ones where there is no room."""
+        with self._lock:
+            self._expire()
+            if kept.size > self._max_bytes:
+                return
+            entries = self._owners.setdefault(owner, {})
+            assert id not in entries
+            entries[id] = (self._clock() + self._ttl_s, kept)
+            self._sizes[owner] = self._sizes.get(owner, 0) + kept.size
+            while sum(self._sizes.values()) > self._max_bytes:
+                largest = max(self._sizes, key=self._sizes.__getitem__)
+                self._drop(largest, next(iter(self._owners[largest])))
+
+    def get(self, owner: Owner, id: str) -> Kept | None:
+        """Returns a response; None if its owner never kept it, or it is gone."""
+        with self._lock:
+            self._expire()
+            entry = self._owners.get(owner, {}).get(id)
+            return None if entry is None else entry[1]
+
+    def delete(self, owner: Owner, id: str) -> bool:
+        """Forgets a response, and returns whether it was there."""
+        with self._lock:
+            self._expire()
+            found = id in self._owners.get(owner, {})
+            if found:
+                self._drop(owner, id)
+            return found
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for owner, entries in list(self._owners.items()):
+            while entries and next(iter(entries.values()))[0] <= now:
+                self._drop(owner, next(iter(entries)))
+
+    def _drop(self, owner: Owner, id: str) -> None:
+        entries = self._owners[owner]
+        self._sizes[owner] -= entries.pop(id)[1].size
+        if not entries:
+            del self._owners[owner], self._sizes[owner]

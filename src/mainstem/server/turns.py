@@ -1,0 +1,80 @@
+"""The messages of a chat, made of what another API calls a conversation.
+
+Builds the body that `requests.parse_chat` reads, so that all conversations are checked and rendered in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class Turns:
+    """Messages in the form of /v1/chat/completions.
+
+    `names` has the paths by which the client knows a message or a part, by those in the chat's body, for errors.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.names: dict[str, str] = {}
+
+    @property
+    def role(self) -> str | None:
+        """The role of the last message."""
+        return self.messages[-1]["role"] if self.messages else None
+
+    def begin(self, role: str, at: str, **fields: str) -> None:
+        """Begins a message, whose path is `at`; adjacent system messages are one, since most templates take one."""
+        if role == "system" and self.role == "system":
+            return
+        self.messages.append({"role": role, "content": None, **fields})
+        self.names[self._here] = at
+
+    def text(self, text: str) -> None:
+        """Adds a text to the last message."""
+        self._parts().append({"type": "text", "text": text})
+
+    def image(self, image_url: Mapping[str, str | None], at: Mapping[str, str]) -> None:
+        """Adds an image to the last message, with the paths of its fields."""
+        parts = self._parts()
+        here = f"{self._here}.content[{len(parts)}].image_url"
+        self.names |= {f"{here}.{name}": path for name, path in at.items()}
+        parts.append({"type": "image_url", "image_url": dict(image_url)})
+
+    def reasoning(self, text: str) -> None:
+        """Adds what the assistant thought before the rest of the last message."""
+        last = self.messages[-1]
+        last["reasoning_content"] = last.get("reasoning_content", "") + text
+
+    def result(self, call_id: str, at: str, id_name: str) -> None:
+        """Begins a message with the result of a call; `at` and `id_name` as in `call`."""
+        self.begin("tool", at, tool_call_id=call_id)
+        self.names[f"{self._here}.tool_call_id"] = f"{at}.{id_name}"
+
+    def call(self, id: str, name: str, arguments: str | Mapping[str, Any], at: str, id_name: str = "id") -> None:
+        """Adds a call of a tool to the last message, an assistant's.
+
+        Args:
+            id, name: of the call; of the tool.
+            arguments: an object, or its JSON.
+            at: the path of the call.
+            id_name: the client's name of its id.
+        """
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        here = f"{self._here}.tool_calls[{len(calls)}]"
+        self.names |= {here: at, f"{here}.function": at, f"{here}.id": f"{at}.{id_name}"}
+        given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": given}})
+
+    @property
+    def _here(self) -> str:
+        return f"messages[{len(self.messages) - 1}]"
+
+    def _parts(self) -> list[dict[str, Any]]:
+        last = self.messages[-1]
+        if last["content"] is None:
+            last["content"] = []
+        content: list[dict[str, Any]] = last["content"]
+        return content

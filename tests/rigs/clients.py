@@ -1,0 +1,44 @@
+"""A server on a free port in this process, for official clients that are used unchanged, and events as such clients
+read them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from machine import eventually
+
+from mainstem.server.app import bind, create_app
+from mainstem.settings.server import ServerConfig
+
+
+@contextmanager
+def served(engine: Any, **config: Any) -> Iterator[str]:
+    """Serves an engine, and yields the URL of the server, without a path."""
+    settings = ServerConfig(port=0, **config)
+    with bind(settings) as listener:
+        listener.listen()
+        server = uvicorn.Server(uvicorn.Config(create_app(engine, settings), lifespan="off", log_config=None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            eventually(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def named_events(response: Any) -> list[dict[str, Any]]:
+    """Returns the JSON of every event of a stream; its name is its type."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for text in response.text.split("\n\n")[:-1]:
+        name, data = text.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

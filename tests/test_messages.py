@@ -1,0 +1,500 @@
+"""/v1/messages and /v1/messages/count_tokens: over a scripted engine, and by the official client."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import anthropic
+import pytest
+from rigs.bodies import changed
+from rigs.clients import named_events, served
+from rigs.fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+from mainstem.server.app import create_app
+from mainstem.server.messages import RULES, ContentBlock, CountRequest, MessageRequest
+from mainstem.settings.server import ServerConfig
+
+PATH = "/v1/messages"
+COUNT = f"{PATH}/count_tokens"
+WEATHER = {
+    "name": "weather",
+    "description": "What the sky does",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+SPEAKS: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+USER = {"role": "user", "content": "hi"}
+EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
+
+
+def client(engine: FakeEngine | None = None, **config: Any) -> TestClient:
+    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config)))
+
+
+def ask(server: TestClient, *messages: Any, key: str = "none", path: str = PATH, **fields: Any) -> Any:
+    bounds = {} if path == COUNT else {"max_tokens": 300}
+    body = {"model": "fake", "messages": messages or [USER], **bounds, **fields}
+    return server.post(path, json=body, headers={"x-api-key": key, "anthropic-version": "2023-06-01"})
+
+
+def asked(engine: FakeEngine) -> str:
+    """The last prompt."""
+    return engine.tokenizer.decode(engine.streams[-1].request.tokens)
+
+
+def error_of(response: Any, status: int, type: str = "invalid_request_error") -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+    assert (body["type"], body["error"]["type"]) == ("error", type)
+    return str(body["error"]["message"])
+
+
+def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": list(content)}
+
+
+def text(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **fields}
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_message() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    prompt = "<system>Be kind.\n<user>hi, and this is longer than a page\n<assistant>"
+    fields = {"system": "Be kind.", "temperature": 0.5, "top_k": 7}
+    long = {"role": "user", "content": "hi, and this is longer than a page"}
+    body = ask(server, long, **fields).json()
+    assert body["id"].startswith("msg_")
+    assert body | {"id": ""} == {
+        "id": "",
+        "type": "message",
+        "role": "assistant",
+        "model": "fake",
+        "content": [text("Hello, world.")],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len(prompt),
+            "output_tokens": 13,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": 0},
+        },
+    }
+    assert asked(engine) == prompt
+    params = engine.streams[-1].request.params
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 300)
+    again = ask(server, long, **fields).json()["usage"]
+    assert again["cache_read_input_tokens"] >= 48
+    assert again["input_tokens"] + again["cache_read_input_tokens"] == len(prompt)
+
+
+def test_why_an_answer_ended() -> None:
+    server = client()
+    cut = ask(server, max_tokens=5).json()
+    assert (cut["stop_reason"], cut["stop_sequence"], cut["content"]) == ("max_tokens", None, [text("Hello")])
+    stopped = ask(server, stop_sequences=["xyz", "wor"]).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "wor")
+    assert stopped["content"] == [text("Hello, ")]
+    last = named_events(ask(server, stop_sequences=["lo"], stream=True))[-2]
+    assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "lo"}
+    calls = client(FakeEngine(lambda prompt: CALL), **SPEAKS)
+    assert ask(calls, tools=[WEATHER]).json()["stop_reason"] == "tool_use"
+    assert ask(calls, tools=[WEATHER], max_tokens=30).json()["stop_reason"] == "max_tokens"
+    nothing = ask(server, max_tokens=0).json()
+    assert (nothing["content"], nothing["stop_reason"], nothing["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+
+
+def test_a_stream_has_the_events_of_the_reference() -> None:
+    events = named_events(ask(client(FakeEngine(lambda prompt: "Hey")), stream=True))
+    begun, ping, start, *deltas, stop, last, end = events
+    assert begun["type"] == "message_start" and ping == {"type": "ping"}
+    message = begun["message"]
+    assert (message["role"], message["content"], message["stop_reason"]) == ("assistant", [], None)
+    assert message["usage"] == {"input_tokens": len("<user>hi\n<assistant>"), "output_tokens": 0}
+    assert start == {"type": "content_block_start", "index": 0, "content_block": text("")}
+    assert deltas == [
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": letter}} for letter in "Hey"
+    ]
+    assert stop == {"type": "content_block_stop", "index": 0}
+    assert last["type"] == "message_delta" and last["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert (last["usage"]["output_tokens"], last["usage"]["cache_read_input_tokens"]) == (3, 0)
+    assert end == {"type": "message_stop"}
+
+
+def test_thinking_and_uses_of_tools_are_blocks_of_their_own() -> None:
+    server = client(FakeEngine(lambda prompt: f"<think>Hm.</think>I look.{CALL}{CALL}"), **SPEAKS)
+    body = ask(server, tools=[WEATHER]).json()
+    thinking, said, *uses = body["content"]
+    assert thinking == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert said["text"].strip() == "I look."
+    assert [(use["type"], use["name"], use["input"]) for use in uses] == [("tool_use", "weather", {"city": "Oslo"})] * 2
+    assert uses[0]["id"] != uses[1]["id"]
+    assert body["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+
+    events = named_events(ask(server, tools=[WEATHER], stream=True))
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [(event["index"], event["content_block"]["type"]) for event in starts] == [
+        (0, "thinking"),
+        (1, "text"),
+        (2, "tool_use"),
+        (3, "tool_use"),
+    ]
+    assert starts[2]["content_block"]["input"] == {}
+    grown: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "content_block_delta":
+            kind, value = event["delta"].pop("type"), next(iter(event["delta"].values()))
+            assert kind == ("thinking_delta", "text_delta", "input_json_delta", "input_json_delta")[event["index"]]
+            grown[event["index"]] = grown.get(event["index"], "") + value
+    assert (grown[0], grown[1].strip(), json.loads(grown[3])) == ("Hm.", "I look.", {"city": "Oslo"})
+
+
+# --- conversations ------------------------------------------------------------------------------------------------
+
+
+def test_adjacent_turns_of_a_role_are_one_message() -> None:
+    engine = FakeEngine()
+    system = [text("Be", cache_control=EPHEMERAL), text("kind.")]
+    turns = [
+        {"role": "system", "content": "And brief."},
+        blocks(text("one"), text("two", citations=[])),
+        {"role": "user", "content": "three"},
+        blocks(text("four"), role="assistant"),
+        {"role": "user", "content": "five"},
+    ]
+    assert ask(client(engine), *turns, system=system).status_code == 200
+    assert (
+        asked(engine)
+        == "<system>Be\nkind.\nAnd brief.\n<user>one\ntwo\nthree\n<assistant>four\n<user>five\n<assistant>"
+    )
+
+
+def test_an_answer_can_be_begun_by_the_client() -> None:
+    engine = FakeEngine()
+    assert ask(client(engine), USER, {"role": "assistant", "content": "The answer is ("}).status_code == 200
+    assert asked(engine) == "<user>hi\n<assistant>The answer is ("
+
+
+def test_tools_and_their_results() -> None:
+    engine = FakeEngine()
+    seen: list[Any] = []
+    template = engine.tokenizer.apply_chat_template
+
+    def spying(messages: Any, **rest: Any) -> str:
+        seen.append(messages)
+        return template([{**each, "content": each["content"] or ""} for each in messages], **rest)
+
+    engine.tokenizer.apply_chat_template = spying  # type: ignore[method-assign]
+    use = {"type": "tool_use", "id": "u1", "name": "weather", "input": {"city": "Oslo"}, "cache_control": EPHEMERAL}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    turns = [
+        USER,
+        blocks(
+            thought,
+            {**thought, "thinking": " So."},
+            text("I look."),
+            use,
+            {**use, "id": "u2", "input": {}},
+            role="assistant",
+        ),
+        blocks(
+            {"type": "tool_result", "tool_use_id": "u1", "content": [text("rain")]},
+            {"type": "tool_result", "tool_use_id": "u2", "content": "no city", "is_error": True},
+            text("And now?"),
+        ),
+    ]
+    server = client(engine, tool_call_parser="hermes")
+    assert ask(server, *turns, tools=[{**WEATHER, "cache_control": EPHEMERAL}]).status_code == 200
+    _, user, assistant, results = seen[-1]
+    assert user == USER
+    assert assistant["reasoning_content"] == "Hm. So."
+    assert assistant["content"].startswith("I look.") and '{"city": "Oslo"}' in assistant["content"]
+    assert results == {
+        "role": "user",
+        "content": "Result of weather:\nrain\n\nResult of weather:\nError:\nno city\n\nAnd now?",
+    }, "this template knows no tools"
+
+
+@pytest.mark.parametrize(("choice", "calls"), [("auto", True), ("none", False)])
+def test_the_choice_of_tools_arrives(choice: str, calls: bool) -> None:
+    server = client(FakeEngine(lambda prompt: CALL), tool_call_parser="hermes")
+    body = ask(server, tools=[WEATHER], tool_choice={"type": choice}).json()
+    assert (body["content"][0]["type"] == "tool_use") == calls
+
+
+def test_the_form_of_the_answer_and_of_calls_is_held_by_a_grammar() -> None:
+    engine = FakeEngine()
+    server = client(engine, tool_call_parser="hermes")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    asks: list[dict[str, Any]] = [
+        {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        {"tools": [WEATHER], "tool_choice": {"type": "any"}},
+        {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}},
+        {"tools": [WEATHER], "tool_choice": {"type": "auto"}},
+    ]
+    for fields in asks:
+        assert ask(server, **fields).status_code == 200
+    held, some, one, free = (stream.request.params.grammar for stream in engine.streams)
+    assert held.kind == "json_schema" and json.loads(held.text) == schema
+    assert (some.kind, one.kind, free) == ("lark", "lark", None) and "weather" in some.text
+
+
+def test_parallel_use_can_be_switched_off() -> None:
+    server = client(FakeEngine(lambda prompt: CALL + CALL), tool_call_parser="hermes")
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    content = ask(server, tools=[WEATHER], tool_choice=choice).json()["content"]
+    assert [block["type"] for block in content].count("tool_use") == 1
+
+
+def test_thinking_reaches_the_template() -> None:
+    engine = FakeEngine()
+    seen: list[Any] = []
+
+    def template(messages: Any, **rest: Any) -> str:
+        seen.append(rest.get("enable_thinking"))
+        return "x"
+
+    engine.tokenizer.apply_chat_template = template  # type: ignore[method-assign]
+    server = client(engine)
+    for thinking in ({"type": "enabled", "budget_tokens": 2000}, {"type": "adaptive"}, {"type": "disabled"}, None):
+        assert ask(server, thinking=thinking).status_code == 200
+    assert ask(server, thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": 3}).status_code == 200
+    assert seen[-5:] == [True, True, False, None, 3]
+
+
+# --- counting -----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_counted_as_they_would_be_sent() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    fields = {"system": "Be kind.", "tools": [WEATHER], "tool_choice": {"type": "auto"}}
+    counted = ask(server, path=COUNT, **fields).json()
+    assert counted == {"input_tokens": ask(server, **fields).json()["usage"]["input_tokens"]}
+    assert len(engine.streams) == 1
+    assert error_of(ask(server, path=COUNT, max_tokens=5), 400).startswith("max_tokens: unknown field")
+    assert error_of(ask(server, path=COUNT, model="other"), 404, "not_found_error")
+    assert error_of(ask(server, {"role": "user", "content": "x" * 5000}, path=COUNT), 400).startswith("messages: ")
+    warned = ask(client(unknown_fields="warn"), path=COUNT, novelty=1)
+    assert (warned.json(), warned.headers["X-Mainstem-Unknown-Fields"]) == ({"input_tokens": 20}, "novelty")
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens: expected"),
+        ({"max_tokens": -1}, "max_tokens = -1: must be"),
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: invalid enum value 'tool'"),
+        ({"messages": [blocks({"type": "text"})]}, "messages[0].content[0].text: this field is required"),
+        (
+            {"messages": [blocks({"type": "document", "title": "x"})]},
+            "messages[0].content[0].type: only 'text' and 'image' and 'tool_result' are supported here, got 'document'",
+        ),
+        (
+            {"messages": [USER, blocks({"type": "image"}, role="assistant")]},
+            "messages[1].content[0].type: only 'text' and 'thinking' and 'tool_use' are supported here",
+        ),
+        ({"messages": [blocks({"type": "image", "source": {"type": "file"}})]}, "messages[0].content[0].source.type:"),
+        ({"messages": [blocks({"type": "image", "source": {"type": "url"}})]}, "messages[0].content[0].source.url:"),
+        ({"messages": [blocks({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id: this field is required"),
+        (
+            {"messages": [blocks({"type": "tool_result", "tool_use_id": ""})]},
+            "messages[0].content[0].tool_use_id: expected `str` of length",
+        ),
+        (
+            {"messages": [USER, blocks({"type": "tool_use", "id": "", "name": "f", "input": {}}, role="assistant")]},
+            "messages[1].content[0].id: expected `str` of length",
+        ),
+        ({"messages": [blocks(text("x", txet=1))]}, "messages[0].content[0].txet: unknown field; did you mean text?"),
+        ({"system": [{"type": "image"}]}, "system[0].type: only 'text' are supported here"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences: expected `array` of length <= 16"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]: expected `str` of length >= 1"),
+        ({"temperature": -1}, "temperature = -1.0: must be"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type: only tools of the type 'custom'"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name: "),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools[0].input_schema: must be a JSON schema"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading: not supported"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: there is no tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
+        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display: not supported; omit it"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort: not supported"),
+        ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type: invalid enum value 'json'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: this field is required"),
+        ({"container": "c"}, "container: not supported; omit it"),
+        ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics: not supported; omit it or use {}"),
+        ({"max_tokenz": 1}, "max_tokenz: unknown field; did you mean max_tokens?"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(fields: dict[str, Any], message: str) -> None:
+    engine = FakeEngine()
+    assert error_of(ask(client(engine), **fields), 400).startswith(message)
+    assert not engine.streams
+
+
+ANYTHING: dict[str, Any] = {
+    "model": "fake",
+    "max_tokens": 5,
+    "system": [text("Be kind.")],
+    "messages": [
+        blocks(text("x", cache_control=EPHEMERAL)),
+        blocks(
+            {"type": "thinking", "thinking": "t", "signature": "s"},
+            {"type": "tool_use", "id": "u", "name": "weather", "input": {"city": "Oslo"}},
+            role="assistant",
+        ),
+        blocks({"type": "tool_result", "tool_use_id": "u", "content": [text("r")]}),
+    ],
+    "tools": [WEATHER],
+    "tool_choice": {"type": "auto"},
+    "output_config": {},
+    "stop_sequences": ["x"],
+}
+FIELDS = [*MessageRequest.__struct_fields__, *ContentBlock.__struct_fields__, *RULES.refused]
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_body_is_a_fault_of_the_server(path: str, seed: int) -> None:
+    rng, engine = random.Random(seed), FakeEngine()
+    server = client(engine)
+    found = Counter[int]()
+    body = {name: value for name, value in ANYTHING.items() if path == PATH or name in CountRequest.__struct_fields__}
+    for _ in range(150):
+        response = server.post(path, content=changed(body, FIELDS, rng))
+        found[response.status_code] += 1
+        if response.status_code != 200:
+            kind = "not_found_error" if response.status_code == 404 else "invalid_request_error"
+            assert error_of(response, response.status_code, kind)
+    assert set(found) <= {200, 400, 404} and min(found[200], found[400]) > 10
+    assert not engine.running()
+
+
+def test_errors_of_an_image_have_its_path() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    turns = [{"role": "user", "content": "x"}, blocks(text("y"), {"type": "image", "source": source})]
+    message = error_of(ask(client(), *turns), 400)
+    assert message == "messages[1].content[1].source.data: this model accepts text only"
+    turns[1]["content"][1] = {"type": "image", "source": {"type": "url", "url": "http://x/"}}
+    assert error_of(ask(client(), *turns), 400).startswith("messages[1].content[1].source.url: ")
+
+
+def test_every_error_has_anthropics_form() -> None:
+    server = client(FakeEngine(max_waiting=0), api_key=("key",), max_body_bytes=2000)
+    assert error_of(ask(server), 401, "authentication_error")
+    assert error_of(ask(server, path=COUNT), 401, "authentication_error")
+    assert error_of(ask(server, key="key"), 429, "rate_limit_error")
+    assert error_of(ask(server, key="key", model="other"), 404, "not_found_error")
+    assert error_of(ask(server, {"role": "user", "content": "x" * 3000}, key="key"), 413, "request_too_large")
+    assert error_of(server.get(PATH), 405)
+    assert error_of(server.get(f"{PATH}/batches"), 404, "not_found_error")
+    assert error_of(server.post(PATH, content=b"{", headers={"x-api-key": "key"}), 400)
+    assert server.get("/v1/messagesx").json().keys() == {"error"}, "another path"
+    server.app.state.service.draining = True  # type: ignore[attr-defined]
+    assert error_of(ask(server, key="key"), 503, "overloaded_error")
+
+
+def test_a_bug_has_anthropics_form() -> None:
+    engine = FakeEngine()
+    engine.submit = None  # type: ignore[assignment, method-assign]
+    message = error_of(ask(client(engine)), 500, "api_error")
+    assert message == "The server had an error while handling the request."
+
+
+def test_a_failure_under_way_is_an_event() -> None:
+    engine = FakeEngine()
+    engine.tokenizer.apply_chat_template = lambda *_, **__: "fail!"  # type: ignore[method-assign]
+    server = client(engine)
+    events = named_events(ask(server, stream=True))
+    assert [event["type"] for event in events] == ["message_start", "ping", "error"]
+    assert events[-1]["error"]["type"] == "api_error" and "secret" not in events[-1]["error"]["message"]
+    assert error_of(ask(server), 500, "api_error")
+
+
+def test_both_headers_carry_the_key() -> None:
+    server = client(api_key=("one", "two"))
+    body = {"model": "fake", "max_tokens": 1, "messages": [USER]}
+    for headers, status in (
+        ({"x-api-key": "one"}, 200),
+        ({"Authorization": "Bearer two"}, 200),
+        ({"Authorization": "Bearer two", "x-api-key": "placeholder"}, 200),
+        ({"Authorization": "Bearer placeholder", "x-api-key": "one"}, 200),
+        ({"x-api-key": "Bearer one"}, 401),
+        ({"Authorization": "one"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({}, 401),
+    ):
+        assert server.post(PATH, json=body, headers=headers).status_code == status, headers
+        assert server.get("/v1/models", headers=headers).status_code == status, headers
+
+
+def test_messages_count_as_requests() -> None:
+    server = client()
+    ask(server)
+    ask(server, n=3)
+    ask(server, path=COUNT)
+    metrics = server.get("/metrics").text
+    assert 'mainstem_requests_total{outcome="stop"} 1.0' in metrics
+    assert 'mainstem_requests_total{outcome="refused"} 1.0' in metrics
+
+
+# --- the official client ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.deadline
+def test_the_official_client() -> None:
+    engine = FakeEngine(lambda prompt: f"<think>Hm.</think>{CALL if 'Weather' in prompt else 'Yes, of course.'}")
+    with served(engine, api_key=("key",), **SPEAKS) as url:
+        api = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0)
+        assert [model.id for model in api.models.list()] == ["fake"]
+        user: Any = {"role": "user", "content": "one"}
+        first = api.messages.create(model="fake", max_tokens=200, messages=[user], system="Be kind.")
+        assert [block.type for block in first.content] == ["thinking", "text"]
+        assert (first.stop_reason, first.usage.cache_read_input_tokens) == ("end_turn", 0)
+        stopped = api.messages.create(model="fake", max_tokens=200, messages=[user], stop_sequences=[" of"])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " of")
+
+        tools: Any = [WEATHER]
+        weather: Any = {"role": "user", "content": "Weather?"}
+        with api.messages.stream(model="fake", max_tokens=200, messages=[weather], tools=tools) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_message()
+        assert {"thinking", "input_json", "message_stop"} <= kinds
+        use = final.content[-1]
+        assert use.type == "tool_use" and use.input == {"city": "Oslo"} and final.stop_reason == "tool_use"
+        result: Any = {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "rain"}],
+        }
+        turns: Any = [weather, {"role": "assistant", "content": final.content}, result]
+        with api.messages.stream(model="fake", max_tokens=200, messages=turns, tools=tools) as stream:
+            stream.until_done()
+        counted = api.messages.count_tokens(model="fake", messages=turns, tools=tools)
+        answered = api.messages.create(model="fake", max_tokens=1, messages=turns, tools=tools).usage
+        assert answered.cache_read_input_tokens
+        assert counted.input_tokens == answered.input_tokens + answered.cache_read_input_tokens
+
+        def create(**fields: Any) -> Any:
+            return api.messages.create(**{"model": "fake", "max_tokens": 5, "messages": [user], **fields})
+
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            create(extra_body={"temperature": -1.0})
+        with pytest.raises(anthropic.NotFoundError, match="other"):
+            create(model="other")
+        with pytest.raises(anthropic.AuthenticationError):
+            api.with_options(api_key="wrong").messages.create(model="fake", max_tokens=5, messages=[user])
+        engine.tokenizer.apply_chat_template = lambda *_, **__: "fail!"  # type: ignore[method-assign]
+        with pytest.raises(anthropic.APIStatusError, match="api_error"):
+            list(create(stream=True))
