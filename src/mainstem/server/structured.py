@@ -16,14 +16,13 @@ from mainstem.settings.engine import Grammar, GrammarKind
 
 Choices = Annotated[list[str], Meta(min_length=1)]
 
-_ABSENT = Raw()
 _FORMATS = ("text", "json_object", "json_schema")
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
     """`response_format.json_schema`. The schema is held in any case, whatever `strict` says."""
 
-    schema: Raw = _ABSENT
+    schema: Raw = msgspec.field(default_factory=Raw)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -39,7 +38,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
     """`structured_outputs` of vLLM. Its other fields are refused."""
 
-    json: Raw = _ABSENT
+    json: Raw = msgspec.field(default_factory=Raw)
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
@@ -58,7 +57,7 @@ class Structured(Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Raw = _ABSENT
+    guided_json: Raw = msgspec.field(default_factory=Raw)
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
