@@ -147,6 +147,9 @@ def test_tools_are_counted_and_removed_with_a_conversation() -> None:
     assert served.http.post("/v1/cache/remove", json=with_tools).status_code == 200
     (removed, _) = served.engine.removed[-1]
     assert bytes(removed).decode() == served.prompts[0].removesuffix("<assistant>")
+    for path in ("/tokenize", "/v1/cache/remove"):
+        response = served.http.post(path, json={"messages": [{**ASK[0], "nmae": "x"}]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].nmae")
 
 
 @pytest.mark.parametrize("depth", [100, 900, 5000, 100_000])
