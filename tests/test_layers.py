@@ -96,10 +96,8 @@ FOREIGN = {
     "runtime/kernels.py": {"_is_amx_tile_supported"},  # PyTorch 2.6 has no other name for it
     "runtime/parallel.py": {"_exit"},  # the only end of a process that waits for nothing
     "runtime/runner.py": {"_can_set_attn_implementation"},  # the same
-    "runtime/tree_attention.py": {  # the only attention with log-sum-exps, and what products cost on this CPU
-        "_is_amx_tile_supported",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    },
+    # the only attention with log-sum-exps
+    "runtime/tree_attention.py": {"_scaled_dot_product_flash_attention_for_cpu"},
     "runtime/vision.py": {"_merge_kwargs", "_process_images"},  # the processor, for one image at a time
     "runtime/weights.py": {"_forward_pre_hooks", "_version"},  # PyTorch has no other names for them
     "storage/vendors/redis.py": {"_sock"},  # redis-py reads no reply into a buffer of its caller

@@ -22,7 +22,7 @@ TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean"
 KEYWORDS = {
     *("$ref", "anyOf", "type", "enum", "properties", "required", "additionalProperties", "items", "minItems"),
     *("maxItems", "minLength", "maxLength", "minimum", "maximum", "title", "description", "default", "propertyNames"),
-    *("const", "prefixItems"),
+    *("const", "prefixItems", "pattern", "format"),
 }
 
 

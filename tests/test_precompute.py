@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import ANSWER, Prompts, Template
 from mainstem.runtime.request import Delta, Request
 from mainstem.server.answers import Answers, Turn
-from mainstem.server.output import Call, Piece, Reasoning, Text
+from mainstem.server.output import Call, OutputParser, Piece, PlainText, Reasoning, Text
 from mainstem.server.precompute import Precompute
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
@@ -61,11 +61,11 @@ class Engine:
 class Server:
     """One turn of a chat, and the next."""
 
-    def __init__(self, remember: int = 1 << 20, **parser: Any) -> None:
+    def __init__(self, remember: int = 1 << 20, parser: Callable[[], OutputParser] = PlainText) -> None:
         self.engine = Engine()
         self.prompts = Prompts(TOKENIZER, 4096)
         self.answers = Answers(self.prompts, TOKENIZER, remember)
-        self.precompute = Precompute(self.engine, self.prompts, **parser)  # type: ignore[arg-type]
+        self.precompute, self.parser = Precompute(self.engine, self.prompts), parser  # type: ignore[arg-type]
 
     def answer(
         self, tokens: Sequence[int], reason: str = "stop", template: Template = ANSWER, namespace: Any = None
@@ -73,7 +73,7 @@ class Server:
         """Answers the chat, and waits for what becomes of its next turn."""
         turn = Turn(self.answers, self.prompts, namespace)
         request = Request(turn.prepare(CHAT, template).tokens, SamplingParams(), namespace)
-        watchers = [*turn.watchers(), *self.precompute.watchers(turn, request)]
+        watchers = [*turn.watchers(), *self.precompute.watchers(turn, request, self.parser)]
         text = TOKENIZER.decode(list(tokens), skip_special_tokens=True)
         for watcher in watchers:
             watcher.see(Delta(text, tuple(tokens)))

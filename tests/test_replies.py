@@ -144,7 +144,7 @@ def called(*texts: str, reason: str = "stop") -> list[Delta]:
 
 
 def calling(usage: ChunkUsage) -> ChatReply:
-    return ChatReply(HEAD, spell, usage, lambda: FORMATS["hermes"].parser(TOOLING))
+    return ChatReply(HEAD, spell, usage, parser=lambda: FORMATS["hermes"].parser(TOOLING))
 
 
 def test_a_whole_answer_with_calls() -> None:
@@ -215,7 +215,7 @@ def test_what_a_model_thinks_is_apart() -> None:
     def thinking() -> ReasoningParser:
         return ReasoningParser(THINKING["qwen3"], True, PlainText())
 
-    reply = ChatReply(HEAD, spell, ChunkUsage(False), thinking)
+    reply = ChatReply(HEAD, spell, ChunkUsage(False), parser=thinking)
     answer = [Delta("I see"), Delta(". </think>\n"), Delta("Yes."), Delta("", (), (), "stop", USAGE)]
     deltas = [as_json(chunk)["choices"][0]["delta"] for delta in answer if (chunk := reply.chunk(0, delta))]
     assert deltas == [
@@ -225,7 +225,7 @@ def test_what_a_model_thinks_is_apart() -> None:
         {},
     ]
     body = as_json(
-        ChatReply(HEAD, spell, ChunkUsage(False), thinking).whole([answer, answer[:1]], usage_body([USAGE], 1))
+        ChatReply(HEAD, spell, ChunkUsage(False), parser=thinking).whole([answer, answer[:1]], usage_body([USAGE], 1))
     )
     messages = [choice["message"] for choice in body["choices"]]
     assert messages[0] == {"role": "assistant", "content": "Yes.", "reasoning_content": "I see."}

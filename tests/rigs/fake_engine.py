@@ -22,8 +22,8 @@ from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.events.publisher import EventStats
 from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.meter import Totals
 from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
-from mainstem.runtime.scheduler import Totals
 from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats

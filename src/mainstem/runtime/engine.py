@@ -44,6 +44,7 @@ from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
 from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.pools import HasPools, build_cache, counts_of, pool_sizes
 from mainstem.runtime.ranks import require_equal
@@ -112,7 +113,7 @@ class EngineStats:
     running: int
     waiting: int
     adapters: int
-    totals: scheduler.Totals
+    totals: Totals
     cache: CacheStats
     compiled_grammars: int
     tiers: TierStats | None = None

@@ -1,11 +1,54 @@
-"""Measures forwards for the estimate of prefill times."""
+"""What a scheduler counts, and how long its forwards take, for the estimate of prefill times."""
 
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import dataclass, field
+from typing import get_args
 
+from mainstem.runtime.checkpoints import Reason
 from mainstem.runtime.sequence import Sequence
 from mainstem.tiers.prefill import PrefillCost
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start.
+
+    Args:
+        requests: added.
+        prompt_tokens: of the requests admitted.
+        cached_tokens: prompt tokens that were in the cache at the first admission.
+        host_tokens, storage_tokens: cached tokens that were on the host; in storage.
+        computed_tokens: all that went through the model.
+        generated_tokens: sampled.
+        drafted_tokens: computed as a guess, see `drafts`; and those of them that were right: accepted_tokens.
+        preemptions: times a running request was preempted.
+        errors: requests that ended with an error.
+        stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
+        grammar_requests: added with a grammar.
+        checkpoints: states kept at planned positions of prompts, by reason.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    errors: int = 0
+    stateless_tokens: int = 0
+    grammar_requests: int = 0
+    checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
+
+    @property
+    def device_tokens(self) -> int:
+        """Cached tokens that were on the device."""
+        return self.cached_tokens - self.host_tokens - self.storage_tokens
 
 
 class Meter:

@@ -46,9 +46,8 @@ import logging
 import random as random_module
 import zlib
 from collections import abc
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -58,10 +57,10 @@ from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Full, Local, State, Window, by_name
 from mainstem.errors import BadArgument, OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
-from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
+from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import look_up
 from mainstem.runtime.grammars import CompiledGrammar, Grammars
-from mainstem.runtime.meter import Meter
+from mainstem.runtime.meter import Meter, Totals
 from mainstem.runtime.processor import Ended, LogitsProcessor, check_rules
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
@@ -111,46 +110,6 @@ class Runner(Protocol):
 
     def embed(self, segment: Segment) -> None:
         """Encodes the images that a segment computes; called only for requests with images."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the start.
-
-    Args:
-        requests: added.
-        prompt_tokens: of the requests admitted.
-        cached_tokens: prompt tokens that were in the cache at the first admission.
-        host_tokens, storage_tokens: cached tokens that were on the host; in storage.
-        computed_tokens: all that went through the model.
-        generated_tokens: sampled.
-        drafted_tokens: computed as a guess, see `drafts`; and those of them that were right: accepted_tokens.
-        preemptions: times a running request was preempted.
-        errors: requests that ended with an error.
-        stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
-        grammar_requests: added with a grammar.
-        checkpoints: states kept at planned positions of prompts, by reason.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    host_tokens: int = 0
-    storage_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    preemptions: int = 0
-    errors: int = 0
-    stateless_tokens: int = 0
-    grammar_requests: int = 0
-    checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
-
-    @property
-    def device_tokens(self) -> int:
-        """Cached tokens that were on the device."""
-        return self.cached_tokens - self.host_tokens - self.storage_tokens
 
 
 class Scheduler:

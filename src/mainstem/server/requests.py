@@ -479,8 +479,7 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = decode(body, CompletionRequest)
-    check_known(body, CompletionRequest, tolerated)
+    request = decode_known(body, CompletionRequest, tolerated)
     if request.choices < request.kept:
         raise ApiError(400, f"best_of: must be at least n, {request.kept}; got {request.best_of}", param="best_of")
     if request.stream and request.choices > request.kept:
@@ -490,21 +489,29 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
 
 def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
     """Parses the request in a body; see `parse_completion`."""
-    request = decode(body, ChatRequest)
-    check_known(body, ChatRequest, tolerated)
-    return request
+    return decode_known(body, ChatRequest, tolerated)
 
 
-def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, rules: Rules = OPENAI) -> None:
-    """Checks the names of the fields of a body, by an API's rules; see `fields.check_fields`.
+def decode_known(
+    body: bytes, kind: type[Decoded], tolerated: list[str] | None = None, rules: Rules = OPENAI
+) -> Decoded:
+    """Parses a body of any kind, and checks the names of its fields.
+
+    Args:
+        body: the JSON.
+        kind: of the body.
+        tolerated: the names of unknown fields are appended to it; None: they are refused.
+        rules: of the API; see `fields.check_fields`.
 
     Raises:
-        ApiError: 400; a field is unknown or not supported.
+        ApiError: 400; as for `parse_completion`.
     """
+    request = decode(body, kind)
     try:
         check_fields(body, kind, tolerated, rules)
     except Refused as error:
         raise ApiError(400, str(error), param=error.name, code=error.code) from None
+    return request
 
 
 def decode(body: bytes, kind: type[Decoded]) -> Decoded:
