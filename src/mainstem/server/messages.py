@@ -334,9 +334,10 @@ def parse_count(body: bytes, tolerated: list[str] | None = None) -> Task:
 
 
 def _task(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -> Task:
-    request = requests.decode_known(body, kind, tolerated, RULES)
+    request = requests.decode(body, kind)
     turns = _turns(request)
     fields = request.fields()
+    requests.check_known(body, kind, tolerated, RULES)  # after the kinds of blocks: their fields differ
     tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
     schemas = {f"{old}.parameters": f"{new}.input_schema" for old, new in tools.items()}
     names = {**_NAMES, **tools, **schemas, **turns.names}

@@ -492,26 +492,23 @@ def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
     return decode_known(body, ChatRequest, tolerated)
 
 
-def decode_known(
-    body: bytes, kind: type[Decoded], tolerated: list[str] | None = None, rules: Rules = OPENAI
-) -> Decoded:
-    """Parses a body of any kind, and checks the names of its fields.
+def decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None = None) -> Decoded:
+    """Parses a body of any kind, and checks the names of its fields; see `parse_completion`."""
+    request = decode(body, kind)
+    check_known(body, kind, tolerated)
+    return request
 
-    Args:
-        body: the JSON.
-        kind: of the body.
-        tolerated: the names of unknown fields are appended to it; None: they are refused.
-        rules: of the API; see `fields.check_fields`.
+
+def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, rules: Rules = OPENAI) -> None:
+    """Checks the names of the fields of a body, by an API's rules; see `fields.check_fields`.
 
     Raises:
-        ApiError: 400; as for `parse_completion`.
+        ApiError: 400; a field is unknown or not supported.
     """
-    request = decode(body, kind)
     try:
         check_fields(body, kind, tolerated, rules)
     except Refused as error:
         raise ApiError(400, str(error), param=error.name, code=error.code) from None
-    return request
 
 
 def decode(body: bytes, kind: type[Decoded]) -> Decoded:

@@ -395,7 +395,7 @@ class Responses:
             ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported. 404; the
                 response or the item that it refers to is not there.
         """
-        request = requests.decode_known(body, ResponseRequest, tolerated, RULES)
+        request = requests.decode(body, ResponseRequest)
         earlier = self._conversation(owner, request.previous_response_id)
         items = self._resolved(owner, request.items())
         turns = Turns()
@@ -409,6 +409,7 @@ class Responses:
         if not turns.messages:
             raise ApiError(400, "input: this field is required", param="input")
         chat, names = request.chat(turns.messages), {**request.names(), **turns.names}
+        requests.check_known(body, ResponseRequest, tolerated, RULES)  # after the kinds of items: their fields differ
         with renamed(names):
             parsed = requests.parse_chat(chat)
         return Task(parsed, self._replier(request, [*earlier, *items], owner), names)
