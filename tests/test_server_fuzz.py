@@ -26,15 +26,37 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.server.app import create_app
 from mainstem.server.fields import REFUSED, WITHOUT_EFFECT
+from mainstem.server.messages import MessageRequest
 from mainstem.server.requests import ChatRequest, CompletionRequest
-from mainstem.settings.engine import EngineConfig, ModelConfig
+from mainstem.server.responses import ResponseRequest
+from mainstem.settings.engine import EngineConfig
 
 AT_ONCE = 16
 MOST_GROWTH = 64 << 20  # bytes
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["w5"]}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = [
+    {"role": "user", "content": "w5"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "w6"},
+]
+BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "w5"}]}]
 CHAT = [{"role": "system", "content": "w3"}, {"role": "user", "content": [{"type": "text", "text": "w5 w6"}]}]
+# By route; what follows a question mark tells several of a route apart.
 BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 3, "stop": ["w9"], "logprobs": 2},
     "/v1/chat/completions": {"model": "tiny", "messages": CHAT, "max_tokens": 3, "stream": True, "seed": 4},
+    "/v1/chat/completions?tools": {"model": "tiny", "messages": CALLED, "tools": [TOOL], "max_tokens": 3},
+    "/v1/chat/completions?form": {
+        "model": "tiny",
+        "messages": CHAT,
+        "max_tokens": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    },
+    "/v1/responses": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "max_output_tokens": 3},
+    "/v1/messages": {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "w7"},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": BLOCKS},
     "/tokenize": {"model": "tiny", "messages": CHAT},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/cache/remove": {"model": "tiny", "prompt": "w5 w6"},
@@ -42,7 +64,8 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
-FIELDS = sorted({*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, *REFUSED, *WITHOUT_EFFECT})
+TYPES = (CompletionRequest, ChatRequest, ResponseRequest, MessageRequest)
+FIELDS = sorted({name for each in TYPES for name in each.__struct_fields__} | {*REFUSED} | {*WITHOUT_EFFECT})
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 20, 129, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**63) - 1, 2**64),
     *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, "", "a", "w5", "\x00", "\ud800", "\uffff", "é" * 500, "auto", "none"),
@@ -71,10 +94,10 @@ class Fuzzer:
     def _changed(self, body: Any) -> Any:
         draw = self._random
         if not isinstance(body, dict) or draw.random() < 0.02:
-            return draw.choice(VALUES)
+            return copy.deepcopy(draw.choice(VALUES))
         kind = draw.randrange(5)
         if kind == 0:
-            body[draw.choice(FIELDS)] = draw.choice(VALUES)
+            body[draw.choice(FIELDS)] = copy.deepcopy(draw.choice(VALUES))
         elif kind == 1 and body:
             del body[draw.choice([*body])]
         elif kind == 2 and body:
@@ -82,7 +105,7 @@ class Fuzzer:
             body[name + draw.choice(["s", "_", " ", "\x00"])] = body[name]
         else:
             holder, key = draw.choice([*_places(body)] or [(body, "model")])
-            holder[key] = draw.choice(VALUES)
+            holder[key] = copy.deepcopy(draw.choice(VALUES))
         return body
 
 
@@ -96,7 +119,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tiny_folder("llama", tmp_path_factory.mktemp("fuzz") / "tiny", max_position_embeddings=64)
-    loaded = load_model(str(folder), ModelConfig(dtype="float32"))
+    loaded = load_model(str(folder), dtype="float32")
     with Engine(loaded, EngineConfig(kv_bytes=1 << 20)) as running:
         yield running
 
@@ -119,7 +142,7 @@ async def _post(app: Starlette, bodies: list[tuple[str, bytes]], seen: Counter[i
 
 def test_every_route_that_takes_a_body_is_here(engine: Engine) -> None:
     routes = {route.path for route in create_app(engine).routes if "POST" in getattr(route, "methods", ())}
-    assert routes == {*BASES}
+    assert routes == {path.partition("?")[0] for path in BASES}
 
 
 @pytest.mark.parametrize("bodies", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])

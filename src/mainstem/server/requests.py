@@ -8,7 +8,8 @@ share. `fields` says what becomes of fields that are not honoured.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -503,12 +504,13 @@ def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, ru
     """Checks the names of the fields of a body, by an API's rules; see `fields.check_fields`.
 
     Raises:
-        ApiError: 400; a field is unknown or not supported.
+        ApiError: 400; a field is unknown or not supported, or its text is not UTF-8.
     """
-    try:
-        check_fields(body, kind, tolerated, rules)
-    except Refused as error:
-        raise ApiError(400, str(error), param=error.name, code=error.code) from None
+    with _malformed():
+        try:
+            check_fields(body, kind, tolerated, rules)
+        except Refused as error:
+            raise ApiError(400, str(error), param=error.name, code=error.code) from None
 
 
 def decode(body: bytes, kind: type[Decoded]) -> Decoded:
@@ -517,15 +519,22 @@ def decode(body: bytes, kind: type[Decoded]) -> Decoded:
     Raises:
         ApiError: 400; malformed JSON, or a wrong type or value.
     """
+    with _malformed():
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            raise _field_error(str(error), kind.__struct_fields__) from None
+
+
+@contextmanager
+def _malformed() -> Iterator[None]:
+    """Makes an ApiError of what is wrong with JSON. What a type does not have is first read when names are checked."""
     try:
-        request = msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error), kind.__struct_fields__) from None
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The JSON of the body is nested too deeply", code="invalid_json") from None
-    return request
 
 
 def _field_error(message: str, fields: Sequence[str]) -> ApiError:
