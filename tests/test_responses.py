@@ -202,6 +202,7 @@ def test_items_become_the_turns_of_a_conversation() -> None:
     text = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     items = [
         {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "Be true."},
         {"type": "message", "role": "user", "content": text},
         {"type": "message", "role": "assistant", "id": "msg_x", "status": "completed", "content": [
             {"type": "output_text", "text": "three", "annotations": [], "logprobs": []}]},
@@ -210,7 +211,8 @@ def test_items_become_the_turns_of_a_conversation() -> None:
     ]  # fmt: skip
     assert ask(client(engine), items, instructions="Be kind.").status_code == 200
     assert asked(engine) == (
-        "<system>Be kind.\nBe brief.\n<user>one\ntwo\n<assistant>three\n<assistant>four\n<user>five\n<assistant>"
+        "<system>Be kind.\nBe brief.\nBe true.\n<user>one\ntwo\n<assistant>three\n<assistant>four\n"
+        "<user>five\n<assistant>"
     )
 
 
@@ -237,14 +239,17 @@ def test_what_the_assistant_thought_said_and_called_in_a_row_is_one_message() ->
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Both."}]},
         called,
         {"type": "function_call_output", "call_id": "c1", "output": "fog"},
+        {"role": "assistant", "content": "Fog."},
+        {**thought, "content": [{"type": "reasoning_text", "text": "Once more."}]},
+        {"role": "assistant", "content": "Really."},
     ]
     assert ask(client(engine), items, tools=[WEATHER]).status_code == 200
     shown = json.dumps(seen[-1])
     assert [shown.count(word) for word in ("I look.", "rain", "sun", "fog")] == [1, 1, 1, 1]
     roles = [message["role"] for message in seen[-1] if message["role"] != "system"]
-    assert roles == ["user", "assistant", "user", "assistant", "user"], "this template knows no tools"
+    assert roles == ["user", "assistant"] * 3 + ["assistant"], "this template knows no tools"
     thoughts = [message.get("reasoning_content") for message in seen[-1] if message["role"] == "assistant"]
-    assert thoughts == ["Hm.", "Both."]
+    assert thoughts == ["Hm.", "Both.", None, "Once more."]
 
 
 def test_a_response_continues_an_earlier_one() -> None:
