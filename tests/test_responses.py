@@ -16,7 +16,11 @@ from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.runtime.request import Delta
 from mainstem.server.app import create_app
+from mainstem.server.errors import internal_error
+from mainstem.server.replies import Head
+from mainstem.server.response_reply import ResponseReply
 from mainstem.server.responses import RULES, Item, ResponseRequest
 from mainstem.settings.server import ServerConfig
 
@@ -145,6 +149,7 @@ def test_reasoning_and_calls_are_items_of_their_own() -> None:
         assert {event["output_index"] for event in mine} == {index}
         text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert text == (item["arguments"] if index > 1 else item["content"][0]["text"])
+    assert all("logprobs" not in event for event in events if event.get("output_index") == 0)
     assert {event["type"] for event in events if event.get("output_index") == 2} == {
         "response.output_item.added",
         "response.function_call_arguments.delta",
@@ -474,6 +479,14 @@ def test_a_failure_under_way_ends_the_stream_with_the_response_as_far_as_it_came
     assert failed["error"]["code"] == "server_error" and "secret" not in failed["error"]["message"]
     assert error_of(server.get(f"{PATH}/{failed['id']}"), 404), "what failed is not kept"
     assert error_of(ask(server), 500)["type"] == "server_error"
+
+
+def test_what_had_come_of_a_failed_answer_is_incomplete() -> None:
+    reply = ResponseReply(Head("resp_1", 1, "m"), str, ResponseRequest(model="m", input="x"))
+    reply.events(0, Delta("He", (1,)))
+    failed = json.loads(reply.failing(internal_error()).split(b"data: ")[1])["response"]
+    (item,) = failed["output"]
+    assert (item["id"], item["status"], item["content"][0]["text"]) == ("msg_1_0", "incomplete", "He")
 
 
 def test_responses_count_as_requests() -> None:
