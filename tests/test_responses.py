@@ -16,6 +16,7 @@ from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta
 from mainstem.server.app import create_app
 from mainstem.server.errors import internal_error
@@ -465,6 +466,18 @@ def test_no_body_is_a_fault_of_the_server(seed: int) -> None:
             assert error_of(response, response.status_code)["message"]
     assert set(found) <= {200, 400, 404} and min(found[200], found[400]) > 10
     assert not engine.running()
+
+
+def test_an_error_of_the_engine_has_the_names_of_this_api() -> None:
+    engine = FakeEngine()
+
+    def submit(request: Any, **options: Any) -> Any:
+        raise RequestTooLong("20 prompt tokens and max_tokens = 9 make 29 positions: the context has 25")
+
+    engine.submit = submit  # type: ignore[method-assign]
+    error = error_of(ask(client(engine), max_output_tokens=9), 400)
+    assert error["message"].startswith("20 prompt tokens and max_output_tokens = 9 make 29 positions: the context")
+    assert (error["param"], error["code"]) == (None, "context_length_exceeded")
 
 
 def test_errors_of_an_image_have_its_path() -> None:
