@@ -590,7 +590,10 @@ def test_one_key_removes_from_the_namespace_that_it_writes_to(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"promt": "x"}, "promt: unknown field; this route has prompt, messages, all, model, cache_salt, api_key"),
+        (
+            {"promt": "x"},
+            "promt: unknown field; this route has prompt, messages, tools, all, model, ",
+        ),
         ({"all": True, "salt": "x"}, "salt: unknown field"),
         ({}, "exactly one of prompt, messages and all = true, got none"),
         ({"all": False}, "got none"),

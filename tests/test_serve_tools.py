@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+from machine import patience
 from rigs.fake_engine import FakeEngine
 from rigs.serving import real_server
 from rigs.templates import byte_tokenizer
 from starlette.testclient import TestClient
 
+from bench.tiny_models import loaded, tiny
+from mainstem.runtime.engine import Engine
+from mainstem.runtime.request import Request
 from mainstem.server.app import create_app
+from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -147,6 +154,9 @@ def test_tools_are_counted_and_removed_with_a_conversation() -> None:
     assert served.http.post("/v1/cache/remove", json=with_tools).status_code == 200
     (removed, _) = served.engine.removed[-1]
     assert bytes(removed).decode() == served.prompts[0].removesuffix("<assistant>")
+    for path in ("/tokenize", "/v1/cache/remove"):
+        response = served.http.post(path, json={"messages": [{**ASK[0], "nmae": "x"}]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages[0].nmae")
 
 
 @pytest.mark.parametrize("depth", [100, 900, 5000, 100_000])
@@ -185,6 +195,28 @@ def test_bad_tools_are_named(fields: dict[str, Any], param: str) -> None:
         served.ask(**fields)
     assert (bad.value.status_code, bad.value.param) == (400, param)
     assert served.prompts == []
+
+
+# ---------------------------------------------------------------- engines
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_engine_shows_special_tokens_that_are_not_hidden() -> None:
+    tokenizer = byte_tokenizer("nine", ["[TOOL_CALLS]", "<other>"])
+    shown, other = (tokenizer.convert_tokens_to_ids(text) for text in ("[TOOL_CALLS]", "<other>"))
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    params = SamplingParams(
+        max_tokens=20,
+        temperature=1.0,
+        seed=3,
+        allowed_token_ids=(shown, other),
+        skip_special_tokens=False,
+        hidden_tokens=frozenset([other]),
+    )
+    with Engine(replace(loaded(model), tokenizer=tokenizer), EngineConfig(pages=32)) as engine:
+        made = engine.submit(Request(np.array([5, 6, 7]), params)).result(patience(60))
+    assert {*made.tokens} == {shown, other}
+    assert made.text == "[TOOL_CALLS]" * made.tokens.count(shown)
 
 
 # ---------------------------------------------------------------- the real default model

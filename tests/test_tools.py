@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import ANY
 
 import pytest
@@ -17,7 +17,9 @@ from rigs.templates import byte_tokenizer
 from test_output import scanned
 
 from mainstem.server.output import Arguments, Call, Piece, Text, joined
+from mainstem.server.reasoning import THINKING
 from mainstem.server.tools import FORMATS, MAX_FORCED, CallFormat, Tool, Tooling, format_of
+from mainstem.settings.server import ReasoningParser, ToolCallParser
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = Tooling((Tool("weather", "The weather.", CITY), Tool("time"), Tool("ns.call-2")))
@@ -245,6 +247,11 @@ def test_ids_are_unique_and_in_the_form_of_the_model() -> None:
 )
 def test_models_are_told_by_their_markers(template: str, vocabulary: set[str], name: str) -> None:
     assert format_of(template, vocabulary) is FORMATS[name]
+
+
+def test_the_options_are_the_formats() -> None:
+    assert set(get_args(ToolCallParser)) == {"auto", *FORMATS}
+    assert set(get_args(ReasoningParser)) == {"auto", "none", *THINKING}
 
 
 # ---------------------------------------------------------------- grammars

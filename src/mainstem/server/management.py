@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, parts, template_input
+from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, decode_known, parts, template_input
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):
@@ -81,7 +81,7 @@ def parse_remove(body: bytes) -> RemoveRequest:
     Raises:
         ApiError: 400; malformed JSON, a wrong type, an unknown field, or not exactly one thing to remove.
     """
-    request = decode(body, RemoveRequest)
+    request = decode_known(body, RemoveRequest)
     ways = {"prompt": request.prompt is not None, "messages": request.messages is not None, "all": request.all}
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) != 1:

@@ -449,8 +449,7 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = decode(body, CompletionRequest)
-    check_known(body, CompletionRequest, tolerated)
+    request = decode_known(body, CompletionRequest, tolerated)
     if request.best_of not in (None, request.choices):
         raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
     return request
@@ -458,8 +457,13 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
 
 def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
     """Parses the request in a body; see `parse_completion`."""
-    request = decode(body, ChatRequest)
-    check_known(body, ChatRequest, tolerated)
+    return decode_known(body, ChatRequest, tolerated)
+
+
+def decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None = None) -> Decoded:
+    """Parses a body of any kind, and checks the names of its fields; see `parse_completion`."""
+    request = decode(body, kind)
+    check_known(body, kind, tolerated)
     return request
 
 

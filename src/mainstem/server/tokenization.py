@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, template_of
+from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, decode_known, template_of
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     Raises:
         ApiError: 400; malformed JSON, a wrong type or name, or not exactly one of `prompt` and `messages`.
     """
-    ask = decode(body, TokenizeRequest)
+    ask = decode_known(body, TokenizeRequest)
     if (ask.prompt is None) == (ask.messages is None):
         raise ApiError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
     return ask
