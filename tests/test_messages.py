@@ -301,11 +301,11 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
         ({"messages": [blocks({"type": "text"})]}, "messages[0].content[0].text: this field is required"),
         (
             {"messages": [blocks({"type": "document", "title": "x"})]},
-            "messages[0].content[0].type: only 'text' and 'image' and 'tool_result' are supported here, got 'document'",
+            "messages[0].content[0].type: must be one of 'text', 'image', 'tool_result' here, got 'document'",
         ),
         (
             {"messages": [USER, blocks({"type": "image"}, role="assistant")]},
-            "messages[1].content[0].type: only 'text' and 'thinking' and 'tool_use' are supported here",
+            "messages[1].content[0].type: must be one of 'text', 'thinking', 'tool_use' here, got 'image'",
         ),
         ({"messages": [blocks({"type": "image", "source": {"type": "file"}})]}, "messages[0].content[0].source.type:"),
         ({"messages": [blocks({"type": "image", "source": {"type": "url"}})]}, "messages[0].content[0].source.url:"),
@@ -318,8 +318,16 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
             {"messages": [USER, blocks({"type": "tool_use", "id": "", "name": "f", "input": {}}, role="assistant")]},
             "messages[1].content[0].id: expected `str` of length",
         ),
+        (
+            {"messages": [blocks(text("x", input={}))]},
+            "messages[0].content[0].input: not a field of the type 'text'",
+        ),
+        (
+            {"messages": [blocks({"type": "image", "source": {"type": "url", "url": "x", "data": "y"}})]},
+            "messages[0].content[0].source.data: not a field of the type 'url'",
+        ),
         ({"messages": [blocks(text("x", txet=1))]}, "messages[0].content[0].txet: unknown field; did you mean text?"),
-        ({"system": [{"type": "image"}]}, "system[0].type: only 'text' are supported here"),
+        ({"system": [{"type": "image"}]}, "system[0].type: must be one of 'text' here, got 'image'"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: expected `array` of length <= 16"),
         ({"stop_sequences": [""]}, "stop_sequences[0]: expected `str` of length >= 1"),
         ({"temperature": -1}, "temperature = -1.0: must be"),
@@ -328,6 +336,10 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
         ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools[0].input_schema: must be a JSON schema"),
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading: not supported"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: there is no tool"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "any", "name": "weather"}},
+            "tool_choice.name: not a field of the type 'any'",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
         ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display: not supported; omit it"),
         ({"output_config": {"effort": "low"}}, "output_config.effort: not supported"),

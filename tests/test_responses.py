@@ -16,7 +16,12 @@ from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.errors import RequestTooLong
+from mainstem.runtime.request import Delta
 from mainstem.server.app import create_app
+from mainstem.server.errors import internal_error
+from mainstem.server.replies import Head
+from mainstem.server.response_reply import ResponseReply
 from mainstem.server.responses import RULES, Item, ResponseRequest
 from mainstem.settings.server import ServerConfig
 
@@ -145,6 +150,7 @@ def test_reasoning_and_calls_are_items_of_their_own() -> None:
         assert {event["output_index"] for event in mine} == {index}
         text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert text == (item["arguments"] if index > 1 else item["content"][0]["text"])
+    assert all("logprobs" not in event for event in events if event.get("output_index") == 0)
     assert {event["type"] for event in events if event.get("output_index") == 2} == {
         "response.output_item.added",
         "response.function_call_arguments.delta",
@@ -202,6 +208,7 @@ def test_items_become_the_turns_of_a_conversation() -> None:
     text = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     items = [
         {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "Be true."},
         {"type": "message", "role": "user", "content": text},
         {"type": "message", "role": "assistant", "id": "msg_x", "status": "completed", "content": [
             {"type": "output_text", "text": "three", "annotations": [], "logprobs": []}]},
@@ -210,7 +217,8 @@ def test_items_become_the_turns_of_a_conversation() -> None:
     ]  # fmt: skip
     assert ask(client(engine), items, instructions="Be kind.").status_code == 200
     assert asked(engine) == (
-        "<system>Be kind.\nBe brief.\n<user>one\ntwo\n<assistant>three\n<assistant>four\n<user>five\n<assistant>"
+        "<system>Be kind.\nBe brief.\nBe true.\n<user>one\ntwo\n<assistant>three\n<assistant>four\n"
+        "<user>five\n<assistant>"
     )
 
 
@@ -237,14 +245,17 @@ def test_what_the_assistant_thought_said_and_called_in_a_row_is_one_message() ->
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Both."}]},
         called,
         {"type": "function_call_output", "call_id": "c1", "output": "fog"},
+        {"role": "assistant", "content": "Fog."},
+        {**thought, "content": [{"type": "reasoning_text", "text": "Once more."}]},
+        {"role": "assistant", "content": "Really."},
     ]
     assert ask(client(engine), items, tools=[WEATHER]).status_code == 200
     shown = json.dumps(seen[-1])
     assert [shown.count(word) for word in ("I look.", "rain", "sun", "fog")] == [1, 1, 1, 1]
     roles = [message["role"] for message in seen[-1] if message["role"] != "system"]
-    assert roles == ["user", "assistant", "user", "assistant", "user"], "this template knows no tools"
+    assert roles == ["user", "assistant"] * 3 + ["assistant"], "this template knows no tools"
     thoughts = [message.get("reasoning_content") for message in seen[-1] if message["role"] == "assistant"]
-    assert thoughts == ["Hm.", "Both."]
+    assert thoughts == ["Hm.", "Both.", None, "Once more."]
 
 
 def test_a_response_continues_an_earlier_one() -> None:
@@ -361,10 +372,21 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
         ({"input": [{"role": "user"}]}, "input[0].content", "required"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "only items of the types message, reasoning"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "must be one of 'message', 'reasoning'"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id", "required"),
         ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": ""}]}, "input[0].call_id", ""),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "required"),
+        ({"input": [{"role": "user", "content": "x", "arguments": ""}]}, "input[0].arguments", "of the type 'message'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "detail": "y"}]}]},
+            "input[0].content[0].detail",
+            "not a field of the type 'input_text'",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": [{"type": "input_text", "text": "x"}]}]},
+            "input[0].summary[0].type",
+            "must be one of 'reasoning_text', 'summary_text'",
+        ),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "cannot read"),
         ({"input": [{"role": "user", "content": "x", "txet": 1}]}, "input[0].txet", "unknown field"),
         ({"input": "x" * 5000}, None, "input: "),
@@ -389,6 +411,12 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
             {"text": {"format": {"type": "json_schema", "name": "x"}}},
             "text.format.schema",
             "required with type 'json_schema'",
+        ),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema", "not a field of the type"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather", "mode": "auto"}},
+            "tool_choice.mode",
+            "not a field of the type 'function'",
         ),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid enum value"),
         ({"background": True}, "background", "not supported; omit it or use false"),
@@ -440,6 +468,18 @@ def test_no_body_is_a_fault_of_the_server(seed: int) -> None:
     assert not engine.running()
 
 
+def test_an_error_of_the_engine_has_the_names_of_this_api() -> None:
+    engine = FakeEngine()
+
+    def submit(request: Any, **options: Any) -> Any:
+        raise RequestTooLong("20 prompt tokens and max_tokens = 9 make 29 positions: the context has 25")
+
+    engine.submit = submit  # type: ignore[method-assign]
+    error = error_of(ask(client(engine), max_output_tokens=9), 400)
+    assert error["message"].startswith("20 prompt tokens and max_output_tokens = 9 make 29 positions: the context")
+    assert (error["param"], error["code"]) == (None, "context_length_exceeded")
+
+
 def test_errors_of_an_image_have_its_path() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
     items = [{"role": "system", "content": "x"}, {"role": "developer", "content": "y"}]
@@ -469,6 +509,14 @@ def test_a_failure_under_way_ends_the_stream_with_the_response_as_far_as_it_came
     assert failed["error"]["code"] == "server_error" and "secret" not in failed["error"]["message"]
     assert error_of(server.get(f"{PATH}/{failed['id']}"), 404), "what failed is not kept"
     assert error_of(ask(server), 500)["type"] == "server_error"
+
+
+def test_what_had_come_of_a_failed_answer_is_incomplete() -> None:
+    reply = ResponseReply(Head("resp_1", 1, "m"), str, ResponseRequest(model="m", input="x"))
+    reply.events(0, Delta("He", (1,)))
+    failed = json.loads(reply.failing(internal_error()).split(b"data: ")[1])["response"]
+    (item,) = failed["output"]
+    assert (item["id"], item["status"], item["content"][0]["text"]) == ("msg_1_0", "incomplete", "He")
 
 
 def test_responses_count_as_requests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -97,21 +98,21 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, MainstemError) as error:
         shown = error if isinstance(error, ApiError) else api_error(error)
-        message, detail = str(shown), shown.detail
-        path = detail.param or message.partition(":")[0]
-        begins = [name for name in names if path.startswith(name) and path[len(name) :][:1] in ("", ".", "[")]
-        if shown.status >= 500 or not begins:
+        if shown.status >= 500 or not names:
             raise
-        known = max(begins, key=len)
-        param = names[known] + path[len(known) :]
+        param = None if shown.detail.param is None else _renamed(shown.detail.param, names)
+        # A message begins with a path, or has a field's value as `name = 1`.
+        message = re.sub(r"^[\w.\[\]]+(?=:| = )|\w+(?= = )", lambda found: _renamed(found[0], names), str(shown))
+        detail = shown.detail
         raise ApiError(
-            shown.status,
-            param + message[len(path) :] if message.startswith(path) else message,
-            type=detail.type,
-            param=param if detail.param else None,
-            code=detail.code,
-            headers=shown.headers,
+            shown.status, message, type=detail.type, param=param, code=detail.code, headers=shown.headers
         ) from error
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    begins = [name for name in names if path.startswith(name) and path[len(name) :][:1] in ("", ".", "[")]
+    known = max(begins, key=len, default="")
+    return names[known] + path[len(known) :] if known else path
 
 
 def text_only(at: str) -> ApiError:

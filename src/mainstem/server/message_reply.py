@@ -115,8 +115,7 @@ class MessageReply(BlockReply):
 
     def begun(self, block: Block) -> bytes:
         """See `BlockReply`."""
-        empty = Block(block.index, block.begin)
-        return named_event("content_block_start", {"index": block.index, "content_block": _content(empty)})
+        return named_event("content_block_start", {"index": block.index, "content_block": _content(block)})
 
     def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         """See `BlockReply`."""

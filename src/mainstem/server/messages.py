@@ -16,7 +16,7 @@ from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import Rules
 from mainstem.server.generation import Task
 from mainstem.server.message_reply import MessageReply
-from mainstem.server.turns import Turns
+from mainstem.server.turns import Turns, check_type
 
 _CACHED = "prefixes are found by their content, and kept while there is room"
 _TEXT = {"cache_control": _CACHED, "citations": "sources of an earlier answer"}
@@ -207,6 +207,15 @@ class MessageRequest(CountRequest, kw_only=True):
         return super().fields() | {"stop": self.stop_sequences, "stream_options": options}
 
 
+_CHOICES = {
+    "auto": ("disable_parallel_tool_use",),
+    "any": ("disable_parallel_tool_use",),
+    "tool": ("name", "disable_parallel_tool_use"),
+    "none": (),
+}
+"""The fields of a choice of tools, by type."""
+
+
 def _function(tool: Tool, at: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         message = f"{at}: only tools of the type 'custom' are supported, got {tool.type!r}"
@@ -221,6 +230,7 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:
+    check_type(choice, choice.type, _CHOICES, "tool_choice")
     fields: dict[str, Any] = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
     if choice.type == "tool":
         return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
@@ -255,32 +265,32 @@ def _enter(turns: Turns, role: str, at: str) -> None:
 
 
 def _add_block(turns: Turns, role: str, block: ContentBlock, at: str) -> None:
+    check_type(block, block.type, _BLOCKS[role], at)
     if block.type != "tool_result":
         _enter(turns, role, at)
-    match role, block.type:
-        case _, "text":
+    match block.type:
+        case "text":
             turns.text(_needed(block, "text", at))
-        case "user" | "tool", "image":
+        case "image":
             _add_image(turns, block, at)
-        case "assistant", "thinking":
+        case "thinking":
             turns.reasoning(_needed(block, "thinking", at))
-        case "assistant", "tool_use":
+        case "tool_use":
             turns.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
-        case "user", "tool_result":
+        case "tool_result":
             _add_result(turns, block, at)
-        case _:
-            allowed = " and ".join(map(repr, _ALLOWED[role]))
-            message = f"{at}.type: only {allowed} are supported here, got {block.type!r}"
-            raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
 
 
-_ALLOWED = {
-    "system": ("text",),
-    "user": ("text", "image", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
-    "tool": ("text", "image"),
+_TEXT_BLOCK: dict[str, tuple[str, ...]] = {"text": ("text",)}
+_IMAGE_BLOCK = {"image": ("source",)}
+_BLOCKS = {
+    "system": _TEXT_BLOCK,
+    "user": _TEXT_BLOCK | _IMAGE_BLOCK | {"tool_result": ("tool_use_id", "content", "is_error")},
+    "assistant": _TEXT_BLOCK | {"thinking": ("thinking",), "tool_use": ("id", "name", "input")},
+    "tool": _TEXT_BLOCK | _IMAGE_BLOCK,
 }
-"""The types of blocks, by the role of their message; `tool` is what is in a `tool_result`."""
+"""The fields of blocks, by the role of their message and by type; `tool` is what is in a `tool_result`."""
+_SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}
 
 
 def _add_result(turns: Turns, block: ContentBlock, at: str) -> None:
@@ -293,14 +303,12 @@ def _add_result(turns: Turns, block: ContentBlock, at: str) -> None:
 def _add_image(turns: Turns, block: ContentBlock, at: str) -> None:
     source: Source = _needed(block, "source", at)
     at = f"{at}.source"
+    check_type(source, source.type, _SOURCES, at)
     if source.type == "base64":
         url = f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}"
         turns.image({"url": url}, {"url": f"{at}.data"})
-    elif source.type == "url":
-        turns.image({"url": _needed(source, "url", at)}, {"url": f"{at}.url"})
     else:
-        message = f"{at}.type: only 'base64' and 'url' are supported, got {source.type!r}"
-        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+        turns.image({"url": _needed(source, "url", at)}, {"url": f"{at}.url"})
 
 
 def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:

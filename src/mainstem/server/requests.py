@@ -504,7 +504,7 @@ def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, ru
     """Checks the names of the fields of a body, by an API's rules; see `fields.check_fields`.
 
     Raises:
-        ApiError: 400; a field is unknown or not supported, or its text is not UTF-8.
+        ApiError: 400; a field is unknown or not supported.
     """
     with _malformed():
         try:
@@ -520,6 +520,7 @@ def decode(body: bytes, kind: type[Decoded]) -> Decoded:
         ApiError: 400; malformed JSON, or a wrong type or value.
     """
     with _malformed():
+        body.decode()  # also what the type does not have, and what it keeps as it is
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
@@ -528,7 +529,7 @@ def decode(body: bytes, kind: type[Decoded]) -> Decoded:
 
 @contextmanager
 def _malformed() -> Iterator[None]:
-    """Makes an ApiError of what is wrong with JSON. What a type does not have is first read when names are checked."""
+    """Makes an ApiError of what is wrong with JSON. Some of it is first read when names are checked."""
     try:
         yield
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

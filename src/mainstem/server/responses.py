@@ -20,7 +20,7 @@ from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Extras, Head
 from mainstem.server.response_reply import ID_PREFIX, ResponseReply
 from mainstem.server.response_store import Kept, Owner, ResponseStore
-from mainstem.server.turns import Turns
+from mainstem.server.turns import Turns, check_type
 
 _EARLIER = "of an earlier answer"
 _PART = Rules(
@@ -95,7 +95,23 @@ _SAME = (
 )
 """Fields that a chat has under the same name."""
 
-_TEXTS = ("input_text", "output_text", "text", "refusal")
+_ITEMS = {
+    "message": ("id", "role", "content"),
+    "reasoning": ("id", "content", "summary", "encrypted_content"),
+    "function_call": ("id", "call_id", "name", "arguments"),
+    "function_call_output": ("id", "call_id", "name", "output"),
+    "item_reference": ("id",),
+}
+_PARTS = {
+    **dict.fromkeys(("input_text", "output_text", "text"), ("text",)),
+    "refusal": ("refusal",),
+    "input_image": ("image_url", "detail"),
+}
+_THOUGHTS = dict.fromkeys(("reasoning_text", "summary_text"), ("text",))
+_FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "schema", "strict", "description")}
+_CHOICES = {"function": ("name",), "allowed_tools": ("mode", "tools")}
+"""The fields of items and their parts, of forms of an answer, and of choices of tools, by type."""
+
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -274,6 +290,7 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
 def _choice(choice: str | ToolChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
+    check_type(choice, choice.type, _CHOICES, "tool_choice")
     if choice.type == "function":
         return {"type": "function", "function": {"name": choice.name}}
     tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools or ()]
@@ -281,6 +298,7 @@ def _choice(choice: str | ToolChoice) -> str | dict[str, Any]:
 
 
 def _format(format: Format) -> dict[str, Any]:
+    check_type(format, format.type, _FORMATS, "text.format")
     if format.type != "json_schema":
         return {"type": format.type}
     fields = {name: getattr(format, name) for name in ("name", "schema", "strict", "description")}
@@ -292,7 +310,9 @@ def _format(format: Format) -> dict[str, Any]:
 
 def _add(turns: Turns, item: Item, at: str) -> None:
     """Adds an item to the messages of a chat; what the assistant thought, said and called in a row is one message."""
-    match item.type or "message":
+    kind = item.type or "message"
+    check_type(item, kind, _ITEMS, at)
+    match kind:
         case "message":
             _add_message(turns, item, at)
         case "reasoning":
@@ -305,10 +325,6 @@ def _add(turns: Turns, item: Item, at: str) -> None:
         case "function_call_output":
             turns.result(_needed(item, "call_id", at), at, "call_id")
             _add_content(turns, _needed(item, "output", at), f"{at}.output")
-        case other:
-            allowed = "message, reasoning, function_call, function_call_output and item_reference"
-            message = f"{at}.type: only items of the types {allowed} are supported, got {other!r}"
-            raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
 
 
 def _add_message(turns: Turns, item: Item, at: str) -> None:
@@ -333,18 +349,19 @@ def _add_content(turns: Turns, content: str | list[Part], at: str) -> None:
         return
     for i, part in enumerate(content):
         here = f"{at}[{i}]"
-        if part.type in _TEXTS:
-            turns.text(_needed(part, "refusal" if part.type == "refusal" else "text", here))
-        elif part.type == "input_image":
+        check_type(part, part.type, _PARTS, here)
+        if part.type == "input_image":
             url = _needed(part, "image_url", here)
             turns.image({"url": url, "detail": part.detail}, {"url": f"{here}.image_url", "detail": f"{here}.detail"})
         else:
-            message = f"{here}: only parts of type 'input_text', 'output_text' and 'input_image' are supported"
-            raise ApiError(400, f"{message}, got {part.type!r}", param=f"{here}.type", code="unsupported_content")
+            turns.text(_needed(part, "refusal" if part.type == "refusal" else "text", here))
 
 
 def _thought(item: Item, at: str) -> str:
-    content = item.content if isinstance(item.content, list) else []
+    content = [Part("reasoning_text", item.content)] if isinstance(item.content, str) else item.content or []
+    for name, parts in (("content", content), ("summary", item.summary or [])):
+        for i, part in enumerate(parts):
+            check_type(part, part.type, _THOUGHTS, f"{at}.{name}[{i}]")
     text = "".join(part.text or "" for part in content) or "\n".join(part.text or "" for part in item.summary or ())
     if not text and item.encrypted_content:
         message = f"{at}.encrypted_content: this server cannot read it; send the item with its content"

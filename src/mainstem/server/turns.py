@@ -6,8 +6,12 @@ Builds the body that `requests.parse_chat` reads, so that all conversations are 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from msgspec import Struct
+
+from mainstem.server.errors import ApiError
 
 
 class Turns:
@@ -78,3 +82,23 @@ class Turns:
             last["content"] = []
         content: list[dict[str, Any]] = last["content"]
         return content
+
+
+def check_type(part: Struct, kind: str, fields: Mapping[str, Sequence[str]], at: str) -> None:
+    """Checks that a part of a body is of a known type, and has no fields but those of its type.
+
+    Args:
+        part: has a field for each name that any type has.
+        kind: its type.
+        fields: the names of each type.
+        at: its path.
+
+    Raises:
+        ApiError: 400; names the field.
+    """
+    if kind not in fields:
+        message = f"{at}.type: must be one of {', '.join(map(repr, fields))} here, got {kind!r}"
+        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+    for name in part.__struct_fields__:
+        if name not in ("type", *fields[kind]) and getattr(part, name) is not None:
+            raise ApiError(400, f"{at}.{name}: not a field of the type {kind!r}", param=f"{at}.{name}")
