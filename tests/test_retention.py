@@ -1,7 +1,7 @@
 """Retention over every set of components, a host tier and every policy: what is retained is found until its time.
 
 `test_stateful` compares retention on one tier with a model of it, call by call; this file has what only tiers, windows
-and states show, and what a caller is told.
+and states show, and what a caller sees.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from mainstem.namespaces import NamespaceLike, encode_namespace, owner_of
 from mainstem.tiers.controller import Tiers
 from mainstem.tree import DEVICE, HOST, PRESENT, Tree
 
+LEAST_S = 0.001
+"""The shortest time, in seconds, that a client may retain a prefix for: less would be lost in the digits of a clock."""
+
 _SPARE_TIMES = 64  # of ended retentions that the heap may hold beside as many as there are
 
 
@@ -116,7 +119,7 @@ class Retention:
 
         Args:
             tokens: the prefix.
-            until: when it ends, by the clock that `poll` is told.
+            until: when it ends, by the clock whose time `poll` takes.
             namespace: its namespace.
 
         Raises:

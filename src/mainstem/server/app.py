@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -282,6 +283,7 @@ class _Service:
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/cache/flush", self._flush, methods=["POST"]),
             Route("/v1/cache/remove", self._remove, methods=["POST"]),
+            Route("/v1/cache/hints", self._hints, methods=["POST"]),
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -417,10 +419,13 @@ class _Service:
         """Returns one request per choice; without a seed all choices share the same request."""
         room = self._engine.max_context - len(prompt.tokens)
         words = self._prompts.words(ask.bad_words or ())
+        hints = ask.hints(self._engine.config.max_retain_s)
 
         def request(choice: int) -> Request:
             given = (replace(ask.params(room, choice), bad_words=words), namespace, ask.priority or 0)
-            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
+            return Request(
+                prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks, hints=hints
+            )
 
         if ask.seed is None:
             return [request(0)] * ask.choices
@@ -486,13 +491,28 @@ class _Service:
 
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
-        tokens, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
+        tokens, namespace = await self._parsed(
+            http, lambda body: self._named(management.parse_remove(body), tenant, is_admin)
+        )
         pages = await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
         return _json(management.Flushed(pages, pages * self._engine.config.page_size))
 
-    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[Tokens, Namespace | None]:
+    async def _hints(self, http: HttpRequest) -> Response:
+        tenant, is_admin = self._access.client(http.headers)
+
+        def parse(body: bytes) -> tuple[management.HintRequest, Tokens, Namespace | None]:
+            ask = management.parse_hint(body)
+            return ask, *self._named(ask, tenant, is_admin)
+
+        ask, tokens, namespace = await self._parsed(http, parse)
+        advise = partial(self._engine.advise, ask.action, tokens, namespace, ttl_s=ask.ttl_s)
+        kept = await anyio.to_thread.run_sync(advise)
+        if kept.positions == 0:
+            raise errors.no_advice(ask.action, kept.cached)
+        return _json(management.Hinted(ask.action, kept.positions, kept.cached))
+
+    def _named(self, ask: management.Named, tenant: bytes | None, is_admin: bool) -> tuple[Tokens, Namespace | None]:
         """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace."""
-        ask = management.parse_remove(body)
         self._check_model(ask.model)
         if is_admin and self._access.separates:
             tenant = self._access.tenant_of(ask.api_key)
@@ -595,7 +615,7 @@ def _truncated(prompt: PreparedPrompt, most: int | None) -> PreparedPrompt:
 def _namespace(adapter: str | None, salt: str | None, tenant: bytes | None) -> Namespace | None:
     if adapter is None and salt is None and tenant is None:
         return None
-    return Namespace(adapter, salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
+    return Namespace(adapter, salt, tenant=None if tenant is None else tenant.hex())
 
 
 # --- around every request -----------------------------------------------------------------------------------------
