@@ -201,6 +201,15 @@ def test_what_others_share_is_not_demoted_and_a_use_ends_it() -> None:
     assert cache.demote([7, 7]) == 0
 
 
+def test_a_session_of_which_less_is_cached_ends_too_unless_another_goes_on_from_there() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    cache.retention.pin(P)
+    assert cache.demote([*P[:4], 90, 91], over=True) == 0  # what follows is another's
+    assert cache.demote([*P, 90, 91], over=True) == 8
+    assert cache.retention.stats().prefixes == 0
+
+
 def test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares() -> None:
     cache = PrefixCache(32, 2, retain_share=0.5)
     system, session = P[:4], [*P[:4], 20, 21, 22, 23]
@@ -253,6 +262,18 @@ def test_what_the_host_has_is_retained_there(kind: str) -> None:
     rig.evict(HOST)
     assert cached(rig.cache, P) == 8
     rig.cache.flush()
+    rig.close()
+
+
+def test_the_tier_that_keeps_more_is_chosen() -> None:
+    rig = Rig("full")
+    rig.serve(P[:4])
+    rig.settle()
+    rig.serve(P)  # the rest has not been copied yet
+    assert rig.cache.retention.pin(P).positions == 8
+    stats = rig.cache.retention.stats()
+    assert (stats.device, stats.host) == ({"full": 4}, {"full": 0})
+    rig.cache.retention.clear()
     rig.close()
 
 

@@ -297,7 +297,8 @@ class PrefixCache:
     def demote(self, tokens: TokenLike, namespace: NamespaceLike = None, *, over: bool = False) -> int:
         """Makes a prefix the first to be evicted from the device, until it is used again: advice, it frees nothing now.
 
-        That is what begins with these tokens, and what no other sequence has of the tokens themselves.
+        That is what begins with these tokens, and what no other sequence has of the tokens themselves. Where less of
+        them is cached, it is that, unless another sequence goes on from there.
 
         Args:
             tokens: the prefix; what has fewer tokens than a page has none.

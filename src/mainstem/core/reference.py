@@ -191,7 +191,8 @@ class ReferenceTree:
     def demote(self, symbols: Symbols, namespace: Hashable = None) -> list[Page]:
         """Demotes what begins with whole pages of symbols, and what only they begin with; returns its pages."""
         path = self._along(symbols, namespace)
-        if not path or len(path) < len(symbols) // self.page_size:
+        parts = len(path) < len(symbols) // self.page_size
+        if not path or (parts and any(page.above is path[-1] and not page.top for page in self.pages)):
             return []
         demoted = [page for page in self.pages if path[-1] in page.path() and not page.top]
         for page in reversed(path[:-1]):

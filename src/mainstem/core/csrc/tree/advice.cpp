@@ -75,7 +75,10 @@ std::vector<Handle> Tree::demote(std::string_view ns, Bytes key, std::uint32_t t
   require(tiers >= 1 && tiers <= cells_.tiers, "tiers", tiers, "1 to those of the tree");
   const std::uint32_t pages = nodes_.whole_pages(key);
   nodes_.walk(nodes_.find_root(ns), key, pages, &path_, {});
-  if (path_.empty() || nodes_[path_.back().node].start + path_.back().pages < pages) return {};
+  if (path_.empty()) return {};
+  const Node& end = nodes_[path_.back().node];
+  const bool whole = end.start + path_.back().pages == pages;
+  if (!whole && (path_.back().pages < end.pages || end.branches)) return {};  // another sequence goes on from there
   std::vector<Handle> demoted;
   const auto demote = [&](Index at) {
     demoted.push_back(nodes_.handle(at));

@@ -143,7 +143,7 @@ class Tree : private TreeShape {
   Retained retain(Handle node, std::uint32_t tier, const IdCounts& room);
   IdCounts end_retention(Handle node, std::uint32_t tier);  // the ids that no other one keeps
   // What begins with a key, and of the key what no other sequence has, is evicted first on the first `tiers` tiers,
-  // until it is used again. Returns its nodes; none if the tree does not have the whole key.
+  // until it is used again. Returns its nodes; none where the tree has less of the key and others go on from there.
   std::vector<Handle> demote(std::string_view ns, Bytes key, std::uint32_t tiers);
   // The nodes along a key, from the top, as far as the tree has whole ones.
   std::vector<Handle> path(std::string_view ns, Bytes key) const;
