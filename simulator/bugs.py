@@ -39,6 +39,7 @@ _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
 _DECODERS = "runtime/decoders.py"
 _TRITON = "runtime/triton_attention.py"
+_RETENTION = "retention.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -602,6 +603,40 @@ PYTHON: tuple[Mutant, ...] = (
         "part.copy_((numbers * scale).view_as(part))", "pass",
         "tests/test_quantization.py::test_every_number_of_rows_computes_with_the_same_weights",
     ),
+    # ---------------------------------------------------------------- retention
+    _mutant(
+        "a time that runs out ends a pin", "-", _RETENTION,
+        "is entry and not entry.pinned:", "is entry:", "advice",
+    ),
+    _mutant(
+        "what has expired stays", "-", _RETENTION,
+        "while self._times and self._times[0][0] <= self._now:", "while False:", "advice",
+    ),
+    _mutant(
+        "a later, shorter time shortens a retention", "-", _RETENTION,
+        "until, pinned = max(until, old.until), pinned or old.pinned", "pinned = pinned or old.pinned", "advice",
+    ),
+    _mutant(
+        "one owner may retain what is left to all", "-", _RETENTION,
+        "return [min(mine, total - taken) for mine, (total", "return [total - taken for mine, (total", "advice",
+    ),
+    _mutant(
+        "nothing is left to running requests", "-", _RETENTION,
+        "return [min(mine, total - taken) for mine, (total", "return [mine for mine, (total", "advice",
+    ),
+    _mutant(
+        "what does not fit on the host is let go on the device", "-", _RETENTION,
+        "if below is None:\n            return\n", "if below is None:\n            return self._end(entry)\n",
+        "advice",
+    ),
+    _mutant(
+        "the beginning of a removed prefix is let go with its end", "-", _RETENTION,
+        "if above else None", "if False else None", "advice",
+    ),
+    _mutant(
+        "a retention that moves down is counted on both tiers", "-", _RETENTION,
+        "            return\n        self._drop(entry)\n", "            return\n", "advice",
+    ),
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
@@ -889,6 +924,26 @@ NATIVE: tuple[Mutant, ...] = (
         "one row more is computed from codes of 4 bits", "-", _CORE + "kernels/linear.h",
         "kInt4Rows = 7;", "kInt4Rows = 8;",
         "tests/test_quantization.py::test_fewer_than_eight_rows_read_the_codes_and_more_the_weight",
+    ),
+    # ---------------------------------------------------------------- advice
+    _mutant(
+        "the beginning of a node that is split is retained no longer", "-", _CORE + "residency/residency.cpp",
+        "retained_[std::size_t{upper} * columns + column] = retained_[", "(void)retained_[", "advice",
+    ),
+    _mutant(
+        "pages that several retentions keep count for each", "-", _CORE + "residency/residency.cpp",
+        "if (std::max(times, times + by) == 1) alone[c]", "alone[c]",
+        "tests/test_retention.py::test_beyond_the_bound_as_much_is_retained_as_fits_from_the_root",
+    ),
+    _mutant(
+        "a demoted prefix stays so when it is used", "-", _CORE + "eviction/eviction.cpp",
+        "    n.demoted = 0;\n    if (!cells_", "    if (!cells_",
+        "tests/test_retention.py::test_what_others_share_is_not_demoted_and_a_use_ends_it",
+    ),
+    _mutant(
+        "what others share is demoted with a prefix", "-", _CORE + "tree/advice.cpp",
+        "!nodes_[at].root() && nodes_[at].children() == 1; at", "!nodes_[at].root(); at",
+        "tests/test_retention.py::test_what_others_share_is_not_demoted_and_a_use_ends_it",
     ),
 )
 # fmt: on

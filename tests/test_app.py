@@ -29,6 +29,8 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
 from mainstem.namespaces import Namespace
+from mainstem.retention import Kept
+from mainstem.runtime.request import Hints
 from mainstem.server import requests
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
@@ -716,10 +718,7 @@ def test_one_key_removes_from_the_namespace_that_it_writes_to(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            {"promt": "x"},
-            "promt: unknown field; this route has prompt, messages, tools, all, model, ",
-        ),
+        ({"promt": "x"}, "promt: unknown field; this route has prompt, messages, tools, model, "),
         ({"all": True, "salt": "x"}, "salt: unknown field"),
         ({}, "exactly one of prompt, messages and all = true, got none"),
         ({"all": False}, "got none"),
@@ -1161,3 +1160,92 @@ def _health(port: int) -> int:
 @pytest.fixture(autouse=True)
 def _log_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mainstem")
+
+
+HINTS = "/v1/cache/hints"
+
+
+def test_a_hint_reaches_the_engine_for_the_prefix_it_names() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    answer = server.post(HINTS, json={"action": "retain", "prompt": [1, 2], "ttl_s": 60, "cache_salt": "s"})
+    assert answer.json() == {"action": "retain", "tokens": 16, "cached_tokens": 32}
+    said = [{"role": "user", "content": "hi"}]
+    for action in ("pin", "unpin", "demote", "end", "prefetch"):
+        assert server.post(HINTS, json={"action": action, "messages": said}).status_code == 200
+    assert engine.advised[0] == ("retain", [1, 2], Namespace(salt="s"), 60)
+    assert {(action, namespace, ttl_s) for action, _, namespace, ttl_s in engine.advised[1:]} == {
+        (action, None, None) for action in ("pin", "unpin", "demote", "end", "prefetch")
+    }
+    assert engine.tokenizer.decode(engine.advised[1][1]) == "<user>hi\n"
+
+
+@pytest.mark.parametrize(
+    ("kept", "action", "status", "code"),
+    [
+        (Kept(0, 0), "pin", 404, "prefix_not_found"),
+        (Kept(0, 0), "unpin", 404, "prefix_not_found"),
+        (Kept(0, 48), "retain", 409, "hint_limit"),
+        (Kept(0, 48), "prefetch", 409, "hint_limit"),
+    ],
+)
+def test_a_hint_that_concerns_nothing_says_why(kept: Kept, action: str, status: int, code: str) -> None:
+    engine = FakeEngine()
+    engine.kept = kept
+    body = {"action": action, "prompt": [1, 2], **({"ttl_s": 5} if action == "retain" else {})}
+    error = error_of(client(engine).post(HINTS, json=body), status)
+    assert error["code"] == code and error["message"].startswith(f"{action}: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1]}, "action"),
+        ({"action": "keep", "prompt": [1]}, "action"),
+        ({"action": "pin"}, "prompt"),
+        ({"action": "pin", "prompt": [1], "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"action": "pin", "prompt": [1], "ttl": 5}, "ttl"),
+        ({"action": "pin", "prompt": [1], "api_key": "k"}, "api_key"),
+    ],
+)
+def test_a_hint_that_does_not_say_plainly_what_is_refused(body: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    assert error_of(client(engine).post(HINTS, json=body), 400)["param"] == param
+    assert engine.advised == []
+
+
+def test_a_client_advises_on_its_own_prefixes_only() -> None:
+    engine = FakeEngine()
+
+    def hint(server: TestClient, key: str | None, **body: Any) -> Any:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return server.post(HINTS, json={"action": "pin", "prompt": [1, 2], **body}, headers=headers)
+
+    server = client(engine, api_key=("k", "l"), admin_key="root")
+    for key, body in (("k", {}), ("l", {}), ("root", {"api_key": "l"})):
+        assert hint(server, key, **body).status_code == 200
+    mine, other, by_admin = (namespace for _, _, namespace, _ in engine.advised)
+    assert mine != other == by_admin and None not in (mine, other)
+    assert hint(server, "k", api_key="l").status_code == hint(server, "root").status_code == 400
+    assert hint(server, "m").status_code == hint(server, None).status_code == 401
+    one = client(engine, api_key=("k",), admin_key="root")  # clients of one key share
+    assert hint(one, "k").status_code == hint(one, "root").status_code == 200
+    assert hint(one, None).status_code == 401
+    assert hint(client(engine, admin_key="root"), None).status_code == 200
+
+
+def test_hints_of_a_request_reach_the_engine() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    complete(server, cache_hints={"retain_s": 60, "one_shot": True})
+    chat(server, cache_hints={"no_store": True})
+    chat(server, cache_hints=None)
+    assert [stream.request.hints for stream in engine.streams] == [
+        Hints(60, one_shot=True),
+        Hints(no_store=True),
+        Hints(),
+    ]
+    for wrong in ({"retain_s": 0}, {"retain_s": 86_401}, {"retain_s": -1}, {"retain_s": 5, "no_store": True}):
+        assert error_of(complete(server, cache_hints=wrong), 400)["param"] == "cache_hints.retain_s"
+    assert "ttl" in error_of(complete(server, cache_hints={"ttl": 5}), 400)["message"]
+    assert len(engine.streams) == 3

@@ -24,6 +24,7 @@ from bench.tiny_models import tiny
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
+from mainstem.retention import Kept
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.pools import pool_sizes
@@ -525,6 +526,39 @@ def test_a_prefix_that_cannot_be_read_is_its_callers_error_alone(rig: Callable[.
         with pytest.raises(error):
             made.engine.remove(tokens)
     assert made.submit().result(WAIT_S).finish_reason == "length"
+
+
+def test_advice_is_applied_on_the_engines_thread_and_by_its_clock(rig: Callable[..., Rig]) -> None:
+    made = rig(pages=128, max_retain_s=100.0)
+    asked = request(length=17)
+    engine = made.engine
+    assert engine.advise("pin", asked.tokens) == Kept(0, 0)
+    engine.submit(asked).result(WAIT_S)
+    assert engine.advise("retain", asked.tokens.tolist(), ttl_s=100.0) == Kept(16, 16)
+    assert engine.advise("pin", asked.tokens) == Kept(16, 16)
+    assert engine.stats().cache.retention.pinned == 1
+    engine._clock = lambda: 1e9
+    assert made.submit(2).result(WAIT_S).finish_reason == "length"
+    assert engine.advise("unpin", asked.tokens) == Kept(16, 16)  # the time has passed meanwhile
+    assert engine.stats().cache.retention.prefixes == 0
+    assert engine.advise("pin", asked.tokens, "another") == Kept(0, 0)
+    for tokens, error in (([-1], BadTokens), ([], BadTokens), (3, BadTokens)):
+        with pytest.raises(error):
+            engine.advise("pin", tokens)  # type: ignore[arg-type]
+    for action, ttl_s in (("retain", None), ("retain", 101.0), ("pin", 1.0)):
+        with pytest.raises(BadArgument, match="ttl_s"):
+            engine.advise(action, asked.tokens, ttl_s=ttl_s)  # type: ignore[arg-type]
+
+
+def test_what_is_retained_leaves_room_for_the_longest_request(rig: Callable[..., Rig]) -> None:
+    made = rig(pages=64, retain_share=1.0)  # one context
+    made.submit(1, 16, max_tokens=1).result(WAIT_S)
+    assert made.engine.advise("pin", request(1, 16).tokens) == Kept(0, 12 + 4)
+    made.engine.close()
+    other = rig(pages=80, retain_share=1.0)
+    other.submit(1, 100, max_tokens=1).result(WAIT_S)
+    assert other.engine.advise("pin", request(1, 100).tokens).positions == 16 * 4
+    assert other.submit(2, 250, max_tokens=6).result(WAIT_S).finish_reason == "length"
 
 
 def test_an_interrupt_in_the_loop_is_a_crash_too(rig: Callable[..., Rig]) -> None:

@@ -34,6 +34,7 @@ NOT_EXPORTED = {
         "match_calls", "queried_symbols", "hit_symbols", "insert_calls", "inserted_pages", "splits",
         "cached_pages", "locked_pages", "evictable_pages", "in_flight_pages", "nodes", "namespaces",
     },
+    "engine.cache.retention": {"pinned", "owners", "limits.*"},
     "engine.tiers": {
         "host_total", "host_free", "host_cached", "host_private",
         "prefetches", "prefetch_skipped", "breaker_openings", "under_way",

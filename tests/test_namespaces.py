@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem.errors import BadArgument
-from mainstem.namespaces import Namespace, describe_namespace
+from mainstem.namespaces import Namespace, describe_namespace, encode_namespace, owner_of
 from mainstem.tree import Tree
 
 LOOKALIKES: list[Any] = [
@@ -39,6 +39,11 @@ LOOKALIKES: list[Any] = [
     Namespace(extra=("a\0", "b")),
     Namespace(extra=("a", "\0b")),
     Namespace(adapter="None"),
+    Namespace(tenant="a"),
+    Namespace(tenant=""),
+    Namespace(adapter="a", tenant="b"),
+    Namespace(salt="a", tenant="b"),
+    Namespace(salt="b", tenant="a"),
 ]
 
 
@@ -111,3 +116,31 @@ def test_an_encoding_is_a_tag_a_length_in_bytes_and_utf_8() -> None:
     fields = [(b"a", "ä".encode()), (b"s", b"s"), (b"e", b""), (b"e", b"x")]
     assert encoded == b"".join(tag + len(data).to_bytes(8, "little") + data for tag, data in fields)
     assert describe_namespace(encoded) == "adapter='ä', salt='s', extra='', extra='x'"
+
+
+@pytest.mark.parametrize(
+    ("namespace", "same"),
+    [
+        (None, Namespace(adapter="x", extra=("weights 1",))),
+        ("a", "a"),
+        (b"a", b"a"),
+        (Namespace(salt="s"), Namespace(adapter="x", salt="s", extra=("e",))),
+        (Namespace(tenant="t"), Namespace("x", "s", ("e",), "t")),
+    ],
+)
+def test_adapters_and_what_else_kv_depends_on_make_no_other_owner(namespace: Any, same: Any) -> None:
+    assert owner_of(encode_namespace(namespace)) == owner_of(encode_namespace(same))
+
+
+def test_tenants_salts_and_names_are_owners_of_their_own() -> None:
+    spaces = [
+        None,
+        "a",
+        b"a",
+        "b",
+        Namespace(salt="a"),
+        Namespace(salt="b"),
+        Namespace(tenant="a"),
+        Namespace(tenant="b"),
+    ]
+    assert len({owner_of(encode_namespace(space)) for space in spaces}) == len(spaces)

@@ -23,10 +23,12 @@ from rigs.policy_models import InPython
 from mainstem.cache import Lease, PrefixCache
 from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
+from mainstem.namespaces import encode_namespace, owner_of
 from mainstem.tree import NodeView, Tree
 
 SIZES = [1, 3, 16]
 SPACES = [None, None, None, "a", "b"]
+SHARE = 0.4  # of the pages, that one namespace may retain
 
 
 def policy_of(name: str, python: bool) -> Any:
@@ -248,8 +250,10 @@ class CacheWorld:
         self.size = size
         self.content: dict[tuple[int, int], tuple[Any, tuple[int, ...]]] = {}
         copy: Callable[[int, int, int], None] | None = self.copy if copies else None
-        self.cache = PrefixCache(pages, size, policy=policy_of(policy, python), enabled=enabled, copy_page=copy)
-        self.model = ReferenceCache(pages, ReferenceTree(size, policy), enabled, copies)
+        options: dict[str, Any] = {"enabled": enabled, "copy_page": copy, "retain_share": SHARE}
+        self.cache = PrefixCache(pages, size, policy=policy_of(policy, python), **options)
+        self.model = ReferenceCache(pages, ReferenceTree(size, policy), enabled, copies, SHARE)
+        self.now = 0.0
         self.runs: list[Run] = []
 
     def copy(self, source: int, target: int, positions: int) -> None:
@@ -313,6 +317,25 @@ class CacheWorld:
         self.model.abort(run.model)
         self.runs.remove(run)
 
+    def retain(self, tokens: list[int], space: str | None, ttl: float | None) -> None:
+        if ttl is None:
+            kept, modelled = self.cache.retention.pin(tokens, space), self.model.retain(tokens, space, pinned=True)
+        else:
+            kept = self.cache.retention.retain(tokens, self.now + ttl, space)
+            modelled = self.model.retain(tokens, space, self.now + ttl)
+        assert (kept.positions, kept.cached) == modelled
+
+    def unpin(self, tokens: list[int], space: str | None) -> None:
+        assert self.cache.retention.unpin(tokens, space) == self.model.unpin(tokens, space)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.cache.retention.poll(self.now)
+        self.model.expire(self.now)
+
+    def demote(self, tokens: list[int], space: str | None, over: bool) -> None:
+        assert self.cache.demote(tokens, space, over=over) == self.model.demote(tokens, space, over)
+
     def flush(self) -> None:
         assert self.cache.flush() == self.model.flush()
 
@@ -339,6 +362,11 @@ class CacheWorld:
         assert owner == {page: pool.owner(page) for page in range(pool.total)}
         assert pool.free + pool.cached + pool.private == pool.total
         assert self.cache.stats().tree.evictable_pages == len(model.tree.evictable())
+        stats, pins = self.cache.stats().retention, [pinned for _, pinned in model.retained.values()]
+        assert (stats.prefixes, stats.pinned, stats.device["full"]) == (len(pins), sum(pins), len(model.kept()))
+        for space in SPACES:
+            kept = self.cache.retention.kept(owner_of(encode_namespace(space)))
+            assert kept == len(model.kept(space)) * self.size
         self.content = {slot: held for slot, held in self.content.items() if owner[slot[0]] != "free"}
 
     def verify_run(self, run: Run) -> None:
@@ -351,12 +379,26 @@ class CacheWorld:
 
     def step(self, rng: random.Random) -> None:
         roll = rng.random()
-        if not self.runs or (roll < 0.25 and len(self.runs) < 6):
+        if rng.random() < 0.2:
+            self.advise(rng)
+        elif not self.runs or (roll < 0.25 and len(self.runs) < 6):
             tokens = some_tokens(rng, self.size) or [0]
             self.lease(tokens, rng.choice(SPACES), rng.randrange(3), rng.random() < 0.9)
         else:
             self.step_run(rng.choice(self.runs), roll, rng)
         self.verify()
+
+    def advise(self, rng: random.Random) -> None:
+        tokens, space = some_tokens(rng, self.size), rng.choice(SPACES)
+        roll = rng.random()
+        if roll < 0.4:
+            self.retain(tokens, space, rng.choice([None, 1, 2, 5]))
+        elif roll < 0.6:
+            self.unpin(tokens, space)
+        elif roll < 0.85:
+            self.wait(rng.choice([0, 0.5, 1, 3]))
+        else:
+            self.demote(tokens, space, rng.random() < 0.5)
 
     def step_run(self, run: Run, roll: float, rng: random.Random) -> None:
         if roll < 0.5:
@@ -465,6 +507,22 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(sequence=SEQUENCES)
     def remove(self, sequence: tuple[list[int], str | None]) -> None:
         self.world.remove(*sequence)
+
+    @rule(sequence=SEQUENCES, ttl=st.none() | st.integers(1, 4))
+    def retain(self, sequence: tuple[list[int], str | None], ttl: float | None) -> None:
+        self.world.retain(*sequence, ttl)
+
+    @rule(sequence=SEQUENCES)
+    def unpin(self, sequence: tuple[list[int], str | None]) -> None:
+        self.world.unpin(*sequence)
+
+    @rule(sequence=SEQUENCES, over=st.booleans())
+    def demote(self, sequence: tuple[list[int], str | None], over: bool) -> None:
+        self.world.demote(*sequence, over)
+
+    @rule(seconds=st.integers(0, 3))
+    def wait(self, seconds: float) -> None:
+        self.world.wait(seconds)
 
     @precondition(lambda self: self.world.runs)
     @rule(positions=st.integers(0, 9), data=st.data())

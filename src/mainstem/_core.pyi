@@ -121,6 +121,29 @@ class Tree:
 
     def unlock(self, node: int, tier: int) -> None: ...
 
+    def retain(self, ns: bytes, key: bytes, tier: int, room: Sequence[int]) -> tuple[int, int, list[int]]:
+        """
+        Retains, on a tier, what it has by itself of a key and `room` is enough for. Returns the node where that ends (0: nothing), its pages, and the ids by component that no other retention keeps.
+        """
+
+    def retain_node(self, node: int, tier: int, room: Sequence[int]) -> tuple[int, int, list[int]]:
+        """The same for exactly the prefix that ends at a node, or nothing."""
+
+    def end_retention(self, node: int, tier: int) -> list[int]:
+        """
+        Ends one; returns the ids by component that no other keeps. Raises NotLocked.
+        """
+
+    def demote(self, ns: bytes, key: bytes, tiers: int) -> list[int]:
+        """
+        What begins with a key, and of the key what no other sequence has, is evicted first on the first tiers until it is used again. Returns its nodes.
+        """
+
+    def path(self, ns: bytes, key: bytes) -> list[int]:
+        """
+        The nodes along a key, from the top, as far as the tree has whole ones.
+        """
+
     def attach(self, node: int, component: int, tier: int, ids: numpy.typing.NDArray[numpy.int32], ready: bool) -> None: ...
 
     def commit(self, node: int, tier: int) -> None: ...

@@ -27,6 +27,7 @@ from mainstem.events.source import PUBLIC_SECRET, Event, Source
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
+from mainstem.retention import Retention, RetentionStats
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.store import Store
@@ -60,11 +61,13 @@ class CacheStats:
         leases: what leases asked for and found; `leases.hit / leases.queried` is the hit rate.
         tree: counts of the tree.
         pools: who owns the pages or slots of each component, the first component first.
+        retention: what is retained.
     """
 
     leases: LeaseCounters
     tree: TreeStats
     pools: Mapping[str, PoolStats]
+    retention: RetentionStats
 
     @property
     def pool(self) -> PoolStats:
@@ -89,6 +92,11 @@ class PrefixCache:
         store: storage below the host.
         on_event: called by `deliver_events` with each event, in order; None: nothing is noted.
         event_secret: keys the hashes and salts of events; the same for all servers of a fleet.
+        retain_share: the part of each pool that one owner may retain, 0 to 1; see `retention`.
+        reserve: ids of each component, by name, that nobody may retain on the device; by default half of each.
+
+    Attributes:
+        retention: what is kept for a time, or pinned.
 
     Raises:
         BadArgument: an argument out of range; with `on_event`, symbols that are no token ids, or no full attention.
@@ -115,6 +123,8 @@ class PrefixCache:
         store: Store | None = None,
         on_event: Callable[[Event], object] | None = None,
         event_secret: bytes = PUBLIC_SECRET,
+        retain_share: float = 0.25,
+        reserve: Mapping[str, int] | None = None,
     ) -> None:
         sizes = _sizes(pages)
         for name, function in (("copy_page", copy_page), ("copy_state", copy_state), ("on_event", on_event)):
@@ -124,6 +134,8 @@ class PrefixCache:
             raise BadArgument("copy_state", copy_state, "a function of source and target slot if there are states")
         if store is not None and host is None:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
+        if not 0 <= retain_share <= 1:
+            raise BadArgument("retain_share", retain_share, "a number from 0 to 1")
         self.tree = Tree(page_size, keys, components=tuple(sizes), tiers=1 if host is None else 2, policy=policy)
         self.pools = {name: Pool(sizes[row]) for name, row in by_name(sizes).items()}
         self.pool = next(iter(self.pools.values()))
@@ -146,6 +158,9 @@ class PrefixCache:
             self._core.evict_with(self.tiers.make_room)
         elif self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, pools))
+        totals = [pools] if self.tiers is None else [pools, self.tiers.host_pools]
+        sizes_by_tier = [[pool.total for pool in tier] for tier in totals]
+        self.retention = Retention(self.tree, sizes_by_tier, retain_share, reserve or {}, self.tiers)
 
     def lease(
         self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True
@@ -271,15 +286,46 @@ class PrefixCache:
         name, key = encode_namespace(namespace), self.tree.key_to_remove(tokens)
         self._core.take_back()
         before = self.pool.free
-        if self.tree.core.remove(name, key) and self.tiers is not None:
-            self.tiers.forget(name)
+        if self.tree.core.remove(name, key):
+            self.retention.forget_removed()
+            if self.tiers is not None:
+                self.tiers.forget(name)
         for pool, ids in zip(self.pools.values(), self.tree.evict_removed(), strict=True):
             pool.reclaim(ids)
         return self.pool.free - before
 
+    def demote(self, tokens: TokenLike, namespace: NamespaceLike = None, *, over: bool = False) -> int:
+        """Makes a prefix the first to be evicted from the device, until it is used again: advice, it frees nothing now.
+
+        That is what begins with these tokens, and what no other sequence has of the tokens themselves. Where less of
+        them is cached, it is that, unless another sequence goes on from there.
+
+        Args:
+            tokens: the prefix; what has fewer tokens than a page has none.
+            namespace: its namespace.
+            over: it is not expected to be used again: its retentions and pins end, and the host evicts it first, too.
+
+        Returns:
+            The number of its positions in the tree.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        key = self.tree.keys.encode(tokens)
+        nodes = self.tree.core.demote(encode_namespace(namespace), key, self.tree.tiers if over else 1)
+        pages = sum(self.tree.core.end(node) - self.tree.core.start(node) for node in nodes)
+        if over:
+            self.retention.release(nodes)
+        return pages * self.page_size
+
     def flush(self) -> int:
-        """Evicts every prefix that no lease uses, also from the host; returns the number of device pages freed."""
+        """Evicts every prefix that no lease uses, retained or not, also from the host.
+
+        Returns:
+            The number of device pages freed.
+        """
         self._core.take_back()
+        self.retention.clear()
         before = self.pool.free
         freed = self.tree.flush()
         while any(map(len, freed)):
@@ -316,7 +362,7 @@ class PrefixCache:
         """Returns the counts, which are kept up to date."""
         self._core.take_back()
         pools = {name: self._pool_stats(row, pool) for row, (name, pool) in enumerate(self.pools.items())}
-        return CacheStats(self._core.counters(), self.tree.stats(), pools)
+        return CacheStats(self._core.counters(), self.tree.stats(), pools, self.retention.stats())
 
     def _pool_stats(self, row: int, pool: Pool) -> PoolStats:
         return PoolStats(pool.total, pool.free, pool.cached, pool.private, self.tree.core.counts(row, 0)[1])
@@ -329,6 +375,7 @@ class PrefixCache:
         """
         self._core.take_back()
         self.tree.check()
+        self.retention.check()
         if self.tiers is not None:
             self.tiers.check()
         nodes = list(self.tree.nodes())

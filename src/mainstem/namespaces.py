@@ -19,6 +19,7 @@ class Namespace:
         adapter: name of the adapter (LoRA); None is the base model, which differs from the adapter "".
         salt: tenants with different salts never share.
         extra: anything else that KV depends on, as strings; the order matters.
+        tenant: whose it is. Tenants never share; one may have many salts.
 
     Raises:
         BadArgument: a field has another type.
@@ -27,9 +28,10 @@ class Namespace:
     adapter: str | None = None
     salt: str | None = None
     extra: tuple[str, ...] = ()
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("adapter", "salt"):
+        for name in ("adapter", "salt", "tenant"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise BadArgument(name, value, "a str or None")
@@ -39,6 +41,8 @@ class Namespace:
     def encode(self) -> bytes:
         """Returns the bytes that name the root of this namespace."""
         parts = [] if self.adapter is None else [_field(b"a", self.adapter)]
+        if self.tenant is not None:
+            parts.append(_field(b"t", self.tenant))
         if self.salt is not None:
             parts.append(_field(b"s", self.salt))
         parts.extend(_field(b"e", item) for item in self.extra)
@@ -73,9 +77,18 @@ def split_adapter(encoded: bytes) -> tuple[str | None, bytes]:
     return encoded[9:end].decode("utf-8", "surrogatepass"), encoded[end:]
 
 
+def owner_of(encoded: bytes) -> bytes:
+    """Returns who owns what is in an encoded namespace: its tenant, else its salt or name; empty for what has none.
+
+    Adapters and what else KV depends on make other namespaces, but no other owners.
+    """
+    rest = split_adapter(encoded)[1]
+    return rest[: 9 + int.from_bytes(rest[1:9], "little")] if rest[:1] in (b"t", b"s", b"n", b"b") else b""
+
+
 def describe_namespace(encoded: bytes) -> str:
     """Returns an encoded namespace as readable text: its fields in order."""
-    names = {b"a": "adapter=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": ""}
+    names = {b"a": "adapter=", b"t": "tenant=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": ""}
     fields = []
     while encoded:
         end = 9 + int.from_bytes(encoded[1:9], "little")

@@ -291,6 +291,12 @@ const std::vector<Fault> kFaults{
      [](Broken& b) { Probe::order(b.tree).remove(Probe::index(b.tree, b.leaf)); }},
     {"the order has the node's rank", [](Broken& b) { Probe::node(b.tree, b.leaf).accessed = 999; }},
     {"locks add up along the path", [](Broken& b) { ++Probe::pins(b.tree, b.parent); }},
+    {"what is retained is locked", [](Broken& b) { ++Probe::retained(b.tree, b.leaf); }},
+    {"what a prefix needs is retained with it",
+     [](Broken& b) {
+       b.tree.lock(b.child, 0);
+       ++Probe::retained(b.tree, b.child);
+     }},
     {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).present; }},
     {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).locked; }},
     {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).in_flight; }},

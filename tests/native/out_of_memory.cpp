@@ -119,6 +119,12 @@ void attach_all(Forest& f, Handle end) {
       if (f.tree.presence(node, component, 1) == Presence::absent) attach(f, node, component);
 }
 
+IdCounts room_for(std::uint64_t ids) {
+  IdCounts room;
+  room.fill(ids);
+  return room;
+}
+
 const std::vector<Operation> kOperations{
     {"insert into a new namespace", nothing, [](Forest& f) { f.insert("a tenant with a long name", run_of(100)); }},
     {"insert a branch", nothing, [](Forest& f) { f.insert("a", parted(300, 150)); }},
@@ -138,6 +144,13 @@ const std::vector<Operation> kOperations{
     {"lock", nothing, [](Forest& f) { f.tree.lock(f.node, 0); }},
     {"move a lock", [](Forest& f) { f.node = f.insert("c", run_of(50, 40), f.pinned); },
      [](Forest& f) { f.tree.move_lock(f.pinned, f.node, 0); }},
+    {"retain with a split", nothing, [](Forest& f) { f.tree.retain("a", bytes_of(run_of(300)), 0, room_for(120)); }},
+    {"retain a node", nothing, [](Forest& f) { f.tree.retain(f.node, 0, room_for(1000)); }},
+    {"end a retention", [](Forest& f) { f.node = f.tree.retain("a", bytes_of(run_of(300)), 0, room_for(1000)).node; },
+     [](Forest& f) { f.tree.end_retention(f.node, 0); }},
+    {"split what is retained", [](Forest& f) { f.tree.retain("a", bytes_of(run_of(300)), 0, room_for(1000)); },
+     [](Forest& f) { f.tree.match("a", bytes_of(run_of(120)), false); }},
+    {"demote", nothing, [](Forest& f) { f.tree.demote("b", bytes_of(run_of(10)), 2); }},
     {"unlock with a join", nothing, [](Forest& f) { f.tree.unlock(f.pinned, 0); }},
     {"attach", nothing,
      [](Forest& f) {

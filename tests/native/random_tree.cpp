@@ -2,6 +2,7 @@
 // page that it ends with. The model has no nodes, splits or joins. Where a rule depends on nodes (a state in flight
 // stops an insertion at the beginning of its node), the test accepts the tree's answer and only checks its reason.
 #include <algorithm>
+#include <limits>
 #include <set>
 
 #include "random_operations.h"
@@ -25,6 +26,7 @@ struct Place {  // a handle, and its prefix
 struct Hold {
   Place place;
   std::uint32_t tier;
+  bool retained = false;
 };
 struct Flight {
   Place place;
@@ -69,7 +71,7 @@ class TreeWorld : Paging {
 
   void step() {
     if (model_.size() > 60 || holds_.size() > 6 || flights_.size() > 3) tidy();
-    switch (choose_.below(14)) {
+    switch (choose_.below(16)) {
       case 0:
       case 1:
         match();
@@ -102,6 +104,12 @@ class TreeWorld : Paging {
         break;
       case 12:
         back_up();
+        break;
+      case 13:
+        retain();
+        break;
+      case 14:
+        demote();
         break;
       default:
         refuse();
@@ -163,10 +171,11 @@ class TreeWorld : Paging {
 
   // ---------------------------------------------------------------- invariants
 
-  // Whether the first `pages` pages of a path are usable, if every tier up to `tier` counts.
-  bool allowed(const Path& path, std::uint32_t pages, std::uint32_t tier, std::size_t rows) const {
+  // Whether the first `pages` pages of a path are usable, if every tier from `first_tier` to `tier` counts.
+  bool allowed(const Path& path, std::uint32_t pages, std::uint32_t tier, std::size_t rows,
+               std::uint32_t first_tier = 0) const {
     const auto usable = [&](std::uint32_t c, std::uint32_t end) {
-      for (std::uint32_t t = 0; t <= tier; ++t)
+      for (std::uint32_t t = first_tier; t <= tier; ++t)
         if (cell(front(path, end), column_of(c, t)).presence == Presence::present) return true;
       return false;
     };
@@ -223,6 +232,7 @@ class TreeWorld : Paging {
     const Contents held = contents_of(tree_, rows_, tiers_, &uses);
     expect(held == model_, "the tree holds what the model holds" + first_difference(held));
     compare_uses(uses);
+    compare_demoted();
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       for (std::uint32_t tier = 0; tier < tiers_; ++tier)
         compare_counts(c, tier);
@@ -240,6 +250,16 @@ class TreeWorld : Paging {
       expect_equal(use.hits, uses_[path].hits, "hits of a page");
       expect_equal(use.priority, uses_[path].priority, "the priority of a page");
     }
+  }
+  void compare_demoted() {
+    std::erase_if(demoted_, [&](const auto& page) { return !exists(page.first); });
+    for (const std::string& ns : tree_.namespaces())
+      for (const NodeView& view : tree_.nodes(ns)) {
+        const Path path = tree_.path_key(view.stats.node);
+        for (std::uint32_t page = view.stats.start; page < view.stats.start + view.stats.pages; ++page)
+          expect_equal(Probe::node(tree_, view.stats.node).demoted, demoted(front(path, page + 1)),
+                       "on how many tiers a page goes first");
+      }
   }
   std::string first_difference(const Contents& held) const {
     for (const Contents* one : {&held, &model_})
@@ -402,8 +422,10 @@ class TreeWorld : Paging {
     const bool noted = choose_.one_in(2);
     const MatchResult found = tree_.match(path.first, key, partial, noted ? CheckRest(note) : CheckRest());
     expect_equal(found.pages, pages, "pages matched");
-    for (std::uint32_t page = 0; page < all_tiers; ++page)
+    for (std::uint32_t page = 0; page < all_tiers; ++page) {
       ++uses_[front(path, page + 1)].hits;
+      demoted_.erase(front(path, page + 1));
+    }
     expect_equal(found.host_pages, all_tiers - pages, "pages matched on other tiers");
     expect_equal(found.partial, inside, "symbols matched inside a page");
     expect_equal(found.reach_pages, longest(path, 0, 1), "the reach of the first component");
@@ -470,6 +492,7 @@ class TreeWorld : Paging {
     const InsertResult added = tree_.insert(path.first, after.handle, {bytes_of(tail), spans}, priority, tier, ready);
     for (std::uint32_t page = begin; page < added.pages; ++page) {
       const Path here = front(path, page + 1);
+      demoted_.erase(here);
       std::int32_t& known = uses_[here].priority;
       known = exists(here) ? std::max(known, priority) : priority;
     }
@@ -573,8 +596,10 @@ class TreeWorld : Paging {
         });
         const bool full = rows_[component].kind == Kind::full;
         if (at.presence != Presence::present || at.locks || (full && below)) continue;
-        candidates.push_back({rank(view.stats), view.stats.start, static_cast<std::uint32_t>(view.stats.node),
-                              full ? at.ids.back() : at.ids.front()});
+        const bool goes_first = demoted(tree_.path_key(view.stats.node)) > tier;
+        const Rank last{std::numeric_limits<double>::lowest(), static_cast<double>(view.stats.accessed)};
+        candidates.push_back({goes_first ? last : rank(view.stats), view.stats.start,
+                              static_cast<std::uint32_t>(view.stats.node), full ? at.ids.back() : at.ids.front()});
       }
     }
     const auto first = [](const Candidate& a, const Candidate& b) {
@@ -643,16 +668,109 @@ class TreeWorld : Paging {
     if (holds_.empty()) return tree_.unlock(0, 0);
     const std::uint32_t at = choose_.below(static_cast<std::uint32_t>(holds_.size()));
     const Hold hold = holds_[at];
-    doing("unlock", hold.place.path, hold.tier);
-    tree_.unlock(hold.place.handle, hold.tier);
+    doing("unlock", hold.place.path, hold.tier, hold.retained);
     holds_.erase(holds_.begin() + at);
+    if (hold.retained)
+      expect(tree_.end_retention(hold.place.handle, hold.tier) == kept_alone(hold.place.path, hold.tier),
+             "the ids that no other retention keeps");
+    else
+      tree_.unlock(hold.place.handle, hold.tier);
   }
+
+  // ---------------------------------------------------------------- retention
+
+  bool is_retained(const Path& page, std::uint32_t component, std::uint32_t tier) const {
+    return std::any_of(holds_.begin(), holds_.end(), [&](const Hold& h) {
+      return h.retained && h.tier == tier && held_by(h.place.path, page, component);
+    });
+  }
+  // What a retention of a prefix keeps, by component, and no other one does.
+  IdCounts kept_alone(const Path& path, std::uint32_t tier) const {
+    IdCounts ids{};
+    for (std::uint32_t end = 1; end <= pages_of(path.second); ++end)
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)
+        ids[c] += held_by(path, front(path, end), c) && !is_retained(front(path, end), c, tier);
+    return ids;
+  }
+  // How far a tier alone has a path, and `room` allows; full attention decides how far that is.
+  std::uint32_t retainable(Path path, std::uint32_t tier, const IdCounts& room) const {
+    const auto full_fits = [&](std::uint32_t end) { return kept_alone(front(path, end), tier)[0] <= room[0]; };
+    std::uint32_t end = pages_of(path.second);
+    while (end > 0 && !(full_fits(end) && allowed(path, end, tier, rows_.size(), tier)))
+      --end;
+    const IdCounts ids = kept_alone(front(path, end), tier);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (ids[c] > room[c]) return 0;
+    return end;
+  }
+  void retain() {
+    const std::uint32_t tier = choose_.below(tiers_);
+    const Place place = choose_.one_in(3) ? some_place() : Place{0, {"", ""}};
+    const Path path = place.handle ? place.path : front_pages(some_path());
+    IdCounts room{};
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      room[c] = choose_.one_in(3) ? choose_.below(4) : 100;
+    doing("retain", path, tier, room[0], place.handle != 0);
+    std::uint32_t end = retainable(path, tier, room);
+    if (place.handle && end < pages_of(path.second)) end = 0;
+    const IdCounts alone = end ? kept_alone(front(path, end), tier) : IdCounts{};
+    const Retained kept = place.handle ? tree_.retain(place.handle, tier, room)
+                                       : tree_.retain(path.first, bytes_of(path.second), tier, room);
+    expect_equal(kept.pages, end, "pages retained");
+    expect(kept.alone == alone, "ids that only this retention keeps");
+    expect((kept.node == 0) == (end == 0), "a retention has an end");
+    if (kept.node) holds_.push_back({{kept.node, front(path, end)}, tier, true});
+    thrown<NotLocked>("the end of a retention of nothing", [&] { tree_.end_retention(0, tier); });
+  }
+
+  // ---------------------------------------------------------------- demotion
+
+  std::uint32_t demoted(const Path& page) const {
+    const auto found = demoted_.find(page);
+    return found == demoted_.end() ? 0 : found->second;
+  }
+  // How many different pages follow a prefix.
+  std::size_t forks(const Path& path) const {
+    std::set<Path> following;
+    const auto note = [&](const Path& other) {
+      if (begins_with(other, path) && other != path) following.insert(front(other, pages_of(path.second) + 1));
+    };
+    for (const auto& page : model_)
+      note(page.first);
+    for (const Hold& hold : holds_)
+      note(hold.place.path);
+    return following.size();
+  }
+  void demote() {
+    const Path asked = front_pages(some_path());
+    Path path = asked;
+    while (!path.second.empty() && !exists(path))
+      path = front(path, pages_of(path.second) - 1);
+    const std::uint32_t tiers = 1 + choose_.below(tiers_);
+    doing("demote", asked, tiers);
+    const std::vector<Handle> nodes = tree_.demote(asked.first, bytes_of(asked.second), tiers);
+    const bool there = !path.second.empty() && (path == asked || forks(path) == 0);
+    expect_equal(!nodes.empty(), there, "whether a prefix is there");
+    if (nodes.empty()) return;
+    const auto note = [&](const Path& page) { demoted_[page] = std::max(demoted(page), tiers); };
+    const auto note_all = [&](const Path& other) {
+      for (std::uint32_t end = pages_of(path.second); begins_with(other, path) && end <= pages_of(other.second); ++end)
+        note(front(other, end));
+    };
+    for (const auto& page : model_)
+      note_all(page.first);
+    for (const Hold& hold : holds_)
+      note_all(hold.place.path);
+    for (std::uint32_t end = pages_of(path.second) - 1; end > 0 && forks(front(path, end)) == 1; --end)
+      note(front(path, end));
+  }
+  Path front_pages(const Path& path) const { return front(path, pages_of(path.second)); }
   void move_lock() {
     const std::uint32_t tier = choose_.below(tiers_);
     const Place to = some_place();
     doing("move a lock to", to.path, tier);
     for (Hold& hold : holds_) {
-      if (hold.tier != tier || !begins_with(to.path, hold.place.path) || to.handle == 0) continue;
+      if (hold.tier != tier || hold.retained || !begins_with(to.path, hold.place.path) || to.handle == 0) continue;
       tree_.move_lock(hold.place.handle, to.handle, tier);
       hold.place = to;
       return;
@@ -828,6 +946,7 @@ class TreeWorld : Paging {
   Tree tree_;
   Contents model_;
   Uses uses_;
+  std::map<Path, std::uint32_t> demoted_;  // by page: on how many tiers it goes first
   std::vector<Place> places_;
   std::vector<Hold> holds_;
   std::vector<Flight> flights_;

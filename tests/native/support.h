@@ -25,6 +25,10 @@ struct Probe {
   }
   static Cell& root_cell(Tree& tree, std::string_view ns) { return tree.cells_.cell(tree.nodes_.find_root(ns), 0); }
   static std::uint32_t& pins(Tree& tree, Handle handle) { return tree.cells_.pins_[index(tree, handle)]; }
+  static std::uint32_t& retained(Tree& tree, Handle handle) {
+    tree.cells_.expect_retention();
+    return tree.cells_.retained_[index(tree, handle) * tree.cells_.columns];
+  }
   static Order& order(Tree& tree) { return tree.eviction_.orders_[0]; }
   static CellCounts& counts(Tree& tree) { return tree.cells_.counts_[0]; }
   static Index& free(Tree& tree) { return tree.nodes_.free_; }

@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.events.publisher import EventStats
+from mainstem.retention import Kept, RetentionStats
 from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
@@ -76,7 +77,9 @@ class FakeCounters(SimpleNamespace):
 def cache_stats(queried: int, hit: int) -> CacheStats:
     leases: Any = FakeCounters(queried=queried, hit=hit, checkpoints=5, checkpoints_missed=2)
     tree: Any = FakeCounters(evicted_pages=7)
-    return CacheStats(leases, tree, {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)})
+    pools = {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)}
+    retention = RetentionStats(3, 1, 2, {"full": 5, "state": 2}, {"full": 7, "state": 0}, {"full": 25, "state": 2})
+    return CacheStats(leases, tree, pools, retention)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,8 @@ class FakeEngine:
         self.adapters: tuple[str, ...] = ()
         self.adapter_paths: dict[str, str] = {}
         self.removed: list[tuple[list[int], Any]] = []
+        self.advised: list[tuple[str, list[int], Any, float | None]] = []
+        self.kept = Kept(16, 32)  # what comes of any advice
         self._seen: dict[str, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
@@ -255,6 +260,10 @@ class FakeEngine:
     def remove(self, tokens: Any, namespace: Any = None) -> int:
         self.removed.append((list(tokens), namespace))
         return 1
+
+    def advise(self, action: str, tokens: Any, namespace: Any = None, *, ttl_s: float | None = None) -> Kept:
+        self.advised.append((action, list(tokens), namespace, ttl_s))
+        return self.kept
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         if not Path(path).is_dir():

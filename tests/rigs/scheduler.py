@@ -13,11 +13,12 @@ from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 from mainstem.cache import PrefixCache
 from mainstem.components import Component
 from mainstem.keys import TokenKeys, TypedKeys
-from mainstem.runtime.request import Delta, ImageInput, Progress, Request, Usage
+from mainstem.runtime.request import Delta, Hints, ImageInput, Progress, Request, Usage
 from mainstem.runtime.scheduler import Scheduler
 from mainstem.settings.engine import Limits, SamplingParams
 
 PAGE = 4
+_NONE = Hints()
 
 
 class Bench:
@@ -83,11 +84,13 @@ class Bench:
         namespace: str | None = None,
         priority: int = 0,
         marks: Sequence[int] = (),
+        hints: Hints = _NONE,
         **params: Any,
     ) -> str:
         """Adds a request; returns its id."""
         id = f"r{len(self.requests)}"
-        request = Request(np.array(tokens), SamplingParams(**params), namespace, priority, images, marks=marks)
+        given = (np.array(tokens), SamplingParams(**params), namespace, priority, images)
+        request = Request(*given, marks=marks, hints=hints)
         self.scheduler.add(id, request)
         self.requests[id] = request
         return id

@@ -7,6 +7,7 @@ hashable type. It has no bytes or handles: a prefix is its last page, and `None`
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ Key = tuple[Hashable, tuple[tuple[Hashable, ...], ...]]  # a namespace, and the 
 class Page:
     """The record of one page. A page is in flight until it is ready; its locks are those of the prefix that it ends.
 
-    `above` is the previous page. `top` is the first removed page of its path, or None; no match finds a page with a
-    `top`.
+    `above` is the previous page. A page is `demoted` until it is used again. `top` is the first removed page of its
+    path, or None; no match finds a page with a `top`.
     """
 
     key: Key
@@ -36,6 +37,7 @@ class Page:
     priority: int = 0
     ready: int = True
     locks: int = 0
+    demoted: bool = False
     top: Page | None = None
 
     def path(self) -> list[Page]:
@@ -94,6 +96,7 @@ class ReferenceTree:
         found = list(takewhile(lambda page: page.ready, there))
         for page in found:
             page.hits += 1
+            page.demoted = False
         self.touch(found)
         in_flight = list(takewhile(lambda page: not page.ready, there[len(found) :]))
         length, pending = len(found) * self.page_size, len(in_flight) * self.page_size
@@ -123,7 +126,7 @@ class ReferenceTree:
                 page.priority = new.get("priority", 0)
                 self.pages.append(page)
                 added.append(page)
-            page.priority = max(page.priority, new.get("priority", 0))
+            page.priority, page.demoted = max(page.priority, new.get("priority", 0)), False
             path.append(page)
         self.counts["inserted_pages"] += len(added)
         self.touch(path if path[start:] else ())
@@ -173,11 +176,32 @@ class ReferenceTree:
         """Evicts the leaf page of the lowest rank, again and again, until `count` are gone or none can be evicted."""
         gone: list[int] = []
         while len(gone) < count and (leaves := [page for page in self._leaves() if page.top or not only_removed]):
-            lowest = min(leaves, key=lambda page: (0, page.last_access) if page.top else (1, *self.rank(page)))
+            lowest = min(leaves, key=self._turn)
             self.pages.remove(lowest)
             gone.append(lowest.id)
         self.counts["evicted_pages"] += len(gone)
         return gone
+
+    def _turn(self, page: Page) -> tuple[int, ...]:
+        """Returns the sort key of eviction: removed pages go first, then demoted ones, then as the policy says."""
+        if page.top or page.demoted:
+            return (0 if page.top else 1, page.last_access)
+        return (2, *self.rank(page))
+
+    def demote(self, symbols: Symbols, namespace: Hashable = None) -> list[Page]:
+        """Demotes what begins with whole pages of symbols, and what only they begin with; returns its pages."""
+        path = self._along(symbols, namespace)
+        parts = len(path) < len(symbols) // self.page_size
+        if not path or (parts and any(page.above is path[-1] and not page.top for page in self.pages)):
+            return []
+        demoted = [page for page in self.pages if path[-1] in page.path() and not page.top]
+        for page in reversed(path[:-1]):
+            if sum(other.above is page and not other.top for other in self.pages) > 1:
+                break
+            demoted.append(page)
+        for page in demoted:
+            page.demoted = True
+        return demoted
 
     def evictable(self) -> set[Page]:
         """Returns the pages that repeated eviction takes: no page at or after them is locked or in flight."""
@@ -189,6 +213,10 @@ class ReferenceTree:
         size = self.page_size
         pages = [tuple(symbols[end - size : end]) for end in range(size, len(symbols) + 1, size)]
         return ((namespace, tuple(pages[: end + 1])) for end in range(len(pages)))
+
+    def present(self, symbols: Symbols, namespace: Hashable = None) -> list[Page]:
+        """Returns the pages of a prefix that a match would find."""
+        return list(takewhile(lambda page: page.ready, self._along(symbols, namespace)))
 
     def _along(self, symbols: Symbols, namespace: Hashable) -> list[Page]:
         found: list[Page] = []
@@ -242,13 +270,18 @@ class ReferenceLease:
 class ReferenceCache:
     """The tree, the pool and the leases: a page is free, cached (in the tree) or private (of one lease).
 
-    `copies`: a hit may end inside a page. Where pages are allocated, `ids` says which; by default the lowest free ones.
+    `copies`: a hit may end inside a page. An owner, here a namespace, retains at most `share` of the pages, and all of
+    them at most half. Where pages are allocated, `ids` says which; by default the lowest free ones.
     """
 
-    def __init__(self, pages: int, tree: ReferenceTree, enabled: bool = True, copies: bool = False) -> None:
+    def __init__(
+        self, pages: int, tree: ReferenceTree, enabled: bool = True, copies: bool = False, share: float = 0.25
+    ) -> None:
         self.tree, self.page_size, self.enabled, self.copies = tree, tree.page_size, enabled, copies
         self.total, self.free = pages, set(range(pages))
         self.leases: list[ReferenceLease] = []
+        self.share, self.now = share, -math.inf
+        self.retained: dict[Page, tuple[float, bool]] = {}  # by last page: until when, and whether pinned besides
 
     def cached(self) -> set[int]:
         """Returns the ids of the pages that the tree holds."""
@@ -320,15 +353,79 @@ class ReferenceCache:
             self.tree.touch(lease.locked.path() if lease.locked else ())
             self.tree.unlock(lease.locked)
 
+    def kept(self, namespace: Hashable = ...) -> set[Page]:
+        """Returns the pages that are retained, in one namespace or in all."""
+        pages = {page for end in self.retained for page in end.path()}
+        return {page for page in pages if namespace is ... or page.key[0] == namespace}
+
+    def retain(
+        self, symbols: Symbols, namespace: Hashable = None, until: float = -math.inf, pinned: bool = False
+    ) -> tuple[int, int]:
+        """Retains what is cached of a prefix, as far as it fits; returns its length, and that of what is cached."""
+        found = self.tree.present(symbols, namespace)
+        kept = self.kept()
+        room = min(int(self.total * self.share) - len(self.kept(namespace)), self.total // 2 - len(kept))
+        end, length = None, 0
+        for page in found:
+            room -= page not in kept
+            if room < 0:
+                break
+            end, length = page, length + self.page_size
+        if end:
+            self._retain(end, until, pinned)
+        return length, len(found) * self.page_size
+
+    def unpin(self, symbols: Symbols, namespace: Hashable = None) -> int:
+        """Ends the pin of the longest prefix that has one; returns its length."""
+        pinned = [page for page in self.tree.present(symbols, namespace) if self.retained.get(page, (0, False))[1]]
+        if not pinned:
+            return 0
+        self.retained[pinned[-1]] = self.retained[pinned[-1]][0], False
+        self.expire(self.now)
+        return len(pinned[-1].path()) * self.page_size
+
+    def expire(self, now: float) -> None:
+        """Ends what is retained no longer."""
+        self.now = max(self.now, now)
+        for end, (until, pinned) in list(self.retained.items()):
+            if until <= self.now and not pinned:
+                self._release(end)
+
+    def demote(self, symbols: Symbols, namespace: Hashable = None, over: bool = False) -> int:
+        """Demotes a prefix, and if it is over ends what is retained of it; returns the length of what is demoted."""
+        demoted = self.tree.demote(symbols, namespace)
+        for end in self.retained.keys() & set(demoted) if over else ():
+            self._release(end)
+        return len(demoted) * self.page_size
+
+    def _retain(self, end: Page, until: float, pinned: bool) -> None:
+        if end in self.retained:
+            until, pinned = max(until, self.retained[end][0]), pinned or self.retained[end][1]
+        else:
+            self.tree.lock(end)
+        self.retained[end] = until, pinned
+
+    def _release(self, end: Page) -> None:
+        del self.retained[end]
+        self.tree.unlock(end)
+
     def remove(self, symbols: Symbols, namespace: Hashable = None) -> int:
-        """Removes what starts with a prefix; returns how many pages that frees."""
+        """Removes what starts with a prefix; returns how many pages that frees. What is left of it stays retained."""
         self.tree.remove(symbols, namespace)
+        for end, (until, pinned) in list(self.retained.items()):
+            if end.top:
+                left = [page for page in end.path() if not page.top]
+                self._release(end)
+                if left:
+                    self._retain(left[-1], until, pinned)
         gone = self.tree.evict(len(self.tree.pages), only_removed=True)
         self.free.update(gone)
         return len(gone)
 
     def flush(self) -> int:
-        """Frees every cached page that no lease holds; returns how many."""
+        """Frees every cached page that no lease holds, retained or not; returns how many."""
+        for end in list(self.retained):
+            self._release(end)
         gone = self.tree.evict(len(self.tree.pages))
         self.free.update(gone)
         return len(gone)

@@ -41,8 +41,10 @@ from mainstem.events.publisher import EventStats, Publisher
 from mainstem.events.source import AllBlocksCleared
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
+from mainstem.retention import Kept
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
+from mainstem.runtime.advice import Action, Advice
 from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
@@ -64,6 +66,7 @@ _DEFAULTS = SamplingParams()
 _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
 _PUBLISH_S = 0.001  # between two steps of a state that is published anew, while there is nothing else to do
+_ADVICE_S = 0.01  # between two looks at prefetches that nobody waits for
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
@@ -160,8 +163,7 @@ class Engine:
         report = progress or (lambda stage, done, total: None)
         if config.tp != loaded.ranks.size:
             raise BadArgument("tp", config.tp, f"{loaded.ranks.size}, the number of ranks that have loaded the model")
-        self._ranks = loaded.ranks
-        self.config = config
+        self._ranks, self.config = loaded.ranks, config
         sizes = pool_sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
         self.name = loaded.name
@@ -183,7 +185,7 @@ class Engine:
         self._tiers = self._cache.tiers
         if config.tiers.exist:
             report("tiers", 1, 1)
-        self._remembered_s = clock()
+        self._now_s = self._remembered_s = clock()  # the time of this step, the same on all ranks
         if self._tiers is not None:
             self._tiers.enter_identity()
             if config.tiers.warm:
@@ -193,6 +195,7 @@ class Engine:
             report("measure", 0, 1)
             self._scheduler.measure()
             report("measure", 1, 1)
+        self._advice = Advice(self._cache, config.max_retain_s)
         self._ids = itertools.count()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards the attributes up to the next comment; `drain` waits on it.
@@ -363,6 +366,35 @@ class Engine:
         self._cache.tree.key_to_remove(tokens)  # here, because an error on the engine's thread may end it
         return self._ask(self._remove, tokens=tokens, namespace=named)
 
+    def advise(
+        self,
+        action: Action,
+        tokens: TokenLike,
+        namespace: Namespace | str | None = None,
+        *,
+        ttl_s: float | None = None,
+    ) -> Kept:
+        """Tells the cache what will become of a prefix: retain, pin, unpin, demote, end, prefetch; see `Advice.apply`.
+
+        Args:
+            action: what to do.
+            tokens: the prefix, at least one token.
+            namespace: as in a request; it may name an adapter.
+            ttl_s: for "retain": how long.
+
+        Raises:
+            BadArgument: the namespace names an adapter that is not loaded, or `ttl_s` is out of range or not for this
+                action.
+            BadTokens: a token is out of range, or there is none.
+            EngineClosed: the engine is closed or has failed.
+        """
+        named = self._name_weights(namespace)[0]
+        self._advice.check_ttl(action, ttl_s)
+        if not len(self._cache.tree.keys.encode(tokens)):
+            raise BadTokens("the prefix is empty: must have at least one token")
+        arguments = {"action": action, "tokens": np.asarray(tokens, np.int32), "namespace": named, "ttl_s": ttl_s}
+        return self._ask(self._advise, **arguments)
+
     def tree(self) -> str:
         """Returns the cached prefixes as text, each node with the beginning of its text.
 
@@ -455,10 +487,11 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping or self._scheduler.busy:
-                now_s, commands = self._ranks.share(self._take_commands)
+                self._now_s, commands = self._ranks.share(self._take_commands)
                 for command in commands:
                     self._run_command(command)
-                events = self._scheduler.step(now_s)
+                events = self._scheduler.step(self._now_s)
+                self._advice.poll()
                 self._publish()
                 self._stats = self._count()
                 for id, what in events:
@@ -472,6 +505,7 @@ class Engine:
             self._end(None)
         finally:
             self.grammars.close()
+            self._advice.close()
             try:
                 self._close_tiers()
             finally:
@@ -490,6 +524,8 @@ class Engine:
     def _take_commands(self) -> tuple[float, list[_Command]]:
         """Returns the time and all queued commands; if the scheduler has nothing to do, waits for one. On rank 0."""
         idle_s = self._scheduler.idle_s
+        if self._advice.busy:
+            idle_s = min(idle_s, _ADVICE_S) if idle_s is not None else _ADVICE_S
         if self._unpublished:
             idle_s = min(idle_s, _PUBLISH_S) if idle_s is not None else _PUBLISH_S
         commands: list[_Command] = []
@@ -528,6 +564,11 @@ class Engine:
 
     def _remove(self, tokens: TokenLike, namespace: Namespace | str | None) -> int:
         return self._cache.remove(tokens, namespace)
+
+    def _advise(
+        self, action: Action, tokens: NDArray[np.int32], namespace: Namespace | str | None, ttl_s: float | None
+    ) -> Kept:
+        return self._advice.apply(action, tokens, namespace, self._now_s, ttl_s)
 
     def _show(self) -> str:
         return self._cache.tree.pretty(self._describe)

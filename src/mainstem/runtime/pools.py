@@ -164,11 +164,29 @@ def build_cache(
             store=store,
             on_event=on_event,
             event_secret=config.tiers.storage_secret or PUBLIC_SECRET,
+            retain_share=config.retain_share,
+            reserve=_reserve(loaded, config, sizes),
         )
     except BaseException:
         if host is not None:
             close_tiers(host, store)
         raise
+
+
+def _reserve(loaded: LoadedModel, config: EngineConfig, sizes: Mapping[Component, int]) -> dict[str, int]:
+    """Returns the pages or slots that nobody may retain: half, or as many as the longest request needs."""
+    chunk, states = min(config.token_budget, loaded.max_context), any(isinstance(row, State) for row in sizes)
+
+    def longest(row: Component) -> int:
+        if isinstance(row, State):
+            return 2  # to compute with, and to keep
+        tokens = None if isinstance(row, Full) else row.tokens
+        if tokens is None:
+            return -(-loaded.max_context // config.page_size)
+        return window_pages(tokens, chunk, config.page_size, states=states)
+
+    rows = by_name(sizes).items()
+    return {name: min(sizes[row], max(sizes[row] - sizes[row] // 2, longest(row))) for name, row in rows}
 
 
 def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
+from mainstem.retention import LEAST_S
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,6 +77,35 @@ class PreparedPrompt:
     marks: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What is known of how a request's KV will be used again. It changes no answer.
+
+    Args:
+        retain_s: for how long after its end prompt and answer are retained, as far as they fit within the bounds of
+            `mainstem.retention`; None: not.
+        one_shot: the answer will not be used again: nothing after the prompt stays in the cache.
+        no_store: nothing that the request computes stays in the cache.
+
+    Raises:
+        BadArgument: `retain_s` is below a millisecond, or nothing would be there to retain.
+    """
+
+    retain_s: float | None = None
+    one_shot: bool = False
+    no_store: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the time."""
+        fits = self.retain_s is None or LEAST_S <= self.retain_s < float("inf")
+        _require("retain_s", self.retain_s, fits, f"seconds, {LEAST_S} or more")
+        _require("retain_s", self.retain_s, not (self.retain_s and self.no_store), "left out with no_store")
+
+    def kept(self, prompt: int, computed: int) -> int:
+        """Returns how many of the positions computed stay in the cache, of a prompt of `prompt` tokens."""
+        return 0 if self.no_store else min(prompt, computed) if self.one_shot else computed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt, and how to complete it.
@@ -91,6 +121,7 @@ class Request:
         adapter: computes in place of the base model; the namespace must name it, too.
         marks: positions in [0, n], ascending, where other prompts are expected to part from this one: the end of the
             system message, of the tools, of each turn. A model with recurrent states keeps some of its states there.
+        hints: what is known of how its KV will be used again.
 
     Raises:
         BadArgument: the namespace, the priority, the images, the positions or the marks are invalid.
@@ -105,6 +136,7 @@ class Request:
     positions: NDArray[np.int64] | None = None
     adapter: Adapter | None = None
     marks: Sequence[int] = ()
+    hints: Hints = field(default_factory=Hints)
 
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""

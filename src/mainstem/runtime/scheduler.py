@@ -300,6 +300,7 @@ class Scheduler:
         self._rows = self._most_rows
         if self._tiers is not None:
             self._tiers.poll()
+        self._cache.retention.poll(self._now_s)
         scheduled = self._schedule_running()
         scheduled += self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
@@ -449,7 +450,7 @@ class Scheduler:
         if not self._cache.enabled or sequence.scoring or self._is_aged(sequence):
             return False
         for other in self._running.values():
-            if other.prefilling and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
+            if other.publishing and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
                 return True
         return False
 
@@ -469,7 +470,7 @@ class Scheduler:
 
     def _request_checkpoint(self, running: Sequence, sequence: Sequence) -> None:
         """Makes a running prefill keep its state where a waiting request parts from it."""
-        wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.prefilling
+        wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.publishing
         if wanted and running.namespace == sequence.namespace:
             running.add_checkpoint(self._shared(running, sequence), self._limits.states_per_path)
 
@@ -565,7 +566,7 @@ class Scheduler:
 
     def _checkpoints(self, sequence: Sequence, lease: Lease) -> list[Checkpoint]:
         """Plans at which positions a request's state is copied."""
-        if not self._plans_states or not self._cache.enabled:
+        if not self._plans_states or not self._cache.enabled or sequence.request.hints.no_store:
             return []
         limits, page = self._limits, self._cache.page_size
         return plan_checkpoints(
@@ -745,6 +746,8 @@ class Scheduler:
         self._running.pop(sequence.id, None)
         self._drop_prefetch(sequence)
         sequence.close()
+        if (retain_s := sequence.request.hints.retain_s) is not None and reason in ("stop", "length"):
+            self._cache.retention.retain(sequence.key, self._now_s + retain_s, sequence.request.namespace)
         self.totals.errors += error is not None
         text = last.text + _flush(sequence)
         usage, stop = sequence.usage(self._clock()), sequence.text.stop

@@ -110,6 +110,11 @@ class Sequence:
         return self.length - self.computed
 
     @property
+    def kept(self) -> int:
+        """Positions computed that stay in the cache for others."""
+        return self.request.hints.kept(len(self.request.tokens), self.computed)
+
+    @property
     def prefilling(self) -> bool:
         """Whether tokens that were known at admission are left to compute."""
         return self.computed < self._prefill_end
@@ -118,6 +123,11 @@ class Sequence:
     def scoring(self) -> bool:
         """Whether log-probabilities of the prompt are left to compute: then every position is, and nothing is hit."""
         return self.request.params.prompt_logprobs is not None and len(self.scores) < len(self.request.tokens) - 1
+
+    @property
+    def publishing(self) -> bool:
+        """Whether others will be able to use what it computes next."""
+        return self.prefilling and not self.request.hints.no_store
 
     @property
     def loading(self) -> bool:
@@ -269,7 +279,7 @@ class Sequence:
         prefilling = self.prefilling
         self.computed += n
         if self._page_size and not prefilling:
-            if self.computed % self._page_size == 0:
+            if self.computed % self._page_size == 0 and self.kept == self.computed:
                 self._lease.checkpoint(self.computed)
             return None
         kept: Reason | None = None
@@ -278,8 +288,10 @@ class Sequence:
                 position, room=reason != "regular", mark=reason == "mark"
             ):
                 kept = reason
-        self._lease.publish(self.computed)
-        if self._page_size and not self.prefilling and self.computed % self._page_size == 0:
+        if self.kept >= self._lease.published:
+            self._lease.publish(self.kept)
+        boundary = self._page_size and self.computed % self._page_size == 0
+        if boundary and not self.prefilling and self.kept == self.computed:
             self._lease.checkpoint(self.computed)
         return kept
 
@@ -295,13 +307,14 @@ class Sequence:
         if self._lease is not None and self._load is not None:
             self._lease.abort()  # nothing is computed yet
         elif self._lease is not None:
-            self._lease.finish(self.computed)
+            self._lease.finish(self.kept)
         self._lease = self._load = self.counted = None
 
     def keep_state(self) -> None:
         """Keeps the state of a partly computed prompt, so that it can resume there."""
         assert self._lease is not None
-        if self._page_size and self.computed > self._lease.hit and self.computed % self._page_size == 0:
+        boundary = self._page_size and self.computed % self._page_size == 0
+        if boundary and self.computed > self._lease.hit and self.kept == self.computed:
             self._lease.checkpoint(self.computed)
 
     def usage(self, now_s: float) -> Usage:

@@ -73,9 +73,19 @@ class Access:
         if not self.separates:
             self.require_admin(headers)
             return None, True
+        return self.client(headers)
+
+    def client(self, headers: Headers) -> tuple[bytes | None, bool]:
+        """Returns the tenant whose prefixes a client may name, and whether the client is the admin.
+
+        Raises:
+            ApiError: 401; the key is missing or unknown.
+        """
         admins = [] if self._admin_key is None else [self._admin_key]
+        if not self._keys:
+            return None, True
         known = self._matching_key(headers, [*self._keys, *admins])
-        return known, known in admins
+        return (known, known in admins) if self.separates else (None, True)
 
     def _matching_key(self, headers: Headers, keys: Sequence[bytes]) -> bytes:
         """Returns the digest of the key that the client sends, which must be one of `keys`."""

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
@@ -310,6 +311,7 @@ class _Service:
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/cache/flush", self._flush, methods=["POST"]),
             Route("/v1/cache/remove", self._remove, methods=["POST"]),
+            Route("/v1/cache/hints", self._hints, methods=["POST"]),
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -490,19 +492,39 @@ class _Service:
 
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
-        prefixes, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
+        prefixes, namespace = await self._parsed(
+            http, lambda body: self._named(management.parse_remove(body), tenant, is_admin)
+        )
         self._answers.forget(encode_namespace(namespace))
         pages = 0
         for tokens in prefixes:
             pages += await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
         return _json(management.Flushed(pages, pages * self._engine.config.page_size))
 
-    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[list[Tokens], Namespace | None]:
+    async def _hints(self, http: HttpRequest) -> Response:
+        tenant, is_admin = self._access.client(http.headers)
+
+        def parse(body: bytes) -> tuple[management.HintRequest, list[Tokens], Namespace | None]:
+            ask = management.parse_hint(body)
+            return ask, *self._named(ask, tenant, is_admin)
+
+        ask, prefixes, namespace = await self._parsed(http, parse)
+        advised = []
+        for tokens in prefixes:
+            advise = partial(self._engine.advise, ask.action, tokens, namespace, ttl_s=ask.ttl_s)
+            advised.append(await anyio.to_thread.run_sync(advise))
+        kept = max(advised, key=lambda each: (each.positions, each.cached))
+        if kept.positions == 0:
+            raise errors.no_advice(ask.action, kept.cached)
+        return _json(management.Hinted(ask.action, kept.positions, kept.cached))
+
+    def _named(
+        self, ask: management.Named, tenant: bytes | None, is_admin: bool
+    ) -> tuple[list[Tokens], Namespace | None]:
         """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace.
 
         A chat may be cached with the tokens of its answers, and as it is tokenised without them.
         """
-        ask = management.parse_remove(body)
         self._preparation.check_model(ask.model)
         if is_admin and self._access.separates:
             tenant = self._access.tenant_of(ask.api_key)

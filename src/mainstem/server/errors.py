@@ -120,6 +120,17 @@ def text_only(at: str) -> ApiError:
     return ApiError(400, f"{at}: this model accepts text only", param=at, code="unsupported_content")
 
 
+def no_advice(action: str, cached: int) -> ApiError:
+    """Returns the error for a hint that concerns nothing; `cached`: tokens of the prefix that are cached."""
+    if cached:
+        problem = (
+            "too much else is under way" if action == "prefetch" else "nothing more fits within the tenant's bound"
+        )
+        return ApiError(409, f"{action}: {problem}; {cached} tokens of the prefix are cached", code="hint_limit")
+    what = "is pinned" if action == "unpin" else "is cached"
+    return ApiError(404, f"{action}: nothing of this prefix {what}", param="prompt", code="prefix_not_found")
+
+
 def draining() -> ApiError:
     """Returns the error for a request to a server that is shutting down."""
     return unavailable("The server is shutting down and accepts no new requests.", "draining")

@@ -6,7 +6,7 @@ misspelled one, a removal could remove more than was meant.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -45,18 +45,17 @@ def parse_unload_adapter(body: bytes) -> UnloadAdapter:
     return decode(body, UnloadAdapter)
 
 
-class RemoveRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/cache/remove: exactly one of `prompt`, `messages` and `all`.
+class Named(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body that names a prefix.
 
-    `prompt`: text or token ids of a prefix. `messages`: a chat's first messages; `tools`: those of the chat. `all`: the
-    whole namespace. `model`: the adapter whose KV to remove; default: the base model. `api_key`: the tenant whose KV to
-    remove, set by the admin if there are several API keys.
+    `prompt`: its text or token ids. `messages`: a chat's first messages; `tools`: those of the chat. `model`: the
+    adapter whose KV it is; default: the base model. `api_key`: the tenant whose KV it is, set by the admin if there are
+    several API keys.
     """
 
     prompt: str | list[TokenId] | None = None
     messages: Messages | None = None
     tools: list[ToolSpec] | None = None
-    all: bool = False
     model: str | None = None
     cache_salt: str | None = None
     api_key: str | None = None
@@ -70,9 +69,38 @@ class RemoveRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         messages = template_input(self.messages or [])
         if images := parts(messages, "image"):
             at = images[0]["at"]
-            message = f"{at}: only prefixes of text can be removed; give the messages before it"
+            message = f"{at}: only prefixes of text have a name here; give the messages before it"
             raise ApiError(400, message, param=at, code="unsupported_content")
         return messages
+
+
+class RemoveRequest(Named, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/cache/remove: exactly one of `prompt`, `messages` and `all`, the whole namespace."""
+
+    all: bool = False
+
+
+class HintRequest(Named, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/cache/hints: exactly one of `prompt` and `messages`.
+
+    `action`: what will become of the prefix. `ttl_s`: for "retain": for how many seconds.
+    """
+
+    action: Literal["retain", "pin", "unpin", "demote", "end", "prefetch"]
+    ttl_s: float | None = None
+
+
+def parse_hint(body: bytes) -> HintRequest:
+    """Parses the request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type, an unknown field, or not exactly one prefix.
+    """
+    request = decode(body, HintRequest)
+    if (request.prompt is None) == (request.messages is None):
+        given = "none" if request.prompt is None else "both"
+        raise ApiError(400, f"the body must have exactly one of prompt and messages, got {given}", param="prompt")
+    return request
 
 
 def parse_remove(body: bytes) -> RemoveRequest:
@@ -111,3 +139,15 @@ class Flushed(Struct):
 
     freed_pages: int
     freed_tokens: int
+
+
+class Hinted(Struct):
+    """The response body of POST /v1/cache/hints.
+
+    `cached_tokens`: how much of the prefix the cache had. `tokens`: how much of it the hint concerns: that is retained,
+    was pinned, goes first from now on, or is on the device or on its way there.
+    """
+
+    action: str
+    tokens: int
+    cached_tokens: int

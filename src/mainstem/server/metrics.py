@@ -95,6 +95,10 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row("mainstem_pool_pages", GAUGE, "Pages or slots of each component's pool, by owner; cached includes locked",
             {("*", owner): f"pools.*.{owner}" for owner in ("free", "cached", "private", "locked", "total")},
             ("component", "owner")),
+        Row("mainstem_retained_pages", GAUGE, "Pages or slots of each component that are retained, by tier",
+            {("*", tier): f"retention.{tier}.*" for tier in ("device", "host")}, ("component", "tier")),
+        Row("mainstem_retained_prefixes", GAUGE, "Prefixes that are retained for a time or pinned",
+            "retention.prefixes"),
     ),
     "engine.tiers": (
         Row("mainstem_host_pages", GAUGE, "Pages or slots of each component on the host, by owner",

@@ -16,6 +16,8 @@ from mainstem.server.errors import ErrorBody
 from mainstem.server.management import (
     Flushed,
     Health,
+    Hinted,
+    HintRequest,
     LoadAdapter,
     RemoveRequest,
     UnloadAdapter,
@@ -64,6 +66,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/unload_lora_adapter"): Operation("Unload an adapter", UnloadAdapter, Unloaded),
     ("POST", "/v1/cache/flush"): Operation("Forget every prefix that no request uses", None, Flushed),
     ("POST", "/v1/cache/remove"): Operation("Forget a prefix", RemoveRequest, Flushed),
+    ("POST", "/v1/cache/hints"): Operation("Say what will become of a prefix", HintRequest, Hinted),
     ("GET", "/v1/cache/stats"): Operation("The cache in numbers"),
     ("GET", "/v1/cache/tree"): Operation("The tree of prefixes as text", None, str),
     ("POST", "/tokenize"): Operation("Tokenize a text or a chat", TokenizeRequest, Tokenized),

@@ -157,7 +157,7 @@ class Preparation:
         adapter = self.adapter(model)
         if adapter is None and salt is None and tenant is None:
             return None
-        return Namespace(adapter, salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
+        return Namespace(adapter, salt, tenant=None if tenant is None else tenant.hex())
 
     # ---- prompts
 
@@ -212,6 +212,7 @@ class Preparation:
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
         """Returns one request per choice; without a seed all choices share the same request."""
         room = self._engine.max_context - len(prompt.tokens)
+        hints = ask.hints(self._engine.config.max_retain_s)
         words, ending = self.prompts.words(ask.bad_words or ()), self.prompts.ending(prompt.tokens)
 
         def request(choice: int) -> Request:
@@ -219,7 +220,9 @@ class Preparation:
             if isinstance(ask, ChatRequest):
                 params = self._spoken(params, ask.tooling(), ending)
             given = (params, namespace, ask.priority or 0)
-            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
+            return Request(
+                prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks, hints=hints
+            )
 
         if ask.seed is None:
             return [request(0)] * ask.choices

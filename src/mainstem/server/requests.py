@@ -15,7 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from mainstem.errors import BadArgument
+from mainstem.retention import LEAST_S
 from mainstem.runtime.prompts import Template
+from mainstem.runtime.request import Hints
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
 from mainstem.server.structured import Asked, Structured
@@ -44,6 +47,14 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class CacheHints(Struct, forbid_unknown_fields=True):
+    """`cache_hints`: what is known of how the KV of a request will be used again; see `runtime.request.Hints`."""
+
+    retain_s: float | None = None
+    one_shot: bool | None = None
+    no_store: bool | None = None
 
 
 class _Request(Structured, kw_only=True):
@@ -77,11 +88,26 @@ class _Request(Structured, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    cache_hints: CacheHints | None = None
 
     @property
     def kept(self) -> int:
         """Number of answers to each prompt that the client gets."""
         return self.n or 1
+
+    def hints(self, longest_s: float) -> Hints:
+        """Returns what is known of how its KV will be used again; it may be retained for at most `longest_s`.
+
+        Raises:
+            BadArgument: the time is out of range, or nothing would be there to retain.
+        """
+        given = self.cache_hints or CacheHints()
+        name = "cache_hints.retain_s"
+        if given.retain_s is not None and not LEAST_S <= given.retain_s <= longest_s:
+            raise BadArgument(name, given.retain_s, f"seconds from {LEAST_S} to {longest_s:g} (max_retain_s)")
+        if given.retain_s is not None and given.no_store:
+            raise BadArgument(name, given.retain_s, "left out with cache_hints.no_store")
+        return Hints(given.retain_s, bool(given.one_shot), bool(given.no_store))
 
     @property
     def choices(self) -> int:

@@ -411,6 +411,8 @@ class EngineConfig(Limits, Shares):
         policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
             See docs/policies.md.
         cache: Reuse cached prefixes. --no-cache computes every prompt in full.
+        retain_share: Fraction of each pool that one tenant may pin, or retain for a time; up to 1. 0: nothing.
+        max_retain_s: Longest time, in seconds, that a request may retain a prefix for; above 0.
         tiers: The host tier and storage.
         events: Where the cache publishes what it holds.
     """
@@ -422,6 +424,8 @@ class EngineConfig(Limits, Shares):
     max_waiting: int = setting(1024, integer(1, INT32_MAX))
     policy: str = setting("lru")  # `find_policy` checks it
     cache: bool = setting(True, switch())
+    retain_share: float = setting(0.25, number(0, 1))
+    max_retain_s: float = setting(86400.0, seconds(above=True))
     tiers: TierConfig = TierConfig()
     events: EventConfig = EventConfig()
 

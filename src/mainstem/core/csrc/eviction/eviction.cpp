@@ -58,13 +58,14 @@ std::size_t Eviction::bytes() const {
 
 inline Rank Eviction::rank_of(Index node, std::size_t column, std::uint64_t accessed) const {
   const Node& n = nodes_[node];
-  if (n.removed || !cells_.component(column).leaf_only()) [[unlikely]]
+  if (n.removed || n.demoted || !cells_.component(column).leaf_only()) [[unlikely]]
     return rank_by_standing(node, column, accessed);
   return policy_.rank ? policy_.rank(n, accessed, protected_hits_) : Rank{kUnranked, 0};
 }
 
 [[gnu::noinline]] Rank Eviction::rank_by_standing(Index node, std::size_t column, std::uint64_t accessed) const {
   const std::uint64_t used = cells_.component(column).leaf_only() ? accessed : standing(node, column).used;
+  if (is_demoted(node, column)) return {std::numeric_limits<double>::lowest() / 2, number(used)};  // after removed ones
   if (goes_first(node, column)) return {std::numeric_limits<double>::lowest(), number(used)};
   if (cells_.component(column).weighs) return {standing(node, column).worth, number(used)};
   return policy_.rank ? policy_.rank(nodes_[node], used, protected_hits_) : Rank{kUnranked, 0};
@@ -79,13 +80,13 @@ std::uint64_t Eviction::used(Index node, std::size_t column) const {
   return cells_.component(column).leaf_only() ? nodes_[node].accessed : standing(node, column).used;
 }
 
-// Whether a cell is evicted before all others of its kind, whatever the policy: removed nodes, superseded states where
-// savings do not count, and window pages before the windows of all prefixes that have ended so far. A window that ends
-// with a node may begin inside it: then the pages before the window are evicted first, and pages_together() says how
-// many there are.
+// Whether a cell is evicted before all others of its kind, whatever the policy: removed and demoted nodes, superseded
+// states where savings do not count, and window pages before the windows of all prefixes that have ended so far. A
+// window that ends with a node may begin inside it: then the pages before the window are evicted first, and
+// pages_together() says how many there are.
 bool Eviction::goes_first(Index node, std::size_t column) const {
   const Component& row = cells_.component(column);
-  if (nodes_[node].removed) return true;
+  if (nodes_[node].removed || is_demoted(node, column)) return true;
   if (row.leaf_only()) return false;
   if (standing(node, column).worth == 0) return true;
   return row.per_page() && nodes_[node].start < cells_.first_needed(node, column);
@@ -166,6 +167,7 @@ void Eviction::renew(Index node, std::int32_t priority) noexcept {
   n.hits = 0;
   n.priority = priority;
   n.forked = false;
+  n.demoted = 0;
 }
 
 // The upper half is new. A window's cell in it is worth something only if the window that ends at the lower half
@@ -190,7 +192,7 @@ void Eviction::split(Index upper, Index lower) noexcept {
 bool Eviction::may_join(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
-  if (!ranks_itself() || u.hits != l.hits || u.priority != l.priority) return false;
+  if (!ranks_itself() || u.hits != l.hits || u.priority != l.priority || u.demoted != l.demoted) return false;
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     if (!cells_.cell(upper, column).present()) continue;
     if (cells_.component(column).begins_late() && (standing(upper, column).worth || standing(lower, column).worth))
@@ -291,13 +293,20 @@ void Eviction::found(const Walk& path) noexcept {
     Node& n = nodes_[step.node];
     ++n.hits;
     n.accessed = tick_;
+    n.demoted = 0;
     if (!cells_.single_cell || &step == &path.back()) touch(step.node, tick_);  // otherwise inner nodes have no rank
   }
 }
 
 void Eviction::visited(Index node, std::int32_t priority) noexcept {
   nodes_[node].priority = std::max(nodes_[node].priority, priority);
+  nodes_[node].demoted = 0;
   touch(node, tick_);
+}
+
+void Eviction::demote(Index node, std::uint32_t tiers) noexcept {
+  nodes_[node].demoted = std::max<std::uint32_t>(nodes_[node].demoted, tiers) & 3u;
+  refresh(node);
 }
 
 // This does not count as a hit, and policies that remember are not notified.
@@ -458,7 +467,7 @@ std::uint32_t Eviction::pages_together(Index node, std::size_t column) const {
 }
 
 void Eviction::evicted(Index node, std::size_t column) noexcept {
-  if (cells_.component(column).weighs && !nodes_[node].removed)
+  if (cells_.component(column).weighs && !nodes_[node].removed && !is_demoted(node, column))
     inflation_[column] += kAging * std::max(standing(node, column).worth - inflation_[column], 0.0);
 }
 

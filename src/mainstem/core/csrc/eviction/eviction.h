@@ -73,6 +73,8 @@ class Eviction {
   void pass_window(Index node, std::size_t column) noexcept;  // the prefix that ended here has grown
   void visited(Index node, std::int32_t priority) noexcept;   // an insertion goes through the node
   void in_use(Index node, std::uint32_t tier) noexcept;       // a lock has kept it until now
+  // It goes first on the first `tiers` tiers, until it is found or visited.
+  void demote(Index node, std::uint32_t tiers) noexcept;
 
   // ---- what goes next
   Index victim(std::size_t column);  // kNone: there is no candidate, or it waits for a rank
@@ -108,6 +110,9 @@ class Eviction {
   Rank rank_of(Index node, std::size_t column, std::uint64_t accessed) const;
   Rank rank_by_standing(Index node, std::size_t column, std::uint64_t accessed) const;
   Place place_of(Index node, std::size_t column, std::uint64_t accessed) const;
+  bool is_demoted(Index node, std::size_t column) const {
+    return cells_.tier_of(column) < nodes_[node].demoted && !nodes_[node].removed;
+  }
   bool goes_first(Index node, std::size_t column) const;
   void put(Index node, std::size_t column);
   void drop(Index node, std::size_t column);

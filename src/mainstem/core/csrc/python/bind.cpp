@@ -39,6 +39,23 @@ auto to_tuple(const NodeStats& s) {
   return std::tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
 }
 
+// Ids by component.
+IdCounts to_counts(const Tree& tree, const std::vector<std::uint64_t>& given) {
+  const std::size_t rows = tree.rows().size();
+  if (given.size() != rows)
+    throw BadValue{"room", std::to_string(given.size()) + " numbers",
+                   std::to_string(rows) + ", one for each component"};
+  IdCounts counts{};
+  std::copy(given.begin(), given.end(), counts.begin());
+  return counts;
+}
+std::vector<std::uint64_t> to_list(const Tree& tree, const IdCounts& counts) {
+  return {counts.begin(), counts.begin() + static_cast<std::ptrdiff_t>(tree.rows().size())};
+}
+auto to_tuple(const Tree& tree, const Retained& kept) {
+  return std::tuple(kept.node, kept.pages, to_list(tree, kept.alone));
+}
+
 // Each hash covers the previous hash and the tokens of its block.
 nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t width, nb::handle seed) {
   const Tokens symbols(tokens, std::int64_t{1} << 31);
@@ -260,6 +277,39 @@ NB_MODULE(_core, m) {
       .def("removed", &Tree::removed, "node"_a, "Whether a node was removed.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
+      .def(
+          "retain",
+          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t tier,
+             const std::vector<std::uint64_t>& room) {
+            return to_tuple(t, t.retain(view(ns), View(key).bytes(), tier, to_counts(t, room)));
+          },
+          "ns"_a, "key"_a, "tier"_a, "room"_a,
+          "Retains, on a tier, what it has by itself of a key and `room` is enough for. Returns the node where that "
+          "ends "
+          "(0: nothing), its pages, and the ids by component that no other retention keeps.")
+      .def(
+          "retain_node",
+          [](Tree& t, Handle node, std::uint32_t tier, const std::vector<std::uint64_t>& room) {
+            return to_tuple(t, t.retain(node, tier, to_counts(t, room)));
+          },
+          "node"_a, "tier"_a, "room"_a, "The same for exactly the prefix that ends at a node, or nothing.")
+      .def(
+          "end_retention",
+          [](Tree& t, Handle node, std::uint32_t tier) { return to_list(t, t.end_retention(node, tier)); }, "node"_a,
+          "tier"_a, "Ends one; returns the ids by component that no other keeps. Raises NotLocked.")
+      .def(
+          "demote",
+          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t tiers) {
+            return t.demote(view(ns), View(key).bytes(), tiers);
+          },
+          "ns"_a, "key"_a, "tiers"_a,
+          "What begins with a key, and of the key what no other sequence has, is evicted first on the first tiers "
+          "until "
+          "it is used again. Returns its nodes.")
+      .def(
+          "path",
+          [](const Tree& t, const nb::bytes& ns, const nb::bytes& key) { return t.path(view(ns), View(key).bytes()); },
+          "ns"_a, "key"_a, "The nodes along a key, from the top, as far as the tree has whole ones.")
       .def(
           "attach",
           [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, IdArray ids, bool ready) {

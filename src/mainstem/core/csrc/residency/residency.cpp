@@ -24,7 +24,7 @@ Residency::Residency(const Structure& nodes, std::vector<Component> rows_, std::
 }
 
 std::size_t Residency::bytes() const {
-  std::size_t total = cells_.bytes() + pins_.bytes();
+  std::size_t total = cells_.bytes() + pins_.bytes() + retained_.bytes();
   for (const Cell& c : cells_)
     total += c.ids.heap_bytes();
   return total;
@@ -96,7 +96,7 @@ void Residency::copy_ids(Index node, std::size_t column, std::uint32_t begin, st
 //   window   the last `window` symbols are present
 //   state    the position is the end of a node whose state is present
 //   chunk    the last chunk's beginning is present; a boundary needs nothing, even inside a node without this cell
-Reach Residency::reach(const Walk& path) const {
+Reach Residency::reach(const Walk& path, std::uint32_t first) const {
   Reach reach;
   if (single_cell) {  // what the loop below finds when a match may end at any present page
     std::size_t at = 0;
@@ -114,7 +114,7 @@ Reach Residency::reach(const Walk& path) const {
     const std::uint32_t end = n.start + step.pages;
     bool pending = false;
     Usable usable{};
-    for (std::uint32_t tier = 0; tier < tiers; ++tier) {
+    for (std::uint32_t tier = first; tier < tiers; ++tier) {
       bool all = true;
       for (std::uint32_t c = 0; c < components(); ++c) {
         const Cell& at = cell(step.node, column_of(c, tier));
@@ -237,16 +237,62 @@ void Residency::unpin_for_detached(Index parent) noexcept {
   if (--detached_[parent] == 0) detached_.erase(parent);
 }
 
+// ---------------------------------------------------------------- retention
+
+IdCounts Residency::retain(Index node, std::uint32_t tier, int by) noexcept {
+  IdCounts alone{};
+  for (std::uint32_t c = 0; c < components(); ++c) {
+    const std::size_t column = column_of(c, tier);
+    const auto count = [&](Index at) {
+      std::uint32_t& times = retained_[std::size_t{at} * columns + column];
+      assert(by > 0 || times > 0);
+      if (std::max(times, times + by) == 1) alone[c] += rows[c].ids(nodes_[at].pages);
+      times += static_cast<std::uint32_t>(by);
+    };
+    if (!rows[c].per_page()) {
+      count(node);
+      continue;
+    }
+    const std::uint32_t first = first_locked(node, column);
+    for (Index at = node; !nodes_[at].root() && nodes_[at].start >= first; at = nodes_[at].parent)
+      count(at);
+  }
+  return alone;
+}
+
+IdCounts Residency::would_retain(const Walk& path, std::uint32_t tier) const {
+  IdCounts more{};
+  const Step& last = path.back();
+  const std::uint32_t end = nodes_[last.node].start + last.pages;
+  for (std::uint32_t c = 0; c < components(); ++c) {
+    const std::size_t column = column_of(c, tier);
+    if (!rows[c].per_page()) {
+      more[c] = last.pages < nodes_[last.node].pages || !retained(last.node, column);
+      continue;
+    }
+    const std::uint32_t first = rows[c].first_locked(end, nodes_.page_size);
+    for (const Step& step : path) {
+      const std::uint32_t begin = std::max(first, nodes_[step.node].start);
+      const std::uint32_t until = nodes_[step.node].start + step.pages;
+      if (begin < until && !retained(step.node, column)) more[c] += until - begin;
+    }
+  }
+  return more;
+}
+
 // ---------------------------------------------------------------- nodes come, go, are split and joined
 
 void Residency::reserve(std::size_t nodes) {
   cells_.resize(nodes * columns);
   pins_.resize(nodes * tiers);
+  if (!retained_.empty()) retained_.resize(nodes * columns);
 }
 
 void Residency::free(Index node) noexcept {
-  for (std::size_t column = 0; column < columns; ++column)
+  for (std::size_t column = 0; column < columns; ++column) {
     cell(node, column) = Cell{};
+    if (!retained_.empty()) retained_[std::size_t{node} * columns + column] = 0;
+  }
 }
 
 void Residency::make_room_to_split(Index node, std::uint32_t pages) {
@@ -268,6 +314,8 @@ void Residency::split(Index upper, Index lower) noexcept {
     if (component(column).per_page()) {
       up.locks = low.locks;
       up.transfer = low.transfer;
+      if (!retained_.empty())
+        retained_[std::size_t{upper} * columns + column] = retained_[std::size_t{lower} * columns + column];
       if (!low.absent()) up.ids = low.ids.take_front(nodes_[upper].pages, std::move(rooms_[column]));
     } else if (!low.absent()) {
       --cell(nodes_[upper].parent, column).holders;
@@ -341,6 +389,19 @@ void Residency::check_node(Index node) const {
     for (const Index at : detached)
       holders += !cell(at, column).absent();
     if (holders != c.holders) broken(node, "children that hold a cell are counted");
+  }
+  if (!retained_.empty()) check_retention(node);
+}
+
+void Residency::check_retention(Index node) const {
+  const auto times = [&](Index at, std::size_t column) { return retained_[std::size_t{at} * columns + column]; };
+  for (std::size_t column = 0; column < columns; ++column) {
+    if (times(node, column) > cell(node, column).locks) broken(node, "what is retained is locked");
+    if (!component(column).leaf_only() || nodes_[node].root()) continue;
+    std::uint32_t below = 0;
+    for (Index at = nodes_[node].first_child; at != kNone; at = nodes_[at].next)
+      below += times(at, column);
+    if (times(node, column) < below) broken(node, "what a prefix needs is retained with it");
   }
 }
 

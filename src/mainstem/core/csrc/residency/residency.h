@@ -40,6 +40,8 @@ struct CellCounts {  // in ids
   }
 };
 
+using IdCounts = std::array<std::uint64_t, kMaxComponents>;  // ids by component
+
 struct Reach {                                  // in pages
   std::array<std::uint32_t, kMaxTiers> best{};  // by tier: how far a match goes over this tier and those above
   std::uint32_t first = 0;                      // the first component alone, on the device
@@ -95,7 +97,8 @@ class Residency {
   bool has(Index node, std::size_t column, std::uint32_t begin) const;
   void copy_ids(Index node, std::size_t column, std::uint32_t begin, std::int32_t* out) const;
   const CellCounts& counts(std::size_t column) const { return counts_[column]; }
-  Reach reach(const Walk& path) const;
+  // Where a match may end, over the tiers from `first` down.
+  Reach reach(const Walk& path, std::uint32_t first = kDevice) const;
 
   // ---- ids come and go
   // Puts ids into an absent cell: present, or in flight with the name of `transfer`.
@@ -123,6 +126,18 @@ class Residency {
   void pin_for_detached(Index parent) noexcept;
   void unpin_for_detached(Index parent) noexcept;
 
+  // ---- retention: locks that end with time. They are counted beside the others, so that what several of them keep
+  // counts once.
+  bool retained(Index node, std::size_t column) const {
+    return !retained_.empty() && retained_[std::size_t{node} * columns + column] > 0;
+  }
+  void expect_retention() { retained_.resize(cells_.size()); }  // retain() cannot fail after this
+  // Counts one retention more (+1) or less (-1) of the prefix that ends at a node, which is locked. Returns how many
+  // ids, by component, it alone keeps: each page counts as one, present or not.
+  IdCounts retain(Index node, std::uint32_t tier, int by) noexcept;
+  // How many it would keep alone if one more ended where this path does.
+  IdCounts would_retain(const Walk& path, std::uint32_t tier) const;
+
   // ---- nodes come, go, are split and joined
   void reserve(std::size_t nodes);
   void free(Index node) noexcept;
@@ -144,6 +159,7 @@ class Residency {
 
   std::uint32_t last_boundary(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
                               const Covers& cover) const;
+  void check_retention(Index node) const;
   void check_locks() const;
   void check_counts(std::size_t column) const;
 
@@ -151,6 +167,7 @@ class Residency {
   std::vector<Component> component_of_column_;
   Array<Cell> cells_;                                  // by node, then by column
   Array<std::uint32_t> pins_;                          // by node, then by tier
+  Array<std::uint32_t> retained_;                      // by node, then by column; empty: nothing ever was
   std::unordered_map<Index, std::uint32_t> detached_;  // nodes with detached children, and how many
   std::vector<CellCounts> counts_;
   std::vector<Run<std::int32_t>::Room> rooms_;  // by column, for ids that are about to be split or joined

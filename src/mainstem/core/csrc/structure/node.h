@@ -42,14 +42,15 @@ struct Node {
   Index previous = kNone;             // older sibling
   std::uint32_t branches = 0;         // children * kChild; for two: kFork + the offset of the 4-byte word where
   std::uint32_t fork_word = 0;        // their first pages part, and the oldest child's word there
-  std::uint32_t generation : 28 = 0;  // bumped when handles to this node go stale
+  std::uint32_t generation : 26 = 0;  // bumped when handles to this node go stale
   std::uint32_t live : 1 = false;
   std::uint32_t removed : 1 = false;   // no match finds it: see Tree::remove()
   std::uint32_t detached : 1 = false;  // the first removed node on its path
   std::uint32_t forked : 1 = false;    // matches part here from what is below, or will: see Tree::thin()
+  std::uint32_t demoted : 2 = 0;       // on how many tiers, from the device down, it goes first: see Tree::demote()
 
   static constexpr std::uint32_t kFork = 1, kChild = 2;  // in `branches`
-  static constexpr std::uint32_t kMaxGenerations = (1u << 28) - 1;
+  static constexpr std::uint32_t kMaxGenerations = (1u << 26) - 1;
 
   std::uint32_t children() const { return forks() ? 2 : branches / kChild; }
   bool forks() const { return branches & kFork; }

@@ -284,6 +284,7 @@ void Structure::split(Index node, Index upper, std::uint32_t pages, Key::Room ro
   u.hits = n.hits;
   u.priority = n.priority;
   u.removed = n.removed;
+  u.demoted = n.demoted;
   if (n.detached) {
     n.detached = false;
     u.detached = true;

@@ -43,6 +43,13 @@ struct InsertResult {
   std::uint32_t states = 0;    // a bit for each component whose state was adopted
 };
 
+// What a retention keeps. `node`: its end; 0: nothing.
+struct Retained {
+  Handle node = 0;
+  std::uint32_t pages = 0;
+  IdCounts alone{};  // ids by component that no other retention keeps on this tier
+};
+
 // What to insert after a node: whole pages of symbols, and each component's ids for them. A component with one id per
 // page has an id for each page; leading -1 ids of a window component stand for pages before the window.
 struct Tail {
@@ -127,6 +134,20 @@ class Tree : private TreeShape {
   void lock(Handle node, std::uint32_t tier);
   void unlock(Handle node, std::uint32_t tier);
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` is `from` or below it
+
+  // Retains, on a tier, the longest prefix of a key that it has without the others and that `room` is enough for: how
+  // many ids of each component may be kept that no retention keeps so far. A retained prefix is locked until
+  // end_retention(), and counted apart from other locks.
+  Retained retain(std::string_view ns, Bytes key, std::uint32_t tier, const IdCounts& room);
+  // The same for exactly the prefix that ends at a node, or nothing.
+  Retained retain(Handle node, std::uint32_t tier, const IdCounts& room);
+  IdCounts end_retention(Handle node, std::uint32_t tier);  // the ids that no other one keeps
+  // What begins with a key, and of the key what no other sequence has, is evicted first on the first `tiers` tiers,
+  // until it is used again. Returns its nodes; none where the tree has less of the key and others go on from there.
+  std::vector<Handle> demote(std::string_view ns, Bytes key, std::uint32_t tiers);
+  // The nodes along a key, from the top, as far as the tree has whole ones.
+  std::vector<Handle> path(std::string_view ns, Bytes key) const;
+
   void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
   void commit(Handle node, std::uint32_t tier);
   // Also removes what was inserted after them; its ids are freed when it is evicted or its own transfer ends.
@@ -255,6 +276,8 @@ class Tree : private TreeShape {
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
+  std::uint32_t cut_to(Walk* path, std::uint32_t pages) const;
+  Retained retain_walk(std::uint32_t tier, const IdCounts& room, bool all);
   std::vector<Index> children_like(Index parent, Bytes tail) const;
   NodeStats stats(Index node) const;
   NodeView view(Index node) const;

@@ -1,0 +1,334 @@
+"""Retention: prefixes that no eviction takes before their time is up, because somebody asked for that.
+
+    retain, pin --> device --copied down--> host      until the time, or the pin, ends: then evicted as any other
+                       locked on one tier at a time
+
+A retained prefix is locked on the host if that has all of it, else on the device; there it moves down once it has been
+copied. It is never dropped before its time, and never deleted when that comes. How much an owner may retain is bounded,
+and a part of each pool is left to running requests. The time is the caller's, and is passed in.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mainstem.errors import BadArgument, CorruptTree
+from mainstem.keys import TokenLike
+from mainstem.namespaces import NamespaceLike, encode_namespace, owner_of
+from mainstem.tiers.controller import Tiers
+from mainstem.tree import DEVICE, HOST, PRESENT, Tree
+
+LEAST_S = 0.001
+"""The shortest time, in seconds, that a client may retain a prefix for: less would be lost in the digits of a clock."""
+
+_SPARE_TIMES = 64  # of ended retentions that the heap may hold beside as many as there are
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a call has retained.
+
+    Args:
+        positions: from the root, in whole pages; 0: nothing fits.
+        cached: positions of the prefix that device or host have; 0: there is nothing to retain.
+    """
+
+    positions: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionStats:
+    """What is retained now.
+
+    Args:
+        prefixes: retained for a time or pinned. pinned: those without an end.
+        owners: who retain anything.
+        device, host: ids kept of each component.
+        limits: the most that an owner may keep of each component on the device.
+    """
+
+    prefixes: int
+    pinned: int
+    owners: int
+    device: dict[str, int]
+    host: dict[str, int]
+    limits: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One retained prefix: its end, who asked, where it is locked, and until when."""
+
+    node: int
+    owner: bytes
+    tier: int
+    pages: int
+    until: float = -math.inf
+    pinned: bool = False
+
+
+class Retention:
+    """The retained prefixes of one cache.
+
+    Args:
+        tree: the tree.
+        totals: the sizes of the pools, by tier and component.
+        share: the part of each pool that one owner may keep.
+        reserve: ids of each component, by name, that nobody may keep on the device; of others, and on the host, half.
+        tiers: copies what is retained down; None: there is no host.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        totals: Sequence[Sequence[int]],
+        share: float,
+        reserve: Mapping[str, int],
+        tiers: Tiers | None = None,
+    ) -> None:
+        self._tree, self._core, self._tiers = tree, tree.core, tiers
+        self._limits = [[int(total * share) for total in sizes] for sizes in totals]
+        halves = [[total - total // 2 for total in sizes] for sizes in totals]
+        halves[DEVICE] = [max(0, reserve.get(name, n)) for name, n in zip(tree.names, halves[DEVICE], strict=True)]
+        self._most = [
+            [max(0, total - kept) for total, kept in zip(sizes, half, strict=True)]
+            for sizes, half in zip(totals, halves, strict=True)
+        ]
+        self._entries: dict[int, _Entry] = {}  # by node
+        self._above: dict[_Entry, None] = {}  # those that are to move down
+        self._held: dict[bytes, list[list[int]]] = {}  # by owner: ids by tier and component
+        self._sum = [[0] * len(sizes) for sizes in totals]
+        self._times: list[tuple[float, int, _Entry]] = []
+        self._numbers = itertools.count()
+        self._copied = 0  # what the tiers had copied at the last poll
+        self._now = -math.inf
+        self._pinned = 0
+        self._nothing = self._stats()
+
+    # ---------------------------------------------------------------- what is asked for
+
+    def retain(self, tokens: TokenLike, until: float, namespace: NamespaceLike = None) -> Kept:
+        """Retains a prefix for a time: as much as is cached and fits within the bounds, from the root.
+
+        What is retained already stays so at least as long as it was to be; it is not counted twice.
+
+        Args:
+            tokens: the prefix.
+            until: when it ends, by the clock whose time `poll` takes.
+            namespace: its namespace.
+
+        Raises:
+            BadArgument: `until` is no number, or has passed.
+            BadTokens: a token is out of range.
+        """
+        if not self._now < until < math.inf:
+            raise BadArgument("until", until, f"a number above {self._now}, the time now")
+        return self._retain(tokens, namespace, until, pinned=False)
+
+    def pin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Kept:
+        """Retains a prefix until `unpin`, `release`, a removal or a flush; see `retain`.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        return self._retain(tokens, namespace, -math.inf, pinned=True)
+
+    def unpin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
+        """Ends the longest pin on a prefix; a time that was given to it goes on.
+
+        Returns:
+            The positions that were pinned; 0: there is no pin.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
+        for node in reversed(self._core.path(name, key)):
+            entry = self._entries.get(node)
+            if entry is not None and entry.pinned:
+                entry.pinned = False
+                self._pinned -= 1
+                if entry.until <= self._now:
+                    self._end(entry)
+                return entry.pages * self._tree.page_size
+        return 0
+
+    def release(self, nodes: Sequence[int]) -> int:
+        """Ends every retention that ends at one of these nodes, pinned or not; returns how many did."""
+        entries = [self._entries[node] for node in nodes if node in self._entries]
+        for entry in entries:
+            self._end(entry)
+        return len(entries)
+
+    # ---------------------------------------------------------------- time, and what happens to the tree
+
+    def poll(self, now: float) -> None:
+        """Ends what has expired, and moves down what has been copied. Call it from time to time; `now` never falls."""
+        self._now = max(self._now, now)
+        while self._times and self._times[0][0] <= self._now:
+            entry = heapq.heappop(self._times)[2]
+            if self._entries.get(entry.node) is entry and not entry.pinned:
+                self._end(entry)
+        if self._above and self._tiers is not None:
+            copied = self._tiers.pending.counts["backed_up"]
+            for entry in list(self._above) if copied != self._copied else ():
+                self._move_down(entry)
+            self._copied = copied
+
+    def forget_removed(self) -> None:
+        """Ends what was removed from the tree: of a prefix that lost its end, the beginning stays retained."""
+        for entry in [entry for entry in self._entries.values() if self._core.removed(entry.node)]:
+            above = entry.node
+            while above and self._core.removed(above):
+                above = self._core.parent(above)
+            self._end(entry)
+            kept = self._lock_node(above, entry.owner, entry.tier) if above else None
+            if kept is not None:
+                self._enter(kept, entry.until, pinned=entry.pinned)
+
+    def clear(self) -> None:
+        """Ends all."""
+        self.release(list(self._entries))
+
+    # ---------------------------------------------------------------- statistics and checks
+
+    def kept(self, owner: bytes) -> int:
+        """Returns the positions of the first component that an owner retains, see `namespaces.owner_of`."""
+        return sum(tier[0] for tier in self._held.get(owner, ())) * self._tree.page_size
+
+    def stats(self) -> RetentionStats:
+        """Returns counts, which are kept up to date."""
+        return self._stats() if self._entries else self._nothing
+
+    def _stats(self) -> RetentionStats:
+        names, tiers = self._tree.names, [*self._sum, [0] * len(self._tree.names)]
+        return RetentionStats(
+            prefixes=len(self._entries),
+            pinned=self._pinned,
+            owners=len(self._held),
+            device=dict(zip(names, tiers[DEVICE], strict=True)),
+            host=dict(zip(names, tiers[HOST], strict=True)),
+            limits=dict(zip(names, self._limits[DEVICE], strict=True)),
+        )
+
+    def check(self) -> None:
+        """Verifies that nothing exceeds its bound, that counts add up, and that what is retained is there; slow.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        for tier, sums in enumerate(self._sum):
+            held = [tiers[tier] for tiers in self._held.values()]
+            here = [entry.node for entry in self._entries.values() if entry.tier == tier]
+            rules = {
+                "what owners retain adds up": [sum(rows) for rows in zip([0] * len(sums), *held, strict=True)] == sums,
+                "a part is left to requests": _within(sums, self._most[tier]),
+                "no owner exceeds its bound": all(_within(ids, self._limits[tier]) for ids in held),
+                "what is retained is there": all(self._core.presence(node, 0, tier) == PRESENT for node in here),
+                "what is retained is findable": not any(map(self._core.removed, here)),
+            }
+            for rule, holds in rules.items():
+                if not holds:
+                    raise CorruptTree(f"retention, tier {tier}: {rule}")
+        if any(entry.until <= self._now and not entry.pinned for entry in self._entries.values()):
+            raise CorruptTree("retention: what has expired has ended")
+
+    # ---------------------------------------------------------------- one entry
+
+    def _retain(self, tokens: TokenLike, namespace: NamespaceLike, until: float, *, pinned: bool) -> Kept:
+        name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
+        device, _, host = self._core.peek(name, key, 0, False)
+        entry = self._lock(name, key, owner_of(name)) if device + host else None
+        if entry is None:
+            return Kept(0, device + host)
+        self._enter(entry, until, pinned=pinned)
+        return Kept(entry.pages * self._tree.page_size, device + host)
+
+    def _lock(self, name: bytes, key: bytes, owner: bytes) -> _Entry | None:
+        """Locks a prefix on the tier that keeps more of it, the lower one if they are equal."""
+        best: _Entry | None = None
+        for tier in reversed(range(len(self._sum))):
+            found = self._take(self._core.retain(name, key, tier, self._room(owner, tier)), owner, tier)
+            if found is None:
+                continue
+            if best is None or found.pages > best.pages:
+                best, found = found, best
+            if found is not None:
+                self._drop(found)
+        return best
+
+    def _lock_node(self, node: int, owner: bytes, tier: int) -> _Entry | None:
+        return self._take(self._core.retain_node(node, tier, self._room(owner, tier)), owner, tier)
+
+    def _room(self, owner: bytes, tier: int) -> list[int]:
+        """Returns how many ids of each component an owner may keep beside those that it keeps."""
+        held = self._held.get(owner)
+        limits, most = self._limits[tier], zip(self._most[tier], self._sum[tier], strict=True)
+        own = limits if held is None else map(int.__sub__, limits, held[tier])
+        return [min(mine, total - taken) for mine, (total, taken) in zip(own, most, strict=True)]
+
+    def _take(self, kept: tuple[int, int, list[int]], owner: bytes, tier: int) -> _Entry | None:
+        """Counts what the core has retained, if it has."""
+        node, pages, alone = kept
+        if not node:
+            return None
+        self._count(owner, tier, alone, +1)
+        return _Entry(node, owner, tier, pages)
+
+    def _drop(self, entry: _Entry) -> None:
+        """Ends what the core retains for an entry."""
+        self._count(entry.owner, entry.tier, self._core.end_retention(entry.node, entry.tier), -1)
+
+    def _count(self, owner: bytes, tier: int, ids: Sequence[int], by: int) -> None:
+        held = self._held.setdefault(owner, [[0] * len(sizes) for sizes in self._sum])
+        for row, n in enumerate(ids):
+            held[tier][row] += by * n
+            self._sum[tier][row] += by * n
+        if not any(map(any, held)):
+            del self._held[owner]
+
+    def _enter(self, entry: _Entry, until: float, *, pinned: bool) -> None:
+        """Notes an entry that is locked; one that ends at the same node becomes a part of it."""
+        old = self._entries.get(entry.node)
+        if old is not None:
+            until, pinned = max(until, old.until), pinned or old.pinned
+            self._end(old)
+        entry.until, entry.pinned = until, pinned
+        self._entries[entry.node] = entry
+        self._pinned += pinned
+        self._queue(entry)
+        if entry.tier == DEVICE and self._tiers is not None:
+            self._above[entry] = None
+            self._tiers.back_up(entry.node)
+
+    def _end(self, entry: _Entry) -> None:
+        del self._entries[entry.node]
+        self._above.pop(entry, None)
+        self._pinned -= entry.pinned
+        self._drop(entry)
+
+    def _queue(self, entry: _Entry) -> None:
+        if entry.until == -math.inf:
+            return
+        heapq.heappush(self._times, (entry.until, next(self._numbers), entry))
+        if len(self._times) > 2 * len(self._entries) + _SPARE_TIMES:
+            self._times = [time for time in self._times if self._entries.get(time[2].node) is time[2]]
+            heapq.heapify(self._times)
+
+    def _move_down(self, entry: _Entry) -> None:
+        """Locks an entry on the host instead, if that has all of it and the bounds allow it."""
+        below = self._lock_node(entry.node, entry.owner, HOST)
+        if below is None:
+            return
+        self._drop(entry)
+        entry.tier = HOST
+        del self._above[entry]
+
+
+def _within(ids: Sequence[int], most: Sequence[int]) -> bool:
+    return all(n <= limit for n, limit in zip(ids, most, strict=True))

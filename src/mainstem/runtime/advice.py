@@ -1,0 +1,154 @@
+"""Advice: what clients know of the future of prefixes, applied to a cache between the steps of an engine.
+
+Knows the cache and its tiers, not the scheduler. A prefetch to the device reads storage into the host, then loads what
+the host has by a lease of its own; `poll` moves it on. Advice is bounded, and what it asks for gives way to requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.errors import BadArgument, OutOfPages
+from mainstem.namespaces import NamespaceLike
+from mainstem.retention import LEAST_S, Kept
+from mainstem.tiers.load import Load
+from mainstem.tiers.prefetch import Prefetch
+
+Action = Literal["retain", "pin", "unpin", "demote", "end", "prefetch"]
+
+_MOST_PREFETCHES = 16  # under way
+
+
+@dataclass(slots=True, eq=False)
+class _Raise:
+    """A prefix on its way to the device: read from storage, then loaded."""
+
+    tokens: NDArray[np.int32]
+    namespace: NamespaceLike
+    prefetch: Prefetch | None
+    lease: Lease | None = None
+    load: Load | None = None
+
+    def close(self) -> None:
+        if self.prefetch is not None:
+            self.prefetch.revoke()
+            self.prefetch = None
+        if self.lease is not None:
+            self.lease.abort()
+
+
+class Advice:
+    """Applies advice to a cache. One thread, that of the engine.
+
+    Args:
+        cache: the cache.
+        max_retain_s: the longest time that a prefix may be retained for.
+    """
+
+    def __init__(self, cache: PrefixCache, max_retain_s: float) -> None:
+        self._cache, self._max_retain_s = cache, max_retain_s
+        self._raising: list[_Raise] = []
+
+    def apply(
+        self, action: Action, tokens: NDArray[np.int32], namespace: NamespaceLike, now_s: float, ttl_s: float | None
+    ) -> Kept:
+        """Applies one piece of advice on a prefix.
+
+        retain: for `ttl_s` seconds. pin, unpin: without an end. demote: the device evicts it first. end: of a session:
+        its retentions and pins end, and every tier evicts first what no other session has of it. prefetch: to the
+        device.
+
+        Args:
+            action: what to do.
+            tokens: int32 [n], the prefix.
+            namespace: its namespace.
+            now_s: the time, by the clock of the engine's steps.
+            ttl_s: for "retain" only.
+
+        Returns:
+            The positions that it concerns (for a prefetch: that are on the device, or on their way), and those that
+            are cached; for a prefetch, 0 and more than 0 means that too much else is under way.
+
+        Raises:
+            BadArgument: `ttl_s` is out of range, missing, or not for this action.
+            BadTokens: a token is out of range.
+        """
+        self.check_ttl(action, ttl_s)
+        cache = self._cache
+        if action == "retain" and ttl_s is not None:
+            return cache.retention.retain(tokens, now_s + ttl_s, namespace)
+        if action == "pin":
+            return cache.retention.pin(tokens, namespace)
+        if action == "prefetch":
+            return self._prefetch(tokens, namespace)
+        if action == "unpin":
+            done = cache.retention.unpin(tokens, namespace)
+        else:
+            done = cache.demote(tokens, namespace, over=action == "end")
+        return Kept(done, done)
+
+    def check_ttl(self, action: Action, ttl_s: float | None) -> None:
+        """Checks the time of a retention.
+
+        Raises:
+            BadArgument: it is out of range, missing, or not for this action.
+        """
+        if action != "retain":
+            if ttl_s is not None:
+                raise BadArgument("ttl_s", ttl_s, f"left out for {action}")
+        elif ttl_s is None or not LEAST_S <= ttl_s <= self._max_retain_s:
+            raise BadArgument("ttl_s", ttl_s, f"seconds from {LEAST_S} to {self._max_retain_s:g} (max_retain_s)")
+
+    @property
+    def busy(self) -> bool:
+        """Whether prefetches are under way."""
+        return bool(self._raising)
+
+    def poll(self) -> None:
+        """Moves prefetches on. Call it once a step, after the tiers were polled."""
+        for each in list(self._raising):
+            if not self._goes_on(each):
+                each.close()
+                self._raising.remove(each)
+
+    def close(self) -> None:
+        """Ends all prefetches."""
+        for each in self._raising:
+            each.close()
+        self._raising.clear()
+
+    def _prefetch(self, tokens: NDArray[np.int32], namespace: NamespaceLike) -> Kept:
+        there = self._cache.peek(np.append(tokens, np.int32(0)), namespace)
+        tiers = self._cache.tiers
+        if tiers is None:
+            return Kept(there, there)
+        if len(self._raising) >= _MOST_PREFETCHES:
+            return Kept(0, there)
+        each = _Raise(tokens, namespace, tiers.prefetch(tokens, namespace))
+        if self._goes_on(each):
+            self._raising.append(each)
+        else:
+            each.close()
+        return Kept(max(there, len(tokens) if each.prefetch is not None else 0), there)
+
+    def _goes_on(self, each: _Raise) -> bool:
+        """Takes the next step of a prefetch, if the last has ended; returns whether anything is under way."""
+        if each.prefetch is not None:
+            if not each.prefetch.ended:
+                return True
+            each.prefetch.revoke()
+            each.prefetch = None
+        if each.load is None:
+            assert self._cache.tiers is not None
+            # A lease leaves its last token to compute: one more is asked for.
+            try:
+                each.lease = self._cache.lease(np.append(each.tokens, np.int32(0)), each.namespace)
+            except OutOfPages:
+                return False
+            each.load = self._cache.tiers.load(each.lease)
+        return each.load is not None and each.load.arrived is None

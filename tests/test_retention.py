@@ -1,0 +1,334 @@
+"""Retention over every set of components, a host tier and every policy: what is retained is found until its time.
+
+`test_stateful` compares retention on one tier with a model of it, call by call; this file has what only tiers, windows
+and states show, and what a caller sees.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rigs.cache import prefill
+from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
+from rigs.policy_models import InPython
+
+from mainstem.cache import PrefixCache
+from mainstem.errors import BadArgument, BadTokens
+from mainstem.namespaces import Namespace
+
+ALL_POLICIES: list[Any] = [
+    *["lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "length-aware", "lru-2", "2q", "arc", "s3-fifo"],
+    *["sieve", "w-tinylfu", "gdsf", "flop-aware", "gittins", InPython("lfu")],
+]
+
+
+def cached(cache: PrefixCache, tokens: Sequence[int], namespace: Any = None) -> int:
+    """Returns how many positions of a prefix a match finds on any tier."""
+    return cache.peek([*tokens, 10**6], namespace)
+
+
+def flood(cache: PrefixCache, first: int, prompts: int = 40, pages: int = 3) -> None:
+    """Serves prompts that share nothing, many times the cache."""
+    for at in range(prompts):
+        begin = first + at * pages * cache.page_size
+        prefill(cache, list(range(begin, begin + pages * cache.page_size + 1))).finish()
+
+
+# ---------------------------------------------------------------- one tier
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES, ids=str)
+def test_no_policy_evicts_what_is_retained_until_it_expires(policy: Any) -> None:
+    cache = PrefixCache(16, 2, policy=policy)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    assert cache.retention.retain(P, 10.0) == cache.retention.retain(P, 5.0)
+    for now in (1.0, 9.9):
+        flood(cache, 1000 + int(now * 1000))
+        cache.retention.poll(now)
+        assert cached(cache, P) == 8
+    assert cache.stats().pool.locked == 4
+    cache.retention.poll(10.0)
+    assert cache.stats().pool.locked == 0 and cached(cache, P) == 8  # expiry deletes nothing
+    cache.check()
+    assert cache.flush() == 16 - cache.pool.free or cache.pool.free == 16
+
+
+def test_a_pin_lasts_until_it_is_taken_back() -> None:
+    cache = PrefixCache(16, 2)
+    prefill(cache, P).finish()
+    assert cache.retention.pin(P).positions == 8
+    cache.retention.poll(1e12)
+    flood(cache, 1000)
+    assert cached(cache, P) == 8
+    assert (cache.retention.unpin(P), cache.retention.unpin(P)) == (8, 0)
+    flood(cache, 5000)
+    assert cached(cache, P) == 0
+
+
+def test_a_time_goes_on_when_the_pin_ends() -> None:
+    cache = PrefixCache(16, 2)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    cache.retention.pin(P)
+    cache.retention.retain(P, 5.0)
+    assert cache.retention.stats().prefixes == cache.retention.stats().pinned == 1
+    assert cache.retention.unpin(P) == 8
+    assert (cache.retention.stats().prefixes, cache.retention.stats().pinned) == (1, 0)
+    cache.retention.poll(5.0)
+    assert cache.retention.stats().prefixes == 0
+
+
+def test_beyond_the_bound_as_much_is_retained_as_fits_from_the_root() -> None:
+    cache = PrefixCache(20, 2, retain_share=0.25)
+    prompt = list(range(16))
+    prefill(cache, prompt).finish()
+    kept = cache.retention.pin(prompt)
+    assert (kept.positions, kept.cached) == (10, 16)
+    assert cache.retention.pin(prompt) == kept  # renewing costs nothing
+    other = [*prompt[:4], *range(100, 104)]
+    prefill(cache, other).finish()
+    assert cache.retention.pin(other).positions == 4  # shared, so it is free
+    flood(cache, 1000)
+    assert cached(cache, prompt) == 10
+
+
+def test_owners_do_not_take_from_each_other_but_the_reserve_is_common() -> None:
+    cache = PrefixCache(40, 2, retain_share=0.125, reserve={"full": 32})
+    prompt = list(range(16))
+    spaces = [Namespace(salt="a"), Namespace(salt="b"), Namespace("adapter", "a")]
+    for space in spaces:
+        prefill(cache, prompt, space).finish()
+    kept = [cache.retention.pin(prompt, space).positions for space in spaces]
+    assert kept == [10, 6, 0]  # 5 pages of an owner, 8 of all
+    cache.retention.unpin(prompt, spaces[0])
+    assert cache.retention.pin(prompt, spaces[1]).positions == 10
+
+
+def test_the_reserve_lets_the_longest_request_run() -> None:
+    cache = PrefixCache(20, 2, retain_share=1.0, reserve={"full": 15})
+    prefill(cache, list(range(20))).finish()
+    assert cache.retention.pin(list(range(20))).positions == 10
+    lease = cache.lease(list(range(100, 131)))
+    lease.reserve(30)
+    lease.abort()
+
+
+@pytest.mark.parametrize("until", [math.inf, math.nan, -1.0, 3.0])
+def test_a_time_that_has_passed_or_is_none_is_refused(until: float) -> None:
+    cache = PrefixCache(8, 2)
+    prefill(cache, P[:4]).finish()
+    cache.retention.poll(3.0)
+    with pytest.raises(BadArgument, match="until = "):
+        cache.retention.retain(P[:4], until)
+    with pytest.raises(BadTokens):
+        cache.retention.pin([-1])
+    assert cache.retention.stats().prefixes == 0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_a_share_is_a_part(share: float) -> None:
+    with pytest.raises(BadArgument, match="retain_share"):
+        PrefixCache(8, 2, retain_share=share)
+
+
+def test_what_is_not_cached_cannot_be_retained() -> None:
+    cache = PrefixCache(8, 2)
+    assert (cache.retention.pin(P).positions, cache.retention.pin(P).cached) == (0, 0)
+    assert cache.retention.pin([]).cached == 0
+    assert cache.tree.stats().nodes == 0
+
+
+def test_a_removal_ends_a_retention_and_what_is_left_stays_retained() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    assert cache.retention.pin(P).positions == 8
+    assert cache.remove(P[:5]) == 2
+    assert cache.retention.stats().device["full"] == 2
+    flood(cache, 1000)
+    assert cached(cache, P) == 4
+    assert cache.remove([]) and cache.retention.stats().prefixes == 0
+    cache.check()
+
+
+def test_a_flush_ends_all_retentions() -> None:
+    cache = PrefixCache(16, 2)
+    prefill(cache, P).finish()
+    cache.retention.pin(P)
+    assert cache.flush() == 4 and cache.pool.free == 16
+    assert cache.retention.stats() == PrefixCache(16, 2).retention.stats()
+
+
+def test_many_renewals_do_not_grow_the_heap() -> None:
+    cache = PrefixCache(16, 2)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    for at in range(10_000):
+        cache.retention.retain(P, 1e6 + at)
+    assert len(cache.retention._times) < 200  # memory stays flat
+
+
+# ---------------------------------------------------------------- demotion
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES, ids=str)
+def test_every_policy_evicts_what_is_demoted_first(policy: Any) -> None:
+    cache = PrefixCache(16, 2, policy=policy)
+    for first in (0, 100, 200):
+        prefill(cache, list(range(first, first + 8))).finish()
+    prefill(cache, list(range(100, 108))).finish()  # used twice, and last
+    assert cache.demote(list(range(100, 108))) == 8
+    prefill(cache, list(range(300, 308))).finish()
+    assert [cached(cache, range(first, first + 8)) for first in (0, 100, 200)] == [8, 8, 8]
+    prefill(cache, list(range(400, 408))).finish()
+    assert [cached(cache, range(first, first + 8)) for first in (0, 100, 200)] == [8, 0, 8]
+    cache.check()
+
+
+def test_what_others_share_is_not_demoted_and_a_use_ends_it() -> None:
+    cache = PrefixCache(16, 2)
+    prefill(cache, [*P[:4], 20, 21]).finish()
+    prefill(cache, [*P[:4], 30, 31]).finish()
+    assert cache.demote([*P[:4], 30, 31]) == 2
+    prefill(cache, [*P[:4], 30, 31, 40, 41]).finish()  # used again
+    assert cache.demote([*P[:4], 20, 21]) == 2
+    flood(cache, 1000, prompts=4)
+    assert (cached(cache, [*P[:4], 20, 21]), cached(cache, [*P[:4], 30, 31])) == (4, 6)
+    assert cache.demote([7, 7]) == 0
+
+
+def test_a_session_of_which_less_is_cached_ends_too_unless_another_goes_on_from_there() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    cache.retention.pin(P)
+    assert cache.demote([*P[:4], 90, 91], over=True) == 0  # what follows is another's
+    assert cache.demote([*P, 90, 91], over=True) == 8
+    assert cache.retention.stats().prefixes == 0
+
+
+def test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares() -> None:
+    cache = PrefixCache(32, 2, retain_share=0.5)
+    system, session = P[:4], [*P[:4], 20, 21, 22, 23]
+    prefill(cache, session).finish()
+    prefill(cache, [*system, 30, 31]).finish()
+    cache.retention.pin(system)
+    cache.retention.pin(session[:6])
+    cache.retention.pin(session)
+    assert cache.demote(session) == 4 and cache.retention.stats().prefixes == 3
+    assert cache.demote(session, over=True) == 4
+    assert cache.retention.stats().prefixes == 1 and cache.retention.kept(b"") == 4
+    cache.check()
+
+
+# ---------------------------------------------------------------- a host tier
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_retained_moves_down_and_is_found_there(kind: str, write: str) -> None:
+    rig = Rig(kind, device=24, host=24, write=write)
+    rig.serve(P)
+    rig.tiers.pending.settle()
+    kept = rig.cache.retention.pin(P)
+    assert kept.positions == kept.cached == 8
+    assert rig.cache.retention.stats().device[rig.names[0]] == len(P) // SIZE or kind.startswith("window")
+    rig.settle()
+    rig.cache.retention.poll(1.0)
+    assert not any(rig.cache.retention.stats().device.values())
+    assert all(n > 0 for n in rig.cache.retention.stats().host.values())
+    rig.evict(DEVICE)
+    rig.evict(HOST)
+    lease, load, ticket = rig.begin(P)
+    ticket.wait()
+    assert load.wait() and lease.hit == 8
+    lease.abort()
+    rig.cache.retention.unpin(P)
+    rig.evict(DEVICE)
+    rig.evict(HOST)
+    assert cached(rig.cache, P) == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_host_has_is_retained_there(kind: str) -> None:
+    rig = Rig(kind)
+    rig.put_on_host(P)
+    assert rig.cache.retention.pin(P).positions == 8
+    assert not any(rig.cache.retention.stats().device.values())
+    rig.evict(HOST)
+    assert cached(rig.cache, P) == 8
+    rig.cache.flush()
+    rig.close()
+
+
+def test_the_tier_that_keeps_more_is_chosen() -> None:
+    rig = Rig("full")
+    rig.serve(P[:4])
+    rig.settle()
+    rig.serve(P)  # the rest has not been copied yet
+    assert rig.cache.retention.pin(P).positions == 8
+    stats = rig.cache.retention.stats()
+    assert (stats.device, stats.host) == ({"full": 4}, {"full": 0})
+    rig.cache.retention.clear()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_are_bounded_too(kind: str) -> None:
+    rig = Rig(kind, slots=8, host=1)  # two states an owner
+    kept = []
+    for first in (100, 200, 300):
+        prompt = list(range(first, first + 4))
+        rig.serve(prompt)
+        kept.append(rig.cache.retention.pin(prompt).positions)
+    assert kept == [4, 4, 0]
+    assert rig.cache.retention.stats().device["state"] == 2
+    rig.cache.retention.clear()
+    rig.close()
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back", "write_through_selective"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_retained_is_lost_whatever_happens(kind: str, write: str) -> None:
+    """Random requests, evictions, copies that end late, retentions, pins, hints and removals."""
+    rng = random.Random(f"{kind} {write}")
+    rig = Rig(kind, device=20, host=28, slots=10, write=write)
+    retention, now = rig.cache.retention, 0.0
+    promised: dict[tuple[int, ...], float] = {}
+    for _ in range(250):
+        tokens = [rng.randrange(2) for _ in range(SIZE * rng.randrange(1, 5))]
+        roll = rng.random()
+        if roll < 0.4:
+            rig.serve(tokens)
+        elif roll < 0.6:
+            ttl = rng.choice([1.0, 3.0, math.inf])
+            kept = retention.pin(tokens) if ttl == math.inf else retention.retain(tokens, now + ttl)
+            if kept.positions:
+                prefix = tuple(tokens[: kept.positions])
+                promised[prefix] = max(promised.get(prefix, now), now + ttl)
+        elif roll < 0.7:
+            now += rng.choice([0.5, 1.0])
+            retention.poll(now)
+            promised = {prefix: until for prefix, until in promised.items() if until > now}
+        elif roll < 0.75:
+            rig.settle()
+            retention.poll(now)
+        elif roll < 0.85:
+            rig.evict(rng.choice([DEVICE, HOST]), *rng.sample(rig.names, 1))
+        elif roll < 0.9:
+            rig.cache.demote(tokens)
+        elif roll < 0.95:
+            pinned = retention.unpin(tokens)
+            promised.pop(tuple(tokens[:pinned]), None)
+        elif roll < 0.97:
+            rig.cache.remove(tokens)
+            promised = {prefix: until for prefix, until in promised.items() if list(prefix[: len(tokens)]) != tokens}
+        rig.cache.check()
+        for prefix in promised:
+            assert cached(rig.cache, prefix) >= len(prefix), prefix
+    retention.clear()
+    rig.close()
