@@ -20,7 +20,7 @@ PREFIXES = [" ".join(f"w{2 + (n * 31 + at * at) % 198}" for at in range(40)) for
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Few pages and a short queue, so that requests are set back and refused, too."""
+    """Few pages and a short queue, so that requests are preempted and refused, too."""
     folder = tmp_path_factory.mktemp("load")
     start = server_of(tiny_folder("llama", folder / "tiny"), folder, {"kv-bytes": "1MiB", "max-waiting": "600"})
     with start({}) as running:
