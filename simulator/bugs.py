@@ -622,7 +622,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "nothing is left to running requests", "-", _RETENTION,
-        "return [min(mine, total - taken) for mine, (total", "return [mine for mine, (total", "advice",
+        "return [min(mine, total - taken) for mine, (total", "return [mine for mine, (total",
+        "tests/test_retention.py::test_owners_do_not_take_from_each_other_but_the_reserve_is_common",
     ),
     _mutant(
         "what does not fit on the host is let go on the device", "-", _RETENTION,
@@ -942,8 +943,8 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what others share is demoted with a prefix", "-", _CORE + "tree/advice.cpp",
-        "!nodes_[at].root() && nodes_[at].children() == 1; at", "!nodes_[at].root(); at",
-        "tests/test_retention.py::test_what_others_share_is_not_demoted_and_a_use_ends_it",
+        "    if (nodes_[at].children() != 1) break;\n", "",
+        "tests/test_retention.py::test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares",
     ),
 )
 # fmt: on

@@ -201,6 +201,19 @@ def test_what_others_share_is_not_demoted_and_a_use_ends_it() -> None:
     assert cache.demote([7, 7]) == 0
 
 
+def test_what_parts_inside_a_page_is_another_session() -> None:
+    cache = PrefixCache(32, 4)
+    one, other = [*range(8), 8, 8, 8, 8], [*range(8), 8, 8, 9, 9]
+    for prompt in (one, other):
+        prefill(cache, prompt).finish()
+        cache.retention.pin(prompt)
+    assert cache.demote(one[:11], over=True) == 4 and cache.retention.stats().prefixes == 1
+    assert cache.demote([*range(8), 7], over=True) == cache.demote([7], over=True) == 0
+    assert cache.demote(other[:10], over=True) == 16  # both begin with this, and nothing else does
+    assert cache.retention.stats().prefixes == 0
+    assert cache.demote([0, 1]) == 16
+
+
 def test_a_session_of_which_less_is_cached_ends_too_unless_another_goes_on_from_there() -> None:
     cache = PrefixCache(32, 2)
     prefill(cache, P).finish()

@@ -301,7 +301,7 @@ class PrefixCache:
         them is cached, it is that, unless another sequence goes on from there.
 
         Args:
-            tokens: the prefix; what has fewer tokens than a page has none.
+            tokens: the prefix.
             namespace: its namespace.
             over: it is not expected to be used again: its retentions and pins end, and the host evicts it first, too.
 

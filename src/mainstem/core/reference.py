@@ -189,13 +189,19 @@ class ReferenceTree:
         return (2, *self.rank(page))
 
     def demote(self, symbols: Symbols, namespace: Hashable = None) -> list[Page]:
-        """Demotes what begins with whole pages of symbols, and what only they begin with; returns its pages."""
-        path = self._along(symbols, namespace)
-        parts = len(path) < len(symbols) // self.page_size
-        if not path or (parts and any(page.above is path[-1] and not page.top for page in self.pages)):
+        """Demotes what begins with these symbols, and what only that begins with; returns its pages."""
+        path, whole = self._along(symbols, namespace), len(symbols) // self.page_size
+        tail = tuple(symbols[whole * self.page_size :])
+        last = path[-1] if path else None
+        below = [page for page in self.pages if page.above is last and page.key[0] == namespace and not page.top]
+        like = [page for page in below if page.key[1][-1][: len(tail)] == tail] if len(path) == whole and tail else []
+        if not like and (last is None or (below and (tail or len(path) < whole))):
             return []
-        demoted = [page for page in self.pages if path[-1] in page.path() and not page.top]
-        for page in reversed(path[:-1]):
+        tops = like or path[-1:]
+        demoted = [page for page in self.pages if {*tops}.intersection(page.path()) and not page.top]
+        if like and len(like) == len(below) and last:
+            demoted.append(last)
+        for page in reversed(path[:-1] if not like or len(like) == len(below) else []):
             if sum(other.above is page and not other.top for other in self.pages) > 1:
                 break
             demoted.append(page)

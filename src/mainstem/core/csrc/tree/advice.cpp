@@ -71,23 +71,46 @@ IdCounts Tree::end_retention(Handle handle, std::uint32_t tier) {
   return alone;
 }
 
+// The nodes from which everything begins with a key, and the one above them if nothing else is below it; else kNone.
+// Where the tree has less of the key, its last node, unless another sequence goes on from there.
+std::pair<std::vector<Index>, Index> Tree::beginning_with(std::string_view ns, Bytes key) {
+  const std::uint32_t pages = nodes_.whole_pages(key);
+  const Bytes tail = key.subspan(std::size_t{pages} * nodes_.page_bytes);
+  const Index root = nodes_.find_root(ns);
+  nodes_.walk(root, key, pages, &path_, {});
+  if (root == kNone || key.empty()) return {};
+  const Index last = path_.empty() ? root : path_.back().node;
+  const Node& n = nodes_[last];
+  const std::uint32_t inside = path_.empty() ? 0 : path_.back().pages;
+  const bool whole = n.start + inside == pages;
+  if (inside < n.pages) {
+    const std::uint8_t* next = n.key.data() + std::size_t{inside} * nodes_.page_bytes;
+    const bool begins = whole && std::equal(tail.begin(), tail.end(), next);
+    if (!begins) return {};
+    return {{last}, nodes_[n.parent].children() == 1 ? n.parent : kNone};
+  }
+  std::vector<Index> below;
+  if (whole && !tail.empty()) below = children_like(last, tail);
+  if (!below.empty()) return {below, below.size() == n.children() ? last : kNone};
+  if (n.root() || (n.branches && !(whole && tail.empty()))) return {};
+  return {{last}, nodes_[n.parent].children() == 1 ? n.parent : kNone};
+}
+
 std::vector<Handle> Tree::demote(std::string_view ns, Bytes key, std::uint32_t tiers) {
   require(tiers >= 1 && tiers <= cells_.tiers, "tiers", tiers, "1 to those of the tree");
-  const std::uint32_t pages = nodes_.whole_pages(key);
-  nodes_.walk(nodes_.find_root(ns), key, pages, &path_, {});
-  if (path_.empty()) return {};
-  const Node& end = nodes_[path_.back().node];
-  const bool whole = end.start + path_.back().pages == pages;
-  if (!whole && (path_.back().pages < end.pages || end.branches)) return {};  // another sequence goes on from there
+  const auto [tops, above] = beginning_with(ns, key);
   std::vector<Handle> demoted;
   const auto demote = [&](Index at) {
     demoted.push_back(nodes_.handle(at));
     return true;
   };
-  const Index last = path_.back().node;
-  nodes_.every_from(last, demote);
-  for (Index at = nodes_[last].parent; !nodes_[at].root() && nodes_[at].children() == 1; at = nodes_[at].parent)
+  for (const Index top : tops)
+    nodes_.every_from(top, demote);
+  for (Index at = above; at != kNone && !nodes_[at].root();) {
     demote(at);
+    at = nodes_[at].parent;
+    if (nodes_[at].children() != 1) break;
+  }
   for (const Handle at : demoted)  // nothing below can fail
     eviction_.demote(nodes_.resolve(at), tiers);
   return demoted;

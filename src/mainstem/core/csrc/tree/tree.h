@@ -277,6 +277,7 @@ class Tree : private TreeShape {
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
   std::uint32_t cut_to(Walk* path, std::uint32_t pages) const;
+  std::pair<std::vector<Index>, Index> beginning_with(std::string_view ns, Bytes key);
   Retained retain_walk(std::uint32_t tier, const IdCounts& room, bool all);
   std::vector<Index> children_like(Index parent, Bytes tail) const;
   NodeStats stats(Index node) const;
