@@ -77,3 +77,11 @@ def test_what_cannot_fit_is_refused() -> None:
 def test_the_version() -> None:
     server = TestClient(create_app(FakeEngine()))
     assert server.get("/version").json() == {"version": mainstem.__version__}
+
+
+def test_the_tokenizer_is_described() -> None:
+    server = TestClient(create_app(FakeEngine(), ServerConfig(api_key=("secret",))))
+    assert server.get("/tokenizer_info").status_code == 401
+    body = server.get("/tokenizer_info", headers={"Authorization": "Bearer secret"}).json()
+    described = {"tokenizer_class": "FakeTokenizer", "chat_template": "a template"}
+    assert body == {**described, "bos_token": None, "eos_token": None, "pad_token": None}

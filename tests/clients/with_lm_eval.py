@@ -30,7 +30,7 @@ with TemporaryDirectory() as folder:
     given = {"base_url": f"{URL}/v1/completions", "model": MODEL, "tokenized_requests": False, "num_concurrent": 2}
     results = lm_eval.simple_evaluate(
         "local-completions",
-        model_args={**given, "tokenizer_backend": "none"},
+        model_args={**given, "tokenizer_backend": "remote"},
         tasks=["capitals"],
         task_manager=TaskManager(include_path=folder, include_defaults=False),
         bootstrap_iters=0,

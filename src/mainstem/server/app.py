@@ -316,6 +316,7 @@ class _Service:
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
             Route("/version", self._version, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
@@ -571,6 +572,10 @@ class _Service:
         """Answers a client's body on a thread."""
         self._access.tenant(http.headers)
         return _json(await self._parsed(http, answer))
+
+    async def _tokenizer_info(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        return _json(tokenization.describe(self._engine.tokenizer))
 
     async def _version(self, http: HttpRequest) -> Response:
         return _json(tokenization.Version(__version__))

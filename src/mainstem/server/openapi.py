@@ -29,7 +29,14 @@ from mainstem.server.replies import ChatBody, ChatChunk, CompletionBody, Model, 
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.server.response_reply import ResponseBody
 from mainstem.server.responses import Deleted, ResponseRequest
-from mainstem.server.tokenization import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, Version
+from mainstem.server.tokenization import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerInfo,
+    Version,
+)
 
 _REFERENCE = "#/components/schemas/{name}"
 
@@ -71,6 +78,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/cache/tree"): Operation("The tree of prefixes as text", None, str),
     ("POST", "/tokenize"): Operation("Tokenize a text or a chat", TokenizeRequest, Tokenized),
     ("POST", "/detokenize"): Operation("Return the text of tokens", DetokenizeRequest, Detokenized),
+    ("GET", "/tokenizer_info"): Operation("Describe the tokenizer", None, TokenizerInfo),
     ("GET", "/version"): Operation("The version of Mainstem", None, Version, open=True),
     ("GET", "/openapi.json"): Operation("This description", open=True),
     ("GET", "/health"): Operation("Whether the server takes requests", None, Health, open=True),

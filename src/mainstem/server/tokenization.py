@@ -57,10 +57,26 @@ class Detokenized(Struct):
     prompt: str
 
 
+class TokenizerInfo(Struct):
+    """The response of GET /tokenizer_info: what programs need that count and cut texts themselves."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | dict[str, str] | None
+
+
 class Version(Struct):
     """The response of GET /version."""
 
     version: str
+
+
+def describe(tokenizer: Any) -> TokenizerInfo:
+    """Describes a tokenizer of transformers."""
+    names = ("bos_token", "eos_token", "pad_token", "chat_template")
+    return TokenizerInfo(type(tokenizer).__name__, *(getattr(tokenizer, name, None) for name in names))
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
