@@ -287,8 +287,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rejected draft stays in the cache", "-", _SCHEDULER,
-        "drafted, kept = sequence.take_draft(), len(choices) - 1",
-        "drafted = kept = sequence.take_draft()\n        sequence.computed += drafted - len(choices) + 1",
+        "drafted, kept = sequence.take_draft(), max(len(sampled) - 1, 0)",
+        "drafted = kept = sequence.take_draft()\n        sequence.computed += drafted - len(sampled) + 1",
         "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
     ),
     _mutant(
@@ -934,12 +934,12 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "pages that several retentions keep count for each", "-", _CORE + "residency/residency.cpp",
         "if (std::max(times, times + by) == 1) alone[c]", "alone[c]",
-        "tests/test_retention.py::test_beyond_the_bound_as_much_is_retained_as_fits_from_the_root",
+        "tests/test_retention.py::test_pages_that_several_retentions_share_count_once",
     ),
     _mutant(
         "a demoted prefix stays so when it is used", "-", _CORE + "eviction/eviction.cpp",
         "    n.demoted = 0;\n    if (!cells_", "    if (!cells_",
-        "tests/test_retention.py::test_what_others_share_is_not_demoted_and_a_use_ends_it",
+        "tests/test_retention.py::test_a_use_that_computes_nothing_ends_it_too",
     ),
     _mutant(
         "what others share is demoted with a prefix", "-", _CORE + "tree/advice.cpp",

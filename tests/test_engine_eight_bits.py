@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 6
 SHARED = 40
-TOLERANCE = 2e-3
+TOLERANCE = 5e-3  # rounding of another CPU may move a number of a key to the next of 256
 PROMPTS = [*family_of_prompts(VOCAB, SHARED, [20, 13], 1), *family_of_prompts(VOCAB, SHARED, [20, 13], 2)]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

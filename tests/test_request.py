@@ -23,7 +23,7 @@ from mainstem.settings.engine import SamplingParams
         ("stop_token_ids", ((-1,), [1], (1.0,), (True,))),
         ("presence_penalty", (-2.1, 2.1, float("nan"), "1")),
         ("frequency_penalty", (-2.1, 2.1, None)),
-        ("repetition_penalty", (0, -1, float("inf"))),
+        ("repetition_penalty", (0, -1, 0.009, 101, float("inf"))),
         ("logit_bias", (((1,),), ((1, 2.0), (1, 3.0)), ((-1, 1.0),), ((1, float("nan")),), {1: 2.0})),
         ("allowed_token_ids", ((), (-1,), [1])),
         ("bad_words", (((),), ((1,), ()), (1,), ((-1,),))),

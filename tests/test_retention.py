@@ -201,6 +201,26 @@ def test_what_others_share_is_not_demoted_and_a_use_ends_it() -> None:
     assert cache.demote([7, 7]) == 0
 
 
+def test_a_use_that_computes_nothing_ends_it_too() -> None:
+    cache, other = PrefixCache(16, 2), list(range(500, 507))
+    prefill(cache, P[:6]).finish()
+    assert cache.demote(P[:6]) == 6
+    prefill(cache, other).finish()
+    cache.lease([*P[:6], 99]).abort()
+    flood(cache, 1000, prompts=4)
+    assert cached(cache, P[:6]) == 6 and cached(cache, other) < 6
+
+
+def test_pages_that_several_retentions_share_count_once() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    assert cache.retention.pin(P).positions == 8
+    assert cache.retention.pin(P[:4]).positions == 4
+    assert cache.retention.stats().device == {"full": 4}
+    assert cache.retention.unpin(P) == 8
+    assert cache.retention.stats().device == {"full": 2}
+
+
 def test_what_parts_inside_a_page_is_another_session() -> None:
     cache = PrefixCache(32, 4)
     one, other = [*range(8), 8, 8, 8, 8], [*range(8), 8, 8, 9, 9]

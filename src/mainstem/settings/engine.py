@@ -115,7 +115,7 @@ class SamplingParams(Settings):
         presence_penalty: Subtracted from the logits of tokens that the answer has; -2 to 2.
         frequency_penalty: The same for each time that the answer has the token; -2 to 2.
         repetition_penalty: Logits of tokens that the prompt or the answer has are divided by it, or multiplied where
-            they are negative. Above 0.
+            they are negative. 0.01 to 100.
         logit_bias: Tokens, and what is added to their logits; each token once.
         allowed_token_ids: The only tokens that may be generated; None: all.
         bad_words: Sequences of tokens that are never completed.
@@ -143,7 +143,7 @@ class SamplingParams(Settings):
     stop_token_ids: tuple[int, ...] = setting((), _TOKENS, flag=False)
     presence_penalty: float = setting(0.0, number(-2, 2), flag=False)
     frequency_penalty: float = setting(0.0, number(-2, 2), flag=False)
-    repetition_penalty: float = setting(1.0, number(0, above=True), flag=False)
+    repetition_penalty: float = setting(1.0, number(0.01, 100), flag=False)
     logit_bias: tuple[tuple[int, float], ...] = setting((), _BIASES, flag=False)
     allowed_token_ids: tuple[int, ...] | None = setting(
         None, Range("token ids, at least one", lambda value: bool(value) and _TOKENS.holds(value)), flag=False
