@@ -229,6 +229,17 @@ def test_without_memory_what_is_tokenised_anew_is_computed_ahead() -> None:
         assert cached(talk.say("And then?", answer(talk, "llama3", 1))) >= len(known) - PAGE
 
 
+@pytest.mark.parametrize("hint", ["no_store", "one_shot"])
+def test_nothing_is_kept_for_a_turn_that_will_not_come(hint: str) -> None:
+    with chat("llama3", precompute_turns=True) as talk:
+        talk.say("Question 0: what is next?", answer(talk, "llama3", 0), cache_hints={hint: True})
+        assert "mainstem_answers_remembered_total 0.0" in talk.http.get("/metrics").text
+        assert settled(talk, {"started": 0.0, "unchanged": 0.0, "skipped": 0.0})
+        talk.messages.clear()
+        talk.say("Question 1: what is next?", answer(talk, "llama3", 1))
+        assert "mainstem_answers_remembered_total 1.0" in talk.http.get("/metrics").text
+
+
 def test_a_model_with_states_starts_at_the_end_of_its_answer() -> None:
     """What follows the answer is rendered, and so it has marks in the right places."""
     with chat("qwen", "lfm2", HYBRIDS["lfm2"]) as talk:

@@ -371,11 +371,15 @@ class _Service:
             limiter=limiter,
         )
         ask = made.task.request
-        watchers = [self._watchers(ask, request, kind, tenant) + made.turn.watchers() for request in made.requests]
+        watchers = [self._watchers(ask, request, kind, tenant) for request in made.requests]
         prompt_tokens = sum(len(request.tokens) for request in made.requests[:: ask.choices])
+        hints = made.requests[0].hints
+        continues = not (hints.no_store or hints.one_shot)  # else nothing is kept that only a next turn would use
+        for watching in watchers if continues else ():
+            watching.extend(made.turn.watchers())
         if self._precompute is not None:
             self._precompute.give_way()
-            if ask.choices == 1 and ask.truncate_prompt_tokens is None:
+            if continues and ask.choices == 1 and ask.truncate_prompt_tokens is None:
                 watchers[0] += self._precompute.watchers(made.turn, made.requests[0], made.parser)
         with errors.renamed(made.task.names):
             streams = self._submit(made.requests)

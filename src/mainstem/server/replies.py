@@ -6,6 +6,7 @@ Knows JSON and the names of fields. Does not know HTTP, the engine, or requests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -339,7 +340,8 @@ class _Chunks(ABC):
         self._spell = spell
         self._usage = usage
         self._extras = extras
-        self._parser = parser
+        self._parsers = defaultdict[int, OutputParser](parser)  # by choice
+        self._called: set[int] = set()  # choices with calls
         self._sent: dict[int, int] = {}  # characters so far, of each choice of which something was sent
 
     def opening(self) -> bytes:
@@ -473,18 +475,6 @@ class CompletionReply(_Chunks):
 class ChatReply(_Chunks):
     """Writes the answers of one /v1/chat/completions request; see `Reply`."""
 
-    def __init__(
-        self,
-        head: Head,
-        spell: Callable[[int], str],
-        usage: ChunkUsage,
-        extras: Extras = Extras(),
-        parser: Callable[[], OutputParser] = PlainText,
-    ) -> None:
-        super().__init__(head, spell, usage, extras, parser)
-        self._parsers: dict[int, OutputParser] = {}  # of the choices that have begun
-        self._called: set[int] = set()  # choices with calls
-
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         """See `_Chunks.chunk`."""
         usage = self._usage.after(delta)
@@ -519,8 +509,6 @@ class ChatReply(_Chunks):
 
     def _parse(self, index: int, delta: Delta) -> list[Piece]:
         """Returns the pieces that are certain after an event."""
-        if index not in self._parsers:
-            self._parsers[index] = self._parser()
         parser = self._parsers[index]
         pieces = [*parser.feed(delta.text), *(parser.close() if delta.finish_reason else ())]
         if any(isinstance(piece, Call) for piece in pieces):
