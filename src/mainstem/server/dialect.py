@@ -74,7 +74,8 @@ class Dialect:
         """Returns the grammar that an answer is held to, or None.
 
         It is held to calls where they are required, and otherwise to a form that the request asks for: then calls are
-        allowed besides. A model may think before: it must, where the prompt has opened a thought.
+        allowed besides. Where neither is so, the calls of strict tools are held, once the model begins one. A model may
+        think before: it must, where the prompt has opened a thought.
 
         Args:
             tooling: the tools of the request.
@@ -83,11 +84,15 @@ class Dialect:
         """
         required, thinks = tooling.choice == "required", self.thinking is not None and not self.thinking.closed(ending)
         answer = None if required or form is None else _rule(form)
-        if not required and (answer is None or not (thinks or tooling.callable)):
+        offers = not required and form is None and any(tool.strict for tool in tooling.callable)
+        if not (required or offers) and (answer is None or not (thinks or tooling.callable)):
             return form
         special = {text: self.special[text] for text in self._markers() if text in self.special}
         rules = [] if answer is None else [f"answer: {answer}"]
-        rules += [self.calls.grammar(tooling, special)] if tooling.callable else []
+        if offers:
+            rules.append(self.calls.offer(tooling, special, self.thinking.begin if self.thinking and thinks else ""))
+        elif tooling.callable:
+            rules.append(self.calls.grammar(tooling, special))
         start = " | ".join(rule.partition(":")[0] for rule in rules)
         if self.thinking is not None and thinks:
             begin, end = (_term(text, special) for text in (self.thinking.begin, self.thinking.end))

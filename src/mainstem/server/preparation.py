@@ -232,7 +232,8 @@ class Preparation:
         """Returns parameters of an answer in the model's own forms of calls and thoughts."""
         grammar = self._dialect.grammar(tooling, ending, params.grammar)
         if grammar is not None and grammar != params.grammar:
-            self._compile_calls(grammar, tooling)
+            loose = params.grammar is None and tooling.choice != "required"
+            self._compile_calls(grammar, [tool.strict or not loose for tool in tooling.tools], tooling)
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
 
     def _check_grammar(self, ask: Ask) -> None:
@@ -241,14 +242,21 @@ class Preparation:
         if asked is not None:
             self._engine.grammars.compile(asked.grammar, asked.field)
 
-    def _compile_calls(self, grammar: Grammar, tooling: Tooling) -> None:
-        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is."""
+    def _compile_calls(self, grammar: Grammar, held: Sequence[bool], tooling: Tooling) -> None:
+        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is.
+
+        Args:
+            grammar: what to compile.
+            held: whether the schema of each tool is in the grammar.
+            tooling: the tools.
+        """
         try:
             self._engine.grammars.compile(grammar, "tools")
         except BadArgument:
             for i, tool in enumerate(tooling.tools):
-                schema = Grammar("json_schema", json.dumps(tool.parameters))
-                self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
+                if held[i]:
+                    schema = Grammar("json_schema", json.dumps(tool.parameters))
+                    self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
             raise
 
     # ---- what replies need

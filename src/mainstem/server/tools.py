@@ -1,7 +1,7 @@
 """Tools: how models write calls, the parsers that find them, and the grammars that hold a model to them.
 
-A `CallFormat` is one way to write calls. All that writes is made from its shape, the text `call`: the grammar of calls
-that are required, and what a model reads whose chat template knows no tools.
+A `CallFormat` is one way to write calls. All that writes is made from its shape, the text `call`: the grammars of calls
+that are required and of calls that are strict, and what a model reads whose chat template knows no tools.
 
 A parser shows a call when its name is complete, and then its arguments as they come, as the model wrote them. Only the
 names of tools that may be called begin a call; anything else is text. What is no call stays in the text as it was
@@ -40,11 +40,13 @@ class Tool:
         name: unique in a request; letters, digits and `_-.:/`.
         description: what it does, for the model.
         parameters: the JSON schema of its arguments, which are an object.
+        strict: whether its calls are held to that schema even where the model chooses whether to call.
     """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=lambda: NO_PARAMETERS)  # a mapping is no plain default
+    strict: bool = False
 
     def spec(self) -> dict[str, Any]:
         """Returns the tool as chat templates take it."""
@@ -405,6 +407,7 @@ class CallFormat:
         call: how one is written, with `%name%` and `%arguments%`.
         between: what is between two calls.
         opening, closing: what is around all.
+        begin: the marker of calls after text; empty: calls are only where an answer begins.
         markers: texts that may be special tokens. The first one tells models with this format from others.
         id_length: the ids of calls have so many letters and digits, since templates insist on it; None: any.
     """
@@ -414,6 +417,7 @@ class CallFormat:
     between: str = "\n"
     opening: str = ""
     closing: str = ""
+    begin: str = ""
     markers: tuple[str, ...] = ()
     id_length: int | None = None
 
@@ -438,41 +442,93 @@ class CallFormat:
         texts = [self.call.replace(_NAME, name).replace(_ARGUMENTS, arguments) for name, arguments in calls]
         return self.opening + self.between.join(texts) + self.closing
 
-    def grammar(self, tooling: Tooling, special: Mapping[str, int]) -> str:
+    def grammar(self, tooling: Tooling, special: Mapping[str, int], loose: Container[str] = ()) -> str:
         """Returns the rules of answers that are calls of the tools that may be called; the first one is `calls`.
 
         Args:
             tooling: the tools.
             special: the ids of markers that are special tokens. Other markers are text.
+            loose: names of tools whose arguments may be any object.
 
         Returns:
             Rules in the dialect of Lark that llguidance reads.
         """
-        tools = tooling.callable
-        shapes = [self.call.replace(_NAME, tool.name) for tool in tools]
-        call = " | ".join(self._terms(shape, f"arguments_{i}", special) for i, shape in enumerate(shapes))
+        return "\n".join(
+            [
+                f"calls: {self._sequence(self.opening, 'call', tooling, special)}",
+                f"call: {self._alternatives(self.call, tooling, special)}",
+                *(f"arguments_{i}: %json {_schema(tool, loose)}" for i, tool in enumerate(tooling.callable)),
+            ]
+        )
+
+    def offer(self, tooling: Tooling, special: Mapping[str, int], never: str = "") -> str:
+        """Returns the rules of answers that may call tools: text, or calls after it; the first one is `offer`.
+
+        From where calls begin, the arguments of strict tools fit their schemas, and those of others are any object. No
+        text has what begins a call.
+
+        Args:
+            tooling: the tools.
+            special: see `grammar`.
+            never: what a text does not begin with, after white space; empty: anything.
+        """
+        loose = {tool.name for tool in tooling.callable if not tool.strict}
+        rules, starts, banned = [self.grammar(tooling, special, loose)], ["TEXT"], list[str]()
+        if self.begin:
+            marker = _term(self.begin, special)
+            said = f"said: TEXT {marker}" if self.begin in special else f"said[lazy]: TEXT {marker}"
+            rules += [said, f"MARKED: {_ANY} {json.dumps(self.begin)} {_ANY}"]
+            banned.append("MARKED")
+        if self.begin and (self.opening + self.call).startswith(self.begin):
+            opening = self.opening.removeprefix(self.begin)
+            call = self.call if self.opening else self.call.removeprefix(self.begin)
+            starts.append(f"said {self._sequence(opening, 'first', tooling, special)}")
+            rules.append(f"first: {self._alternatives(call, tooling, special)}")
+        else:
+            starts += ["calls", *(["said calls"] if self.begin else [])]
+            rules.append(f"CALLED: {_BEGINS_OBJECT} {_ANY}")
+            banned.append("CALLED")
+        if never:
+            rules.append(f"NEVER: /\\s*/ {json.dumps(never)} {_ANY}")
+            banned.append("NEVER")
+        text = " & ".join([_ANY, *(f"~{name}" for name in banned)])
+        return "\n".join([f"offer: {' | '.join(starts)}", *rules, f"TEXT: {text}"])
+
+    def _sequence(self, opening: str, first: str, tooling: Tooling, special: Mapping[str, int]) -> str:
+        """Returns one call, by a rule, or several, and what is around them."""
         more = f"({self._terms(self.between, '', special)} call){{0,{MAX_FORCED - 1}}}" if tooling.parallel else ""
-        around = [self._terms(text, "", special) for text in (self.opening, self.closing)]
-        rules = [f"calls: {around[0]} call {more} {around[1]}", f"call: {call}"]
-        return "\n".join([*rules, *(f"arguments_{i}: %json {_schema(tool)}" for i, tool in enumerate(tools))])
+        return f"{self._terms(opening, '', special)} {first} {more} {self._terms(self.closing, '', special)}"
+
+    def _alternatives(self, shape: str, tooling: Tooling, special: Mapping[str, int]) -> str:
+        """Returns what a shape is for each of the tools that may be called."""
+        shapes = [shape.replace(_NAME, tool.name) for tool in tooling.callable]
+        return " | ".join(self._terms(each, f"arguments_{i}", special) for i, each in enumerate(shapes))
 
     def _terms(self, text: str, arguments: str, special: Mapping[str, int]) -> str:
         parts = re.split("(" + "|".join(map(re.escape, [_ARGUMENTS, *special])) + ")", text)
-        named = {_ARGUMENTS: arguments, **{marker: f"<[{token}]>" for marker, token in special.items()}}
-        return " ".join(named.get(part) or json.dumps(part) for part in parts if part)
+        return " ".join(arguments if part == _ARGUMENTS else _term(part, special) for part in parts if part)
 
+
+def _term(text: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+
+_ANY = "/(?s:.*)/"
+_BEGINS_OBJECT = r'/\s*(\[\s*)?\{\s*"([^"\\]*\\|(name|arguments|parameters|id|type)")/'
+"""What begins an object that may be a call, or an array of one."""
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _OBJECT = '{"name": "%name%", "arguments": %arguments%}'
 
 FORMATS = {
     "hermes": CallFormat(
-        HermesScanner, f"<tool_call>\n{_OBJECT}\n</tool_call>", markers=("<tool_call>", "</tool_call>")
+        HermesScanner, f"<tool_call>\n{_OBJECT}\n</tool_call>", begin="<tool_call>", markers=("<tool_call>", "</tool_call>")
     ),
     "mistral_args": CallFormat(
         MistralScanner,
         "[TOOL_CALLS]%name%[ARGS]%arguments%",
         between="",
+        begin="[TOOL_CALLS]",
         markers=("[ARGS]", "[TOOL_CALLS]", "[CALL_ID]"),
         id_length=9,
     ),
@@ -482,11 +538,16 @@ FORMATS = {
         opening="[TOOL_CALLS] [",
         between=", ",
         closing="]",
+        begin="[TOOL_CALLS]",
         markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         id_length=9,
     ),
     "llama3_json": CallFormat(
-        Llama3Scanner, '{"name": "%name%", "parameters": %arguments%}', between="; ", markers=("<|python_tag|>",)
+        Llama3Scanner,
+        '{"name": "%name%", "parameters": %arguments%}',
+        between="; ",
+        begin="<|python_tag|>",
+        markers=("<|python_tag|>",),
     ),
     "json": CallFormat(JsonScanner, _OBJECT),
 }
@@ -502,8 +563,10 @@ def format_of(template: str, vocabulary: Container[str]) -> CallFormat:
     return FORMATS["json"]
 
 
-def _schema(tool: Tool) -> str:
+def _schema(tool: Tool, loose: Container[str]) -> str:
     """Returns the schema that arguments are held to: an object, in one spelling, of the properties that it names."""
+    if tool.name in loose:
+        return json.dumps({"type": "object", "x-guidance": _SPELLING})
     schema = {"type": "object", **tool.parameters, "x-guidance": _SPELLING}
     if "properties" in schema and not schema.keys() & _OTHER_PROPERTIES:
         schema["additionalProperties"] = False
