@@ -210,13 +210,18 @@ class Preparation:
     # ---- parameters
 
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
-        """Returns one request per choice; without a seed all choices share the same request."""
+        """Returns one request per choice; without a seed all choices share the same request.
+
+        The first one finds the log-probabilities of the prompt for all, unless each choice is streamed on its own.
+        """
         room = self._engine.max_context - len(prompt.tokens)
         hints = ask.hints(self._engine.config.max_retain_s)
         words, ending = self.prompts.words(ask.bad_words or ()), self.prompts.ending(prompt.tokens)
 
         def request(choice: int) -> Request:
             params = replace(ask.params(room, choice), bad_words=words)
+            if choice and not ask.stream:
+                params = replace(params, prompt_logprobs=None)
             if isinstance(ask, ChatRequest):
                 params = self._spoken(params, ask.tooling(), ending)
             given = (params, namespace, ask.priority or 0)
@@ -224,9 +229,11 @@ class Preparation:
                 prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks, hints=hints
             )
 
-        if ask.seed is None:
-            return [request(0)] * ask.choices
-        return [request(choice) for choice in range(ask.choices)]
+        if ask.seed is not None:
+            return [request(choice) for choice in range(ask.choices)]
+        first = request(0)
+        other = first if first.params.prompt_logprobs is None or ask.choices == 1 else request(1)
+        return [first, *[other] * (ask.choices - 1)]
 
     def _spoken(self, params: SamplingParams, tooling: Tooling, ending: str) -> SamplingParams:
         """Returns parameters of an answer in the model's own forms of calls and thoughts."""
