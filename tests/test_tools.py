@@ -162,7 +162,9 @@ CASES["harmony"] = [
     ("Hello.", ["Hello."]),
     (f'{TO_WEATHER}{{"city": "Rome"}}<|call|>', [ROME]),
     (f'{TO_WEATHER}{{"city": "Rome"}}<|call|><|start|>assistant{TO_TIME}', [ROME, TIME]),
-    (f"{TO_TIME}", [TIME]),
+    (TO_TIME, [TIME]),
+    ("<|channel|> to=functions.time<|message|>{}", [TIME]),
+    ("<|channel|><|message|>a", ["<|channel|><|message|>a"]),
     (f"{THINKS}I wonder. {AGAIN}{FINAL}Yes.", [Reasoning("I wonder. "), "Yes."]),
     (f"{THINKS}One.{AGAIN}{THINKS}Two.{AGAIN}{TO_TIME}", [Reasoning("One.\nTwo."), TIME]),
     (f"{THINKS}I wonder", [Reasoning("I wonder")]),
@@ -400,7 +402,8 @@ def test_ids_are_unique_and_in_the_form_of_the_model() -> None:
         (f"{BEGIN} {SEP} ```json", set(), "deepseek_v3"),
         (f"{BEGIN} {SEP}", set(), "deepseek_v31"),
         ("```json", {SEP}, "deepseek_v31"),
-        ("<|start|> <|channel|>", set(), "harmony"),
+        ("<|channel|>final<|message|>", set(), "harmony"),
+        ("<seed:tool_call> <parameter=x>", set(), "json"),
     ],
 )
 def test_models_are_told_by_their_markers(template: str, vocabulary: set[str], name: str) -> None:

@@ -280,7 +280,7 @@ FORMATS = {
         "<tool_call>\n<function=%name%>\n%arguments%</function>\n</tool_call>",
         parameter="<parameter=%key%>\n%value%\n</parameter>\n",
         markers=("<tool_call>", "</tool_call>"),
-        signs=("<parameter=",),
+        signs=("<tool_call>", "<parameter="),
     ),
     "glm45": CallFormat(
         Glm45Scanner,
@@ -316,6 +316,7 @@ FORMATS = {
         text="<|channel|>final<|message|>",
         thinking=Thinking("<|channel|>analysis<|message|>", "<|end|>", after="<|start|>assistant"),
         markers=(*HarmonyScanner.markers, "<|message|>", "<|constrain|>"),
+        signs=("<|channel|>", "<|message|>"),
     ),
     "mistral_args": CallFormat(
         MistralScanner,

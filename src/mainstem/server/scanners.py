@@ -394,7 +394,7 @@ class HarmonyScanner(CallScanner):
     begins = markers
 
     def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
-        self._thought = self._told = False  # whether there was a thought, and a text
+        self._thought = self._spoke = False  # whether there was a thought, and a text
         super().__init__(tooling, new_id)
 
     def _scan(self) -> Steps[None]:
@@ -419,13 +419,15 @@ class HarmonyScanner(CallScanner):
             self._begin(recipient.removeprefix("functions."))
             yield from self._arguments(True)
             return
+        if found["channel"] is None:
+            raise _Malformed
         thinks = found["channel"] == "analysis"
         self._taken, self._held = [""], ""
         if thinks and self._thought:
             self._think("\n")
-        elif not thinks and self._told:
+        elif not thinks and self._spoke:
             self._held = "\n"
-        marker = yield from self._until(self.markers, self._think if thinks else self._tell)
+        marker = yield from self._until(self.markers, self._think if thinks else self._speak)
         if marker in self.markers[:2]:
             self._push_back(marker)
 
@@ -433,15 +435,15 @@ class HarmonyScanner(CallScanner):
         self._thought = True
         self._pieces.append(Reasoning(text))
 
-    def _tell(self, text: str) -> None:
-        self._told = True
+    def _speak(self, text: str) -> None:
+        self._spoke = True
         self._say(text)
 
 
 _MESSAGE = "<|message|>"
 _HEADER = re.compile(
     r"\s*(?:<\|start\|>)?\s*(?:assistant)?\s*(?:to=(?P<author_to>[^\s<]+))?\s*"
-    r"<\|channel\|>\s*(?P<channel>analysis|commentary|final)\s*(?:to=(?P<channel_to>[^\s<]+))?"
+    r"<\|channel\|>\s*(?P<channel>analysis|commentary|final)?\s*(?:to=(?P<channel_to>[^\s<]+))?"
     r"\s*(?:(?:<\|constrain\|>)?\s*\w+)?\s*<\|message\|>"
 )
 _HEADERS = ("<|channel|>", "<|start|>", "to=")
