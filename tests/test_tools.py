@@ -443,9 +443,11 @@ class Judge:
         """Whether the grammar is, after the text that was grown."""
         return bool(self._matcher.is_accepting())
 
-    def takes(self, text: str) -> bool:
+    def takes(self, text: str, spelled: bool = False) -> bool:
+        """Returns whether the grammar takes a text, in which markers are special tokens, or `spelled` in letters."""
         self._matcher.reset()
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        tokenizer = byte_tokenizer("chatml") if spelled else self._tokenizer
+        tokens = tokenizer.encode(text, add_special_tokens=False)
         return self._matcher.try_consume_tokens(tokens) == len(tokens) and self._matcher.is_accepting()
 
 
@@ -569,6 +571,9 @@ def test_calls_of_strict_tools_are_held_once_they_begin(name: str, special: bool
         before = "" if call.startswith(begins[0]) else begins[0]
         assert judge.takes(f"Let me see.\n\n{before}{call}")
         assert not judge.takes(f"Let me see. {begins[0]} then.")
+    for begin in begins:
+        assert judge.takes(f"{said}a {begin[:-1]} b") or special
+        assert not judge.takes(f"{said}a {begin} b", spelled=not said), "however it is spelled"
     one = offered(format, (), replace(STRICT, parallel=False))
     assert one.takes(call) and one.takes(said + "Hello.")
     assert not one.takes(format.written([ROME, ROME]))
