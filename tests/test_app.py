@@ -187,7 +187,8 @@ def test_an_echo_with_log_probabilities_as_a_harness_asks_for_it() -> None:
         assert logprobs["text_offset"] == [*range(len(whole))]
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         assert sum(logprobs["token_logprobs"][len(context) : -1]) == -sum(range(6, 6 + len(answer)))
-        assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+        shown = zip([*whole][1:], logprobs["top_logprobs"][1:], strict=True)
+        assert all(top.keys() == {"A", token} for token, top in shown)
     assert all(stream.request.params.prompt_logprobs == 1 for stream in engine.streams)
 
 
@@ -217,6 +218,24 @@ def test_log_probabilities_of_a_prompt() -> None:
     assert len(chat(server, prompt_logprobs=2).json()["prompt_logprobs"]) == len("<user>hi\n<assistant>")
     assert error_of(complete(server, "ab", prompt_logprobs=0, stream=True), 400)["param"] == "prompt_logprobs"
     assert error_of(chat(server, prompt_logprobs=21), 400)["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_prompt_with_several_choices_is_scored_once(seed: int | None) -> None:
+    engine = Graded()
+    given = {"seed": seed, "max_tokens": 2, "prompt_logprobs": 1, "echo": True, "logprobs": 1}
+    body = complete(client(engine), ["abc", "de"], n=2, best_of=3, **given).json()
+    alone = [complete(client(), prompt, **given).json()["choices"][0] for prompt in ("abc", "de")]
+    for i, choice in enumerate(body["choices"]):
+        assert choice["prompt_logprobs"] == alone[i // 2]["prompt_logprobs"]
+        assert choice["logprobs"]["token_logprobs"][:2] == alone[i // 2]["logprobs"]["token_logprobs"][:2]
+    asked = [stream.request.params.prompt_logprobs for stream in engine.streams]
+    assert asked == [1, None, None, 1, None, None]
+    engine = FakeEngine()
+    reply = complete(client(engine), "abc", n=2, echo=True, logprobs=0, max_tokens=1, stream=True)
+    shown = [choice for event in events(reply) for choice in event["choices"] if choice["text"].startswith("abc")]
+    assert [choice["logprobs"]["token_logprobs"] for choice in shown] == [[None, -1.0, -2.0]] * 2
+    assert [stream.request.params.prompt_logprobs for stream in engine.streams] == [0, 0]
 
 
 class Graded(FakeEngine):

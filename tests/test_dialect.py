@@ -12,9 +12,10 @@ from test_tools import CITY, ROME, TIME, Judge
 
 from mainstem.runtime.prompts import ANSWER, Prompts, Template
 from mainstem.server.dialect import Dialect, TemplateTraits, speaking
+from mainstem.server.formats import FORMATS
 from mainstem.server.output import Reasoning, Text
 from mainstem.server.reasoning import THINKING
-from mainstem.server.tools import FORMATS, NO_TOOLS, Tool, Tooling
+from mainstem.server.tools import NO_TOOLS, Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -191,6 +192,55 @@ def test_grammars_of_required_calls(special: tuple[str, ...]) -> None:
     for text, answers in expected.items():
         assert taken(text, special, REQUIRED) == answers, text
         assert taken(text, special, REQUIRED, Grammar("json_object")) == answers, "the form is that of a text"
+
+
+STRICT = Tooling((Tool("weather", "The weather.", CITY, strict=True), Tool("time")))
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_grammars_of_strict_tools(special: tuple[str, ...]) -> None:
+    hermes, plain = FORMATS["hermes"], not special
+    call, bad = hermes.written([ROME]), hermes.written([("weather", "{}")])
+    expected = {
+        f"Hm <b>\n</think>\n\nHello. {call}": (True, plain, plain),
+        f"<think>Hm</think>Hello. {call}": (plain, True, plain),
+        f"Hello.\n{call}\n{hermes.written([TIME])}": (False, True, True),
+        "Hello.": (False, True, True),
+        f"Hello.\n{bad}": (False, False, False),
+        f"<think>{bad if plain else 'Hm'}</think>\n\nHello.": (plain, True, False),
+        f"Hm</think>{bad}": (False, False, False),
+    }
+    for text, answers in expected.items():
+        assert taken(text, special, STRICT) == answers, text
+
+
+def test_harmony_marks_thoughts_and_texts_itself() -> None:
+    harmony = FORMATS["harmony"]
+    made, prompts = dialect("chatml", harmony.markers, tool_call_parser="harmony", reasoning_parser="qwen3")
+    thought, final = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    assert scanned(made.parser(), f"{thought}{final}Hello.") == [Reasoning("Hm"), Text("Hello.")]
+    shown = made.shown(SamplingParams(), NO_TOOLS)
+    assert not shown.skip_special_tokens and not shown.hidden_tokens & {
+        *map(prompts._tokenizer.convert_tokens_to_ids, harmony.markers)
+    }
+    call = harmony.written([ROME])
+    form = Grammar("json_object")
+    for tooling, given, taken, refused in (
+        (Tooling(TOOLS, "required"), None, [call, thought + call], [f"{final}Hello.", call + call, thought]),
+        (
+            STRICT,
+            None,
+            [call, thought + call, f"{thought}{final}Hello."],
+            [harmony.written([("weather", "{}")]), "Hello."],
+        ),
+        (Tooling(TOOLS), form, [call, f'{thought}{final}{{"a": 1}}', f"{final}{{}}"], [f"{final}Hello.", "{}"]),
+        (NO_TOOLS, form, [f'{thought}{final}{{"a": 1}}'], [call, f"{final}Hello."]),
+    ):
+        found = made.grammar(tooling, "<|start|>assistant", given)
+        assert found is not None
+        judge = Judge(found.text, harmony.markers)
+        assert [text for text in taken if not judge.takes(text)] == []
+        assert [text for text in refused if judge.takes(text)] == []
 
 
 FORMS = {

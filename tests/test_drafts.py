@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.runtime.drafts import Pace, look_up
+from mainstem.runtime.drafts import Pace, begin_with, look_up
 
 
 def drafted(text: str, most: int = 4) -> str:
@@ -74,3 +74,27 @@ def test_drafts_pause_longer_and_longer_while_none_is_right_and_go_on_after_one(
         pass
     pace.observe(n, n)
     assert pace.length(7) > 0
+
+
+def test_a_draft_begins_with_what_is_forced() -> None:
+    guess = np.array([5, 6, 7, 8], np.int32)
+    assert begin_with((), guess) is guess
+    assert begin_with((5, 6), guess) is guess, "it goes on"
+    assert begin_with((5, 9), guess).tolist() == [5, 9]
+    assert begin_with((5, 6, 7, 8, 9), guess).tolist() == [5, 6, 7, 8, 9]
+    assert begin_with((5,), guess[:0]).tolist() == [5]
+    assert begin_with((5,), guess[:0]).dtype == np.int32
+
+
+def test_what_is_forced_says_nothing_of_guesses() -> None:
+    pace = Pace()
+    for _ in range(5):  # nothing but forced tokens: neither more guesses, nor fewer
+        assert pace.length(9, 3) == 5
+        pace.observe(3, 3)
+    for _ in range(2):  # forced tokens were right, guesses after them were not
+        pace.observe(pace.length(9, 3), 3)
+    assert pace.length(9, 3) == 3, "a pause, but not for what is forced"
+    assert pace.length(2, 2) == 2
+    other = Pace()
+    other.observe(other.length(9, 3), 5)
+    assert other.length(9) == 4

@@ -415,6 +415,49 @@ def test_answers_in_batches_are_those_that_are_computed_alone(pages: int) -> Non
     bench.check_at_rest()
 
 
+SKELETON = Grammar("regex", "ABCDEFG[I-K]LMNOPQRSTU[V-X]{2}ABCDEFG")
+
+
+def test_text_that_a_grammar_forces_is_computed_in_few_forwards() -> None:
+    made = {}
+    for draft_tokens in (0, 7, 40):
+        bench = Bench(draft_tokens=draft_tokens, cache=False)
+        id = bench.add([1, 2, 3], grammar=SKELETON, max_tokens=60, temperature=1.0, seed=3, logprobs=2)
+        bench.run_and_flush()
+        bench.assert_complete()
+        logprobs = [entry for delta in bench.deltas[id] for entry in delta.logprobs]
+        made[draft_tokens] = len(bench.ghost.forwards), bench.output(id), logprobs
+    steps = [made[draft_tokens][0] for draft_tokens in (0, 7, 40)]
+    length = len(made[0][1][0])
+    assert length == 27 and steps[0] == length
+    assert steps[1] <= 10 and steps[2] <= 6, steps
+    assert made[0][1:] == made[7][1:] == made[40][1:]
+
+
+def test_forced_text_and_guesses_share_the_drafts_of_a_step() -> None:
+    bench = Bench(draft_tokens=6)
+    for seed in range(3):
+        bench.add([seed] * 5, grammar=SKELETON, max_tokens=60, temperature=1.0, seed=seed)
+    bench.run_and_flush()
+    bench.assert_complete()
+    assert max(max(forward) for forward in bench.ghost.forwards if len(forward) == 3 and max(forward) <= 4) == 3
+    totals = bench.scheduler.totals
+    assert totals.accepted_tokens == 45, "what is forced is always right here"
+    assert totals.drafted_tokens - totals.accepted_tokens <= 6, "but for the last token, after which nothing comes"
+
+
+def test_an_answer_given_before_goes_on_where_nothing_is_forced() -> None:
+    bench, steps = Bench(draft_tokens=40), []
+    for _ in range(2):
+        before = len(bench.ghost.forwards)
+        bench.add([1, 2, 3], grammar=SKELETON, max_tokens=60, temperature=1.0, seed=3)
+        bench.run()
+        steps.append(len(bench.ghost.forwards) - before)
+    bench.assert_complete()
+    assert steps[1] < steps[0], "the tree knows what came in the gaps, too"
+    bench.check_at_rest()
+
+
 def test_an_answer_ends_with_the_last_token_of_its_grammar() -> None:
     bench = Bench()
     id = bench.one([1, 2, 3], grammar=Grammar("regex", "[A-F]{5}"), max_tokens=5, ignore_eos=True)
@@ -467,12 +510,16 @@ PERSON = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(one_thread: None) -> Any:
+def tiny_engine(**config: Any) -> Engine:
     tokenizer = byte_pairs()
     model = tiny("llama", vocab_size=WIDTH, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=512)
     loaded = LoadedModel(model, tokenizer, "tiny", torch.float32, 512)
-    with Engine(loaded, EngineConfig(pages=200, page_size=8)) as made:
+    return Engine(loaded, EngineConfig(pages=200, page_size=8, **config))
+
+
+@pytest.fixture(scope="module")
+def engine(one_thread: None) -> Any:
+    with tiny_engine() as made:
         yield made
 
 
@@ -490,6 +537,21 @@ def test_an_engine_follows_grammars_of_many_requests_at_once(engine: Engine) -> 
         assert conforms(json.loads(completion.text), {**PERSON, "required": ["name", "count"]})
     assert engine.stats().compiled_grammars - compiled <= 1
     assert {completion.text for completion in ask(engine, 12, grammar=choice("yes", "no"))} == {"yes", "no"}
+
+
+def test_an_engine_drafts_what_a_schema_forces_and_answers_alike(engine: Engine) -> None:
+    given: dict[str, Any] = {"grammar": schema(PERSON), "logprobs": 2}
+    before = engine.stats().totals
+    drafted, after = ask(engine, 4, **given), engine.stats().totals
+    kept, tried = after.accepted_tokens - before.accepted_tokens, after.drafted_tokens - before.drafted_tokens
+    assert kept > 20 and kept > 0.6 * tried
+    with tiny_engine(draft_tokens=0) as other:
+        plain = ask(other, 4, **given)
+        assert other.stats().totals.drafted_tokens == 0
+    for one, two in zip(drafted, plain, strict=True):
+        assert (one.tokens, one.text) == (two.tokens, two.text)
+        logprobs = ([entry.logprob for entry in each.logprobs] for each in (one, two))
+        assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
 
 
 def test_an_engine_refuses_what_does_not_compile(engine: Engine) -> None:

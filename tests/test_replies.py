@@ -11,6 +11,7 @@ import pytest
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server.errors import internal_error
+from mainstem.server.formats import FORMATS
 from mainstem.server.output import PlainText
 from mainstem.server.reasoning import THINKING, ReasoningParser
 from mainstem.server.replies import (
@@ -25,7 +26,7 @@ from mainstem.server.replies import (
     encode,
     usage_body,
 )
-from mainstem.server.tools import FORMATS, Tool, Tooling
+from mainstem.server.tools import Tool, Tooling
 
 HEAD = Head("id-1", 123, "m")
 USAGE = Usage(10, 4, 3, 0.0, 0.1, 0.2)
@@ -305,7 +306,12 @@ def test_an_echo_puts_the_prompt_and_its_log_probabilities_first() -> None:
     assert choice["logprobs"] == {
         "tokens": ["Hé", " you", "Hé", "Hé", "\ufffd"],
         "token_logprobs": [None, -2.0, -0.5, -0.5, -1.0],
-        "top_logprobs": [None, {"Hé": -0.25}, {}, *plain["choices"][0]["logprobs"]["top_logprobs"]],
+        "top_logprobs": [
+            None,
+            {"Hé": -0.25, " you": -2.0},
+            {"Hé": -0.5},
+            *plain["choices"][0]["logprobs"]["top_logprobs"],
+        ],
         "text_offset": [0, 2, 6, 8, 10],
     }
 
@@ -317,6 +323,17 @@ def test_an_echo_without_an_answer_or_without_log_probabilities() -> None:
     assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("Hé youHé", [None, -2.0, -0.5])
     bare = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(logprobs=False, echoes=[Echo("Hé", [1])]))
     assert as_json(bare.whole([(end,)], usage_body([USAGE], 1)))["choices"][0]["logprobs"] is None
+
+
+def test_the_token_itself_is_among_the_likeliest_of_a_completion() -> None:
+    """As OpenAI's reference has it: there may be one more than was asked for."""
+    entries = (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))), TokenLogprob(3, -7.0, ((1, -0.5), (2, -2.0))))
+    last = Delta("Hé", (1, 3), entries, "length", USAGE)
+    body = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).whole([[last]], usage_body([USAGE], 1)))
+    likeliest = {"Hé": -0.5, " you": -2.0}
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [likeliest, {**likeliest, "\ufffd": -7.0}]
+    chat = as_json(ChatReply(HEAD, spell, ChunkUsage(False)).whole([[last]], usage_body([USAGE], 1)))
+    assert [len(each["top_logprobs"]) for each in chat["choices"][0]["logprobs"]["content"]] == [2, 2]
 
 
 def test_a_stream_begins_with_the_echo_once_for_each_choice() -> None:

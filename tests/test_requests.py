@@ -203,7 +203,7 @@ def test_neutral_fields_and_those_without_effect_are_taken() -> None:
 def test_tools_and_which_may_be_called() -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     tools = [tool("f", description="does f", parameters=schema, strict=True), tool("g", parameters=None)]
-    f, g = Tool("f", "does f", schema), Tool("g")
+    f, g = Tool("f", "does f", schema, strict=True), Tool("g")
     assert chat(tools=tools).tooling() == Tooling((f, g))
     assert chat().tooling() == chat(tools=[], tool_choice="auto").tooling() == NO_TOOLS
     assert chat(tools=tools, tool_choice="none").tooling().callable == ()

@@ -145,6 +145,43 @@ def test_required_calls_are_held_by_a_grammar() -> None:
     assert "time" not in grammars[4].text
 
 
+STRICT: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+BODIES: dict[str, tuple[Any, Any]] = {
+    "/v1/chat/completions": (
+        {"messages": ASK},
+        {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    ),
+    "/v1/messages": ({"messages": ASK, "max_tokens": 9}, {"name": "weather", "input_schema": CITY}),
+    "/v1/responses": ({"input": "Rome?"}, {"type": "function", "name": "weather", "parameters": CITY}),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_strict_tools_are_held_by_a_grammar_wherever_a_model_may_choose(path: str) -> None:
+    served = Served(ANSWER)
+    body, tool = BODIES[path]
+    for strict in (None, False, True):
+        given = {key: {**value, "strict": strict} if key == "function" else value for key, value in tool.items()}
+        given = given if "function" in given else {**given, "strict": strict}
+        answer = served.http.post(path, json={"model": "fake", **body, "tools": [given]})
+        assert answer.status_code == 200, answer.text
+    plain, loose, held = (stream.request.params.grammar for stream in served.engine.streams)
+    assert plain is loose is None
+    assert held.kind == "lark" and "city" in held.text
+    assert served.prompts[0] == served.prompts[2], "so that the cache finds it"
+
+
+def test_only_strict_tools_are_held() -> None:
+    served = Served(ANSWER)
+    served.ask(tools=[STRICT, BROKEN])
+    served.ask(tools=[STRICT, TIME], tool_choice="none")
+    served.ask(tools=[STRICT, TIME])
+    served.ask(tools=[STRICT, TIME])
+    held, none, again, same = (stream.request.params.grammar for stream in served.engine.streams)
+    assert held is not None and none is None and again == same
+    assert served.engine.grammars.compiled == 2, "it is cached"
+
+
 def test_tools_are_counted_and_removed_with_a_conversation() -> None:
     served = Served("x")
     served.ask(tools=TOOLS)
@@ -186,6 +223,10 @@ def test_completions_are_plain_text() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "guided_regex"),
         ({"tools": [TIME, BROKEN], "tool_choice": "required"}, "tools[1].function.parameters"),
+        (
+            {"tools": [BROKEN, {**BROKEN, "function": {**BROKEN["function"], "name": "more", "strict": True}}]},
+            "tools[1].function.parameters",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ],
 )

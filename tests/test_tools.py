@@ -1,10 +1,11 @@
-"""Calls of tools: canned texts of four families, cut everywhere; grammars that hold a model to calls."""
+"""Calls of tools: canned texts of every format, cut everywhere; grammars that hold a model to calls."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 from unittest.mock import ANY
 
@@ -16,9 +17,10 @@ from llguidance.hf import from_tokenizer
 from rigs.templates import byte_tokenizer
 from test_output import scanned
 
-from mainstem.server.output import Arguments, Call, Piece, Text, joined
+from mainstem.server.formats import FORMATS, MAX_FORCED, CallFormat, format_of
+from mainstem.server.output import Arguments, Call, Piece, Reasoning, Text, joined
 from mainstem.server.reasoning import THINKING
-from mainstem.server.tools import FORMATS, MAX_FORCED, CallFormat, Tool, Tooling, format_of
+from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.server import ReasoningParser, ToolCallParser
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -36,7 +38,9 @@ def parsed(format: str, *texts: str, tooling: Tooling = TOOLS) -> tuple[list[Any
     shown: list[Any] = []
     calls = [piece for piece in pieces if isinstance(piece, Call)]
     for piece in pieces:
-        if isinstance(piece, Text):
+        if isinstance(piece, Reasoning):
+            shown.append(piece)
+        elif isinstance(piece, Text):
             shown.append(piece.text)
         elif isinstance(piece, Call):
             shown.append((piece.name, ""))
@@ -127,15 +131,133 @@ CASES: dict[str, list[tuple[str, list[Any]]]] = {
     ],
 }
 CASES["mistral_args"] = CASES["mistral"]
+
+BEGIN, CALL, SEP, END, DONE = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+)  # fmt: skip
+FENCED = f"{CALL}function{SEP}weather\n```json\n" + '{"city": "Rome"}\n```' + END
+CASES["deepseek_v3"] = [
+    (f"{BEGIN}{FENCED}{DONE}", [ROME]),
+    (
+        f"Let me see.{BEGIN}{FENCED}\n{CALL}function{SEP}time\n```json\n{{}}\n```{END}{DONE}",
+        ["Let me see.", ROME, TIME],
+    ),
+    (f'{BEGIN}{CALL}weather{SEP}{{"city": "Rome"}}{END}{CALL}time{SEP}{{}}{END}{DONE}', [ROME, TIME]),
+    (f"{BEGIN}\n{CALL}time{SEP}{{}}{END}\n{DONE} Done.", [TIME, "Done."]),
+    (f"{CALL}time{SEP}{{}}{END}", [TIME]),
+    (f'{BEGIN}{CALL}weather{SEP}{{"city": "Ro', [("weather", '{"city": "Ro')]),
+    (f"{BEGIN}{FENCED[: -len(END) - 1]}", [ROME]),
+    (f"{BEGIN}{CALL}function{SEP}weat", [f"{BEGIN}{CALL}function{SEP}weat"]),
+    (f"{BEGIN}{CALL}unknown{SEP}{{}}{END}{DONE}", [f"{BEGIN}{CALL}unknown{SEP}{{}}{END}{DONE}"]),
+    (f"{BEGIN}what?", [f"{BEGIN}what?"]),
+    (f"{BEGIN[:-3]} {DONE}", [f"{BEGIN[:-3]} {DONE}"]),
+]
+CASES["deepseek_v31"] = CASES["deepseek_v3"]
+
+TO_WEATHER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+TO_TIME = " to=functions.time<|channel|>commentary json<|message|>{}"
+FINAL, THINKS, AGAIN = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+CASES["harmony"] = [
+    (f"{FINAL}Hello <b>you</b>. ", ["Hello <b>you</b>. "]),
+    ("Hello.", ["Hello."]),
+    (f'{TO_WEATHER}{{"city": "Rome"}}<|call|>', [ROME]),
+    (f'{TO_WEATHER}{{"city": "Rome"}}<|call|><|start|>assistant{TO_TIME}', [ROME, TIME]),
+    (TO_TIME, [TIME]),
+    ("<|channel|> to=functions.time<|message|>{}", [TIME]),
+    ("<|channel|><|message|>a", ["<|channel|><|message|>a"]),
+    (f"{THINKS}I wonder. {AGAIN}{FINAL}Yes.", [Reasoning("I wonder. "), "Yes."]),
+    (f"{THINKS}One.{AGAIN}{THINKS}Two.{AGAIN}{TO_TIME}", [Reasoning("One.\nTwo."), TIME]),
+    (f"{THINKS}I wonder", [Reasoning("I wonder")]),
+    (f"<|channel|>commentary<|message|>First this.{AGAIN}{TO_TIME}<|call|>", ["First this.", TIME]),
+    (f"<|channel|>commentary<|message|>First.{AGAIN}{FINAL}Then.<|return|>", ["First.\nThen."]),
+    (
+        f'{THINKS}a<|channel|>commentary to=functions.weather<|message|>{{"city": "Ro',
+        [Reasoning("a"), ("weather", '{"city": "Ro')],
+    ),
+    ("<|channel|>commentary to=python<|message|>{}", ["<|channel|>commentary to=python<|message|>{}"]),
+    ("<|channel|>other<|message|>a", ["<|channel|>other<|message|>a"]),
+    ("<|channel|>what<|channel|>final<|message|>a", ["<|channel|>whata"]),
+    ("<|chan", ["<|chan"]),
+    ("to=day", ["to=day"]),
+]
+
+TYPED = Tooling(
+    (
+        Tool(
+            "weather",
+            "The weather.",
+            {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "unit": {"enum": ["C", "F"]},
+                    "more": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "number"}}]},
+                },
+                "required": ["city"],
+            },
+        ),
+        *TOOLS.tools[1:],
+    )
+)
+ALL = ("weather", '{"city": "New\\nYork \\"1\\"", "days": 3, "more": [1, 2.5]}')
+
+
+def coder(name: str, *given: tuple[str, str]) -> str:
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given)
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def glm(name: str, *given: tuple[str, str]) -> str:
+    values = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in given)
+    return f"<tool_call>{name}\n{values}</tool_call>"
+
+
+GIVEN = (("city", 'New\nYork "1"'), ("days", "3"), ("more", "[1, 2.5]"))
+CASES["qwen3_coder"] = [
+    (coder("weather", *GIVEN), [ALL]),
+    (coder("weather", ("city", "Rome")) + "\n" + coder("time"), [ROME, TIME]),
+    ("So: <function=weather><parameter=city>Rome</parameter></function>", ["So:", ROME]),
+    (coder("weather", ("city", ""), ("days", "True"), ("unit", "C"), ("more", "None"), ("x", "{}"), ("y", "a b")),
+     [("weather", '{"city": "", "days": "True", "unit": "C", "more": null, "x": {}, "y": "a b"}')]),
+    (coder("weather", ("city", "\n<b>\n")), [("weather", '{"city": "\\n<b>\\n"}')]),
+    (coder("weather", ("days", "1.5"), ("more", "NaN")), [("weather", '{"days": "1.5", "more": "NaN"}')]),
+    ("<tool_call>\n<function=weather>\n<parameter=city>\nRo", [("weather", '{"city": "Ro')]),
+    ("<tool_call>\n<function=weather>\n<parameter=days>\n1", [("weather", '{"days": 1')]),
+    ("<tool_call>\n<function=weather>\n<parameter=ci", [("weather", "")]),
+    ("<tool_call>\n<function=weat", ["<tool_call>\n<function=weat"]),
+    (coder("unknown"), [coder("unknown")]),
+    ("<function=weather>what?</function>", [("weather", "{}"), "what?</function>"]),
+    ("Hello <b>you</b> </tool_call>", ["Hello <b>you</b> </tool_call>"]),
+    (W, [W]),
+]  # fmt: skip
+CASES["glm45"] = [
+    (glm("weather", *GIVEN), [ALL]),
+    (glm("weather", ("city", "Rome")) + "\n" + glm("time"), [ROME, TIME]),
+    ("So: " + glm("weather", ("city", "Rome")).replace("\n", "") + " Yes.", ["So:", ROME, "Yes."]),
+    ("<tool_call>time</tool_call>", [TIME]),
+    (glm("weather", ("city", " a\n")), [("weather", '{"city": " a\\n"}')]),
+    ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro</arg", [("weather", '{"city": "Ro</arg')]),
+    ("<tool_call>weather", ["<tool_call>weather"]),
+    ("<tool_call>weathers\n</tool_call>", ["<tool_call>weathers\n</tool_call>"]),
+    ("<tool_call>weather\nis nice</tool_call>", [("weather", "{}"), "is nice</tool_call>"]),
+]  # fmt: skip
+TAGGED = ["glm45", "qwen3_coder"]
+IN_JSON = sorted(FORMATS.keys() - TAGGED)
 CANNED = [(name, text, expected) for name, cases in CASES.items() for text, expected in cases]
 
 
 @pytest.mark.parametrize(("format", "text", "expected"), CANNED)
 def test_canned_texts_cut_at_every_position(format: str, text: str, expected: list[Any]) -> None:
-    assert parsed(format, text)[0] == expected
-    assert parsed(format, *text)[0] == expected
+    tooling = TYPED if format in TAGGED else TOOLS
+    assert parsed(format, text, tooling=tooling)[0] == expected
+    assert parsed(format, *text, tooling=tooling)[0] == expected
     for at in range(len(text)):
-        assert parsed(format, text[:at], text[at:])[0] == expected
+        assert parsed(format, text[:at], text[at:], tooling=tooling)[0] == expected
+
+
+def test_every_format_has_canned_texts() -> None:
+    assert CASES.keys() == FORMATS.keys()
 
 
 def is_beginning(some: Sequence[Piece], all: Sequence[Piece]) -> bool:
@@ -155,7 +277,10 @@ def is_beginning(some: Sequence[Piece], all: Sequence[Piece]) -> bool:
 
 
 SCRAPS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", W, T, "weather", "time",
-          '{"name": "', '"', "{", "}", "[", "]", ",", ":", " ", "\n", "\\", "a", ";", '"arguments"', "7"]  # fmt: skip
+          '{"name": "', '"', "{", "}", "[", "]", ",", ":", " ", "\n", "\\", "a", ";", '"arguments"', "7",
+          BEGIN, CALL, SEP, END, DONE, "function", "```json", "```", "<|channel|>", "<|start|>assistant", "<|message|>",
+          "<|end|>", "<|call|>", "analysis", "final", "commentary", " to=functions.", "<function=", ">", "<parameter=",
+          "</parameter>", "</function>", "city", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]  # fmt: skip
 
 
 @given(
@@ -167,9 +292,11 @@ SCRAPS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag
 def test_nothing_is_taken_back_and_no_split_matters(
     format: str, scraps: list[str], cuts: list[int], parallel: bool
 ) -> None:
-    tooling = Tooling(TOOLS.tools, parallel=parallel)
+    tooling = Tooling(TYPED.tools, parallel=parallel)
     text = "".join(scraps)
     whole = scanned(FORMATS[format].parser(tooling), text)
+    if not any(isinstance(piece, Call) for piece in whole) and (format != "harmony" or "<|message|>" not in text):
+        assert whole == ([Text(text)] if text else []), "what is no call is text, all of it"
     places = [0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]
     pieces: list[Piece] = []
     parser = FORMATS[format].parser(tooling)
@@ -192,10 +319,36 @@ CALLS = st.lists(
 )
 
 
-@given(format=st.sampled_from(sorted(FORMATS)), calls=CALLS, ascii=st.booleans())
+@given(format=st.sampled_from(IN_JSON), calls=CALLS, ascii=st.booleans())
 def test_what_a_format_writes_is_read_back(format: str, calls: list[tuple[str, dict[str, Any]]], ascii: bool) -> None:
     written = [(name, json.dumps(arguments, ensure_ascii=ascii)) for name, arguments in calls]
     assert parsed(format, FORMATS[format].written(written))[0] == written
+
+
+WEATHERS = st.fixed_dictionaries(
+    {"city": st.text(st.characters(exclude_categories=["Cs"]), max_size=9).filter(lambda text: "</" not in text)},
+    optional={
+        "days": st.integers(),
+        "unit": st.sampled_from("CF"),
+        "more": st.none() | st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+    },
+)
+
+
+@given(format=st.sampled_from(TAGGED), calls=st.lists(WEATHERS, min_size=1, max_size=3))
+def test_what_is_written_in_tags_is_read_back_with_its_types(format: str, calls: list[dict[str, Any]]) -> None:
+    written = [("weather", json.dumps(arguments, ensure_ascii=False)) for arguments in calls]
+    assert parsed(format, FORMATS[format].written(written), tooling=TYPED)[0] == written
+
+
+def test_texts_in_tags_are_shown_as_they_come_and_other_values_when_they_are_complete() -> None:
+    parser = FORMATS["qwen3_coder"].parser(TYPED)
+    assert parser.feed("<tool_call>\n<function=weather>") == [Call(0, ANY, "weather")]
+    assert parser.feed("\n<parameter=city>\nNew Y") == [Arguments(0, '{"city": "New Y')]
+    assert parser.feed("ork\n") == [Arguments(0, "ork")], "the end of the line may be the end of the value"
+    assert parser.feed("</parameter>\n<parameter=days>\n1") == [Arguments(0, '", "days": ')]
+    assert parser.feed("2\n</parameter>") == [Arguments(0, "12")]
+    assert parser.feed("\n</function>\n</tool_call>") == [Arguments(0, "}")]
 
 
 def test_arguments_are_shown_as_they_come() -> None:
@@ -243,6 +396,14 @@ def test_ids_are_unique_and_in_the_form_of_the_model() -> None:
         ("", {"[TOOL_CALLS]"}, "mistral"),
         ("<|python_tag|>", set(), "llama3_json"),
         ("plain", set(), "json"),
+        ("<tool_call> <parameter=x>", {"<tool_call>"}, "qwen3_coder"),
+        ("<tool_call> <arg_key>", set(), "glm45"),
+        ("", {"<tool_call>", "<arg_key>"}, "glm45"),
+        (f"{BEGIN} {SEP} ```json", set(), "deepseek_v3"),
+        (f"{BEGIN} {SEP}", set(), "deepseek_v31"),
+        ("```json", {SEP}, "deepseek_v31"),
+        ("<|channel|>final<|message|>", set(), "harmony"),
+        ("<seed:tool_call> <parameter=x>", set(), "json"),
     ],
 )
 def test_models_are_told_by_their_markers(template: str, vocabulary: set[str], name: str) -> None:
@@ -266,9 +427,27 @@ class Judge:
         self._matcher = LLMatcher(from_tokenizer(tokenizer), LLMatcher.grammar_from_lark(grammar))
         assert not self._matcher.is_error(), self._matcher.get_error()
 
-    def takes(self, text: str) -> bool:
+    def grown(self, scraps: Sequence[str]) -> str:
+        """Returns the text of those scraps that go on with the grammar after those before."""
         self._matcher.reset()
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        grown = ""
+        for scrap in scraps:
+            tokens = self._tokenizer.encode(scrap, add_special_tokens=False)
+            if self._matcher.validate_tokens(tokens) == len(tokens):
+                assert self._matcher.consume_tokens(tokens)
+                grown += scrap
+        return grown
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar is, after the text that was grown."""
+        return bool(self._matcher.is_accepting())
+
+    def takes(self, text: str, spelled: bool = False) -> bool:
+        """Returns whether the grammar takes a text, in which markers are special tokens, or `spelled` in letters."""
+        self._matcher.reset()
+        tokenizer = byte_tokenizer("chatml") if spelled else self._tokenizer
+        tokens = tokenizer.encode(text, add_special_tokens=False)
         return self._matcher.try_consume_tokens(tokens) == len(tokens) and self._matcher.is_accepting()
 
 
@@ -279,7 +458,7 @@ def grammar(format: CallFormat, tooling: Tooling, special: dict[str, int] = {}) 
 REQUIRED = Tooling(TOOLS.tools, "required")
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", IN_JSON)
 def test_grammars_take_calls_as_the_format_writes_them(name: str) -> None:
     format = FORMATS[name]
     judge = Judge(grammar(format, REQUIRED))
@@ -322,3 +501,113 @@ def test_markers_that_are_special_tokens_are_their_ids() -> None:
     judge = Judge(grammar(format, REQUIRED, ids), special)
     assert judge.takes(format.written([ROME, TIME]))
     assert not Judge(grammar(format, REQUIRED), special).takes(format.written([ROME])), "spelled in letters"
+
+
+HELD = Tooling((replace(TYPED.tools[0], strict=True), *TYPED.tools[1:]), "required")
+FULL = json.dumps({"city": "Rome", "days": 3, "unit": "C", "more": [1.5]})
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TAGGED)
+def test_grammars_of_arguments_in_tags(name: str, special: bool) -> None:
+    format = FORMATS[name]
+    texts = format.markers if special else ()
+    tokenizer = byte_tokenizer("chatml", texts)
+    judge = Judge(grammar(format, HELD, {text: tokenizer.convert_tokens_to_ids(text) for text in texts}), texts)
+    for arguments in ('{"city": "Rome"}', '{"city": "New\\n<b>York"}', FULL, '{"city": "", "more": null}'):
+        assert judge.takes(format.written([("weather", arguments)])), arguments
+    assert judge.takes(format.written([TIME, ("weather", FULL)]))
+    for arguments in ("{}", '{"days": 3}', '{"city": "Rome", "days": "x"}', '{"city": "Rome", "unit": "K"}',
+                      '{"city": "Rome", "x": 1}', '{"days": 3, "city": "Rome"}'):  # fmt: skip
+        assert not judge.takes(format.written([("weather", arguments)])), arguments
+    assert not judge.takes(format.written([("unknown", "{}")]))
+    loose = Judge("start: calls\n" + format.grammar(HELD, {}, {"weather", "time"}))
+    for arguments in ("{}", '{"x": 1, "y": "a\\nb"}', FULL):
+        assert loose.takes(format.written([("weather", arguments)])), arguments
+
+
+def test_references_in_schemas_of_arguments_in_tags() -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/size"}, "b": {"type": "array", "items": {"$ref": "#/$defs/size"}}},
+              "$defs": {"size": {"type": "integer"}}, "additionalProperties": False}  # fmt: skip
+    tooling = Tooling((Tool("f", None, schema),), "required")
+    format = FORMATS["qwen3_coder"]
+    judge = Judge(grammar(format, tooling))
+    call = ("f", '{"a": 5, "b": [1, 2]}')
+    assert judge.takes(format.written([call])) and parsed("qwen3_coder", format.written([call]), tooling=tooling)[
+        0
+    ] == [call]
+    assert not judge.takes(format.written([("f", '{"a": "x"}')]))
+    assert not judge.takes(format.written([("f", '{"b": ["x"]}')]))
+    assert not judge.takes(format.written([("f", '{"c": 1}')]))
+
+
+# ---------------------------------------------------------------- strict tools
+
+STRICT = Tooling((replace(TOOLS.tools[0], strict=True), *TOOLS.tools[1:]))
+
+
+def offered(format: CallFormat, special: Sequence[str] = (), tooling: Tooling = STRICT, never: str = "") -> Judge:
+    tokenizer = byte_tokenizer("chatml", special)
+    ids = {text: tokenizer.convert_tokens_to_ids(text) for text in special}
+    return Judge("start: offer\n" + format.offer(tooling, ids, never), special)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_calls_of_strict_tools_are_held_once_they_begin(name: str, special: bool) -> None:
+    format = FORMATS[name]
+    judge, said = offered(format, format.markers if special else ()), format.text
+    for text in ("", "Hello.", ' {"answer": 42}', "[1, 2] <b>", "a\n\nb </b"):
+        assert judge.takes(said + text), text
+    free = ("time", '{"a": [1, "x"]}') if name in IN_JSON else ("time", '{"a": "x"}')
+    for calls in ([ROME], [TIME], [free], [TIME, ROME, free]):
+        assert judge.takes(format.written(calls)), calls
+    beyond = format.written([("weather", '{"city": "Rome", "more": "1"}')])
+    for text in (format.written([("weather", "{}")]), beyond, format.written([("unknown", "{}")]),
+                 format.written([ROME]) + " Hello.", format.written([TIME] * (MAX_FORCED + 1))):  # fmt: skip
+        assert not judge.takes(text), text
+    begins, call = format.scanner.begins, format.written([ROME])
+    if begins and not format.text:
+        before = "" if call.startswith(begins[0]) else begins[0]
+        assert judge.takes(f"Let me see.\n\n{before}{call}")
+        assert not judge.takes(f"Let me see. {begins[0]} then.")
+    for begin in begins:
+        assert judge.takes(f"{said}a {begin[:-1]} b") or special
+        assert not judge.takes(f"{said}a {begin} b", spelled=not said), "however it is spelled"
+    one = offered(format, (), replace(STRICT, parallel=False))
+    assert one.takes(call) and one.takes(said + "Hello.")
+    assert not one.takes(format.written([ROME, ROME]))
+
+
+@pytest.mark.parametrize("name", ["json", "llama3_json"])
+def test_what_may_be_a_call_is_no_text_beside_strict_tools(name: str) -> None:
+    judge = offered(FORMATS[name])
+    for text in (
+        '{"name"',
+        ' [\n{ "arguments": 1}',
+        '{"type": "function", "name": "weather"',
+        '{"n\\u0061me": "weather"',
+    ):
+        assert not judge.takes(text), text
+    assert judge.takes('{"title": "weather"}') and judge.takes('Say {"name"')
+
+
+def test_a_text_beside_strict_tools_does_not_begin_as_a_thought() -> None:
+    judge = offered(FORMATS["hermes"], never="<think>")
+    assert judge.takes("a <think>") and judge.takes("<thin")
+    assert not judge.takes("<think>a") and not judge.takes(" \n<think>")
+
+
+@given(format=st.sampled_from(sorted(FORMATS)), scraps=st.lists(st.sampled_from(SCRAPS), max_size=20))
+def test_whatever_the_grammar_takes_its_calls_of_strict_tools_fit(format: str, scraps: list[str]) -> None:
+    judge = offered(FORMATS[format])
+    head = FORMATS[format].written([ROME]).partition("Rome")[0]
+    text = judge.grown([*scraps[:3], head, *scraps[3:]])
+    shown, _ = parsed(format, text, tooling=STRICT)
+    calls = [each for each in shown if isinstance(each, tuple) and each[0] == "weather"]
+    for i, (_, arguments) in enumerate(calls):
+        if i < len(calls) - 1 or judge.complete:
+            given = json.loads(arguments)
+            assert given.keys() == {"city"} and isinstance(given["city"], str)
+        else:
+            assert '{"city": "'.startswith(arguments) or arguments.startswith('{"city": "')

@@ -248,19 +248,22 @@ def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
 def test_a_grammar_is_followed_by_all_ranks_and_known_to_one(opened: Open, tmp_path: Path) -> None:
     tiny("llama", **LLAMA, vocab_size=400, max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     byte_pairs().save_pretrained(tmp_path)
-    params = SamplingParams(max_tokens=60, grammar=Grammar("regex", "(?:yes|no){2,9}!"), ignore_eos=True)
+    params = SamplingParams(max_tokens=60, grammar=Grammar("regex", "It says: (?:yes|no){2,9}!"), ignore_eos=True)
     prompt = list(range(5, 25))
 
     def followed(ranks: int) -> list[Completion]:
         with opened(str(tmp_path), ranks) as engine:
             answers = engine.generate([prompt, prompt], params) + engine.generate([prompt], params)
-            assert engine.stats().totals.grammar_requests == 3
+            totals = engine.stats().totals
+            assert totals.grammar_requests == 3 and totals.accepted_tokens >= 3, (
+                "what is forced is drafted on all ranks"
+            )
             return answers
 
     one, two = followed(1), followed(2)
     assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
     for answer in two:
-        assert answer.finish_reason == "stop" and re.fullmatch("(?:yes|no){2,9}!", answer.text)
+        assert answer.finish_reason == "stop" and re.fullmatch("It says: (?:yes|no){2,9}!", answer.text)
 
 
 @pytest.mark.slow

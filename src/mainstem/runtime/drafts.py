@@ -5,12 +5,15 @@ and a few that are likely to follow it. Those that sampling then agrees with are
 
 Drafts come from what is there already: what followed this very text in its namespace, in the cache's tree, and else
 what followed its last tokens earlier in the same text (prompt lookup decoding, as in Saxena 2023 and transformers'
-`prompt_lookup_num_tokens`). Neither needs a second model.
+`prompt_lookup_num_tokens`). Where a grammar leaves one text to go on with, that is the draft, and nothing is guessed.
+None of these needs a second model.
 
-This module knows tokens. It does not know requests, pages or models.
+This module knows tokens. It does not know requests, pages, grammars or models.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,23 +50,38 @@ def look_up(known: NDArray[np.int32], most: int) -> NDArray[np.int32]:
     return known[begin + np.arange(most) % (len(known) - begin)]
 
 
+def begin_with(forced: Sequence[int], guess: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Returns a draft that begins with forced tokens: the guess if it does, and else these alone, int32 [n]."""
+    n = len(forced)
+    sure = np.array(forced, np.int32)
+    return guess if np.array_equal(guess[:n], sure) else sure
+
+
 class Pace:
-    """How many tokens to draft for a sequence: more while drafts are kept, none for a while after several misses."""
+    """How many tokens to draft for a sequence: more while drafts are kept, none for a while after several misses.
+
+    Tokens that are forced do not count: they say nothing of how well guesses do.
+    """
 
     def __init__(self) -> None:
         self._length = 2
         self._misses = 0
         self._pause = 0
+        self._forced = 0
 
-    def length(self, most: int) -> int:
-        """Returns how many tokens to draft in this step, up to `most`; call it once a step."""
+    def length(self, most: int, forced: int = 0) -> int:
+        """Returns how many tokens to draft in this step, forced ones included, up to `most`; call it once a step."""
+        self._forced = forced
         if self._pause:
             self._pause -= 1
-            return 0
-        return min(self._length, most)
+            return forced
+        return min(forced + self._length, most)
 
     def observe(self, drafted: int, kept: int) -> None:
         """Counts a draft of at least one token, of which `kept` tokens were right."""
+        drafted, kept = drafted - self._forced, max(kept - self._forced, 0)
+        if drafted <= 0:
+            return
         if kept == drafted:
             self._length = max(self._length, 2 * drafted)
         else:

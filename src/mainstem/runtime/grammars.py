@@ -7,7 +7,8 @@ llguidance parses the bytes of tokens; it is imported with the first grammar. Th
 of a grammar: a `Matcher` says where the answer may end, and the `LogitsProcessor` which tokens end it.
 
 The tokens after the one that was just accepted are found on a thread, while the scheduler and the next forward run.
-Those at the beginning are found when the grammar is compiled, once for all answers.
+Those at the beginning are found when the grammar is compiled, once for all answers. Where the grammar leaves one text
+to go on with, its tokens are known at once: the next forward can compute them together.
 
 This module knows tokenizers. It does not know requests, logits or schedulers.
 """
@@ -70,12 +71,17 @@ class Matcher:
         end: see `_Vocabulary`.
         first: what may follow there.
         threads: look for what follows.
+
+    Attributes:
+        forced: tokens that must come next, one after another, as the tokenizer spells them. They are likely rather than
+            certain: after some of them, the rest of their text may be spelled in another way.
     """
 
     def __init__(self, beginning: LLMatcher, end: int, first: Following, threads: ThreadPoolExecutor) -> None:
         self._beginning, self._end, self._threads = beginning, end, threads
         self._state: LLMatcher | None = None
         self._following: Following | Future[Following] = first
+        self.forced: tuple[int, ...] = ()
 
     def following(self) -> Following:
         """Returns what may follow; waits until it is known."""
@@ -87,7 +93,9 @@ class Matcher:
         """Goes on with a token that may follow; returns whether any may follow that one, by the grammar alone."""
         if self._state is None:
             self._state = self._beginning.deep_copy()
+        self.forced = ()
         if self._state.consume_token(token) and not self._state.is_stopped():
+            self.forced = tuple(self._state.compute_ff_tokens())
             self._following = self._threads.submit(_following, self._state, self._end)
             return True
         self._following = _ended(self._state)

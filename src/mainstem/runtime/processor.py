@@ -91,6 +91,11 @@ class LogitsProcessor:
         self._matcher = None if grammar is None else grammar.matcher()
         self.ended: Ended | None = None
 
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that the grammar, if there is one, asks for next; see `Matcher.forced`."""
+        return () if self._matcher is None else self._matcher.forced
+
     def apply(self, logits: torch.Tensor) -> None:
         """Changes the logits of the next token, float32 [vocab], in place."""
         if self._params.weighs_logits:

@@ -53,6 +53,11 @@ class Sampler:
         """Why the rules let no token follow those that were sampled; None: they let one."""
         return None if self.processor is None else self.processor.ended
 
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that the rules ask for next, one after another, as far as is known."""
+        return () if self.processor is None else self.processor.forced
+
     def uniform(self) -> float:
         """Returns the next random number, in [0, 1)."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))

@@ -21,8 +21,9 @@ the host has are loaded layer by layer while the forward computes. If a load fai
 checkpoints of the prompt, at every page boundary of the answer (only the last copy stays), and where a waiting request
 parts from a running prefill. Chunks end at these positions, and never inside an image that must not be split.
 
-**Drafts.** A decode computes the next token and a few guesses (`drafts`) in one forward; sampling keeps those that it
-agrees with, so it draws what it would have drawn without them. Models with states have none: a state cannot go back.
+**Drafts.** A decode computes the next token and a few guesses (`drafts`), or what its grammar asks for, in one forward;
+sampling keeps those that it agrees with, so it draws what it would have drawn without them. Models with states have
+none: a state cannot go back.
 
 **Log-probabilities of a prompt** need the logits of all its positions. So such a request hits nothing, and waits for
 nobody. What it computes is published as usual. The rows of logits in a step are bounded.
@@ -58,7 +59,7 @@ from mainstem.components import Chunked, Full, Local, State, Window, by_name
 from mainstem.errors import BadArgument, OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
-from mainstem.runtime.drafts import look_up
+from mainstem.runtime.drafts import begin_with, look_up
 from mainstem.runtime.grammars import CompiledGrammar, Grammars
 from mainstem.runtime.meter import Meter, Totals
 from mainstem.runtime.processor import Ended, LogitsProcessor, check_rules
@@ -399,11 +400,19 @@ class Scheduler:
         """Adds drafts to the decodes of a step. They share `draft_tokens` evenly, and preempt nobody."""
         decodes = [sequence for sequence in scheduled if sequence.draftable > 0]
         share = self._limits.draft_tokens // len(decodes) if decodes else 0
+        forced = self._forced(decodes) if share else {}
         for sequence in decodes if share else ():
-            draft = self._draft(sequence, sequence.pace.length(min(share, sequence.draftable)))
+            most = min(share, sequence.draftable)
+            begun = forced.get(sequence.id, ())[:most]
+            draft = begin_with(begun, self._draft(sequence, sequence.pace.length(most, len(begun))))
             if len(draft):
                 with contextlib.suppress(OutOfPages):
                     sequence.speculate(draft)
+
+    def _forced(self, decodes: list[Sequence]) -> dict[str, tuple[int, ...]]:
+        """Returns the tokens that grammars ask for next, by request; only rank 0 knows them."""
+        held = [sequence for sequence in decodes if sequence.request.params.grammar is not None]
+        return self._ranks.share(lambda: {each.id: each.sampler.forced for each in held}) if held else {}
 
     def _draft(self, sequence: Sequence, most: int) -> NDArray[np.int32]:
         """Returns up to `most` tokens that may come next: what the cache knows, else what the text itself repeats."""

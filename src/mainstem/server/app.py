@@ -52,7 +52,7 @@ from mainstem.runtime.request import Delta, Request
 from mainstem.server import errors, management, message_reply, messages, openapi, replies, requests, tokenization
 from mainstem.server.access import Access
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Run, Task, Watcher, best
+from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics
 from mainstem.server.precompute import Precompute
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
@@ -352,7 +352,7 @@ class _Service:
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
-        answers: Sequence[Sequence[Delta]] = run.answers
+        answers = scored(run.answers, ask.choices)
         if ask.choices > ask.kept:
             answers = best(answers, ask.choices, ask.kept)
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))

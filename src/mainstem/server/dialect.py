@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from mainstem.runtime.prompts import ANSWER, Prompts
+from mainstem.server.formats import ANY, FORMATS, CallFormat, format_of, terms, upto
 from mainstem.server.output import OutputParser, PlainText
 from mainstem.server.reasoning import THINKING, ReasoningParser, Thinking, thinking_of
-from mainstem.server.tools import FORMATS, NO_TOOLS, CallFormat, Tool, Tooling, format_of
+from mainstem.server.tools import NO_TOOLS, Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -65,8 +66,8 @@ class Dialect:
             tooling: the tools of the request.
             ending: the last text of the prompt; it may have opened a thought.
         """
-        rest = self.calls.parser(tooling) if tooling.callable else PlainText()
-        if self.thinking is None or self.thinking.closed(ending):
+        rest = self.calls.parser(tooling) if tooling.callable or self.calls.thinking else PlainText()
+        if self.thinking is None or self.calls.thinking or self.thinking.closed(ending):
             return rest
         return ReasoningParser(self.thinking, self.thinking.opened(ending), rest)
 
@@ -74,7 +75,8 @@ class Dialect:
         """Returns the grammar that an answer is held to, or None.
 
         It is held to calls where they are required, and otherwise to a form that the request asks for: then calls are
-        allowed besides. A model may think before: it must, where the prompt has opened a thought.
+        allowed besides. Where neither is so, the calls of strict tools are held, once the model begins one. A model may
+        think before: it must, where the prompt has opened a thought.
 
         Args:
             tooling: the tools of the request.
@@ -83,17 +85,20 @@ class Dialect:
         """
         required, thinks = tooling.choice == "required", self.thinking is not None and not self.thinking.closed(ending)
         answer = None if required or form is None else _rule(form)
-        if not required and (answer is None or not (thinks or tooling.callable)):
+        offers = not required and form is None and any(tool.strict for tool in tooling.callable)
+        if not (required or offers) and (answer is None or not (thinks or tooling.callable)):
             return form
         special = {text: self.special[text] for text in self._markers() if text in self.special}
-        rules = [] if answer is None else [f"answer: {answer}"]
-        rules += [self.calls.grammar(tooling, special)] if tooling.callable else []
+        rules = [] if answer is None else [f"answer: {terms(self.calls.text, special)} ({answer})"]
+        if offers:
+            rules.append(self.calls.offer(tooling, special, self.thinking.begin if self.thinking and thinks else ""))
+        elif tooling.callable:
+            rules.append(self.calls.grammar(tooling, special))
         start = " | ".join(rule.partition(":")[0] for rule in rules)
         if self.thinking is not None and thinks:
-            begin, end = (_term(text, special) for text in (self.thinking.begin, self.thinking.end))
-            ended = f": /(?s:.*)/ {end}" if self.thinking.end in special else f"[suffix={end}]: /(?s:.*)/"
-            rules.append(f"thought{ended}")
-            before = "thought /\\s{0,2}/"
+            begin, after = (terms(text, special) for text in (self.thinking.begin, self.thinking.after))
+            rules.append(upto("thought", ANY, self.thinking.end, special))
+            before = f"thought {after or _GAP}"
             start = f"{before} ({start})" if self.thinking.opened(ending) else f"({begin} {before})? ({start})"
         return Grammar("lark", "\n".join([f"start: {start}", *rules]))
 
@@ -107,7 +112,8 @@ class Dialect:
     def _markers(self, tooling: Tooling | None = None) -> tuple[str, ...]:
         """Returns the markers of thoughts, and those of calls unless there are no tools that may be called."""
         thoughts = () if self.thinking is None else (self.thinking.begin, self.thinking.end)
-        return (*thoughts, *(self.calls.markers if tooling is None or tooling.callable else ()))
+        calls = tooling is None or tooling.callable or self.calls.thinking
+        return (*thoughts, *(self.calls.markers if calls else ()))
 
     def conversation(
         self, messages: Conversation, tools: Sequence[Tool] = ()
@@ -154,7 +160,12 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
         return prompts.render(messages, replace(ANSWER, tools=tools))
 
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return Dialect(spoken, thought, traits_of(render), {str(each): id for id, each in added.items() if each.special})
+    return Dialect(
+        spoken,
+        spoken.thinking or thought,
+        traits_of(render),
+        {str(each): id for id, each in added.items() if each.special},
+    )
 
 
 def _template_text(tokenizer: Any) -> str:
@@ -267,8 +278,8 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def _term(text: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[text]}]>" if text in special else json.dumps(text)
+_GAP = r"/\s{0,2}/"
+"""The white space between a thought and what follows."""
 
 
 def _rule(form: Grammar) -> str | None:

@@ -130,6 +130,21 @@ class Run:
                 watcher.close()
 
 
+def scored(answers: Sequence[Sequence[Delta]], of: int) -> list[Sequence[Delta]]:
+    """Returns the answers to each prompt with its log-probabilities, which were computed for the first one alone.
+
+    Args:
+        answers: the events of each; those to a prompt are adjacent.
+        of: number of answers to each prompt.
+    """
+    found: list[Sequence[Delta]] = []
+    for i in range(0, len(answers), of):
+        first, *others = answers[i : i + of]
+        scores = [Delta("", prompt_logprobs=delta.prompt_logprobs) for delta in first if delta.prompt_logprobs]
+        found += [first, *([*scores, *other] for other in others)]
+    return found
+
+
 def best(answers: Sequence[Sequence[Delta]], of: int, kept: int) -> list[Sequence[Delta]]:
     """Returns the answers to each prompt with the highest log-probability per token, the best first.
 

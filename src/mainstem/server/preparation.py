@@ -210,13 +210,18 @@ class Preparation:
     # ---- parameters
 
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
-        """Returns one request per choice; without a seed all choices share the same request."""
+        """Returns one request per choice; without a seed all choices share the same request.
+
+        The first one finds the log-probabilities of the prompt for all, unless each choice is streamed on its own.
+        """
         room = self._engine.max_context - len(prompt.tokens)
         hints = ask.hints(self._engine.config.max_retain_s)
         words, ending = self.prompts.words(ask.bad_words or ()), self.prompts.ending(prompt.tokens)
 
         def request(choice: int) -> Request:
             params = replace(ask.params(room, choice), bad_words=words)
+            if choice and not ask.stream:
+                params = replace(params, prompt_logprobs=None)
             if isinstance(ask, ChatRequest):
                 params = self._spoken(params, ask.tooling(), ending)
             given = (params, namespace, ask.priority or 0)
@@ -224,15 +229,18 @@ class Preparation:
                 prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks, hints=hints
             )
 
-        if ask.seed is None:
-            return [request(0)] * ask.choices
-        return [request(choice) for choice in range(ask.choices)]
+        if ask.seed is not None:
+            return [request(choice) for choice in range(ask.choices)]
+        first = request(0)
+        other = first if first.params.prompt_logprobs is None or ask.choices == 1 else request(1)
+        return [first, *[other] * (ask.choices - 1)]
 
     def _spoken(self, params: SamplingParams, tooling: Tooling, ending: str) -> SamplingParams:
         """Returns parameters of an answer in the model's own forms of calls and thoughts."""
         grammar = self._dialect.grammar(tooling, ending, params.grammar)
         if grammar is not None and grammar != params.grammar:
-            self._compile_calls(grammar, tooling)
+            loose = params.grammar is None and tooling.choice != "required"
+            self._compile_calls(grammar, [tool.strict or not loose for tool in tooling.tools], tooling)
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
 
     def _check_grammar(self, ask: Ask) -> None:
@@ -241,14 +249,21 @@ class Preparation:
         if asked is not None:
             self._engine.grammars.compile(asked.grammar, asked.field)
 
-    def _compile_calls(self, grammar: Grammar, tooling: Tooling) -> None:
-        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is."""
+    def _compile_calls(self, grammar: Grammar, held: Sequence[bool], tooling: Tooling) -> None:
+        """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is.
+
+        Args:
+            grammar: what to compile.
+            held: whether the schema of each tool is in the grammar.
+            tooling: the tools.
+        """
         try:
             self._engine.grammars.compile(grammar, "tools")
         except BadArgument:
             for i, tool in enumerate(tooling.tools):
-                schema = Grammar("json_schema", json.dumps(tool.parameters))
-                self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
+                if held[i]:
+                    schema = Grammar("json_schema", json.dumps(tool.parameters))
+                    self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
             raise
 
     # ---- what replies need

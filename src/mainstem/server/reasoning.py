@@ -20,11 +20,13 @@ class Thinking:
     Args:
         begin, end: the markers.
         always: whether answers begin with a thought even if neither the prompt nor the answer has the first marker.
+        after: what is between a thought and what follows; empty: some white space.
     """
 
     begin: str
     end: str
     always: bool = False
+    after: str = ""
 
     def opened(self, ending: str) -> bool:
         """Returns whether a prompt that ends with this text leaves a thought open."""

@@ -106,7 +106,8 @@ class ChatLogprobs(Struct):
 class CompletionLogprobs(Struct):
     """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the text.
 
-    With `echo`, they begin with the tokens of the prompt. The first one of these has no log-probability.
+    With `echo`, they begin with the tokens of the prompt. The first one of these has no log-probability. The token
+    itself is among the likeliest ones in any case, so that there may be one more of these than was asked for.
     """
 
     tokens: list[str]
@@ -455,8 +456,14 @@ class CompletionReply(_Chunks):
 
     def _logprobs(self, entries: Sequence[TokenLogprob], offsets: list[int]) -> CompletionLogprobs:
         tokens = [self._name(entry.token) for entry in entries]
-        best = [{self._name(token): _finite(value) for token, value in entry.top} for entry in entries]
+        best = [*map(self._top, entries)]
         return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], [*best], offsets)
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """Returns the likeliest tokens at a place and the one that is there, if it is none of them."""
+        top = {self._name(token): _finite(value) for token, value in entry.top}
+        top.setdefault(self._name(entry.token), _finite(entry.logprob))
+        return top
 
     def _echoed(
         self, echo: Echo, scores: Sequence[TokenLogprob], answer: CompletionLogprobs | None

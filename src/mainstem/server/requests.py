@@ -356,7 +356,7 @@ def template_of(
 
 
 class FunctionSpec(Struct):
-    """A function that the model may call. Arguments are held to the schema where calls are required."""
+    """A function that the model may call. Arguments are held to the schema where it is strict or calls are required."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
     description: str | None = None
@@ -379,7 +379,9 @@ class ToolSpec(Struct):
 def tools_of(specs: Sequence[ToolSpec] | None) -> tuple[Tool, ...]:
     """Returns the tools of a request."""
     functions = [spec.function for spec in specs or ()]
-    return tuple(Tool(each.name, each.description, each.parameters or NO_PARAMETERS) for each in functions)
+    return tuple(
+        Tool(each.name, each.description, each.parameters or NO_PARAMETERS, bool(each.strict)) for each in functions
+    )
 
 
 class FunctionName(Struct):

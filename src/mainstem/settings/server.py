@@ -26,7 +26,19 @@ from mainstem.settings.fields import (
 from mainstem.units import SIZE
 
 UnknownFields = Literal["refuse", "warn"]
-ToolCallParser = Literal["auto", "hermes", "mistral_args", "mistral", "llama3_json", "json"]
+ToolCallParser = Literal[
+    "auto",
+    "qwen3_coder",
+    "glm45",
+    "hermes",
+    "deepseek_v3",
+    "deepseek_v31",
+    "harmony",
+    "mistral_args",
+    "mistral",
+    "llama3_json",
+    "json",
+]
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 
 _KEY = "printable, without spaces, and not empty"

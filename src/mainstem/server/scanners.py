@@ -1,0 +1,595 @@
+"""Scanners: the parsers that find calls of tools in what a model writes, one for each form.
+
+A scanner shows a call when its name is complete, and then its arguments as they come, as the model wrote them;
+arguments that are no JSON become JSON, by the schema of the tool. Only the names of tools that may be called begin a
+call; anything else is text. What is no call stays in the text as it was written, markers included. White space around
+calls is part of the form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from mainstem.server.output import END, Arguments, Call, Piece, Reasoning, Scanner, Steps, Text, joined
+from mainstem.server.parameters import TEXT, Parameters
+from mainstem.server.tools import Tooling
+
+
+class _Malformed(Exception):
+    """What was read is no call."""
+
+
+class CallScanner(Scanner):
+    """Finds calls of one format; an `OutputParser`.
+
+    Args:
+        tooling: the tools that may be called.
+        new_id: returns the id of a call.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """What may be special in a text."""
+
+    begins: ClassVar[tuple[str, ...]] = ()
+    """What begins calls after text, the usual one first; none: calls are only where an answer begins."""
+
+    def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
+        self._names = {tool.name for tool in tooling.callable}
+        self._most = None if tooling.parallel else 1
+        self._new_id = new_id
+        self._calls = 0
+        self._taken = [""]  # what was read of a call that may still turn out to be text
+        self._held = ""  # white space after text, which belongs to the form if a call follows
+        self._after_call = False
+        super().__init__()
+
+    def close(self) -> Sequence[Piece]:
+        """See `OutputParser.close`."""
+        found = super().close()
+        return joined([*found, Text(self._held)]) if self._held else found
+
+    def _say(self, text: str) -> None:
+        """Adds text. White space waits for what follows."""
+        for character in text:
+            if not character.isspace():
+                self._pieces.append(Text(self._held + character))
+                self._after_call, self._held = False, ""
+            elif not self._after_call:
+                self._held += character
+
+    def _attempt(self, before: str, calls: Steps[None]) -> Steps[bool]:
+        """Reads calls, after the text `before`; returns whether there were some.
+
+        What turns out to be none becomes text, except for the end that may begin a marker: it is read again.
+        """
+        self._taken = [before]
+        try:
+            yield from calls
+        except _Malformed:
+            before, *read = self._taken
+            text = "".join(read)
+            longest = max(map(len, self.markers), default=0)
+            again = next(at for at in range(max(len(text) - longest, 0), len(text) + 1) if self._may_begin(text[at:]))
+            self._say(before + text[:again])
+            self._push_back(text[again:])
+            return False
+        return True
+
+    def _may_begin(self, text: str) -> bool:
+        return not text or any(marker.startswith(text) for marker in self.markers)
+
+    def _take(self) -> Steps[str]:
+        character = yield from self._next()
+        self._taken.append(character)
+        return character
+
+    def _reread(self) -> None:
+        self._push_back(self._taken.pop())
+
+    def _solid(self) -> Steps[str]:
+        """Returns the next character that is no white space."""
+        while (character := (yield from self._take())).isspace():
+            pass
+        return character
+
+    def _peek(self) -> Steps[str]:
+        """Skips white space, and returns the character after it, which is read again."""
+        character = yield from self._solid()
+        self._reread()
+        return character
+
+    def _expect(self, text: str) -> Steps[None]:
+        for wanted in text:
+            if (yield from self._take()) != wanted:
+                raise _Malformed
+
+    def _name(self, *others: str) -> Steps[str]:
+        """Reads as much of a name of a tool, or of other texts, as there is."""
+        known, name = (*self._names, *others), ""
+        while (character := (yield from self._take())) and any(each.startswith(name + character) for each in known):
+            name += character
+        self._reread()
+        return name
+
+    def _json_calls(self) -> Steps[None]:
+        """Reads an object that is a call, or an array of some."""
+        if (yield from self._solid()) == "{":
+            yield from self._json_call()
+            return
+        self._reread()
+        yield from self._expect("[")
+        separator = ","
+        while separator == ",":
+            if (yield from self._solid()) != "{":
+                raise _Malformed
+            yield from self._json_call()
+            separator = yield from self._solid()
+        if separator != "]":
+            raise _Malformed
+
+    def _json_call(self) -> Steps[None]:
+        """Reads the rest of an object that is a call."""
+        begun, early, has_arguments = False, "", False
+        separator = ","
+        while separator == ",":
+            key = yield from self._json_text()
+            if (yield from self._solid()) != ":":
+                raise _Malformed
+            if key == "name" and not begun:
+                begun = self._begin((yield from self._json_text()))
+                self._argue(early)
+            elif key in _ARGUMENT_KEYS and not has_arguments:
+                has_arguments = True
+                early = yield from self._arguments(begun)
+            elif key in _OTHER_KEYS:
+                yield from self._json_value(_ignore)
+            else:
+                raise _Malformed
+            separator = yield from self._solid()
+        if separator != "}" or not begun:
+            raise _Malformed
+        if not has_arguments:
+            self._argue("{}")
+        self._taken = [""]
+
+    def _begin(self, name: str) -> bool:
+        """Shows the beginning of a call. From here on nothing that was read can become text."""
+        if name not in self._names:
+            raise _Malformed
+        self._taken, self._held, self._after_call = [""], "", True
+        self._calls += 1
+        if self._shown:
+            self._pieces.append(Call(self._calls - 1, self._new_id(), name))
+        return True
+
+    @property
+    def _shown(self) -> bool:
+        return self._most is None or self._calls <= self._most
+
+    def _argue(self, text: str) -> None:
+        """Adds to the arguments of the call."""
+        if text and self._shown:
+            self._pieces.append(Arguments(self._calls - 1, text))
+
+    def _arguments(self, begun: bool) -> Steps[str]:
+        """Reads a call's arguments, shows them if the call has begun, and otherwise returns them.
+
+        Some models write the object as a string, or null if it is empty.
+        """
+        collected: list[str] = []
+        if (yield from self._peek()) == "{":
+            try:
+                yield from self._json_value(self._argue if begun else collected.append)
+            finally:
+                self._taken = [""] if begun else self._taken
+        else:
+            yield from self._json_value(collected.append)
+            collected = [_plain_arguments("".join(collected))]
+            if begun:
+                self._argue(collected.pop())
+        return "".join(collected)
+
+    def _json_text(self) -> Steps[str]:
+        """Reads a JSON string, and returns what it stands for."""
+        if (yield from self._peek()) != '"':
+            raise _Malformed
+        raw: list[str] = []
+        yield from self._json_value(raw.append)
+        try:
+            return str(json.loads("".join(raw), strict=False))
+        except ValueError:
+            raise _Malformed from None
+
+    def _json_value(self, show: Callable[[str], object]) -> Steps[None]:
+        """Reads a JSON value as far as it takes to find its end."""
+        character = yield from self._solid()
+        if character in _ENDS:
+            raise _Malformed
+        depth = 0
+        while character != END:
+            show(character)
+            if character == '"':
+                yield from self._rest_of_string(show)
+            depth += (character in _OPENING) - (character in _CLOSING)
+            if depth == 0 and (character == '"' or character in _CLOSING):
+                return
+            character = yield from self._take()
+            if depth == 0 and (character in _ENDS or character.isspace()):
+                self._reread()
+                return
+        raise _Malformed
+
+    def _rest_of_string(self, show: Callable[[str], object]) -> Steps[None]:
+        escaped = False
+        while character := (yield from self._take()):
+            show(character)
+            if character == '"' and not escaped:
+                return
+            escaped = character == "\\" and not escaped
+        raise _Malformed
+
+
+_OPENING, _CLOSING, _ENDS = frozenset("{["), frozenset("}]"), frozenset(",}]")
+_ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+_OTHER_KEYS = frozenset(("id", "type"))
+
+
+def _ignore(text: str) -> None:
+    """Shows nothing."""
+
+
+def _plain_arguments(written: str) -> str:
+    """Returns arguments that are no JSON object as one, if they stand for one."""
+    if written == "null":
+        return "{}"
+    try:
+        meant = json.loads(written, strict=False)
+    except (ValueError, RecursionError):
+        return written
+    return meant.encode(errors="replace").decode() if isinstance(meant, str) else written
+
+
+class HermesScanner(CallScanner):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere in the text."""
+
+    markers = ("<tool_call>", "</tool_call>")
+    begins = markers[:1]
+
+    def _scan(self) -> Steps[None]:
+        while marker := (yield from self._until(self.markers, self._say)):
+            if marker == "<tool_call>":
+                yield from self._attempt(marker, self._json_calls())
+            elif not self._after_call:
+                self._say(marker)
+
+
+class JsonScanner(CallScanner):
+    """`{"name": ..., "arguments": {...}}` where the text begins, or several, or an array of some."""
+
+    def _scan(self) -> Steps[None]:
+        begins = True  # whether a call needs no marker here: at the beginning, and after a call
+        while True:
+            if begins:
+                gap = yield from self._gap()
+                character = yield from self._next()
+                self._push_back(character)
+                if character in _OPENING:
+                    begins = yield from self._attempt(gap, self._json_calls())
+                    continue
+                self._say(gap)
+            marker = yield from self._until(self.markers, self._say)
+            if marker == END:
+                return
+            begins = yield from self._attempt(marker, self._json_calls())
+
+    def _gap(self) -> Steps[str]:
+        """Returns what is before a call, or between two."""
+        gap = yield from self._blanks()
+        while self._after_call and (character := (yield from self._next())) in (";", ","):
+            gap += character + (yield from self._blanks())
+        if self._after_call:
+            self._push_back(character)
+        return gap
+
+
+class Llama3Scanner(JsonScanner):
+    """The same, and after `<|python_tag|>` anywhere in the text."""
+
+    markers = begins = ("<|python_tag|>",)
+
+
+class MistralScanner(CallScanner):
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`, anywhere in the text."""
+
+    markers = begins = ("[TOOL_CALLS]",)
+
+    def _scan(self) -> Steps[None]:
+        while marker := (yield from self._until(self.markers, self._say)):
+            yield from self._attempt(marker, self._listed_or_named())
+
+    def _listed_or_named(self) -> Steps[None]:
+        if (yield from self._peek()) in _OPENING:
+            yield from self._json_calls()
+            return
+        name = ""
+        while (character := (yield from self._take())) not in _OPENING:
+            name = (name + character).lstrip()
+            if character == END or not any(known.startswith(name) for known in self._names):
+                raise _Malformed
+        self._reread()
+        if character == "[":
+            yield from self._between_name_and_arguments()
+        self._begin(name)
+        yield from self._arguments(True)
+
+    def _between_name_and_arguments(self) -> Steps[None]:
+        """Reads `[ARGS]`, or `[CALL_ID]...[ARGS]`."""
+        yield from self._expect("[")
+        if (yield from self._take()) == "C":
+            yield from self._expect("ALL_ID]")
+            while (yield from self._take()).isalnum():
+                pass
+            self._reread()
+            yield from self._expect("[A")
+        else:
+            self._reread()
+            yield from self._expect("A")
+        yield from self._expect("RGS]")
+
+
+class DeepSeekScanner(CallScanner):
+    """Calls between markers, anywhere in the text.
+
+    `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>`, or
+    the same with `function` in place of the name, and after `<｜tool▁sep｜>` the name and a fenced block of JSON.
+    """
+
+    begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    markers = (*begins, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+
+    def _scan(self) -> Steps[None]:
+        while marker := (yield from self._until(self.markers, self._say)):
+            if marker in self.begins:
+                yield from self._attempt(marker, self._separated(marker))
+            elif not self._after_call:
+                self._say(marker)
+
+    def _separated(self, marker: str) -> Steps[None]:
+        if marker == self.begins[0]:
+            yield from self._peek()
+            yield from self._expect(self.begins[1])
+        name = yield from self._name("function")
+        yield from self._expect("<｜tool▁sep｜>")
+        fenced = (yield from self._peek()) not in _OPENING
+        if fenced:
+            name = yield from self._name()
+            yield from self._peek()
+            yield from self._expect("```json")
+        self._begin(name)
+        yield from self._arguments(True)
+        if fenced:
+            yield from self._end("```")
+
+    def _end(self, text: str) -> Steps[None]:
+        """Reads what ends a call, as far as the answer goes."""
+        yield from self._peek()
+        for wanted in text:
+            if (character := (yield from self._take())) != wanted and character != END:
+                raise _Malformed
+        self._taken = [""]
+
+
+class HarmonyScanner(CallScanner):
+    """Messages in channels, of which an answer has several: thoughts, calls and text. All of an answer is in them.
+
+    `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. A call is
+    `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, and a commentary to nobody is
+    text. The prompt has opened the first message.
+    """
+
+    markers = ("<|channel|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+    begins = markers
+
+    def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
+        self._thought = self._spoke = False  # whether there was a thought, and a text
+        super().__init__(tooling, new_id)
+
+    def _scan(self) -> Steps[None]:
+        yield from self._attempt("", self._message(""))
+        while marker := (yield from self._until(self.markers, self._say)):
+            if marker in self.markers[:2]:
+                yield from self._attempt(marker, self._message(marker))
+            elif not self._after_call:
+                self._say(marker)
+
+    def _message(self, header: str) -> Steps[None]:
+        """Reads a message, of whose header the beginning was read."""
+        while not header.endswith(_MESSAGE):
+            character = yield from self._take()
+            header += character
+            if character == END or not _may_be_header(header.lstrip()):
+                raise _Malformed
+        found = _HEADER.fullmatch(" ".join(header.split()))
+        if found is None:
+            raise _Malformed
+        if recipient := found["author_to"] or found["channel_to"]:
+            self._begin(recipient.removeprefix("functions."))
+            yield from self._arguments(True)
+            return
+        if found["channel"] is None:
+            raise _Malformed
+        thinks = found["channel"] == "analysis"
+        self._taken, self._held = [""], ""
+        if thinks and self._thought:
+            self._think("\n")
+        elif not thinks and self._spoke:
+            self._held = "\n"
+        marker = yield from self._until(self.markers, self._think if thinks else self._speak)
+        if marker in self.markers[:2]:
+            self._push_back(marker)
+
+    def _think(self, text: str) -> None:
+        self._thought = True
+        self._pieces.append(Reasoning(text))
+
+    def _speak(self, text: str) -> None:
+        self._spoke = True
+        self._say(text)
+
+
+_MESSAGE = "<|message|>"
+_HEADER = re.compile(
+    r"\s*(?:<\|start\|>)?\s*(?:assistant)?\s*(?:to=(?P<author_to>[^\s<]+))?\s*"
+    r"<\|channel\|>\s*(?P<channel>analysis|commentary|final)?\s*(?:to=(?P<channel_to>[^\s<]+))?"
+    r"\s*(?:(?:<\|constrain\|>)?\s*\w+)?\s*<\|message\|>"
+)
+_HEADERS = ("<|channel|>", "<|start|>", "to=")
+_LONGEST_HEADER = 256
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a message's header may begin so; a marker of another one ends it."""
+    begins = any(header.startswith(text) or text.startswith(header) for header in _HEADERS)
+    return begins and len(text) <= _LONGEST_HEADER and text.count("<|channel|>") < 2 and "<|start|>" not in text[1:]
+
+
+class TaggedScanner(CallScanner):
+    """Calls whose arguments have tags of their own, after `<tool_call>`, anywhere in the text.
+
+    Texts are shown as they come, other values when they are complete.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+
+    head: ClassVar[tuple[str, str]]
+    """What is before a name, and after it."""
+
+    key: ClassVar[tuple[str, str]]
+    """What is around the name of a parameter."""
+
+    value: ClassVar[tuple[str, str]]
+    """What is around its value."""
+
+    tail: ClassVar[str]
+    """What is after the last one."""
+
+    lines: ClassVar[bool] = False
+    """Whether a value has lines of its own."""
+
+    def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
+        self._parameters = {tool.name: Parameters(tool.parameters) for tool in tooling.callable}
+        self._given = 0  # arguments of the call
+        super().__init__(tooling, new_id)
+
+    def _scan(self) -> Steps[None]:
+        while marker := (yield from self._until(self.markers, self._say)):
+            if marker in self.begins:
+                yield from self._attempt(marker, self._tagged(marker))
+            elif not self._after_call:
+                self._say(marker)
+
+    def _tagged(self, marker: str) -> Steps[None]:
+        before, after = self.head
+        yield from self._peek()
+        yield from self._expect("" if marker == before else before)
+        name = yield from self._name()
+        character = yield from self._take()
+        if not (character.isspace() or character == (after or self.key[0])[0]):
+            raise _Malformed  # the name goes on, or may go on
+        self._reread()
+        yield from self._peek()
+        yield from self._expect(after)
+        self._begin(name)
+        self._given = 0
+        try:
+            while (yield from self._either(self.key[0], self.tail)) != self.tail:
+                yield from self._argument(self._parameters[name])
+            self._taken = [""]
+        except _Malformed:
+            if self._ended:  # the answer was cut
+                self._taken = [""]
+                return
+            self._argue("}" if self._given else "{}")
+            raise
+        self._argue("}" if self._given else "{}")
+
+    def _argument(self, parameters: Parameters) -> Steps[None]:
+        """Reads an argument, of which the first marker was read."""
+        name = yield from self._upto(self.key[1])
+        if self.value[0]:
+            yield from self._peek()
+            yield from self._expect(self.value[0])
+        self._argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        self._given += 1
+        yield from self._value(name, parameters)
+        self._taken = [""]
+
+    def _value(self, name: str, parameters: Parameters) -> Steps[None]:
+        """Reads a value up to its end, and shows it."""
+        is_text, waiting = parameters.types(name) == TEXT, list[str]()
+
+        def show(character: str) -> None:
+            waiting.append(character)
+            if is_text:
+                ready = len(waiting) - (self.lines and character == "\n")
+                self._argue(_escaped("".join(waiting[:ready])))
+                del waiting[:ready]
+
+        if self.lines and (yield from self._next_is("\n")):
+            yield from self._take()
+        self._argue('"' if is_text else "")
+        ended = yield from self._until([self.value[1]], show)
+        rest = "".join(waiting)
+        if ended == END:
+            self._argue(_escaped(rest) if is_text else rest)
+            raise _Malformed
+        rest = rest.removesuffix("\n") if self.lines else rest
+        self._argue(_escaped(rest) + '"' if is_text else parameters.value(name, rest))
+
+    def _next_is(self, text: str) -> Steps[bool]:
+        character = yield from self._take()
+        self._reread()
+        return character == text
+
+    def _either(self, one: str, other: str) -> Steps[str]:
+        """Reads one of two texts, after white space, and returns it."""
+        yield from self._peek()
+        read = ""
+        while read not in (one, other):
+            character = yield from self._take()
+            read += character
+            if character == END or not (one.startswith(read) or other.startswith(read)):
+                raise _Malformed
+        return read
+
+    def _upto(self, end: str) -> Steps[str]:
+        """Reads a text up to its end, and returns what is before it."""
+        text = ""
+        while not text.endswith(end):
+            if not (character := (yield from self._take())):
+                raise _Malformed
+            text += character
+        return text.removesuffix(end)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class Qwen3CoderScanner(TaggedScanner):
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, values in lines."""
+
+    markers = (*TaggedScanner.markers, "<function=")
+    begins = (*TaggedScanner.begins, "<function=")
+    head, key, value, tail, lines = ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", True
+
+
+class Glm45Scanner(TaggedScanner):
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
+
+    head, key, value = ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
+    tail = "</tool_call>"
