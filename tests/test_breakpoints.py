@@ -177,6 +177,16 @@ def test_beyond_the_bound_the_answer_is_the_same_and_the_usage_says_how_much_is_
     assert (details["cache_write_tokens"], details["cache_write_tokens_by_ttl"]) == (64, {"30m": 32})
 
 
+def test_a_state_is_kept_where_a_breakpoint_is() -> None:
+    engine = FakeEngine()
+    engine.has_states = True
+    content = [part("a" * 40, prompt_cache_breakpoint=HALF_HOUR), part("b" * 40)]
+    asked(client(engine), messages=[{"role": "user", "content": content}])
+    request = engine.streams[-1].request
+    assert {prefix.end for prefix in request.hints.prefixes} == {len("<user>") + 40, len(request.tokens)}
+    assert {len("<user>"), *(prefix.end for prefix in request.hints.prefixes)} == {*request.marks}
+
+
 def test_a_prompt_that_is_truncated_has_its_breakpoints_where_they_are_then() -> None:
     engine = FakeEngine()
     content = [part("a" * 40, prompt_cache_breakpoint=HALF_HOUR), part("b" * 40)]

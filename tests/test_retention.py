@@ -143,7 +143,7 @@ def test_a_renewal_under_a_pin_lasts_longer_than_the_pin() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_renewals_follow_a_plain_list_of_times(kind: str) -> None:
     """Over every set of components, with a host: a list says until when each prefix is retained."""
-    rng, rig = random.Random(3), Rig(kind)
+    rng, rig, moved = random.Random(3), Rig(kind), 0
     retention, now = rig.cache.retention, 0.0
     times: dict[tuple[int, ...], tuple[float, float]] = {}
     for round_ in range(60):
@@ -155,6 +155,9 @@ def test_renewals_follow_a_plain_list_of_times(kind: str) -> None:
         tokens = [rng.choice((10, 20, 30)), *range(2, 2 + rng.choice((3, 5, 7)))]
         held = [prefix for prefix in times if tuple(tokens[: len(prefix)]) == prefix]
         rig.serve(tokens)
+        if rng.random() < 0.5:
+            rig.settle()
+        moved += sum(retention.stats().host.values())
         for prefix in held:
             until, renew_s = times[prefix]
             times[prefix] = max(until, now + renew_s) if renew_s else until, renew_s
@@ -164,6 +167,7 @@ def test_renewals_follow_a_plain_list_of_times(kind: str) -> None:
             end = tuple(tokens[: kept.positions])
             until, before = times.get(end, (0.0, 0.0))
             times[end] = max(until, now + 2.0), max(before, renew_s)
+    assert moved > 0
     retention.clear()
     rig.cache.check()
 

@@ -403,7 +403,8 @@ class _Service:
         shaping = request.images if vision is not None and vision.first_token_sees_image else ()
         adapter, identities = self._preparation.adapter(ask.model), tuple(image.identity.hex() for image in shaping)
         scope = Namespace(adapter, ask.cache_salt, identities)
-        return [meter, self._recorder.note(request, kind.name, scope, self._access.api_key(tenant))]
+        key = self._access.api_key(tenant)
+        return [meter, self._recorder.note(request, kind.name, scope, key, ask.prompt_cache_key)]
 
     async def _body(self, http: HttpRequest) -> bytes:
         """Reads the body, with never more than the limit in memory.

@@ -27,7 +27,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "store": "whether OpenAI keeps the answer",
     "service_tier": "what OpenAI charges",
     "prediction": "text that OpenAI drafts from; drafts come from the cache and the prompt",
-    "prompt_cache_key": "a hint for routers; prefixes are found by their content",
     "prompt_cache_retention": "a maximum; prefixes are kept while there is room",
     "request_id": "the header X-Request-Id names a request",
 }

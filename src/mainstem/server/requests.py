@@ -90,6 +90,7 @@ class _Request(Structured, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_hints: CacheHints | None = None
+    prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
 
     @property

@@ -89,6 +89,7 @@ _SAME = (
     "chat_template_kwargs",
     "stream",
     "parallel_tool_calls",
+    "prompt_cache_key",
 )
 """Fields that a chat has under the same name."""
 
