@@ -164,7 +164,7 @@ def test_a_later_hit_renews_a_prefix_that_says_so() -> None:
     ask(bench, marked(Prefix(2 * PAGE, 500.0, renewed=True), Prefix(4 * PAGE, 500.0)))
     began = bench.now_s
     bench.now_s = began + 400
-    ask(bench, Hints(), PROMPT[: 2 * PAGE] + [30] * PAGE)
+    ask(bench, Hints(), PROMPT[: 4 * PAGE] + [30] * PAGE)
     bench.now_s = began + 501
     bench.step()
     assert bench.cache.retention.stats().prefixes == 1

@@ -96,15 +96,19 @@ def test_a_hit_renews_what_it_has_all_of() -> None:
     for prompt, reuse in ((P[:6], True), ([*P[:7], 99, 98], True), ([*P, 50, 51], False)):  # not all of it; no hit
         cache.lease(prompt, reuse=reuse).abort()
     cache.lease([*P, 50, 51], "another").abort()
-    assert cache.retention.stats().prefixes == 2
-    cache.lease([*P, 60, 61]).abort()  # until 13
     cache.retention.poll(10.0)
+    assert cache.retention.stats().prefixes == 0
+    cache.retention.retain(P[:4], 20.0)
+    cache.retention.retain(P, 20.0, renew_s=5.0)
+    cache.retention.poll(18.0)
+    cache.lease([*P, 60, 61]).abort()  # until 23
+    cache.retention.poll(20.0)
     assert cache.retention.stats().prefixes == 1  # the other is not renewed
-    cache.retention.poll(12.9)
+    cache.retention.poll(22.9)
     cache.check()
     flood(cache, 1000)
     assert cached(cache, P) == 8
-    cache.retention.poll(13.0)
+    cache.retention.poll(23.0)
     assert cache.retention.stats().prefixes == 0 and not cache.retention.renews
     flood(cache, 5000)
     assert cached(cache, P) == 0
@@ -121,6 +125,19 @@ def test_what_has_expired_is_not_renewed() -> None:
     cache.lease([*P, 60]).abort()
     assert cache.retention.unpin(P) == 8
     assert cache.retention.stats().prefixes == 0
+    cache.check()
+
+
+def test_what_is_left_of_a_removed_prefix_is_renewed_as_it_was() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    cache.retention.retain(P, 10.0, renew_s=10.0)
+    cache.remove(P[:5])
+    cache.retention.poll(5.0)
+    cache.lease([*P[:4], 60]).abort()  # until 15
+    cache.retention.poll(14.0)
+    assert cache.retention.stats().prefixes == 1
     cache.check()
 
 
