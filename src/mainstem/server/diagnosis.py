@@ -52,7 +52,7 @@ class Fingerprint:
         messages: digests of the other messages, in order.
         tokens: of the prompt.
         page_size: tokens of a page.
-        pages: chained digests of the pages of the prompt, one after the other.
+        digests: chained, of the whole pages of the prompt, one after the other.
     """
 
     adapter: str | None
@@ -62,12 +62,12 @@ class Fingerprint:
     messages: tuple[bytes, ...]
     tokens: int
     page_size: int
-    pages: bytes
+    digests: bytes
 
     @property
     def size(self) -> int:
         """What it counts, in bytes."""
-        return ENTRY_BYTES + len(self.pages) + 4 * _DIGEST_BYTES * len(self.messages)
+        return ENTRY_BYTES + len(self.digests) + 4 * _DIGEST_BYTES * len(self.messages)
 
     def compare(self, earlier: Fingerprint | None) -> Finding:
         """Returns why this prompt does not begin with an earlier one; None: it is not known any more."""
@@ -75,9 +75,9 @@ class Fingerprint:
             return Finding("not_found")
         if self.scope != earlier.scope:
             return Finding("unknown")
-        whole = len(earlier.pages) // _DIGEST_BYTES
+        whole = len(earlier.digests) // _DIGEST_BYTES
         reusable = min(whole, (self.tokens - 1) // self.page_size)  # one token is always computed
-        same = 0 if self.adapter != earlier.adapter else _same(self.pages, earlier.pages)
+        same = 0 if self.adapter != earlier.adapter else _same(self.digests, earlier.digests)
         missed = max(reusable - same, 0)
         return Finding(self._cause(earlier, same == whole), missed * self.page_size, reusable * self.page_size)
 
@@ -96,7 +96,7 @@ class Fingerprint:
 def _same(one: bytes, other: bytes) -> int:
     """Returns how many digests two sequences begin with in common."""
     n = min(len(one), len(other)) // _DIGEST_BYTES
-    rows = [np.frombuffer(pages, np.uint64, 2 * n).reshape(n, 2) for pages in (one, other)]
+    rows = [np.frombuffer(each, np.uint64, 2 * n).reshape(n, 2) for each in (one, other)]
     different = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
     return int(different[0]) if different.size else n
 
@@ -122,8 +122,10 @@ class Shape:
         tokens = np.array(prompt.tokens)
         for image in prompt.images:  # the ids at their positions mean nothing
             tokens[image.start : image.end] = int.from_bytes(image.identity[:4], "little") >> 1
-        pages = hash_blocks(tokens, page_size, _DIGEST_BYTES)
-        return Fingerprint(adapter, scope, self.system, self.tools, self.messages, len(prompt.tokens), page_size, pages)
+        digests = hash_blocks(tokens, page_size, _DIGEST_BYTES)
+        return Fingerprint(
+            adapter, scope, self.system, self.tools, self.messages, len(prompt.tokens), page_size, digests
+        )
 
 
 @dataclass(frozen=True, slots=True)
