@@ -65,7 +65,12 @@ class Advice(Leases):
             promise = (
                 Promise(pinned=True) if random.random() < 0.3 else Promise(world.now_s + random.expovariate(2) + 0.01)
             )
-            kept = retention.pin(tokens, space) if promise.pinned else retention.retain(tokens, promise.until, space)
+            renew_s = 0.5 * (len(tokens) % 2)  # hits may keep it for longer than was promised
+            kept = (
+                retention.pin(tokens, space)
+                if promise.pinned
+                else retention.retain(tokens, promise.until, space, renew_s=renew_s)
+            )
             require(kept.positions <= kept.cached, "more is retained than cached", kept)
             world.did("retain", kept.positions, kept.cached, promise.pinned)
             world.seen["retained"] += kept.positions > 0

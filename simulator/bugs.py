@@ -606,7 +606,7 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- retention
     _mutant(
         "a time that runs out ends a pin", "-", _RETENTION,
-        "is entry and not entry.pinned:", "is entry:", "advice",
+        "elif not entry.pinned:", "else:", "advice",
     ),
     _mutant(
         "what has expired stays", "-", _RETENTION,
@@ -614,7 +614,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a later, shorter time shortens a retention", "-", _RETENTION,
-        "until, pinned = max(until, old.until), pinned or old.pinned", "pinned = pinned or old.pinned", "advice",
+        "until, renew_s, pinned = max(until, old.until), max(", "renew_s, pinned = max(", "advice",
     ),
     _mutant(
         "one owner may retain what is left to all", "-", _RETENTION,
@@ -633,6 +633,21 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the beginning of a removed prefix is let go with its end", "-", _RETENTION,
         "if above else None", "if False else None", "advice",
+    ),
+    _mutant(
+        "a hit renews what has expired", "-", _RETENTION,
+        "entry.renew_s and entry.until > self._now:", "entry.renew_s:",
+        "tests/test_retention.py::test_what_has_expired_is_not_renewed",
+    ),
+    _mutant(
+        "a hit renews nothing", "-", _RETENTION,
+        "entry.until = max(entry.until, self._now + entry.renew_s)", "pass",
+        "tests/test_retention.py::test_a_hit_renews_what_it_has_all_of",
+    ),
+    _mutant(
+        "a renewal is forgotten when the first time runs out", "-", _RETENTION,
+        "                self._queue(entry)\n            elif", "                pass\n            elif",
+        "tests/test_retention.py::test_a_hit_renews_what_it_has_all_of",
     ),
     _mutant(
         "a retention that moves down is counted on both tiers", "-", _RETENTION,

@@ -15,7 +15,7 @@ from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.retention import Kept
 from mainstem.runtime.advice import Advice
-from mainstem.runtime.request import Hints
+from mainstem.runtime.request import Hints, Prefix
 
 POOLS: dict[str, int | Mapping[Component, int]] = {
     "full": 64,
@@ -122,6 +122,80 @@ def test_a_request_retains_its_prompt_and_answer_until_the_time(kind: str) -> No
         ask(bench, Hints(), other(40 + at))
     assert hit(bench, mine) == 0
     bench.run_and_flush()
+
+
+def marked(*prefixes: Prefix) -> Hints:
+    return Hints(prefixes=prefixes)
+
+
+def became(bench: Bench, id: str) -> list[tuple[int, int]]:
+    """Returns of each prefix that a request marks how many tokens are retained, and how many cached."""
+    return [(kept.positions, kept.cached) for _, kept in bench.usage(id).prefixes]
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_prefix_of_a_prompt_is_retained_without_the_rest(kind: str) -> None:
+    bench = Bench(POOLS[kind])
+    end = 3 * PAGE + 1
+    id = bench.add(PROMPT, hints=marked(Prefix(end, 500.0)), marks=(end,), max_tokens=ANSWER, ignore_eos=True)
+    bench.run()
+    bench.assert_complete(id)
+    assert became(bench, id) == [(3 * PAGE, 3 * PAGE)]
+    for at in range(12):
+        ask(bench, Hints(), other(at))
+    assert hit(bench, PROMPT) == 3 * PAGE
+    bench.now_s += 500
+    bench.step()
+    assert bench.cache.retention.stats().prefixes == 0
+    bench.run_and_flush()
+
+
+def test_a_prefix_without_a_time_is_only_looked_for() -> None:
+    bench = Bench()
+    first = ask(bench, marked(Prefix(PAGE + 1), Prefix(len(PROMPT))))
+    assert became(bench, first) == [(0, PAGE), (0, len(PROMPT))]
+    assert bench.cache.retention.stats().prefixes == 0
+    assert became(bench, ask(bench, Hints())) == []
+    assert became(bench, ask(bench, Hints(no_store=True, prefixes=(Prefix(PAGE),)), other(1))) == [(0, 0)]
+
+
+def test_a_later_hit_renews_a_prefix_that_says_so() -> None:
+    bench = Bench()
+    ask(bench, marked(Prefix(2 * PAGE, 500.0, renewed=True), Prefix(4 * PAGE, 500.0)))
+    began = bench.now_s
+    bench.now_s = began + 400
+    ask(bench, Hints(), PROMPT[: 4 * PAGE] + [30] * PAGE)
+    bench.now_s = began + 501
+    bench.step()
+    assert bench.cache.retention.stats().prefixes == 1
+    for at in range(12):
+        ask(bench, Hints(), other(at))
+    assert hit(bench, PROMPT) == 2 * PAGE
+    bench.now_s = began + 1500
+    bench.step()
+    assert bench.cache.retention.stats().prefixes == 0
+
+
+def test_beyond_the_bound_of_its_owner_a_prefix_is_retained_from_the_root() -> None:
+    bench = Bench(16)
+    assert became(bench, ask(bench, marked(Prefix(5 * PAGE, 50.0)))) == [(4 * PAGE, 5 * PAGE)]
+
+
+def test_what_a_cancelled_request_has_computed_of_a_prefix_is_retained() -> None:
+    """It waited, or its client is gone: the usage is not seen, but what was asked for holds."""
+    bench = Bench(token_budget=2 * PAGE)
+    id = bench.add(PROMPT, hints=marked(Prefix(5 * PAGE, 50.0)), max_tokens=50, ignore_eos=True)
+    bench.step(1)
+    bench.scheduler.cancel(id)
+    bench.run()
+    assert became(bench, id) == [(2 * PAGE, 2 * PAGE)]
+    assert bench.cache.retention.stats().prefixes == 1
+
+
+@pytest.mark.parametrize("fields", [{"end": 0}, {"end": 3, "retain_s": 0.0}, {"end": 3, "retain_s": float("inf")}])
+def test_the_numbers_of_a_prefix_are_checked(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match=[*fields][-1]):
+        Prefix(**fields)
 
 
 def test_a_cancelled_request_retains_nothing() -> None:

@@ -13,11 +13,18 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import chat, completion_create_params
 from openai.types import responses as response_types
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.chat.chat_completion_content_part_text_param import PromptCacheBreakpoint
 from openai.types.chat.chat_completion_message_function_tool_call_param import Function
-from openai.types.responses import response_create_params, response_input_item_param, response_reasoning_item_param
+from openai.types.responses import (
+    response_create_params,
+    response_input_item_param,
+    response_input_text_param,
+    response_reasoning_item_param,
+)
 from openai.types.shared_params import FunctionDefinition, Reasoning
 
 from mainstem.server import messages, responses
+from mainstem.server.breakpoints import Breakpoint, CacheOptions
 from mainstem.server.fields import OPENAI, REFUSED, WITHOUT_EFFECT, Refused, Rules, check_fields
 from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.requests import (
@@ -101,6 +108,8 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (CHATS, "tools", ToolSpec, (chat.ChatCompletionFunctionToolParam,)),
     (CHATS, "function", FunctionSpec, (FunctionDefinition,)),
     (CHATS, "tool_choice", ToolChoice, CHOICES),
+    (CHATS, "prompt_cache_options", CacheOptions, (chat_create_params.PromptCacheOptions,)),
+    (CHATS, "prompt_cache_breakpoint", Breakpoint, (PromptCacheBreakpoint,)),
     (RESPONSES, "input", responses.Item, ITEMS),
     (RESPONSES, "content", responses.Part, ITEM_PARTS),
     (RESPONSES, "output", responses.Part, (response_types.ResponseInputTextContentParam,)),
@@ -116,6 +125,13 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (RESPONSES, "format", responses.Format, get_args(response_types.ResponseFormatTextConfigParam)),
     (RESPONSES, "reasoning", responses.ReasoningOptions, (Reasoning,)),
     (RESPONSES, "stream_options", responses.StreamOptions, (response_create_params.StreamOptions,)),
+    (
+        RESPONSES,
+        "prompt_cache_options",
+        responses.ResponseCacheOptions,
+        (response_create_params.PromptCacheOptions,),
+    ),
+    (RESPONSES, "prompt_cache_breakpoint", Breakpoint, (response_input_text_param.PromptCacheBreakpoint,)),
     (MESSAGES, "messages", messages.Message, get_args(anthropic_types.MessageParam)),
     (MESSAGES, "content", messages.ContentBlock, BLOCKS),
     (MESSAGES, "system", messages.ContentBlock, (anthropic_types.TextBlockParam,)),
@@ -130,6 +146,8 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (MESSAGES, "thinking", messages.Thinking, get_args(anthropic_types.ThinkingConfigParam)),
     (MESSAGES, "output_config", messages.OutputConfig, (anthropic_types.OutputConfigParam,)),
     (MESSAGES, "format", messages.OutputFormat, (anthropic_types.JSONOutputFormatParam,)),
+    (MESSAGES, "cache_control", messages.CacheControl, (anthropic_types.CacheControlEphemeralParam,)),
+    (MESSAGES, "diagnostics", messages.Diagnostics, (anthropic_types.DiagnosticsParam,)),
 ]
 """Objects in requests: the routes, the field that they are in, our type, and the client's."""
 

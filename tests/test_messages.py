@@ -86,6 +86,7 @@ def test_a_message() -> None:
             "output_tokens": 13,
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
             "output_tokens_details": {"thinking_tokens": 0},
         },
     }
@@ -214,7 +215,8 @@ def test_tools_and_their_results() -> None:
     ]
     server = client(engine, tool_call_parser="hermes")
     assert ask(server, *turns, tools=[{**WEATHER, "cache_control": EPHEMERAL}]).status_code == 200
-    _, user, assistant, results = seen[-1]
+    whole = [each for each in seen if "\ue000" not in json.dumps(each, ensure_ascii=False)]  # no variants
+    _, user, assistant, results = whole[-1]
     assert user == USER
     assert assistant["reasoning_content"] == "Hm. So."
     assert assistant["content"].startswith("I look.") and '{"city": "Oslo"}' in assistant["content"]
@@ -346,7 +348,24 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type: invalid enum value 'json'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: this field is required"),
         ({"container": "c"}, "container: not supported; omit it"),
-        ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics: not supported; omit it or use {}"),
+        ({"diagnostics": {"previous_message_id": 1}}, "diagnostics.previous_message_id: expected `str | null`"),
+        ({"diagnostics": {"previous": "m"}}, "diagnostics.previous: unknown field"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "30m"}}, "cache_control.ttl: invalid enum value '30m'"),
+        ({"cache_control": {"type": "other"}}, "cache_control.type: invalid enum value 'other'"),
+        (
+            {"messages": [USER, blocks({"type": "thinking", "cache_control": EPHEMERAL}, role="assistant")]},
+            "messages[1].content[0].cache_control: not a field of the type 'thinking'",
+        ),
+        (
+            {"messages": [blocks(*[text("x", cache_control=EPHEMERAL)] * 4, text("y"))], "cache_control": EPHEMERAL},
+            "cache_control: at most 4 breakpoints in a request, got 5",
+        ),
+        (
+            {"system": [text("x", cache_control=EPHEMERAL)] * 3, "tools": [{**WEATHER, "cache_control": EPHEMERAL}],
+             "messages": [blocks({"type": "tool_result", "tool_use_id": "u",
+                                  "content": [text("r", cache_control={"type": "ephemeral"})]})]},
+            "cache_control: at most 4 breakpoints in a request, got 5",
+        ),
         ({"max_tokenz": 1}, "max_tokenz: unknown field; did you mean max_tokens?"),
     ],
 )  # fmt: skip
@@ -460,6 +479,67 @@ def test_messages_count_as_requests() -> None:
     metrics = server.get("/metrics").text
     assert 'mainstem_requests_total{outcome="stop"} 1.0' in metrics
     assert 'mainstem_requests_total{outcome="refused"} 1.0' in metrics
+
+
+def ends(engine: FakeEngine) -> list[tuple[str, str | None]]:
+    """What is before each breakpoint of the last request, and the name of its time."""
+    request = engine.streams[-1].request
+    return [(engine.tokenizer.decode(request.tokens[: prefix.end]), prefix.ttl) for prefix in request.hints.prefixes]
+
+
+def test_breakpoints_are_after_their_blocks() -> None:
+    engine = FakeEngine()
+    use = {"type": "tool_use", "id": "u1", "name": "weather", "input": {"city": "Oslo"}}
+    result = {"type": "tool_result", "tool_use_id": "u1", "content": [text("rain"), text("wind")]}
+    turns = [
+        blocks(text("one", cache_control={"type": "ephemeral", "ttl": "1h"}), text("two")),
+        blocks(text("I look."), {**use, "cache_control": {"type": "ephemeral", "ttl": "5m"}}, role="assistant"),
+        blocks({**result, "cache_control": {"type": "ephemeral"}}, text("So?")),
+    ]
+    assert ask(client(engine), *turns, system=[text("Be kind.", cache_control=EPHEMERAL)]).status_code == 200
+    whole = asked(engine)
+    found = ends(engine)
+    assert [ttl for _, ttl in found] == ["1h", "1h", "5m", None] and all(whole.startswith(at) for at, _ in found)
+    system, one, call, rain = (before for before, _ in found)
+    assert system.endswith("Be kind.") and one.endswith("one") and rain.endswith("rain\nwind")
+    assert "Oslo" in call and "rain" not in call
+
+
+def test_the_breakpoint_of_a_request_is_after_its_last_block() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    for last in (USER, blocks(text("well"), text("hi"))):
+        assert ask(server, last, cache_control=EPHEMERAL).status_code == 200
+        ((before, ttl),) = ends(engine)
+        assert before.endswith("hi") and ttl == "1h"
+    own = {"type": "ephemeral", "ttl": "5m"}
+    ask(
+        server,
+        blocks(*[text("x", cache_control=EPHEMERAL)] * 3, text("hi", cache_control=own)),
+        cache_control=EPHEMERAL,
+    )
+    assert [ttl for _, ttl in ends(engine)] == ["1h", "1h", "1h", "5m"]
+    ask(server, USER)
+    assert ends(engine) == []
+    assert ask(server, path=COUNT, cache_control=EPHEMERAL).json() == ask(server, path=COUNT).json()
+
+
+def test_what_is_read_written_and_neither_is_the_whole_prompt() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    long, kept = "x" * 50, {"type": "ephemeral", "ttl": "5m"}
+    system = [text(long, cache_control=EPHEMERAL), text(long, cache_control=kept)]
+    for read in (0, 112):
+        response = ask(server, {"role": "user", "content": "hi"}, system=system, stream=read > 0)
+        used = named_events(response)[-2]["usage"] if read else response.json()["usage"]
+        parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert sum(used[name] for name in parts) == len(asked(engine))
+        assert (used["cache_read_input_tokens"] >= read, used["cache_creation_input_tokens"]) == (
+            True,
+            0 if read else 96,
+        )
+        hour, minutes = (48, 48) if not read else (0, 0)
+        assert used["cache_creation"] == {"ephemeral_1h_input_tokens": hour, "ephemeral_5m_input_tokens": minutes}
 
 
 # --- the official client ------------------------------------------------------------------------------------------

@@ -228,6 +228,47 @@ def test_marks_cost_a_bounded_number_of_renderings_and_none_unless_wanted() -> N
     assert tokenizer.templated == 1 + 1 + 2 * 8
 
 
+# ---------------------------------------------------------------- variants
+
+TALK = [
+    {"role": "user", "content": "one question"},
+    {"role": "assistant", "content": "an answer"},
+    {"role": "user", "content": "another question"},
+]
+
+
+def put_in(at: int, offset: int, text: str = "\ue000") -> tuple[list[Mapping[str, str]], Template]:
+    """Returns a variant of the conversation."""
+    said = TALK[at]["content"]
+    changed = {**TALK[at], "content": said[:offset] + text + said[offset:]}
+    return [*TALK[:at], changed, *TALK[at + 1 :]], Template()
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_variant_parts_where_something_was_put_in(name: str, slow: bool) -> None:
+    tokenizer = byte_tokenizer(name)
+    prompts = Prompts(SlowTokenizer(tokenizer) if slow else tokenizer, 10_000)  # type: ignore[arg-type]
+    places = [(at, offset) for at, turn in enumerate(TALK) for offset in (0, 4, len(turn["content"]))]
+    made = prompts.prepare(TALK, variants=[put_in(*place) for place in places])
+    assert made.tokens.tolist() == prompts.prepare(TALK).tokens.tolist()
+    assert len(made.partings) == len(places)
+    for (at, offset), end in zip(places, made.partings, strict=True):
+        before = tokenizer.decode(made.tokens[:end].tolist())
+        assert before.endswith(TALK[at]["content"][:offset]) and "\ue000" not in before
+        assert before + tokenizer.decode(made.tokens[end:].tolist()) == prompts.render(TALK)
+    assert list(made.partings) == sorted(made.partings) and made.partings[0] > 0
+
+
+def test_a_variant_that_cannot_be_made_or_shows_no_difference_parts_nowhere() -> None:
+    prompts = Prompts(byte_tokenizer("gemma"), 10_000)
+    refused = [{"role": "system", "content": "x"}, *TALK], Template()
+    same = TALK, Template(tools=[{"type": "function", "function": {"name": "f"}}])  # it knows no tools
+    trimmed = put_in(2, len(TALK[2]["content"]), "  ")
+    assert prompts.prepare(TALK, variants=[refused, same, trimmed]).partings == (0, 0, 0)
+    assert prompts.prepare(TALK, variants=[]).partings == ()
+
+
 # ---------------------------------------------------------------- where tokens begin
 
 

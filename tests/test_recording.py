@@ -385,6 +385,21 @@ def test_tenants_are_their_keys_on_every_server(tmp_path: Path) -> None:
     assert common(one[0], one[1]) == 0
 
 
+def test_a_cache_key_is_hashed_with_its_tenant(tmp_path: Path) -> None:
+    with recording(tmp_path / "r", api_key=("swordfish", "herring")) as server:
+        for key in ("swordfish", "herring"):
+            for name in ("agents", "others", None):
+                assert ask(server, "Hi", key, prompt_cache_key=name).status_code == 200
+        headers = {"x-api-key": "swordfish"}
+        body = {"model": "fake", "input": "Hi", "prompt_cache_key": "agents"}
+        assert server.post("/v1/responses", json=body, headers=headers).status_code == 200
+    written = lines(tmp_path / "r")[1]
+    assert "agents" not in (tmp_path / "r").read_text()
+    keys = [line.get("cache_key") for line in written]
+    assert keys[2] is keys[5] is None and keys[6] == keys[0]
+    assert len({*keys}) == 5
+
+
 def test_every_choice_has_a_line_and_refused_requests_have_none(tmp_path: Path) -> None:
     with recording(tmp_path / "r") as server:
         assert server.post("/v1/completions", json={"model": "fake", "prompt": ["ab", "cd"], "n": 2}).status_code == 200

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
-from mainstem.runtime.request import Delta, TokenLogprob, Usage
+from mainstem.retention import Kept
+from mainstem.runtime.request import Delta, Prefix, TokenLogprob, Usage
 from mainstem.server.errors import internal_error
 from mainstem.server.formats import FORMATS
 from mainstem.server.output import PlainText
@@ -23,6 +25,7 @@ from mainstem.server.replies import (
     Echo,
     Extras,
     Head,
+    PromptTokensDetails,
     encode,
     usage_body,
 )
@@ -40,6 +43,21 @@ def test_usage_counts_a_prompt_once_and_its_least_lucky_choice(order: tuple[int,
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (40, 15, 55)
     assert usage.prompt_tokens_details.cached_tokens == 16
     assert usage.prompt_tokens_details.cached_tokens_by_tier == CachedByTier(7, 5, 4)
+
+
+def test_what_was_written_counts_once_for_the_longest_time() -> None:
+    short, long, end = Prefix(40, 300.0, True, "5m"), Prefix(24, 3600.0, True, "1h"), Prefix(60)
+    found = ((short, Kept(32, 32)), (long, Kept(16, 16)), (end, Kept(0, 48)))
+    details = usage_body([replace(USAGE, prompt_tokens=60, prefixes=found)], 1).prompt_tokens_details
+    assert isinstance(details, PromptTokensDetails)
+    assert (details.cache_write_tokens, details.cache_write_tokens_by_ttl) == (44, {"1h": 12, "5m": 16})
+    both = usage_body([replace(USAGE, prompt_tokens=60, prefixes=found)] * 2, 1).prompt_tokens_details
+    assert isinstance(both, PromptTokensDetails)
+    assert (both.cache_write_tokens, both.cache_write_tokens_by_ttl) == (88, {"1h": 24, "5m": 32})
+    hit = replace(USAGE, cached_tokens=50, prefixes=found)
+    nothing = usage_body([hit], 1).prompt_tokens_details
+    assert isinstance(nothing, PromptTokensDetails)
+    assert (nothing.cache_write_tokens, nothing.cache_write_tokens_by_ttl) == (0, {"1h": 0, "5m": 0})
 
 
 def spell(token: int) -> str:
@@ -72,7 +90,8 @@ def test_a_whole_chat_answer() -> None:
     assert first["top_logprobs"][1] == {"token": " you", "logprob": -9999.0, "bytes": list(b" you")}
     assert second["bytes"] is None
     by_tier = {"device": 4, "host": 0, "storage": 0}
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4, "cached_tokens_by_tier": by_tier}
+    details = {"cached_tokens": 4, "cached_tokens_by_tier": by_tier, "cache_write_tokens": 0}
+    assert body["usage"]["prompt_tokens_details"] == details
 
 
 def test_a_whole_completion() -> None:

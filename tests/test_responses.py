@@ -78,7 +78,7 @@ def test_a_response() -> None:
     }
     assert body["usage"] == {
         "input_tokens": len("<system>Be kind.\n<user>hi\n<assistant>"),
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 32},
         "output_tokens": 13,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": len("<system>Be kind.\n<user>hi\n<assistant>") + 13,

@@ -19,6 +19,7 @@ from rigs.policy_models import InPython
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.namespaces import Namespace
+from mainstem.retention import Kept
 
 ALL_POLICIES: list[Any] = [
     *["lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "length-aware", "lru-2", "2q", "arc", "s3-fifo"],
@@ -81,6 +82,127 @@ def test_a_time_goes_on_when_the_pin_ends() -> None:
     assert (cache.retention.stats().prefixes, cache.retention.stats().pinned) == (1, 0)
     cache.retention.poll(5.0)
     assert cache.retention.stats().prefixes == 0
+
+
+def test_a_hit_renews_what_it_has_all_of() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, [*P, 50, 51]).finish()
+    cache.retention.poll(0.0)
+    assert not cache.retention.renews
+    cache.retention.retain(P[:4], 10.0)
+    cache.retention.retain(P, 10.0, renew_s=5.0)
+    assert cache.retention.renews
+    cache.retention.poll(8.0)
+    for prompt, reuse in ((P[:6], True), ([*P[:7], 99, 98], True), ([*P, 50, 51], False)):  # not all of it; no hit
+        cache.lease(prompt, reuse=reuse).abort()
+    cache.lease([*P, 50, 51], "another").abort()
+    cache.retention.poll(10.0)
+    assert cache.retention.stats().prefixes == 0
+    cache.retention.retain(P[:4], 20.0)
+    cache.retention.retain(P, 20.0, renew_s=5.0)
+    cache.retention.poll(18.0)
+    cache.lease([*P, 60, 61]).abort()  # until 23
+    cache.retention.poll(20.0)
+    assert cache.retention.stats().prefixes == 1  # the other is not renewed
+    cache.retention.poll(22.9)
+    cache.check()
+    flood(cache, 1000)
+    assert cached(cache, P) == 8
+    cache.retention.poll(23.0)
+    assert cache.retention.stats().prefixes == 0 and not cache.retention.renews
+    flood(cache, 5000)
+    assert cached(cache, P) == 0
+
+
+def test_what_has_expired_is_not_renewed() -> None:
+    """A pin may hold it longer, and ends it."""
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    cache.retention.retain(P, 5.0, renew_s=5.0)
+    cache.retention.pin(P)
+    cache.retention.poll(6.0)
+    cache.lease([*P, 60]).abort()
+    assert cache.retention.unpin(P) == 8
+    assert cache.retention.stats().prefixes == 0
+    cache.check()
+
+
+def test_what_is_left_of_a_removed_prefix_is_renewed_as_it_was() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    cache.retention.retain(P, 10.0, renew_s=10.0)
+    cache.remove(P[:5])
+    cache.retention.poll(5.0)
+    cache.lease([*P[:4], 60]).abort()  # until 15
+    cache.retention.poll(14.0)
+    assert cache.retention.stats().prefixes == 1
+    cache.check()
+
+
+def test_a_renewal_under_a_pin_lasts_longer_than_the_pin() -> None:
+    cache = PrefixCache(32, 2)
+    prefill(cache, P).finish()
+    cache.retention.poll(0.0)
+    cache.retention.retain(P, 5.0, renew_s=5.0)
+    cache.retention.pin(P)
+    cache.retention.poll(4.0)
+    cache.lease([*P, 60]).abort()  # until 9
+    cache.retention.poll(6.0)
+    cache.retention.unpin(P)
+    assert cache.retention.stats().prefixes == 1
+    cache.retention.poll(9.0)
+    assert cache.retention.stats().prefixes == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_renewals_follow_a_plain_list_of_times(kind: str) -> None:
+    """Over every set of components, with a host: a list says until when each prefix is retained."""
+    rng, rig, moved = random.Random(3), Rig(kind), 0
+    retention, now = rig.cache.retention, 0.0
+    times: dict[tuple[int, ...], tuple[float, float]] = {}
+    for round_ in range(60):
+        now += rng.random() * 2
+        retention.poll(now)
+        rig.cache.check()
+        times = {prefix: (until, renew_s) for prefix, (until, renew_s) in times.items() if until > now}
+        assert retention.stats().prefixes == len(times), (round_, now, times)
+        tokens = [rng.choice((10, 20, 30)), *range(2, 2 + rng.choice((3, 5, 7)))]
+        held = [prefix for prefix in times if tuple(tokens[: len(prefix)]) == prefix]
+        rig.serve(tokens)
+        if rng.random() < 0.5:
+            rig.settle()
+        moved += sum(retention.stats().host.values())
+        for prefix in held:
+            until, renew_s = times[prefix]
+            times[prefix] = max(until, now + renew_s) if renew_s else until, renew_s
+        renew_s = rng.choice((0.0, 1.0, 3.0))
+        kept = retention.retain(tokens, now + 2.0, renew_s=renew_s)
+        if kept.positions:
+            end = tuple(tokens[: kept.positions])
+            until, before = times.get(end, (0.0, 0.0))
+            times[end] = max(until, now + 2.0), max(before, renew_s)
+    assert moved > 0
+    retention.clear()
+    rig.cache.check()
+
+
+@pytest.mark.parametrize("renew_s", [-1.0, math.inf, math.nan])
+def test_a_renewal_is_a_number_of_seconds(renew_s: float) -> None:
+    cache = PrefixCache(16, 2)
+    with pytest.raises(BadArgument, match="renew_s"):
+        cache.retention.retain(P, 5.0, renew_s=renew_s)
+
+
+def test_what_is_there_can_be_looked_for() -> None:
+    cache = PrefixCache(16, 2)
+    prefill(cache, P).finish()
+    assert cache.retention.find([*P, 77]) == cache.retention.find(P) == Kept(0, 8)
+    assert cache.retention.find(P[:5]) == Kept(0, 4)
+    assert cache.retention.find(P, "another") == cache.retention.find([]) == Kept(0, 0)
+    assert cache.stats().retention.prefixes == 0 and cache.stats().pool.locked == 0
 
 
 def test_beyond_the_bound_as_much_is_retained_as_fits_from_the_root() -> None:

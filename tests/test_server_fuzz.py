@@ -42,6 +42,8 @@ CALLED = [
     {"role": "tool", "tool_call_id": "1", "content": "w6"},
 ]
 BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "w5"}]}]
+MARKED = {"type": "text", "text": "w5 w6", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}
+KEPT = {"type": "ephemeral", "ttl": "5m"}
 CHAT = [{"role": "system", "content": "w3"}, {"role": "user", "content": [{"type": "text", "text": "w5 w6"}]}]
 # By route; what follows a question mark tells several of a route apart.
 BASES: Mapping[str, Mapping[str, Any]] = {
@@ -53,6 +55,29 @@ BASES: Mapping[str, Mapping[str, Any]] = {
         "messages": CHAT,
         "max_tokens": 3,
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    },
+    "/v1/chat/completions?kept": {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [MARKED, MARKED]}, *CALLED],
+        "tools": [{**TOOL, "prompt_cache_breakpoint": {"mode": "explicit"}}],
+        "max_tokens": 3,
+        "prompt_cache_options": {"mode": "implicit", "ttl": "12h"},
+    },
+    "/v1/responses?kept": {
+        "model": "tiny",
+        "input": [{"role": "user", "content": [{**MARKED, "type": "input_text"}]}],
+        "max_output_tokens": 3,
+        "prompt_cache_key": "k",
+        "prompt_cache_options": {"ttl": "30m", "prewarm": True, "comparison_response_id": "resp_1"},
+    },
+    "/v1/messages?kept": {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "w5", "cache_control": KEPT}]}, *BLOCKS],
+        "max_tokens": 3,
+        "system": [{"type": "text", "text": "w7", "cache_control": {"type": "ephemeral"}}],
+        "tools": [{"name": "f", "input_schema": SCHEMA, "cache_control": KEPT}],
+        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        "diagnostics": {"previous_message_id": None},
     },
     "/v1/responses": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "max_output_tokens": 3},
     "/v1/messages": {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "w7"},
@@ -161,6 +186,7 @@ def test_damaged_bodies(engine: Engine, bodies: int) -> None:
     assert grown < MOST_GROWTH, "of the second half: the first one fills caches"
     assert seen[200] > bodies // 100 and seen[400] > bodies // 4, seen
     eventually(lambda: not (engine.stats().running or engine.stats().waiting))
+    engine.flush()  # what was retained is locked
     assert {(pool.private, pool.locked) for pool in engine.stats().cache.pools.values()} == {(0, 0)}
 
 

@@ -17,7 +17,7 @@ from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime import vision as vision_module
 from mainstem.runtime.models import LoadedModel, load_model
-from mainstem.runtime.prompts import WHOLE
+from mainstem.runtime.prompts import ANSWER, WHOLE
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.vision import Vision, image_identity
 
@@ -126,6 +126,18 @@ def test_a_prompt_has_the_tokens_of_the_models_own_processor(loaded: LoadedModel
     prompt, theirs = Vision(loaded).prepare(two_images()), whole(loaded)
     assert prompt.tokens.tolist() == theirs["input_ids"][0].tolist()
     assert prompt.tokens.dtype == np.int32 and not prompt.tokens.flags.writeable
+
+
+def test_a_variant_parts_before_or_after_an_image_and_never_inside_of_one(loaded: LoadedModel) -> None:
+    vision, (message,) = Vision(loaded), two_images()
+    parts = message["content"]
+    changed = [{**message, "content": [*parts[:at], text("here"), *parts[at:]]} for at in range(1, 6)]
+    prompt = vision.prepare([message], ANSWER, [([each], ANSWER) for each in changed])
+    first, second = prompt.images
+    assert prompt.tokens.tolist() == vision.prepare([message]).tokens.tolist()
+    before, between, words, after, end = prompt.partings
+    assert 0 < before <= first.start < first.end <= between <= words <= second.start < second.end <= after <= end
+    assert end <= len(prompt.tokens)
 
 
 def whole(loaded: LoadedModel) -> Any:

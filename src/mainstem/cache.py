@@ -180,6 +180,8 @@ class PrefixCache:
             OutOfPages: there is no slot for the lease's own state; only with states.
         """
         name = b"" if namespace is None else encode_namespace(namespace)
+        if reuse and self.retention.renews:
+            self.retention.hit(name, self.tree.keys.encode(tokens))
         if not self._token_limit:
             return self._lease_of_kind(tokens, name, priority, reuse)
         if self._copy_page is None or not reuse:

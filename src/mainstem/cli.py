@@ -435,7 +435,8 @@ def _print_json(prompt: str, engine: Engine, stream: Stream) -> None:
     _check(completion.finish_reason, None)
     answer = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
     dtype = str(engine.dtype).removeprefix("torch.")
-    print(_to_json({**answer, "dtype": dtype, **asdict(completion.usage)}))
+    usage = {name: value for name, value in asdict(completion.usage).items() if name != "prefixes"}  # none is marked
+    print(_to_json({**answer, "dtype": dtype, **usage}))
 
 
 def _check(finish_reason: str | None, error: str | None) -> None:

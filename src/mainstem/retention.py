@@ -4,8 +4,8 @@
                        locked on one tier at a time
 
 A retained prefix is locked on the host if that has all of it, else on the device; there it moves down once it has been
-copied. It is never dropped before its time, and never deleted when that comes. How much an owner may retain is bounded,
-and a part of each pool is left to running requests. The time is the caller's, and is passed in.
+copied. It is never dropped before its time, which a hit may renew, and never deleted when that comes. How much an owner
+may retain is bounded, and a part of each pool is left to running requests. The time is the caller's, and is passed in.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RetentionStats:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One retained prefix: its end, who asked, where it is locked, and until when."""
+    """One retained prefix: its end, who asked, where it is locked, until when, and what a hit adds to that."""
 
     node: int
     owner: bytes
@@ -70,6 +70,7 @@ class _Entry:
     pages: int
     until: float = -math.inf
     pinned: bool = False
+    renew_s: float = 0.0
 
 
 class Retention:
@@ -108,11 +109,12 @@ class Retention:
         self._copied = 0  # what the tiers had copied at the last poll
         self._now = -math.inf
         self._pinned = 0
+        self._renewed = 0  # entries that a hit renews
         self._nothing = self._stats()
 
     # ---------------------------------------------------------------- what is asked for
 
-    def retain(self, tokens: TokenLike, until: float, namespace: NamespaceLike = None) -> Kept:
+    def retain(self, tokens: TokenLike, until: float, namespace: NamespaceLike = None, *, renew_s: float = 0.0) -> Kept:
         """Retains a prefix for a time: as much as is cached and fits within the bounds, from the root.
 
         What is retained already stays so at least as long as it was to be; it is not counted twice.
@@ -121,14 +123,17 @@ class Retention:
             tokens: the prefix.
             until: when it ends, by the clock whose time `poll` takes.
             namespace: its namespace.
+            renew_s: each later hit that has all of it prolongs it to so many seconds from then; 0: none does.
 
         Raises:
-            BadArgument: `until` is no number, or has passed.
+            BadArgument: `until` is no number, or has passed, or `renew_s` is below 0.
             BadTokens: a token is out of range.
         """
         if not self._now < until < math.inf:
             raise BadArgument("until", until, f"a number above {self._now}, the time now")
-        return self._retain(tokens, namespace, until, pinned=False)
+        if not 0 <= renew_s < math.inf:
+            raise BadArgument("renew_s", renew_s, "a number of 0 or more")
+        return self._retain(tokens, namespace, until, renew_s, pinned=False)
 
     def pin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Kept:
         """Retains a prefix until `unpin`, `release`, a removal or a flush; see `retain`.
@@ -136,7 +141,7 @@ class Retention:
         Raises:
             BadTokens: a token is out of range.
         """
-        return self._retain(tokens, namespace, -math.inf, pinned=True)
+        return self._retain(tokens, namespace, -math.inf, 0.0, pinned=True)
 
     def unpin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """Ends the longest pin on a prefix; a time that was given to it goes on.
@@ -158,6 +163,28 @@ class Retention:
                 return entry.pages * self._tree.page_size
         return 0
 
+    def hit(self, namespace: bytes, key: bytes) -> None:
+        """Renews what a prompt has all of, where that was asked for; what has expired stays so.
+
+        Args:
+            namespace: its namespace, encoded.
+            key: its symbols.
+        """
+        for node in self._core.path(namespace, key) if self._renewed else ():
+            entry = self._entries.get(node)
+            if entry is not None and entry.renew_s and entry.until > self._now:
+                entry.until = max(entry.until, self._now + entry.renew_s)
+
+    @property
+    def renews(self) -> bool:
+        """Whether `hit` has anything to do."""
+        return self._renewed > 0
+
+    def find(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Kept:
+        """Returns how much of a prefix device or host have, and that none of it is retained by this call."""
+        device, _, host = self._core.peek(encode_namespace(namespace), self._tree.keys.encode(tokens), 0, False)
+        return Kept(0, device + host)
+
     def release(self, nodes: Sequence[int]) -> int:
         """Ends every retention that ends at one of these nodes, pinned or not; returns how many did."""
         entries = [self._entries[node] for node in nodes if node in self._entries]
@@ -172,7 +199,11 @@ class Retention:
         self._now = max(self._now, now)
         while self._times and self._times[0][0] <= self._now:
             entry = heapq.heappop(self._times)[2]
-            if self._entries.get(entry.node) is entry and not entry.pinned:
+            if self._entries.get(entry.node) is not entry:
+                continue
+            if entry.until > self._now:  # a hit has renewed it
+                self._queue(entry)
+            elif not entry.pinned:
                 self._end(entry)
         if self._above and self._tiers is not None:
             copied = self._tiers.pending.counts["backed_up"]
@@ -189,7 +220,7 @@ class Retention:
             self._end(entry)
             kept = self._lock_node(above, entry.owner, entry.tier) if above else None
             if kept is not None:
-                self._enter(kept, entry.until, pinned=entry.pinned)
+                self._enter(kept, entry.until, entry.renew_s, pinned=entry.pinned)
 
     def clear(self) -> None:
         """Ends all."""
@@ -240,13 +271,15 @@ class Retention:
 
     # ---------------------------------------------------------------- one entry
 
-    def _retain(self, tokens: TokenLike, namespace: NamespaceLike, until: float, *, pinned: bool) -> Kept:
+    def _retain(
+        self, tokens: TokenLike, namespace: NamespaceLike, until: float, renew_s: float, *, pinned: bool
+    ) -> Kept:
         name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
         device, _, host = self._core.peek(name, key, 0, False)
         entry = self._lock(name, key, owner_of(name)) if device + host else None
         if entry is None:
             return Kept(0, device + host)
-        self._enter(entry, until, pinned=pinned)
+        self._enter(entry, until, renew_s, pinned=pinned)
         return Kept(entry.pages * self._tree.page_size, device + host)
 
     def _lock(self, name: bytes, key: bytes, owner: bytes) -> _Entry | None:
@@ -292,15 +325,16 @@ class Retention:
         if not any(map(any, held)):
             del self._held[owner]
 
-    def _enter(self, entry: _Entry, until: float, *, pinned: bool) -> None:
+    def _enter(self, entry: _Entry, until: float, renew_s: float, *, pinned: bool) -> None:
         """Notes an entry that is locked; one that ends at the same node becomes a part of it."""
         old = self._entries.get(entry.node)
         if old is not None:
-            until, pinned = max(until, old.until), pinned or old.pinned
+            until, renew_s, pinned = max(until, old.until), max(renew_s, old.renew_s), pinned or old.pinned
             self._end(old)
-        entry.until, entry.pinned = until, pinned
+        entry.until, entry.renew_s, entry.pinned = until, renew_s, pinned
         self._entries[entry.node] = entry
         self._pinned += pinned
+        self._renewed += renew_s > 0
         self._queue(entry)
         if entry.tier == DEVICE and self._tiers is not None:
             self._above[entry] = None
@@ -310,6 +344,7 @@ class Retention:
         del self._entries[entry.node]
         self._above.pop(entry, None)
         self._pinned -= entry.pinned
+        self._renewed -= entry.renew_s > 0
         self._drop(entry)
 
     def _queue(self, entry: _Entry) -> None:

@@ -24,7 +24,7 @@ from mainstem.events.publisher import EventStats
 from mainstem.retention import Kept, RetentionStats
 from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.meter import Totals
-from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
+from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
@@ -174,8 +174,14 @@ class FakeStream:
 
     def _last(self, reason: str, made: int, error: str | None = None, stop: str | None = None) -> Delta:
         self.ended = True
-        usage = Usage(len(self.request.tokens), self._cached, made, 0.001, 0.02, 0.04)
+        usage = Usage(len(self.request.tokens), self._cached, made, 0.001, 0.02, 0.04, prefixes=self._prefixes())
         return Delta("", (), (), reason, usage, error, stop)
+
+    def _prefixes(self) -> tuple[tuple[Prefix, Kept], ...]:
+        """Whole pages are cached; those for which a time is given are retained, up to the engine's bound."""
+        size, most = self._engine.config.page_size, self._engine.most_retained
+        found = [(each, each.end // size * size) for each in self.request.hints.prefixes]
+        return tuple((each, Kept(min(whole, most) if each.retain_s else 0, whole)) for each, whole in found)
 
 
 class FakeEngine:
@@ -216,6 +222,7 @@ class FakeEngine:
         self.removed: list[tuple[list[int], Any]] = []
         self.advised: list[tuple[str, list[int], Any, float | None]] = []
         self.kept = Kept(16, 32)  # what comes of any advice
+        self.most_retained = 1 << 20  # tokens of a prefix that a request marks
         self._seen: dict[str, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 

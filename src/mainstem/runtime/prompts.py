@@ -10,15 +10,19 @@ What both have in common ends where that message's text begins, after the system
 before. It counts only if the real prompt begins with it: a template that treats the last message differently yields
 fewer marks, never wrong ones.
 
+**Variants.** A place in a conversation is named by a variant of it: the same, but for something put in at that place.
+The prefix up to there is what both have in common, however the template writes it.
+
 **Other tokens.** `prompt` also takes a conversation with other tokens than the tokenizer's own: those that the model
 generated (`runtime.cuts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from jinja2 import TemplateError
@@ -108,6 +112,9 @@ ANSWER = Template()
 WHOLE = Template(generation_prompt=False)
 """Ends with the last message."""
 
+Variant: TypeAlias = tuple[Sequence[Mapping[str, Any]], Template]
+"""A conversation, and how the chat template is applied to it, that part from another one's at some place."""
+
 
 class Prompts:
     """Makes prompts for one model. Returned arrays are read-only, so that requests can share them.
@@ -156,15 +163,19 @@ class Prompts:
         """Returns the tokens of `prepare`, int32 [n], n >= 1."""
         return self._encode(self.render(messages, template), special_tokens=False, name="messages")
 
-    def prepare(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> PreparedPrompt:
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER, variants: Sequence[Variant] = ()
+    ) -> PreparedPrompt:
         """Encodes a conversation, by default up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each, as chat templates take them; content may be None.
             template: how the model's chat template is applied; `WHOLE` gives the prefix of a longer conversation.
+            variants: of the conversation.
 
         Returns:
-            The tokens, n >= 1, and the marks if they are looked for: where the texts of messages begin.
+            The tokens, n >= 1; the marks if they are looked for: where the texts of messages begin; and where the
+            variants part from it.
 
         Raises:
             BadArgument: the chat template rejects the conversation, there is no template, or a message is not encodable
@@ -172,11 +183,13 @@ class Prompts:
             RequestTooLong: it is longer than the context; raised before the template runs if no tokenisation could fit.
         """
         text = self.render(messages, template)
-        if self.has_offsets and self._marks:
-            return self.prompt(messages, template, self.tokenize(text))
+        if self.has_offsets and (self._marks or variants):
+            return self.prompt(messages, template, self.tokenize(text), variants)
         tokens = self._encode(text, special_tokens=False, name="messages")
-        boundaries = sorted({*self._boundaries(messages, text, template)}) if self._marks else ()
-        return PreparedPrompt(tokens, marks=self._positions(text, tokens, boundaries))
+        boundaries = {*self._boundaries(messages, text, template)} if self._marks else ()
+        marks = sorted({self._position(text, tokens, boundary) for boundary in boundaries})
+        partings = [self._position(text, tokens, at) for at in self._partings(text, variants)]
+        return PreparedPrompt(tokens, marks=tuple(marks), partings=tuple(partings))
 
     @property
     def has_offsets(self) -> bool:
@@ -195,7 +208,11 @@ class Prompts:
         return Tokenization.of_offsets(text, tokens, np.asarray(encoded["offset_mapping"], np.int32))
 
     def prompt(
-        self, messages: Sequence[Mapping[str, str]], template: Template, tokenization: Tokenization
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Template,
+        tokenization: Tokenization,
+        variants: Sequence[Variant] = (),
     ) -> PreparedPrompt:
         """Makes a prompt of any tokenization of a conversation's text; see `prepare`.
 
@@ -204,7 +221,9 @@ class Prompts:
         """
         tokens = self._fitting(tokenization.tokens, "messages")
         boundaries = self._boundaries(messages, tokenization.text, template) if self._marks else ()
-        return PreparedPrompt(tokens, marks=tuple(sorted({tokenization.before(boundary) for boundary in boundaries})))
+        marks = sorted({tokenization.before(boundary) for boundary in boundaries})
+        partings = [tokenization.before(at) if at else 0 for at in self._partings(tokenization.text, variants)]
+        return PreparedPrompt(tokens, marks=tuple(marks), partings=tuple(partings))
 
     def before_next(self, messages: Sequence[Mapping[str, str]], template: Template) -> str | None:
         """Returns the text of a conversation up to where the text of the user's next message will begin.
@@ -249,15 +268,16 @@ class Prompts:
         boundary = common_length(one, other)
         return one[:boundary] if boundary < len(one) else None
 
-    def _positions(self, text: str, tokens: NDArray[np.int32], boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Returns how many tokens are before each of these characters, for a tokenizer that keeps no offsets."""
-        found = set()
-        for boundary in boundaries:
-            before = np.asarray(self._tokenizer.encode(text[:boundary], add_special_tokens=False), np.int32)
-            n = min(len(before), len(tokens))
-            different = np.flatnonzero(before[:n] != tokens[:n])
-            found.add(int(different[0]) if different.size else n)
-        return tuple(sorted(found))
+    def _partings(self, text: str, variants: Sequence[Variant]) -> list[int]:
+        """Returns the character at which each variant parts from a rendered conversation; 0: see `PreparedPrompt`."""
+        return [parting(text, partial(self._render, *variant)) for variant in variants]
+
+    def _position(self, text: str, tokens: NDArray[np.int32], boundary: int) -> int:
+        """Returns how many tokens are before a character, for a tokenizer that keeps no offsets."""
+        before = np.asarray(self._tokenizer.encode(text[:boundary], add_special_tokens=False), np.int32)
+        n = min(len(before), len(tokens))
+        different = np.flatnonzero(before[:n] != tokens[:n])
+        return int(different[0]) if different.size else n
 
     def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the tokens of words, each at the beginning of a text and after a blank if these differ."""
@@ -329,6 +349,23 @@ class Prompts:
         prompt = np.asarray(ids, dtype=np.int32)
         prompt.flags.writeable = False
         return prompt
+
+
+def parting(text: str, render: Callable[[], str]) -> int:
+    """Returns the character at which a variant of a conversation parts from its text.
+
+    Args:
+        text: of the conversation.
+        render: returns that of the variant.
+
+    Returns:
+        0 if the template does not take the variant, or does not show what differs.
+    """
+    try:
+        other = render()
+    except (TemplateError, ValueError, TypeError, RecursionError):
+        return 0
+    return common_length(text, other) if other != text else 0
 
 
 def _utf8_bytes(text: str, name: str) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
-from mainstem.retention import LEAST_S
+from mainstem.retention import LEAST_S, Kept
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -69,12 +69,42 @@ class PreparedPrompt:
         images: in order.
         positions: int64 [3, n] for models with M-RoPE; None: token i is at position i.
         marks: as in `Request`.
+        partings: of each variant that was asked for, how many tokens come before the place where it parts from this
+            prompt; 0: the variant cannot be made, or is the same.
     """
 
     tokens: NDArray[np.int32]
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
     marks: tuple[int, ...] = ()
+    partings: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix of a prompt that a client marks. At the end of its request the usage says what the cache has of it.
+
+    Args:
+        end: its tokens, at least one.
+        retain_s: for how long after the end of the request it is retained, as far as it fits within the bounds of
+            `mainstem.retention`; None: it is not.
+        renewed: whether every later hit begins that time anew.
+        ttl: what the client calls the time.
+
+    Raises:
+        BadArgument: `end` is below 1, or `retain_s` below a millisecond.
+    """
+
+    end: int
+    retain_s: float | None = None
+    renewed: bool = False
+    ttl: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        _require_integer("end", self.end, 1, _INT32_MAX)
+        fits = self.retain_s is None or LEAST_S <= self.retain_s < float("inf")
+        _require("retain_s", self.retain_s, fits, f"seconds, {LEAST_S} or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +116,7 @@ class Hints:
             `mainstem.retention`; None: not.
         one_shot: the answer will not be used again: nothing after the prompt stays in the cache.
         no_store: nothing that the request computes stays in the cache.
+        prefixes: of the prompt, that a client marks.
 
     Raises:
         BadArgument: `retain_s` is below a millisecond, or nothing would be there to retain.
@@ -94,6 +125,7 @@ class Hints:
     retain_s: float | None = None
     one_shot: bool = False
     no_store: bool = False
+    prefixes: tuple[Prefix, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the time."""
@@ -231,6 +263,7 @@ class Usage:
         queue_s: from arrival to the first admission (or to the end, if it was never admitted).
         ttft_s: from arrival to the first token; 0 if there was none.
         duration_s: from arrival to the end.
+        prefixes: those that the request marks, each with how much of it the cache has in the end, and retains.
     """
 
     prompt_tokens: int
@@ -241,6 +274,7 @@ class Usage:
     duration_s: float
     host_tokens: int = 0
     storage_tokens: int = 0
+    prefixes: tuple[tuple[Prefix, Kept], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -755,11 +755,10 @@ class Scheduler:
         self._running.pop(sequence.id, None)
         self._drop_prefetch(sequence)
         sequence.close()
-        if (retain_s := sequence.request.hints.retain_s) is not None and reason in ("stop", "length"):
-            self._cache.retention.retain(sequence.key, self._now_s + retain_s, sequence.request.namespace)
+        prefixes = sequence.settle(self._cache.retention, self._now_s, reason)
         self.totals.errors += error is not None
         text = last.text + _flush(sequence)
-        usage, stop = sequence.usage(self._clock()), sequence.text.stop
+        usage, stop = sequence.usage(self._clock(), prefixes), sequence.text.stop
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
 
 

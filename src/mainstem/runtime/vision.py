@@ -26,6 +26,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace
 from mainstem.runtime.attention import TOLERANCE
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.prompts import ANSWER, Template
+from mainstem.runtime.prompts import ANSWER, Template, Variant, parting
 from mainstem.runtime.request import ImageInput, PreparedPrompt
 
 if TYPE_CHECKING:
@@ -149,13 +150,15 @@ class Vision:
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             raise UnsupportedModel(f"{loaded.name} cannot run with images: its own code says: {error}") from error
 
-    def prepare(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> PreparedPrompt:
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER, variants: Sequence[Variant] = ()
+    ) -> PreparedPrompt:
         """Makes a prompt of a conversation, by default up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each; content is text or a list of parts, `{"type": "text", "text": ...}`
                 or `{"type": "image", "image": a decoded PIL image}`.
-            template: see `Prompts.prepare`.
+            template, variants: see `Prompts.prepare`; parts of variants need no decoded images.
 
         Raises:
             BadArgument: the chat template rejects it, a text holds the model's own marker of images, or the processor
@@ -164,16 +167,11 @@ class Vision:
         pictures = [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
         self._check_texts(messages)
         try:
-            text = self._tokenizer.apply_chat_template(
-                [{**message, "content": _template_parts(message)} for message in messages],
-                chat_template=_template(self._processor),
-                tokenize=False,
-                **template.arguments,
-            )
+            text = self._render(messages, template)
         except (TemplateError, ValueError, TypeError, RecursionError) as error:
             roles = [message["role"] for message in messages]
             raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
-        return self._assemble(str(text), pictures)
+        return self._assemble(text, pictures, [parting(text, partial(self._render, *each)) for each in variants])
 
     def embed(self, image: ImageInput, namespace: bytes = b"") -> torch.Tensor:
         """Returns the embeddings of an image's span, [length, hidden], in the model's dtype and on its device.
@@ -211,13 +209,23 @@ class Vision:
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
+    def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
+        text: Any = self._tokenizer.apply_chat_template(
+            [{**message, "content": _template_parts(message)} for message in messages],
+            chat_template=_template(self._processor),
+            tokenize=False,
+            **template.arguments,
+        )
+        return str(text)
+
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         texts = [part["text"] for message in messages for part in _parts(message) if part["type"] == "text"]
         for marker in sorted(self._reserved):
             if any(marker in text for text in texts):
                 raise BadArgument("messages", marker, "text without the model's markers of images")
 
-    def _assemble(self, text: str, pictures: Sequence[Picture]) -> PreparedPrompt:
+    def _assemble(self, text: str, pictures: Sequence[Picture], boundaries: Sequence[int] = ()) -> PreparedPrompt:
+        """Makes a prompt of a rendered text; `boundaries`: its characters at which variants part from it, or 0."""
         pieces = text.split(self._marker)
         if len(pieces) != len(pictures) + 1:
             raise BadArgument(
@@ -225,16 +233,31 @@ class Vision:
             )
         known: dict[bytes, _Processed] = {}
         processed = [self._process(picture, known) for picture in pictures]
-        whole = "".join(piece + each.text for piece, each in zip(pieces, processed, strict=False)) + pieces[-1]
+        whole = self._with_images(text, processed)
         bos = self._tokenizer.bos_token
-        ids = self._ids(whole, special_tokens=not (bos and whole.startswith(bos)))
+        added = not (bos and whole.startswith(bos))
+        ids = self._ids(whole, special_tokens=added)
         images = tuple(
             self._image(each, span, ids) for each, span in zip(processed, self._spans(ids, processed), strict=True)
         )
         positions = self._positions(ids, images)
         tokens = np.where(ids < self._vocab_size, ids, 0).astype(np.int32)  # some have no id for placeholders
         tokens.flags.writeable = False
-        return PreparedPrompt(tokens, images, positions)
+        begins = [self._with_images(text[:at], processed) for at in boundaries]
+        partings = tuple(self._position(begin, ids, added) if begin else 0 for begin in begins)
+        return PreparedPrompt(tokens, images, positions, partings=partings)
+
+    def _with_images(self, text: str, processed: Sequence[_Processed]) -> str:
+        """Returns a text, or its beginning, with what represents each image in place of its marker."""
+        pieces = text.split(self._marker)
+        return "".join(piece + each.text for piece, each in zip(pieces[:-1], processed, strict=False)) + pieces[-1]
+
+    def _position(self, text: str, ids: NDArray[np.int64], added: bool) -> int:
+        """Returns how many tokens of a prompt its beginning has; it may be cut differently at its end."""
+        before = self._ids(text, special_tokens=added)
+        n = min(len(before), len(ids))
+        different = np.flatnonzero(before[:n] != ids[:n])
+        return int(different[0]) if different.size else n
 
     def _process(self, picture: Picture, known: dict[bytes, _Processed]) -> _Processed:
         """Processes one picture alone; for a picture that is in the prompt twice, reuses the result."""

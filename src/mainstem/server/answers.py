@@ -25,7 +25,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from mainstem.errors import RequestTooLong
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.cuts import Tokenization, common_length, decoded, with_generated
-from mainstem.runtime.prompts import Prompts, Template
+from mainstem.runtime.prompts import Prompts, Template, Variant
 from mainstem.runtime.request import Delta, PreparedPrompt
 from mainstem.runtime.text import Tokenizer
 from mainstem.server.generation import Watcher
@@ -260,14 +260,16 @@ class Turn:
         self.messages: Sequence[Mapping[str, str]] | None = None
         self.template: Template | None = None
 
-    def prepare(self, messages: Sequence[Mapping[str, str]], template: Template) -> PreparedPrompt:
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], template: Template, variants: Sequence[Variant] = ()
+    ) -> PreparedPrompt:
         """Makes the prompt; see `Prompts.prepare`."""
         self.messages, self.template = messages, template
         if not self._answers.enabled:
-            return self._prompts.prepare(messages, template)
+            return self._prompts.prepare(messages, template, variants)
         made, place = self._answers.tokenize(self._prompts.render(messages, template), self._namespace)
         self._kept = place, made.tail(_CONTEXT_TOKENS)
-        return self._prompts.prompt(messages, template, made)
+        return self._prompts.prompt(messages, template, made, variants)
 
     def tokenize(self, text: str) -> NDArray[np.int32]:
         """Returns the tokens of the text of another conversation, as `prepare` would; raises what it raises."""

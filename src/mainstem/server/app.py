@@ -51,6 +51,7 @@ from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
 from mainstem.server import errors, management, message_reply, messages, openapi, replies, requests, tokenization
 from mainstem.server.access import Access
+from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics
@@ -59,7 +60,7 @@ from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.recording import Kind, Recorder
 from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
 from mainstem.server.response_reply import ID_PREFIX
-from mainstem.server.response_store import Owner, ResponseStore
+from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.responses import Responses
 from mainstem.settings.server import RecordConfig, ServerConfig
 
@@ -73,6 +74,7 @@ _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
 _MOST_NAMED = 1024  # characters of a header
+_FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
 _IMAGES = (b'"image_url"', b'"image"')  # in the body of a request with images
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -264,7 +266,6 @@ _COMPLETION = _Kind(
     lambda body, unknown, owner: Task(requests.parse_completion(body, unknown), CompletionReply), "cmpl-", "completion"
 )
 _CHAT = _Kind(lambda body, unknown, owner: Task(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
-_MESSAGE = _Kind(lambda body, unknown, owner: messages.parse(body, unknown), message_reply.ID_PREFIX, "chat")
 
 
 class _Service:
@@ -291,7 +292,9 @@ class _Service:
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
         self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute)
         self._recorder = recorder
-        self._responses = Responses(ResponseStore(config.response_bytes, config.response_ttl_s, clock), now)
+        self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
+        kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
+        self._responses = Responses(kept, now, self._fingerprints)
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 
@@ -333,7 +336,10 @@ class _Service:
         return await self._generate(http, _Kind(self._responses.parse, ID_PREFIX, "chat"))
 
     async def _message(self, http: HttpRequest) -> Response:
-        return await self._generate(http, _MESSAGE)
+        def parse(body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
+            return messages.parse(body, unknown, Earlier(self._fingerprints, owner))
+
+        return await self._generate(http, _Kind(parse, message_reply.ID_PREFIX, "chat"))
 
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
@@ -397,7 +403,8 @@ class _Service:
         shaping = request.images if vision is not None and vision.first_token_sees_image else ()
         adapter, identities = self._preparation.adapter(ask.model), tuple(image.identity.hex() for image in shaping)
         scope = Namespace(adapter, ask.cache_salt, identities)
-        return [meter, self._recorder.note(request, kind.name, scope, self._access.api_key(tenant))]
+        key = self._access.api_key(tenant)
+        return [meter, self._recorder.note(request, kind.name, scope, key, ask.prompt_cache_key)]
 
     async def _body(self, http: HttpRequest) -> bytes:
         """Reads the body, with never more than the limit in memory.

@@ -27,8 +27,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "store": "whether OpenAI keeps the answer",
     "service_tier": "what OpenAI charges",
     "prediction": "text that OpenAI drafts from; drafts come from the cache and the prompt",
-    "prompt_cache_key": "prefixes are found by their content",
-    "prompt_cache_retention": "prefixes are kept while there is room",
+    "prompt_cache_retention": "a maximum; prefixes are kept while there is room",
     "request_id": "the header X-Request-Id names a request",
 }
 """Fields that change no answer, and what they are."""
@@ -42,7 +41,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
-    "prompt_cache_options": (None,),
     "suffix": (None, ""),
     "spaces_between_special_tokens": (None, True),
     "use_beam_search": (None, False),
@@ -77,7 +75,7 @@ OPENAI = Rules(
             },
             {"audio": (None,), "function_call": (None,)},
         ),
-        "content": Rules({}, dict.fromkeys(("prompt_cache_breakpoint", "input_audio", "file"), (None,))),
+        "content": Rules({}, dict.fromkeys(("input_audio", "file"), (None,))),
         "tool_calls": Rules({"index": "the place of a call in a stream"}),
     },
 )

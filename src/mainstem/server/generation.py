@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mainstem.errors import EngineClosed
 from mainstem.runtime.request import Delta
+from mainstem.server.diagnosis import Shape
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
 from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Extras, Head, Reply, UsageBody, usage_body
@@ -40,11 +41,13 @@ class Task:
         request: what is generated.
         reply: how it is answered.
         names: the names of the client's fields, by those of `request` where they differ; see `errors.renamed`.
+        shape: what a diagnosis compares of it; None: it is not compared.
     """
 
     request: CompletionRequest | ChatRequest
     reply: MakeReply
     names: Mapping[str, str] = field(default_factory=dict)
+    shape: Shape | None = None
 
 
 class Watcher(Protocol):

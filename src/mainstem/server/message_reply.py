@@ -20,6 +20,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import Delta, TokenLogprob
 from mainstem.server.blocks import Block, BlockReply, named_event
+from mainstem.server.diagnosis import Finding
 from mainstem.server.errors import ApiError
 from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
 from mainstem.server.replies import ChunkUsage, Head, UsageBody
@@ -51,13 +52,25 @@ class ThinkingTokens(Struct):
     thinking_tokens: int
 
 
+class CacheCreation(Struct):
+    """How many tokens of the prompt were added to the cache and are retained, by the time for which they are."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(Struct):
-    """Tokens of one message. What was found in the cache is not part of `input_tokens`; it is known at the end."""
+    """Tokens of one message. What was found in the cache, and what was added to it, is known at the end.
+
+    Neither is part of `input_tokens`. `cache_creation_input_tokens` are those before the last breakpoint,
+    whether they are retained or not.
+    """
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int | UnsetType = UNSET
     cache_creation_input_tokens: int | UnsetType = UNSET
+    cache_creation: CacheCreation | UnsetType = UNSET
     output_tokens_details: ThinkingTokens | UnsetType = UNSET
 
 
@@ -72,6 +85,7 @@ class MessageBody(Struct):
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
+    diagnostics: dict[str, Any] | UnsetType | None = UNSET
 
 
 class MessageReply(BlockReply):
@@ -83,6 +97,7 @@ class MessageReply(BlockReply):
         usage: says how long the prompt is, before the first event.
         extras: not used: this API shows nothing besides answers.
         parser: returns what finds the pieces of the answer.
+        finding: of the comparison with another request; None: none was asked for.
     """
 
     def __init__(
@@ -92,15 +107,17 @@ class MessageReply(BlockReply):
         usage: ChunkUsage,
         extras: object = None,
         parser: Callable[[], OutputParser] = PlainText,
+        finding: Finding | None = None,
     ) -> None:
         super().__init__(parser())
         self._head, self._usage = head, usage
+        self._diagnostics = UNSET if finding is None else _diagnostics(finding)
 
     def opening(self) -> bytes:
         """See `Reply`."""
         begun = self._usage.after(Delta(""))
         assert isinstance(begun, UsageBody)
-        body = MessageBody(self._head.id, self._head.model, [], None, None, MessageUsage(begun.prompt_tokens, 0))
+        body = self._body([], None, None, MessageUsage(begun.prompt_tokens, 0))
         return named_event("message_start", {"message": body}) + named_event("ping", {})
 
     def closing(self, usage: UsageBody) -> bytes:
@@ -135,11 +152,20 @@ class MessageReply(BlockReply):
     def finish(self, usage: UsageBody) -> MessageBody:
         """See `BlockReply`."""
         found = usage.prompt_tokens_details
-        cached = 0 if isinstance(found, UnsetType) else found.cached_tokens
+        read, added = (0, 0) if isinstance(found, UnsetType) else (found.cached_tokens, found.cache_write_tokens)
+        by_ttl = {} if isinstance(found, UnsetType) else found.cache_write_tokens_by_ttl or {}
+        created = CacheCreation(by_ttl.get("5m", 0), by_ttl.get("1h", 0))
         thinking = ThinkingTokens(self.reasoning_tokens)
-        counted = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, 0, thinking)
+        rest = usage.prompt_tokens - read - added
+        counted = MessageUsage(rest, usage.completion_tokens, read, added, created, thinking)
         content = [_content(block) for block in self.blocks]
-        return MessageBody(self._head.id, self._head.model, content, self._stop_reason(), self.last.stop, counted)
+        return self._body(content, self._stop_reason(), self.last.stop, counted)
+
+    def _body(
+        self, content: list[dict[str, Any]], stop_reason: str | None, stop: str | None, usage: MessageUsage
+    ) -> MessageBody:
+        head = self._head
+        return MessageBody(head.id, head.model, content, stop_reason, stop, usage, diagnostics=self._diagnostics)
 
     def _stop_reason(self) -> str:
         if self.last.finish_reason == "length":
@@ -147,6 +173,25 @@ class MessageReply(BlockReply):
         if self.last.stop is not None:
             return "stop_sequence"
         return "tool_use" if any(isinstance(block.begin, Call) for block in self.blocks) else "end_turn"
+
+
+_REASONS = {
+    "model": "model_changed",
+    "system": "system_changed",
+    "tools": "tools_changed",
+    "messages": "messages_changed",
+}
+
+
+def _diagnostics(finding: Finding) -> dict[str, Any] | None:
+    """Returns `diagnostics`; None: nothing has changed."""
+    if finding.cause == "same":
+        return None
+    if finding.cause in _REASONS:
+        reason = {"type": _REASONS[finding.cause], "cache_missed_input_tokens": finding.missed}
+    else:
+        reason = {"type": "previous_message_not_found" if finding.cause == "not_found" else "unavailable"}
+    return {"cache_miss_reason": reason}
 
 
 def _content(block: Block) -> dict[str, Any]:

@@ -6,20 +6,25 @@ writes the answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from mainstem.server import requests
+from mainstem.server.breakpoints import MOST
+from mainstem.server.diagnosis import Earlier, Finding, Shape
 from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import Rules
 from mainstem.server.generation import Task
 from mainstem.server.message_reply import MessageReply
+from mainstem.server.output import OutputParser
+from mainstem.server.replies import ChunkUsage, Extras, Head
 from mainstem.server.turns import Turns, check_type
 
-_CACHED = "prefixes are found by their content, and kept while there is room"
-_TEXT = {"cache_control": _CACHED, "citations": "sources of an earlier answer"}
+_TEXT = {"citations": "sources of an earlier answer"}
 
 RULES = Rules(
     without_effect={
@@ -29,12 +34,10 @@ RULES = Rules(
         "inference_geo": "where Anthropic computes",
         "user_profile_id": "who asks",
         "workspace_id": "who asks",
-        "cache_control": _CACHED,
     },
     refused={
         "container": (None,),
         "context_management": (None,),
-        "diagnostics": (None, {}),
         "mcp_servers": (None, []),
     },
     inside={
@@ -44,7 +47,7 @@ RULES = Rules(
             {"caller": (None, {"type": "direct"}), "toolset_name": (None,), "transformations": (None,)},
         ),
         "tools": Rules(
-            {"cache_control": _CACHED, "eager_input_streaming": "arguments are always streamed"},
+            {"eager_input_streaming": "arguments are always streamed"},
             {"allowed_callers": (None, ["direct"]), "defer_loading": (None, False), "input_examples": (None, [])},
         ),
         "thinking": Rules({"budget_tokens": "a limit that is not enforced"}, {"display": (None, "summarized")}),
@@ -81,6 +84,19 @@ _NAMES = {
 """The names of other fields."""
 
 
+class CacheControl(Struct):
+    """`cache_control`: a breakpoint. Without a time of its own, what it ends is kept while there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Diagnostics(Struct):
+    """`diagnostics`: the request is compared with the one whose answer has this id, and a later one with this."""
+
+    previous_message_id: str | None = None
+
+
 class Source(Struct):
     """Where an image is: in the message as base64, or at a URL."""
 
@@ -103,6 +119,7 @@ class ContentBlock(Struct):
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     thinking: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class Message(Struct):
@@ -120,6 +137,7 @@ class Tool(Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(Struct):
@@ -161,10 +179,12 @@ class CountRequest(Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of a chat, but for the messages."""
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SAME}
+        fields["prompt_cache_options"] = {"mode": "explicit"}
         if self.tools:
             fields["tools"] = [_function(tool, f"tools[{i}].type") for i, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
@@ -200,6 +220,7 @@ class MessageRequest(CountRequest, kw_only=True):
     repetition_penalty: float | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    diagnostics: Diagnostics | None = None
 
     def fields(self) -> dict[str, Any]:
         """See `CountRequest.fields`. The usage counts from the first event on, which says how long the prompt is."""
@@ -226,7 +247,13 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
         "parameters": tool.input_schema,
         "strict": tool.strict,
     }
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+    marked = {} if tool.cache_control is None else {"prompt_cache_breakpoint": _breakpoint(tool.cache_control)}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": given, **marked}
+
+
+def _breakpoint(control: CacheControl) -> dict[str, Any]:
+    return {"mode": "explicit", "ttl": control.ttl}
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:
@@ -247,7 +274,25 @@ def _turns(request: CountRequest) -> Turns:
         _add_content(turns, "system", request.system, "system")
     for i, message in enumerate(request.messages):
         _add_content(turns, message.role, message.content, f"messages[{i}].content")
+    _mark_last(turns, request)
     return turns
+
+
+def _mark_last(turns: Turns, request: CountRequest) -> None:
+    """Adds the breakpoint of the request, after its last block, unless that has one.
+
+    Raises:
+        ApiError: 400; there are too many.
+    """
+    blocks = request.messages[-1].content
+    own = isinstance(blocks, list) and bool(blocks) and blocks[-1].cache_control is not None
+    found = turns.marks + sum(tool.cache_control is not None for tool in request.tools or ())
+    if request.cache_control is not None and not own:
+        found += 1
+        turns.mark(request.cache_control.ttl)
+    if found > MOST:
+        message = f"cache_control: at most {MOST} breakpoints in a request, got {found}"
+        raise ApiError(400, message, param="cache_control")
 
 
 def _add_content(turns: Turns, role: str, content: str | list[ContentBlock], at: str) -> None:
@@ -279,14 +324,16 @@ def _add_block(turns: Turns, role: str, block: ContentBlock, at: str) -> None:
             turns.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
         case "tool_result":
             _add_result(turns, block, at)
+    if block.cache_control is not None:
+        turns.mark(block.cache_control.ttl)
 
 
-_TEXT_BLOCK: dict[str, tuple[str, ...]] = {"text": ("text",)}
-_IMAGE_BLOCK = {"image": ("source",)}
+_TEXT_BLOCK: dict[str, tuple[str, ...]] = {"text": ("text", "cache_control")}
+_IMAGE_BLOCK = {"image": ("source", "cache_control")}
 _BLOCKS = {
     "system": _TEXT_BLOCK,
-    "user": _TEXT_BLOCK | _IMAGE_BLOCK | {"tool_result": ("tool_use_id", "content", "is_error")},
-    "assistant": _TEXT_BLOCK | {"thinking": ("thinking",), "tool_use": ("id", "name", "input")},
+    "user": _TEXT_BLOCK | _IMAGE_BLOCK | {"tool_result": ("tool_use_id", "content", "is_error", "cache_control")},
+    "assistant": _TEXT_BLOCK | {"thinking": ("thinking",), "tool_use": ("id", "name", "input", "cache_control")},
     "tool": _TEXT_BLOCK | _IMAGE_BLOCK,
 }
 """The fields of blocks, by the role of their message and by type; `tool` is what is in a `tool_result`."""
@@ -323,32 +370,47 @@ def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def parse(body: bytes, tolerated: list[str] | None = None) -> Task:
+def parse(body: bytes, tolerated: list[str] | None, earlier: Earlier) -> Task:
     """Parses a request.
 
     Args:
         body: the JSON.
         tolerated: the names of unknown fields are appended to it; None: they are refused.
+        earlier: requests of the same client.
 
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    return _task(body, MessageRequest, tolerated)
+    request = requests.decode(body, MessageRequest)
+    task = _task(body, request, tolerated)
+    if request.diagnostics is None:
+        return task
+    named = request.diagnostics.previous_message_id
+
+    def reply(
+        head: Head, spell: object, usage: ChunkUsage, extras: Extras, parser: Callable[[], OutputParser]
+    ) -> MessageReply:
+        assert extras.fingerprint is not None
+        finding = None if named is None else earlier.compare(named, extras.fingerprint)
+        earlier.keep(head.id, extras.fingerprint)
+        return MessageReply(head, spell, usage, extras, parser, finding or Finding("same"))
+
+    return replace(task, reply=reply)
 
 
 def parse_count(body: bytes, tolerated: list[str] | None = None) -> Task:
     """Parses a request whose prompt is counted; see `parse`."""
-    return _task(body, CountRequest, tolerated)
+    return _task(body, requests.decode(body, CountRequest), tolerated)
 
 
-def _task(body: bytes, kind: type[CountRequest], tolerated: list[str] | None) -> Task:
-    request = requests.decode(body, kind)
+def _task(body: bytes, request: CountRequest, tolerated: list[str] | None) -> Task:
     turns = _turns(request)
     fields = request.fields()
-    requests.check_known(body, kind, tolerated, RULES)  # after the kinds of blocks: their fields differ
+    requests.check_known(body, type(request), tolerated, RULES)  # after the kinds of blocks: their fields differ
     tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
     schemas = {f"{old}.parameters": f"{new}.input_schema" for old, new in tools.items()}
     names = {**_NAMES, **tools, **schemas, **turns.names}
     chat = {name: value for name, value in fields.items() if value is not None} | {"messages": turns.messages}
+    shape = Shape.of(turns.messages, fields.get("tools", ())) if getattr(request, "diagnostics", None) else None
     with renamed(names):
-        return Task(requests.parse_chat(msgspec.json.encode(chat)), MessageReply, names)
+        return Task(requests.parse_chat(msgspec.json.encode(chat)), MessageReply, names, shape)

@@ -7,7 +7,7 @@ templates, tokenise, compile grammars and load images.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
 from mainstem.namespaces import Namespace
-from mainstem.runtime.prompts import WHOLE, Prompts, Template
-from mainstem.runtime.request import PreparedPrompt, Request
+from mainstem.runtime.prompts import WHOLE, Prompts, Template, Variant
+from mainstem.runtime.request import Hints, PreparedPrompt, Request
 from mainstem.server import errors
 from mainstem.server.answers import Answers, Turn
+from mainstem.server.breakpoints import Mark
 from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import Task
@@ -37,7 +38,7 @@ from mainstem.server.requests import (
     template_input,
     tools_of,
 )
-from mainstem.server.tools import NO_TOOLS, Tooling
+from mainstem.server.tools import NO_TOOLS, Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -112,7 +113,11 @@ class Preparation:
             turn = Turn(self.answers, self.prompts, namespace)
             prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask, turn)]
             made = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
-            return Prepared(task, made, self._extras(ask, prompts), turn, partial(self._parser, ask, made[0]))
+            extras = self._extras(ask, prompts)
+            if task.shape is not None:
+                page_size = self._engine.config.page_size
+                extras = replace(extras, fingerprint=task.shape.fingerprint(prompts[0], namespace, page_size))
+            return Prepared(task, made, extras, turn, partial(self._parser, ask, made[0]))
 
     def count(self, task: Task) -> int:
         """Returns the number of tokens of a task's prompts; raises what `prepare` raises."""
@@ -163,7 +168,8 @@ class Preparation:
 
     def _read(self, ask: Ask, turn: Turn | None = None) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask.conversation(), ask.template(), ask.tooling(), turn)]
+            marks = [] if turn is None else ask.marks()
+            return [self._conversation(ask.conversation(), ask.template(), ask.tooling(), turn, marks)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > MAX_CHOICES:
             name = "n" if ask.best_of is None else "best_of"
@@ -172,25 +178,36 @@ class Preparation:
 
     def _conversation(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         template: Template,
         tooling: Tooling = NO_TOOLS,
         turn: Turn | None = None,
+        marks: Sequence[Mark] = (),
     ) -> PreparedPrompt:
-        """Makes the prompt of a conversation, in a turn with the tokens of its answers."""
-        messages, tools = self._dialect.conversation(messages, tooling.tools)
-        template = replace(template, tools=tools)
+        """Makes the prompt of a conversation, in a turn with the tokens of its answers.
+
+        Its partings are the places of the marks, but for the end of the prompt.
+        """
+
+        def spoken(
+            messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
+        ) -> tuple[list[dict[str, Any]], Template]:
+            taken, listed = self._dialect.conversation(messages, tools)
+            return taken, replace(template, tools=listed)
+
+        variants: list[Variant] = [spoken(*mark.variant(messages, tooling.tools)) for mark in marks if mark.inside]
+        messages, template = spoken(messages, tooling.tools)
         vision = self._engine.vision
         images = parts(messages, "image")
         if vision is None:
             if images:
                 raise errors.text_only(images[0]["at"])
-            return (turn or self.prompts).prepare(messages, template)
+            return (turn or self.prompts).prepare(messages, template, variants)
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self.prompts.check_length(len(messages), "messages")
         self.prompts.check_size(texts + [part["text"] for part in parts(messages, "text")], "messages")
         self._load(images)
-        prompt = vision.prepare(messages, template)
+        prompt = vision.prepare(messages, template, variants)
         self.prompts.check_length(len(prompt.tokens), "messages")
         return prompt
 
@@ -215,7 +232,10 @@ class Preparation:
         The first one finds the log-probabilities of the prompt for all, unless each choice is streamed on its own.
         """
         room = self._engine.max_context - len(prompt.tokens)
-        hints = ask.hints(self._engine.config.max_retain_s)
+        hints = self._hints(ask, prompt)
+        marks = prompt.marks
+        if self._engine.has_states:  # a prefix without one at its end is of no use
+            marks = tuple(sorted({*marks, *(prefix.end for prefix in hints.prefixes)}))
         words, ending = self.prompts.words(ask.bad_words or ()), self.prompts.ending(prompt.tokens)
 
         def request(choice: int) -> Request:
@@ -226,7 +246,7 @@ class Preparation:
                 params = self._spoken(params, ask.tooling(), ending)
             given = (params, namespace, ask.priority or 0)
             return Request(
-                prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks, hints=hints
+                prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=marks, hints=hints
             )
 
         if ask.seed is not None:
@@ -234,6 +254,12 @@ class Preparation:
         first = request(0)
         other = first if first.params.prompt_logprobs is None or ask.choices == 1 else request(1)
         return [first, *[other] * (ask.choices - 1)]
+
+    def _hints(self, ask: Ask, prompt: PreparedPrompt) -> Hints:
+        """Returns what is known of how the KV of a prompt will be used again, with the prefixes that are marked."""
+        longest_s, places = self._engine.config.max_retain_s, iter(prompt.partings)
+        ends = [(mark, next(places) if mark.inside else len(prompt.tokens)) for mark in ask.marks()]
+        return replace(ask.hints(longest_s), prefixes=tuple(mark.prefix(end, longest_s) for mark, end in ends if end))
 
     def _spoken(self, params: SamplingParams, tooling: Tooling, ending: str) -> SamplingParams:
         """Returns parameters of an answer in the model's own forms of calls and thoughts."""
@@ -306,4 +332,5 @@ def _truncated(prompt: PreparedPrompt, most: int | None) -> PreparedPrompt:
         name = "truncate_prompt_tokens"
         raise ApiError(400, f"{name}: a prompt with images cannot be truncated", param=name)
     marks = tuple(mark - cut for mark in prompt.marks if mark >= cut)
-    return replace(prompt, tokens=prompt.tokens[cut:], marks=marks)
+    partings = tuple(max(parting - cut, 0) for parting in prompt.partings)
+    return replace(prompt, tokens=prompt.tokens[cut:], marks=marks, partings=partings)

@@ -30,7 +30,8 @@ Readers sort by `time`.
      "finish": "stop",              "length", "error", or "cancelled"
      "blocks": "e3b0c44298fc1c14..."}   16 hex digits per block, ceil(input_tokens / block_size) blocks
 
-With `text`, a line also has "prompt" and "answer". Readers must ignore unknown fields.
+A line also has "cache_key", a hash of the client's `prompt_cache_key` and the tenant, if the client gives one; and with
+`text` "prompt" and "answer". Readers must ignore unknown fields.
 
 A block is an 8-byte BLAKE2b hash (RFC 7693) over the hash of the block before it and its own tokens, 4 bytes each,
 little endian; the last block may be partial. The tokens of an image are derived from its identity. The key of the hash
@@ -103,6 +104,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     e2e_s: float | None
     finish: str
     blocks: str
+    cache_key: str | None = None
     prompt: str | None = None
     answer: str | None = None
 
@@ -127,6 +129,7 @@ class _Prompt:
     images: tuple[tuple[int, Image], ...]
     scope: Namespace
     tenant: Namespace
+    cache_key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,14 @@ class Recorder:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def note(self, request: Request, kind: Kind, scope: Namespace, api_key: str | None = None) -> Note:
+    def note(
+        self,
+        request: Request,
+        kind: Kind,
+        scope: Namespace,
+        api_key: str | None = None,
+        cache_key: str | None = None,
+    ) -> Note:
         """Returns a note for a request that arrives now.
 
         Args:
@@ -225,6 +235,7 @@ class Recorder:
             kind: the endpoint of the request.
             scope: the namespace in which prefixes are shared, apart from the model and the API key.
             api_key: the client's API key, if it sent one.
+            cache_key: what the client calls requests that share a prefix, if it does.
         """
         owner = () if api_key is None else (f"key:{api_key}",)
         images = tuple((image.start, Image(image.identity, image.length)) for image in request.images)
@@ -236,6 +247,7 @@ class Recorder:
             images=images,
             scope=replace(scope, extra=(f"model:{self._model}", *owner, *scope.extra)),
             tenant=Namespace(salt=scope.salt, extra=owner),
+            cache_key=cache_key,
         )
         return Note(self._put, prompt, self._text)
 
@@ -328,6 +340,7 @@ class _Lines:
             e2e_s=None if usage is None else round(usage.duration_s, 6),
             finish=ended.finish,
             blocks=self._blocks(prompt),
+            cache_key=self._cache_key(prompt),
         )
         if self._decode is not None:
             line.prompt, line.answer = self._decode(prompt.tokens.tolist()), ended.answer
@@ -335,6 +348,12 @@ class _Lines:
 
     def _tenant(self, tenant: Namespace) -> str:
         return "" if tenant == Namespace() else self._keyed(b"tenant", tenant.encode(), HASH_BYTES).hex()
+
+    def _cache_key(self, prompt: _Prompt) -> str | None:
+        if prompt.cache_key is None:
+            return None
+        data = prompt.tenant.encode() + prompt.cache_key.encode(errors="surrogatepass")
+        return self._keyed(b"cache key", data, HASH_BYTES).hex()
 
     def _blocks(self, prompt: _Prompt) -> str:
         data = _symbols(prompt).tobytes()

@@ -6,7 +6,7 @@ Knows JSON and the names of fields. Does not know HTTP, the engine, or requests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
+from mainstem.server.diagnosis import Fingerprint
 from mainstem.server.errors import ApiError, ErrorBody
 from mainstem.server.output import Arguments, Call, OutputParser, Piece, PlainText, Reasoning, Text, joined
 
@@ -30,10 +31,16 @@ class CachedByTier(Struct):
 
 
 class PromptTokensDetails(Struct):
-    """How many of the prompt's tokens were found in the cache instead of computed."""
+    """How many of the prompt's tokens were found in the cache, and how many were added to it.
+
+    Those count that are before the last breakpoint. `cache_write_tokens_by_ttl`: those of them that are retained, by
+    the name of the time.
+    """
 
     cached_tokens: int
     cached_tokens_by_tier: CachedByTier
+    cache_write_tokens: int = 0
+    cache_write_tokens_by_ttl: dict[str, int] | UnsetType = UNSET
 
 
 class UsageBody(Struct):
@@ -61,8 +68,28 @@ def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
     cached = sum(usage.cached_tokens for usage in least)
     host, storage = sum(usage.host_tokens for usage in least), sum(usage.storage_tokens for usage in least)
     completion = sum(usage.completion_tokens for usage in usages)
-    details = PromptTokensDetails(cached, CachedByTier(cached - host - storage, host, storage))
+    written = [_written(usage) for usage in least]
+    by_ttl: Counter[str] = Counter()
+    for _, retained in written:
+        by_ttl.update(retained)
+    by_tier = CachedByTier(cached - host - storage, host, storage)
+    details = PromptTokensDetails(cached, by_tier, sum(added for added, _ in written), dict(by_ttl) or UNSET)
     return UsageBody(prompt, completion, prompt + completion, details)
+
+
+def _written(usage: Usage) -> tuple[int, dict[str, int]]:
+    """Returns the tokens that a prompt has added to the cache before the last prefix that is marked, in whole pages.
+
+    And those of them that are retained, by the name of the time: of several times, the longest counts.
+    """
+    last = max((kept.cached for _, kept in usage.prefixes), default=0)
+    retained: dict[str, int] = {}
+    at = usage.cached_tokens
+    for prefix, kept in sorted(usage.prefixes, key=lambda each: each[0].retain_s or 0.0, reverse=True):
+        if prefix.ttl is not None:
+            retained[prefix.ttl] = retained.get(prefix.ttl, 0) + max(kept.positions - at, 0)
+            at = max(at, kept.positions)
+    return max(last - usage.cached_tokens, 0), retained
 
 
 class Model(Struct):
@@ -267,6 +294,7 @@ class Extras:
         prompt_logprobs: number of alternatives to each token of a prompt; None: its log-probabilities are not shown.
         prompt_tokens: the ids of each prompt, if ids are shown, of answers, too.
         ids_for_names: whether tokens are named by their ids in log-probabilities.
+        fingerprint: of the request, if a diagnosis compares it.
     """
 
     choices: int = 1
@@ -275,6 +303,7 @@ class Extras:
     prompt_logprobs: int | None = None
     prompt_tokens: Sequence[list[int]] = ()
     ids_for_names: bool = False
+    fingerprint: Fingerprint | None = None
 
 
 class ChunkUsage:

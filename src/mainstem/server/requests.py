@@ -19,6 +19,7 @@ from mainstem.errors import BadArgument
 from mainstem.retention import LEAST_S
 from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Hints
+from mainstem.server.breakpoints import Breakpoint, CacheOptions, Mark, counted
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
 from mainstem.server.structured import Asked, Structured
@@ -89,6 +90,8 @@ class _Request(Structured, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_hints: CacheHints | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
 
     @property
     def kept(self) -> int:
@@ -108,6 +111,13 @@ class _Request(Structured, kw_only=True):
         if given.retain_s is not None and given.no_store:
             raise BadArgument(name, given.retain_s, "left out with cache_hints.no_store")
         return Hints(given.retain_s, bool(given.one_shot), bool(given.no_store))
+
+    def marks(self) -> list[Mark]:
+        """Returns the places in the prompt that count as breakpoints, in its order."""
+        return counted(self._marks(), self.prompt_cache_options or CacheOptions())
+
+    def _marks(self) -> list[Mark]:
+        return []
 
     @property
     def choices(self) -> int:
@@ -226,6 +236,7 @@ class ContentPart(Struct):
     text: str | None = None
     image_url: ImageUrl | None = None
     refusal: str | None = None
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 class FunctionCall(Struct):
@@ -247,6 +258,7 @@ class Message(Struct):
     """One message of a conversation.
 
     `reasoning_content`, which some clients call `reasoning`, is what the assistant thought; some templates show it.
+    `prompt_cache_breakpoint` is an extension: of a message as a whole.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -257,6 +269,7 @@ class Message(Struct):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    prompt_cache_breakpoint: Breakpoint | None = None
 
     def __post_init__(self) -> None:
         """Checks what a message of its role has."""
@@ -294,6 +307,15 @@ class Message(Struct):
         }
         given = {name: value for name, value in rest.items() if value is not None}
         return {"role": role, "content": self._content(at), **given}
+
+    def marks(self, index: int) -> Iterator[Mark]:
+        """Yields the places after parts that have a breakpoint; `index`: of this message."""
+        parts = self.content if isinstance(self.content, list) else []
+        offset = 0
+        for i, part in enumerate(parts):
+            offset += len((part.text if part.type == "text" else part.refusal) or "") + (i > 0)  # the line break
+            if part.prompt_cache_breakpoint is not None:
+                yield Mark(part.prompt_cache_breakpoint.ttl, message=index, part=i + 1, offset=offset)
 
     def _content(self, at: str) -> str | list[dict[str, str]] | None:
         if self.content is None:
@@ -370,10 +392,11 @@ class FunctionSpec(Struct):
 
 
 class ToolSpec(Struct):
-    """A tool of a request."""
+    """A tool of a request. `prompt_cache_breakpoint` is an extension."""
 
     function: FunctionSpec
     type: Literal["function"] = "function"
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 def tools_of(specs: Sequence[ToolSpec] | None) -> tuple[Tool, ...]:
@@ -479,6 +502,16 @@ class ChatRequest(_Request, kw_only=True):
         if asked is not None and self.tooling().choice == "required" and not asked.field.startswith("response_format"):
             raise ApiError(400, f"{asked.field}: not supported where tools must be called", param=asked.field)
         return asked
+
+    def _marks(self) -> list[Mark]:
+        """Returns the places of all breakpoints: after tools, parts of messages, and messages."""
+        tools = [(i, tool.prompt_cache_breakpoint) for i, tool in enumerate(self.tools or ())]
+        found = [Mark(each.ttl, tool=i) for i, each in tools if each is not None]
+        for i, message in enumerate(self.messages):
+            found += message.marks(i)
+            if (each := message.prompt_cache_breakpoint) is not None:
+                found.append(Mark(each.ttl, message=i + 1 if i + 1 < len(self.messages) else None))
+        return found
 
     def template(self) -> Template:
         """Returns how the chat template is applied; see `template_of`."""

@@ -17,16 +17,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import TokenLogprob
 from mainstem.server.blocks import Block, BlockReply, named_event
+from mainstem.server.diagnosis import Finding
 from mainstem.server.errors import ApiError
 from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
-from mainstem.server.replies import Head, UsageBody, chosen_token
+from mainstem.server.replies import Head, PromptTokensDetails, UsageBody, chosen_token
 
 if TYPE_CHECKING:
-    from mainstem.server.responses import ResponseRequest
+    from mainstem.server.responses import ResponseCacheOptions, ResponseRequest
 
 ID_PREFIX = "resp_"
 
@@ -34,11 +35,19 @@ Keep: TypeAlias = Callable[[str, Struct, Sequence[dict[str, Any]]], None]
 """Keeps a response: its id, its body and the items of its output."""
 
 
+class CacheWrites(Struct):
+    """How many of the prompt's tokens were added to the cache and are retained, by the time for which they are."""
+
+    ttl_30m_tokens: int
+    ttl_12h_tokens: int
+
+
 class InputDetails(Struct):
-    """How many of the prompt's tokens were found in the cache instead of computed."""
+    """How many of the prompt's tokens were found in the cache, and how many were added to it."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
+    cache_write_tokens_details: CacheWrites | UnsetType = UNSET
 
 
 class OutputDetails(Struct):
@@ -95,6 +104,9 @@ class ResponseBody(Struct):
     error: Failure | None = None
     incomplete_details: Reason | None = None
     usage: ResponseUsage | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_diagnostics: dict[str, Any] | None = None
     truncation: str = "disabled"
     background: bool = False
     object: str = "response"
@@ -110,6 +122,7 @@ class ResponseReply(BlockReply):
         keep: called with the response when it is complete; None: it is not kept.
         parser: returns what finds the pieces of the answer.
         now: returns seconds since the epoch.
+        finding: of the comparison with another request; None: there is none.
     """
 
     def __init__(
@@ -120,9 +133,11 @@ class ResponseReply(BlockReply):
         keep: Keep | None = None,
         parser: Callable[[], OutputParser] = PlainText,
         now: Callable[[], float] = time.time,
+        finding: Finding | None = None,
     ) -> None:
         super().__init__(parser())
         self._head, self._spell, self._request, self._keep, self._now = head, spell, request, keep, now
+        self._finding = finding
         self._number = 0  # of the next event
 
     def opening(self) -> bytes:
@@ -171,13 +186,16 @@ class ResponseReply(BlockReply):
 
     def finish(self, usage: UsageBody) -> ResponseBody:
         """See `BlockReply`."""
-        body = self._body("incomplete" if self.last.finish_reason == "length" else "completed")
+        cut = self.last.finish_reason == "length" and not self._request.prewarms
+        body = self._body("incomplete" if cut else "completed")
         body.completed_at = int(self._now())
         body.incomplete_details = Reason("max_output_tokens") if body.status == "incomplete" else None
-        found = usage.prompt_tokens_details
+        details = _input_details(usage.prompt_tokens_details)
+        if self._finding is not None:
+            body.prompt_cache_diagnostics = _diagnostics(self._finding, details.cached_tokens)
         body.usage = ResponseUsage(
             usage.prompt_tokens,
-            InputDetails(0 if isinstance(found, msgspec.UnsetType) else found.cached_tokens),
+            details,
             usage.completion_tokens,
             OutputDetails(self.reasoning_tokens),
             usage.total_tokens,
@@ -208,6 +226,8 @@ class ResponseReply(BlockReply):
             tools=list(asked.tools or ()),
             tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
             store=self._keep is not None,
+            prompt_cache_key=asked.prompt_cache_key,
+            prompt_cache_options=_applied(asked.prompt_cache_options),
         )
 
     def _item(self, block: Block) -> dict[str, Any]:
@@ -249,6 +269,47 @@ class ResponseReply(BlockReply):
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
         return named_event(name, {"sequence_number": number, **fields})
+
+
+_REASONS = {
+    "model": "model_changed",
+    "tools": "tools_changed",
+    "system": "input_changed",
+    "messages": "input_changed",
+}
+
+
+def _diagnostics(finding: Finding, cached: int) -> dict[str, Any]:
+    """Returns `prompt_cache_diagnostics`; `cached`: tokens that were found in the cache."""
+    if finding.cause == "not_found":
+        return {"type": "comparison_response_not_found"}
+    if finding.cause in _REASONS:
+        return {
+            "type": "cache_miss",
+            "reason": _REASONS[finding.cause],
+            "cache_missed_tokens": finding.missed,
+            "comparison_reusable_tokens": finding.reusable,
+        }
+    # What is the same and was not found has been evicted, and this API has no word for it.
+    found = finding.cause == "same" and cached >= finding.reusable
+    return {"type": "cache_hit" if found else "unavailable"}
+
+
+def _input_details(found: PromptTokensDetails | UnsetType) -> InputDetails:
+    if isinstance(found, UnsetType):
+        return InputDetails(0)
+    by_ttl = found.cache_write_tokens_by_ttl
+    writes = UNSET if by_ttl is UNSET else CacheWrites(by_ttl.get("30m", 0), by_ttl.get("12h", 0))
+    return InputDetails(found.cached_tokens, found.cache_write_tokens, writes)
+
+
+def _applied(options: ResponseCacheOptions | None) -> dict[str, Any] | None:
+    """Returns the options that a response repeats: those of a request that gives a time."""
+    if options is None or options.ttl is None:
+        return None
+    shown = {"mode": options.mode or "implicit", "ttl": options.ttl}
+    named = options.comparison_response_id
+    return shown if named is None else {**shown, "comparison_response_id": named}
 
 
 def _kind(block: Block) -> str:

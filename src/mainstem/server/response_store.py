@@ -9,13 +9,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 Owner: TypeAlias = bytes | None
 """The digest of a client's API key; None on a server without keys."""
 
 ENTRY_BYTES = 512
 """What an entry counts in addition to its content."""
+
+
+class Entry(Protocol):
+    """What can be kept."""
+
+    @property
+    def size(self) -> int:
+        """What it counts, in bytes."""
+
+
+Kind = TypeVar("Kind", bound=Entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +42,8 @@ class Kept:
         return len(self.body) + len(self.conversation) + ENTRY_BYTES
 
 
-class ResponseStore:
-    """Responses by owner and id.
+class ResponseStore(Generic[Kind]):
+    """Responses, or what is known of them, by owner and id.
 
     Where there is no room, the owner that holds the most gives way with its oldest, so that one owner's responses do
     not push out those of all others.
@@ -45,7 +56,7 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
-        self._owners: dict[Owner, dict[str, tuple[float, Kept]]] = {}  # oldest first, with the time at which it expires
+        self._owners: dict[Owner, dict[str, tuple[float, Kind]]] = {}  # oldest first, with the time at which it expires
         self._sizes: dict[Owner, int] = {}
         self._lock = threading.Lock()
 
@@ -56,7 +67,7 @@ class ResponseStore:
             self._expire()
             return sum(self._sizes.values())
 
-    def put(self, owner: Owner, id: str, kept: Kept) -> None:
+    def put(self, owner: Owner, id: str, kept: Kind) -> None:
         """Keeps a response under a new id, in place of older ones where there is no room."""
         with self._lock:
             self._expire()
@@ -70,7 +81,7 @@ class ResponseStore:
                 largest = max(self._sizes, key=self._sizes.__getitem__)
                 self._drop(largest, next(iter(self._owners[largest])))
 
-    def get(self, owner: Owner, id: str) -> Kept | None:
+    def get(self, owner: Owner, id: str) -> Kind | None:
         """Returns a response; None if its owner never kept it, or it is gone."""
         with self._lock:
             self._expire()

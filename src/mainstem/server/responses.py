@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mainstem.server import requests
+from mainstem.server.breakpoints import Breakpoint, CacheOptions
+from mainstem.server.diagnosis import Earlier, Finding, Fingerprint, Shape
 from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import Rules
 from mainstem.server.generation import Task
@@ -23,18 +25,14 @@ from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.turns import Turns, check_type
 
 _EARLIER = "of an earlier answer"
-_PART = Rules(
-    {"annotations": _EARLIER, "logprobs": _EARLIER},
-    {"file_id": (None,), "prompt_cache_breakpoint": (None,)},
-)
+_PART = Rules({"annotations": _EARLIER, "logprobs": _EARLIER}, {"file_id": (None,)})
 
 RULES = Rules(
     without_effect={
         "user": "who asks",
         "safety_identifier": "who asks",
         "service_tier": "what OpenAI charges",
-        "prompt_cache_key": "prefixes are found by their content",
-        "prompt_cache_retention": "prefixes are kept while there is room",
+        "prompt_cache_retention": "a maximum; prefixes are kept while there is room",
         "max_tool_calls": "limits tools that a server runs; this one runs none",
         "access_programs": "what OpenAI lets an account do",
     },
@@ -45,7 +43,6 @@ RULES = Rules(
         "image": (None,),
         "moderation": (None,),
         "prompt": (None,),
-        "prompt_cache_options": (None,),
         "truncation": (None, "disabled"),
     },
     inside={
@@ -92,6 +89,7 @@ _SAME = (
     "chat_template_kwargs",
     "stream",
     "parallel_tool_calls",
+    "prompt_cache_key",
 )
 """Fields that a chat has under the same name."""
 
@@ -103,9 +101,10 @@ _ITEMS = {
     "item_reference": ("id",),
 }
 _PARTS = {
-    **dict.fromkeys(("input_text", "output_text", "text"), ("text",)),
+    "input_text": ("text", "prompt_cache_breakpoint"),
+    **dict.fromkeys(("output_text", "text"), ("text",)),
     "refusal": ("refusal",),
-    "input_image": ("image_url", "detail"),
+    "input_image": ("image_url", "detail", "prompt_cache_breakpoint"),
 }
 _THOUGHTS = dict.fromkeys(("reasoning_text", "summary_text"), ("text",))
 _FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "schema", "strict", "description")}
@@ -133,6 +132,7 @@ class Part(Struct, omit_defaults=True):
     refusal: str | None = None
     image_url: str | None = None
     detail: str | None = None
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 class Item(Struct, omit_defaults=True):
@@ -180,6 +180,17 @@ class Tool(Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class ResponseCacheOptions(CacheOptions):
+    """`prompt_cache_options`.
+
+    `prewarm`: the prompt is computed, and nothing is generated. `comparison_response_id`: the response says why it
+    could not use the prompt of that one.
+    """
+
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class ToolName(Struct):
@@ -247,6 +258,13 @@ class ResponseRequest(Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether nothing is generated."""
+        return bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
 
     def items(self) -> list[Item]:
         """The new items of the conversation."""
@@ -258,7 +276,10 @@ class ResponseRequest(Struct, kw_only=True):
         """Returns the body of the chat that generates the same."""
         logprobs = bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
         fields = {name: getattr(self, name) for name in _SAME}
-        fields |= {"messages": messages, "max_tokens": self.max_output_tokens}
+        fields |= {"messages": messages, "max_tokens": 0 if self.prewarms else self.max_output_tokens}
+        if self.prompt_cache_options is not None:
+            options = self.prompt_cache_options
+            fields["prompt_cache_options"] = {"mode": options.mode, "ttl": options.ttl}
         if logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.tools:
@@ -355,6 +376,8 @@ def _add_content(turns: Turns, content: str | list[Part], at: str) -> None:
             turns.image({"url": url, "detail": part.detail}, {"url": f"{here}.image_url", "detail": f"{here}.detail"})
         else:
             turns.text(_needed(part, "refusal" if part.type == "refusal" else "text", here))
+        if part.prompt_cache_breakpoint is not None:
+            turns.mark(part.prompt_cache_breakpoint.ttl)
 
 
 def _thought(item: Item, at: str) -> str:
@@ -395,10 +418,13 @@ class Responses:
     Args:
         store: keeps them.
         now: returns seconds since the epoch.
+        fingerprints: keeps what a later request may be compared with.
     """
 
-    def __init__(self, store: ResponseStore, now: Callable[[], float]) -> None:
-        self._store, self._now = store, now
+    def __init__(
+        self, store: ResponseStore[Kept], now: Callable[[], float], fingerprints: ResponseStore[Fingerprint]
+    ) -> None:
+        self._store, self._now, self._fingerprints = store, now, fingerprints
 
     def parse(self, body: bytes, tolerated: list[str] | None, owner: Owner) -> Task:
         """Parses a request, and joins it to the conversation that it continues.
@@ -429,7 +455,8 @@ class Responses:
         requests.check_known(body, ResponseRequest, tolerated, RULES)  # after the kinds of items: their fields differ
         with renamed(names):
             parsed = requests.parse_chat(chat)
-        return Task(parsed, self._replier(request, [*earlier, *items], owner), names)
+        shape = Shape.of(turns.messages, [msgspec.to_builtins(tool) for tool in request.tools or ()])
+        return Task(parsed, self._replier(request, [*earlier, *items], owner), names, shape)
 
     def get(self, owner: Owner, id: str) -> bytes:
         """Returns the JSON of a response.
@@ -462,9 +489,24 @@ class Responses:
             parser: Callable[[], OutputParser],
         ) -> ResponseReply:
             kept = keep if request.store is not False else None
-            return ResponseReply(head, spell, request, kept, parser, self._now)
+            finding = self._diagnosed(request, head.id, extras.fingerprint, owner)
+            return ResponseReply(head, spell, request, kept, parser, self._now, finding)
 
         return reply
+
+    def _diagnosed(
+        self, request: ResponseRequest, id: str, fingerprint: Fingerprint | None, owner: Owner
+    ) -> Finding | None:
+        """Compares a request with the one that it names, and keeps what later ones may be compared with."""
+        if fingerprint is None:
+            return None
+        requests_before = Earlier(self._fingerprints, owner)
+        options = request.prompt_cache_options
+        named = None if options is None else options.comparison_response_id
+        finding = None if named is None else requests_before.compare(named, fingerprint)
+        if request.store is not False:
+            requests_before.keep(id, fingerprint)
+        return finding
 
     def _conversation(self, owner: Owner, id: str | None) -> list[Item]:
         if id is None:

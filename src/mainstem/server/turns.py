@@ -18,9 +18,11 @@ class Turns:
     """Messages in the form of /v1/chat/completions.
 
     `names` has the paths by which the client knows a message or a part, by those in the chat's body, for errors.
+    `marks` is the number of breakpoints.
     """
 
     def __init__(self) -> None:
+        self.marks = 0
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = {}
 
@@ -46,6 +48,13 @@ class Turns:
         here = f"{self._here}.content[{len(parts)}].image_url"
         self.names |= {f"{here}.{name}": path for name, path in at.items()}
         parts.append({"type": "image_url", "image_url": dict(image_url)})
+
+    def mark(self, ttl: str | None) -> None:
+        """Makes a breakpoint after what was added last to the last message: a part of it, or else the whole message."""
+        last = self.messages[-1]
+        marked = last if last.get("tool_calls") or not last["content"] else last["content"][-1]
+        marked["prompt_cache_breakpoint"] = {"mode": "explicit", "ttl": ttl}
+        self.marks += 1
 
     def reasoning(self, text: str) -> None:
         """Adds what the assistant thought before the rest of the last message."""

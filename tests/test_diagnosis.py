@@ -1,0 +1,249 @@
+"""Diagnoses: why a request cannot use the prefix of an earlier one; over a scripted engine, in both APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+from rigs.clients import named_events, served
+from rigs.fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+from mainstem.namespaces import Namespace
+from mainstem.runtime.request import ImageInput, PreparedPrompt
+from mainstem.server.app import create_app
+from mainstem.server.diagnosis import Earlier, Finding, Fingerprint, Shape
+from mainstem.server.response_store import ResponseStore
+from mainstem.settings.server import ServerConfig
+
+PAGE = 4
+USER = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+REST = {"role": "user", "content": [{"type": "text", "text": "and then"}]}
+RULES = {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
+
+
+def fingerprint(
+    tokens: Sequence[int],
+    messages: Sequence[dict[str, Any]] = (USER,),
+    tools: Sequence[dict[str, Any]] = (),
+    namespace: Namespace | None = None,
+    images: tuple[ImageInput, ...] = (),
+) -> Fingerprint:
+    prompt = PreparedPrompt(np.array(tokens, np.int32), images)
+    return Shape.of(messages, tools).fingerprint(prompt, namespace, PAGE)
+
+
+TEN = list(range(10))
+OTHER = [*range(5), 99, *range(6, 20)]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "finding"),
+    [
+        (fingerprint(TEN), fingerprint([*TEN, 11, 12], (USER, REST)), Finding("same", 0, 8)),
+        (fingerprint(TEN), fingerprint(TEN), Finding("same", 0, 8)),
+        (fingerprint(TEN[:8]), fingerprint(TEN[:8]), Finding("same", 0, 4)),  # one token is always computed
+        (fingerprint(TEN), fingerprint(OTHER, (REST,)), Finding("messages", 4, 8)),
+        (fingerprint(TEN, (USER, REST)), fingerprint(OTHER, (USER,)), Finding("messages", 4, 8)),
+        (fingerprint(TEN), fingerprint(OTHER, (USER, REST)), Finding("unknown", 4, 8)),
+        (fingerprint(TEN), fingerprint(OTHER, (RULES, USER)), Finding("system", 4, 8)),
+        (fingerprint(TEN), fingerprint(OTHER, (USER,), [{"name": "f"}]), Finding("tools", 4, 8)),
+        (fingerprint(TEN), fingerprint(OTHER, (RULES, REST), [{"name": "f"}]), Finding("system", 4, 8)),
+        (fingerprint(TEN), fingerprint(TEN, namespace=Namespace("adapter")), Finding("model", 8, 8)),
+        (fingerprint(TEN), fingerprint(TEN, namespace=Namespace(salt="s")), Finding("unknown")),
+        (fingerprint(TEN), fingerprint([7], (REST,)), Finding("messages")),
+        (fingerprint([7]), fingerprint(TEN, (REST,)), Finding("same")),  # less than a page: nothing could be found
+        (None, fingerprint(TEN), Finding("not_found")),
+    ],
+)
+def test_the_first_difference_is_named(earlier: Fingerprint | None, now: Fingerprint, finding: Finding) -> None:
+    assert now.compare(earlier) == finding
+
+
+def test_breakpoints_make_no_difference_and_images_do() -> None:
+    marked = {**USER, "content": [{**USER["content"][0], "prompt_cache_breakpoint": {"mode": "explicit"}}]}  # type: ignore[dict-item]
+    assert fingerprint(TEN, (marked,), [{"prompt_cache_breakpoint": 1}]) == fingerprint(TEN, (USER,), [{}])
+    one, other = (ImageInput(2, 6, bytes([mark]) * 16, {}) for mark in (1, 2))
+    found = fingerprint(TEN, (REST,), images=(other,)).compare(fingerprint(TEN, images=(one,)))
+    assert found == Finding("messages", 8, 8)
+
+
+def test_what_is_kept_is_for_its_owner_and_counts_what_it_takes() -> None:
+    long = fingerprint(list(range(4000)))
+    assert long.size > 16 * 1000
+    store = ResponseStore[Fingerprint](long.size + 100, 10.0)
+    Earlier(store, b"one").keep("a", long)
+    assert Earlier(store, b"one").compare("a", long).cause == "same"
+    assert (
+        Earlier(store, b"two").compare("a", long).cause == Earlier(store, None).compare("a", long).cause == "not_found"
+    )
+    Earlier(store, b"two").keep("b", long)
+    assert store.size <= long.size + 100
+
+
+# --- what clients see ---------------------------------------------------------------------------------------------
+
+LONG = "Be kind, and know that this is longer than two pages."
+WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
+
+
+def client(engine: FakeEngine | None = None, **config: Any) -> TestClient:
+    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config)))  # type: ignore[arg-type]
+
+
+def message(server: TestClient, text: str = "hi", key: str = "none", **fields: Any) -> Any:
+    turns = [{"role": "user", "content": text}]
+    body = {"model": "fake", "max_tokens": 50, "system": LONG, "messages": turns, **fields}
+    response = server.post("/v1/messages", json=body, headers={"x-api-key": key})
+    assert response.status_code == 200, response.text
+    return named_events(response)[0]["message"] if fields.get("stream") else response.json()
+
+
+def reason(server: TestClient, earlier: Any, **fields: Any) -> Any:
+    answer = message(server, diagnostics={"previous_message_id": earlier["id"]}, **fields)
+    return answer["diagnostics"] and answer["diagnostics"]["cache_miss_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_says_why_it_missed(stream: bool) -> None:
+    server = client()
+    plain = message(server, stream=stream)
+    assert "diagnostics" not in plain
+    first = message(server, diagnostics={"previous_message_id": None}, stream=stream)
+    assert first["diagnostics"] is None
+    assert reason(server, plain, stream=stream) == {"type": "previous_message_not_found"}  # it did not opt in
+    assert reason(server, first, stream=stream) is None
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
+    more = [*said, {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}]
+    assert reason(server, first, stream=stream, messages=more) is None
+    changed = reason(server, first, stream=stream, text="bye")
+    assert changed["type"] == "messages_changed"
+    assert 0 <= changed["cache_missed_input_tokens"] <= 16
+    gone = reason(server, first, stream=stream, system="Be brief, " * 6)
+    assert gone["type"] == "system_changed" and gone["cache_missed_input_tokens"] >= 48
+    assert reason(server, first, stream=stream, tools=[WEATHER])["type"] == "tools_changed"
+    assert reason(server, first, stream=stream, cache_salt="s") == {"type": "unavailable"}
+    variables = {"hint": "think"}  # of the template: no part of what is compared
+    assert reason(server, first, stream=stream, chat_template_kwargs=variables) == {"type": "unavailable"}
+
+
+def test_a_message_of_another_key_is_not_found() -> None:
+    server = client(api_key=("k", "l"))
+    first = message(server, key="k", diagnostics={})
+    assert reason(server, first, key="l") == {"type": "previous_message_not_found"}
+    assert reason(server, first, key="k") is None
+
+
+def test_an_adapter_is_another_model(tmp_path: Any) -> None:
+    engine = FakeEngine()
+    engine.load_adapter("french", tmp_path)
+    server = client(engine)
+    first = message(server, diagnostics={})
+    found = reason(server, first, model="french")
+    assert found["type"] == "model_changed" and found["cache_missed_input_tokens"] >= 48
+
+
+def respond(server: TestClient, input: Any = "hi", key: str = "none", **fields: Any) -> Any:
+    body = {"model": "fake", "instructions": LONG, "input": input, **fields}
+    response = server.post("/v1/responses", json=body, headers={"x-api-key": key})
+    assert response.status_code == 200, response.text
+    return named_events(response)[-1]["response"] if fields.get("stream") else response.json()
+
+
+def diagnosed(server: TestClient, earlier: Any, **fields: Any) -> Any:
+    options = {"comparison_response_id": earlier["id"], **fields.pop("prompt_cache_options", {})}
+    return respond(server, **fields, prompt_cache_options=options)["prompt_cache_diagnostics"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_whether_it_hit_and_why_it_missed(stream: bool) -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    first = respond(server, stream=stream)
+    assert first["prompt_cache_diagnostics"] is None
+    assert diagnosed(server, first, stream=stream) == {"type": "cache_hit"}
+    assert diagnosed(server, first, stream=stream, input="x", previous_response_id=first["id"]) == {"type": "cache_hit"}
+    changed = diagnosed(server, first, stream=stream, instructions="Be brief, whatever they say, and be quick.")
+    assert (changed["type"], changed["reason"]) == ("cache_miss", "input_changed")
+    assert changed["cache_missed_tokens"] == changed["comparison_reusable_tokens"] >= 32
+    tools = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}]
+    assert diagnosed(server, first, stream=stream, tools=tools)["reason"] == "tools_changed"
+    assert diagnosed(server, {"id": "resp_0"}, stream=stream) == {"type": "comparison_response_not_found"}
+    assert diagnosed(server, first, stream=stream, cache_salt="s") == {"type": "unavailable"}
+    engine.flush()
+    assert diagnosed(server, first, stream=stream) == {"type": "unavailable"}  # evicted: there is no word for it
+
+
+def test_a_response_that_is_not_stored_or_of_another_key_is_not_found() -> None:
+    server = client(api_key=("k", "l"))
+    unstored, stored = respond(server, key="k", store=False), respond(server, key="k")
+    missing = {"type": "comparison_response_not_found"}
+    assert diagnosed(server, unstored, key="k") == diagnosed(server, stored, key="l") == missing
+    assert diagnosed(server, stored, key="k") == {"type": "cache_hit"}
+
+
+def test_a_response_repeats_the_key_and_the_options_that_were_applied() -> None:
+    server = client()
+    body = respond(server, prompt_cache_key="agents", prompt_cache_options={"ttl": "30m", "mode": "explicit"})
+    assert body["prompt_cache_key"] == "agents"
+    assert body["prompt_cache_options"] == {"mode": "explicit", "ttl": "30m"}
+    assert respond(server, prompt_cache_options={})["prompt_cache_options"] is None
+
+
+# --- the official clients -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.deadline
+def test_the_official_clients_read_usage_and_diagnoses() -> None:
+    with served(FakeEngine()) as url:
+        there = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0)
+        kept: Any = {"type": "ephemeral", "ttl": "1h"}
+        system: Any = [{"type": "text", "text": LONG, "cache_control": kept}]
+        turns: Any = [{"role": "user", "content": "hi"}]
+
+        def create(**fields: Any) -> Any:
+            given = {"model": "fake", "max_tokens": 5, "system": system, "messages": turns, **fields}
+            return there.messages.create(**given)
+
+        first = create(diagnostics={"previous_message_id": None}, tools=[{**WEATHER, "cache_control": kept}])
+        usage = first.usage
+        assert usage.cache_creation is not None
+        assert usage.cache_creation.ephemeral_1h_input_tokens == usage.cache_creation_input_tokens > 0
+        assert first.diagnostics is None
+        second = create(diagnostics={"previous_message_id": first.id}, cache_control={"type": "ephemeral"})
+        assert second.diagnostics is not None and second.diagnostics.cache_miss_reason.type == "tools_changed"
+        with there.messages.stream(
+            model="fake",
+            max_tokens=5,
+            system="Be brief.",
+            messages=turns,
+            diagnostics={"previous_message_id": second.id},
+        ) as stream:
+            final = stream.get_final_message()
+        assert final.diagnostics is not None and final.diagnostics.cache_miss_reason is not None
+        assert final.diagnostics.cache_miss_reason.type == "system_changed"
+
+        api = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+        loud = LONG.upper()
+        marked: Any = [{"type": "text", "text": loud, "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}]
+        said: Any = [{"role": "system", "content": marked}, {"role": "user", "content": "hi"}]
+        chat = api.chat.completions.create(
+            model="fake", messages=said, prompt_cache_key="k", prompt_cache_options={"mode": "explicit"}
+        )
+        assert chat.usage is not None and chat.usage.prompt_tokens_details is not None
+        assert chat.usage.prompt_tokens_details.cache_write_tokens == len(f"<system>{loud}") // 16 * 16
+        ahead = api.responses.create(
+            model="fake", instructions=LONG * 2, input="hi", prompt_cache_options={"prewarm": True, "ttl": "12h"}
+        )
+        assert (ahead.status, ahead.output) == ("completed", [])
+        details = ahead.usage.input_tokens_details if ahead.usage else None
+        assert details is not None and details.cache_write_tokens_details is not None
+        assert details.cache_write_tokens_details.ttl_12h_tokens == details.cache_write_tokens > 0
+        hit = api.responses.create(
+            model="fake", instructions=LONG * 2, input="hi", prompt_cache_options={"comparison_response_id": ahead.id}
+        )
+        assert hit.prompt_cache_diagnostics is not None and hit.prompt_cache_diagnostics.type == "cache_hit"
