@@ -29,6 +29,7 @@ class Tenants(Advice):
         self.asker: bytes | None = None  # who makes room for itself in this step
         self.forgets = False
         self.polled: Process | None = None
+        self.dropped: set[Process] = set()
         super().__init__(world)
 
     def _start(self, at: int) -> Process:
@@ -65,12 +66,16 @@ class Tenants(Advice):
             self._check(process, held if process in former and not self.forgets else Counter())
 
     def _check_waiting(self, process: Process) -> None:
+        self.dropped.discard(process)
         self.polled = process  # which is when the host evicts what exceeds a maximum
         super()._check_waiting(process)
 
     def _advance(self, request: Request) -> None:
         self.asker = owner_of(encode_namespace(request.namespace))
+        lease = request.lease
         super()._advance(request)
+        if lease is not None and request.lease is None and not lease.closed:
+            self.dropped.add(request.process)  # which gives back what it held with a later call
 
     def _forget(self, process: Process) -> None:
         self.forgets = True
@@ -102,7 +107,8 @@ class Tenants(Advice):
             require(usage[owner][tier][component] == n, "what an owner has is counted", owner, component, tier, n)
             total = (cache.pools[component] if tier == _DEVICE else self._host_pool(process, component)).total
             most = quotas.of(owner).tiers[tier].of(total)[1]
-            if n > most and (tier == _DEVICE or self.polled is process):
+            settled = process not in self.dropped if tier == _DEVICE else self.polled is process
+            if n > most and settled:
                 idle = [view for view in nodes if self._idle(view, nodes, owner, component, tier)]
                 require(not idle, "an owner keeps more than its maximum", owner, component, tier, n, most)
                 self.world.seen["over a maximum, all in use"] += 1

@@ -157,7 +157,7 @@ def test_dropped_leases_are_settled() -> None:
     lease.publish(20)
     with pytest.warns(ResourceWarning):
         del lease
-    cache.stats()
+    fill(cache, B, 1000, 1)
     assert held(cache, A) == 4
     cache.check()
 

@@ -268,6 +268,7 @@ class Retention:
         if entry is None:
             return Kept(0, device + host)
         self._enter(entry, until, pinned=pinned)
+        self._settle()  # it may be kept on the host now, and was on the device
         return Kept(entry.pages * self._tree.page_size, device + host)
 
     def _lock(self, name: bytes, key: bytes, owner: bytes) -> _Entry | None:

@@ -185,6 +185,7 @@ class Tiers:
         """Settles what has ended and begins what is due. Does not block."""
         self.pending.settle()
         if self._core is not None:
+            self._core.settle()  # before writes begin: with "write_back" it adds some
             self._backups.begin_touched(self._core.take_touched())
         if self._prefetches is not None:
             self._prefetches.go_on()
@@ -192,7 +193,7 @@ class Tiers:
             self.writes.begin()
         if self._warming is not None:
             self._warming.go_on()
-        self.settle()
+        self._pages.settle()
 
     def settle(self) -> None:
         """Evicts what owners have beyond their maxima, as far as it is not in use any more."""

@@ -551,13 +551,11 @@ void Eviction::check_node(Index node) const {
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
       broken(node, "the policy knows the candidates");
-    const bool leaf = cells_.component(column).leaf_only();
-    const Rank rank = rank_of(node, column, n.accessed);
-    if (shares_ &&
-        !shares_->sound(node, column, candidate, candidate && (policy_.rank || !leaf) ? &rank : nullptr, n.start))
+    const bool known = candidate && (policy_.rank || cells_.component(column).weighs || goes_first(node, column));
+    const Rank rank = known ? rank_of(node, column, n.accessed) : Rank{};
+    if (shares_ && !shares_->sound(node, column, candidate, known ? &rank : nullptr, n.start))
       broken(node, "the orders of owners have exactly the cells that can be evicted, and those beyond a share");
     if (!candidate) continue;
-    const bool known = policy_.rank || cells_.component(column).weighs || goes_first(node, column);
     if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }

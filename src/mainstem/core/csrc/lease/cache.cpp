@@ -36,6 +36,7 @@ void Cache::evict_some(std::uint64_t n, std::uint32_t component, std::string_vie
 }
 
 void Cache::settle() {
+  end_abandoned();
   for (std::uint32_t c = 0; c < pools.size(); ++c)
     for (;;) {
       const auto [owner, ids] = tree.beyond_maximum(c, kDevice);
@@ -77,7 +78,6 @@ void Cache::end_all_abandoned() {
     if (left.host_node) tree.unlock(left.host_node, kHost);
     end(left.node, left.held, left.owned);
   }
-  settle();
 }
 
 void Cache::end_load(std::uint64_t load) {
