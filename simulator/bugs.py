@@ -618,11 +618,11 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "one owner may retain what is left to all", "-", _RETENTION,
-        "return [min(mine, total - taken) for mine, (total", "return [total - taken for mine, (total", "advice",
+        "min(left, self._limit(quota, tier, row) - held[row])", "left", "advice",
     ),
     _mutant(
         "nothing is left to running requests", "-", _RETENTION,
-        "return [min(mine, total - taken) for mine, (total", "return [mine for mine, (total",
+        "min(left, self._limit(quota, tier, row)", "min(10**9, self._limit(quota, tier, row)",
         "tests/test_retention.py::test_owners_do_not_take_from_each_other_but_the_reserve_is_common",
     ),
     _mutant(
@@ -653,9 +653,45 @@ PYTHON: tuple[Mutant, ...] = (
         "a retention that moves down is counted on both tiers", "-", _RETENTION,
         "            return\n        self._drop(entry)\n", "            return\n", "advice",
     ),
+    # ---------------------------------------------------------------- quotas
+    _mutant(
+        "what others are guaranteed is retained", "-", _RETENTION,
+        "self._most[tier][row] - self._guaranteed[tier][row] -", "self._most[tier][row] -",
+        "tests/test_quotas.py::test_retention_leaves_to_others_what_they_are_guaranteed",
+    ),
+    _mutant(
+        "the host keeps what exceeds a maximum", "-", "tiers/host.py",
+        "while (over := self.tree.core.beyond_maximum(row, HOST))[1]:", "while (over := (b\"\", 0))[1]:", "quotas",
+    ),
+    _mutant(
+        "the host makes room whatever is guaranteed", "-", "tiers/host.py",
+        "self.tree.evict_for(ns, missing,", "self.tree.evict_for(None, missing,",
+        "tests/test_quotas.py::test_guarantees_hold_on_the_host",
+    ),
+    _mutant(
+        "the end of a retention leaves what exceeds a maximum", "-", _RETENTION,
+        "        if ended:\n            self._settle()\n", "",
+        "tests/test_quotas.py::test_what_is_retained_is_evicted_beyond_the_maximum_when_its_time_is_up",
+    ),
+    _mutant(
+        "pages that become free keep what was in them", "-", "runtime/pools.py",
+        "        pool.freed_with(partial(pools.clear, name))", "        pass",
+        "tests/test_tenants.py::test_what_leaves_a_page_is_overwritten_where_that_is_asked_for",
+    ),
+    _mutant(
+        "a public prefix goes to whoever begins like it", "-", "runtime/public.py",
+        "if key.symbols.startswith(prefix.tobytes()):", "if key.symbols[:8] == prefix.tobytes()[:8]:",
+        "tests/test_public_prefixes.py::test_nothing_is_copied_that_is_not_public_whole_and_begun_with",
+    ),
+    _mutant(
+        "a tenant's request is matched in the public namespace", "-", "server/preparation.py",
+        "tenant=None if tenant is None else tenant.hex()", "tenant=None",
+        "tests/test_tenants.py::test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart",
+    ),
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
+_OWNERS = _CORE + "residency/owners.h"
 _ATTENTION, _LINEAR = _CORE + "kernels/attention.cpp", _CORE + "kernels/linear.cpp"
 _ROWS_OF_PAGES = "tests/test_page_attention.py::"
 _LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
@@ -960,6 +996,43 @@ NATIVE: tuple[Mutant, ...] = (
         "what others share is demoted with a prefix", "-", _CORE + "tree/advice.cpp",
         "    if (nodes_[at].children() != 1) break;\n", "",
         "tests/test_retention.py::test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares",
+    ),
+    # ---------------------------------------------------------------- quotas
+    _mutant(
+        "nothing is guaranteed", "-", _OWNERS,
+        "return beyond(counts(owner, column).present, share(owner, column).guaranteed);",
+        "return counts(owner, column).present;", "quotas",
+    ),
+    _mutant(
+        "more is evicted at once than exceeds a guarantee", "-", _CORE + "eviction/eviction.cpp",
+        "spare ? std::min(want, spare) : want;", "want;", "quotas",
+    ),
+    _mutant(
+        "who has more than its maximum keeps it when its request ends", "-", _CORE + "lease/lease.cpp",
+        "  cache_.end(node_, held_, owned_);\n  cache_.settle();\n", "  cache_.end(node_, held_, owned_);\n", "quotas",
+    ),
+    _mutant(
+        "an owner at its maximum takes from others", "-", _CORE + "eviction/eviction.cpp",
+        "(own != kNone && owners().beyond_maximum(owner, column, want))", "false",
+        "tests/test_quotas.py::test_an_owner_at_its_maximum_makes_room_itself",
+    ),
+    _mutant(
+        "what was removed is guaranteed to its owner", "-", _CORE + "tree/shape.cpp",
+        "if (cells_.owners()) disown(at);", "",
+        "tests/test_quotas.py::test_what_is_removed_is_guaranteed_to_nobody",
+    ),
+    _mutant(
+        "the upper half of a split is nobody's", "-", _CORE + "residency/residency.cpp",
+        "owners_->own(upper, owners_->of(lower))", "owners_->own(upper, kNobody)", "quotas",
+    ),
+    _mutant(
+        "what an owner had is not counted when it goes", "-", _OWNERS,
+        "spare_[column] += yields(owner, column) - before;", "spare_[column] += yields(owner, column);", "quotas",
+    ),
+    _mutant(
+        "an owner beyond its maximum gives way last", "-", _CORE + "eviction/eviction.cpp",
+        "if (!shares.over().empty()) return", "if (false) return",
+        "tests/test_quotas.py::test_nobody_keeps_more_than_its_maximum",
     ),
 )
 # fmt: on

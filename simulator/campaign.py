@@ -45,6 +45,10 @@ def find_profile(name: str) -> type[Profile]:
         from simulator.advice import Advice
 
         return Advice
+    if name == "quotas":
+        from simulator.quotas import Tenants
+
+        return Tenants
     if name == "components":
         from simulator.components import Components
 
@@ -58,7 +62,16 @@ def find_profile(name: str) -> type[Profile]:
     return HybridRequests if name == "hybrid-scheduler" else Requests
 
 
-SHARES = {"cache": 8, "hybrid": 2, "scheduler": 2, "hybrid-scheduler": 1, "components": 1, "ranks": 1, "advice": 1}
+SHARES = {
+    "cache": 8,
+    "hybrid": 2,
+    "scheduler": 2,
+    "hybrid-scheduler": 1,
+    "components": 1,
+    "ranks": 1,
+    "advice": 1,
+    "quotas": 1,
+}
 """Relative number of seeds of each profile in a campaign."""
 
 PROFILES = tuple(SHARES)

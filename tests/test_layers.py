@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 # Lowest first; each module belongs to the first layer with a prefix of its name.
 LAYERS = [
     ("core", ["errors", "imports", "units", "_core", "core"]),
-    ("rules", ["keys", "namespaces", "components", "policies", "pool", "identity"]),
+    ("rules", ["keys", "namespaces", "quotas", "components", "policies", "pool", "identity"]),
     ("settings", ["settings"]),
     ("tree", ["tree"]),
     ("events", ["events"]),

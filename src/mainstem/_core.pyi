@@ -15,6 +15,11 @@ def encode_tokens(tokens: object, limit: int) -> bytes:
 def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes:
     """See mainstem.hash_blocks, which checks its arguments."""
 
+def owner_of(ns: bytes) -> bytes:
+    """
+    Who owns what is in an encoded namespace; see mainstem.namespaces.owner_of.
+    """
+
 class TreeStats:
     """
     Counts of a tree. Pages are those of the first component on the device, unless stated otherwise; cached = locked + evictable.
@@ -150,7 +155,36 @@ class Tree:
 
     def cancel(self, node: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]: ...
 
-    def evict(self, ids: int, component: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]: ...
+    def evict(self, ids: int, component: int, tier: int, ns: bytes | None = b"") -> list[numpy.typing.NDArray[numpy.int32]]:
+        """
+        With shares, room is made for the owner of the namespace `ns`; None: whatever the shares are.
+        """
+
+    def share_out(self, others: Sequence[tuple[int, int]], named: Sequence[tuple[bytes, Sequence[tuple[int, int]]]]) -> None:
+        """
+        Gives owners their shares, by component and then by tier: guaranteed and at most so many ids. See tree.h.
+        """
+
+    def owner(self, node: int) -> bytes:
+        """Who owns a node; see `owner_of`."""
+
+    def owners(self) -> list[bytes]:
+        """
+        The owners that have anything or a share of their own, where there are shares; see `owner_of`.
+        """
+
+    def owned(self, ns: bytes) -> list[tuple[int, int, int]]:
+        """
+        The counts, as of `counts`, of what the owner of a namespace has, by component and then by tier.
+        """
+
+    def available(self, component: int, tier: int, ns: bytes = b"") -> int:
+        """How many ids can be evicted for the owner of a namespace."""
+
+    def beyond_maximum(self, component: int, tier: int) -> tuple[bytes, int]:
+        """
+        An owner that has more than its maximum, and how many ids of that can be evicted; 0: nobody has.
+        """
 
     def waiting(self, component: int, tier: int) -> tuple[int, int, int, int, int, int, int] | None:
         """
@@ -202,8 +236,8 @@ class Tree:
     def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
         """The node's own ids; empty unless present."""
 
-    def next_victim(self, component: int, tier: int) -> int:
-        """The node that evict() takes first, or 0."""
+    def next_victim(self, component: int, tier: int, want: int = 1, ns: bytes = b"") -> int:
+        """The node that evict() takes first of `want` ids for a namespace, or 0."""
 
     def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]:
         """
@@ -276,6 +310,11 @@ class Pool:
 
     def reclaim(self, ids: numpy.typing.NDArray[numpy.int32]) -> None:
         """cached -> free. Raises WrongOwner."""
+
+    def freed_with(self, freed: Callable[[numpy.typing.NDArray[numpy.int32]], object]) -> None:
+        """
+        Calls freed(ids) from now on when pages have become free, before anybody gets them. It must not refer to the pool: nothing would end that cycle.
+        """
 
     def owner(self, page: int) -> str:
         """'free', 'cached' or 'private'. Raises WrongOwner outside the pool."""
@@ -352,9 +391,9 @@ class Cache:
 
     def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None: ...
 
-    def evict_with(self, evict: Callable[[int, int], object]) -> None:
+    def evict_with(self, evict: Callable[[int, int, bytes], object]) -> None:
         """
-        Calls evict(component, n) from now on to free about n ids of a pool, instead of the tree's own order.
+        Calls evict(component, n, ns) from now on to free about n ids of a pool for a namespace, instead of the tree's own order.
         """
 
     def copy_state_with(self, copy: Callable[[int, int], object]) -> None:
@@ -365,6 +404,11 @@ class Cache:
     def take_back(self) -> None:
         """Ends leases that were dropped."""
 
+    def settle(self) -> None:
+        """
+        Evicts what owners have beyond their maxima, as far as it is not in use.
+        """
+
     def counters(self) -> LeaseCounters:
         """What its leases have counted, by now."""
 
@@ -372,6 +416,10 @@ class Cache:
         """
         Ends of the prefixes matched and published since the last call, if there is more than one tier.
         """
+
+    @property
+    def has_touched(self) -> bool:
+        """Whether `take_touched` would return any."""
 
     def end_load(self, load: int) -> None:
         """Ends a load whose lease is closed: its pages are freed."""
@@ -475,9 +523,9 @@ class Lease:
             LeaseClosed: the lease has ended.
         """
 
-    def reserve(self, n: int) -> None:
+    def reserve(self, n: int, counts: bool = True) -> None:
         """
-        Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window.
+        Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window. `counts`: whether the lease counts as a query of the cache.
 
         Raises:
             OutOfPages: no room; nothing was changed.

@@ -27,6 +27,7 @@ from mainstem.events.source import PUBLIC_SECRET, Event, Source
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
+from mainstem.quotas import Quotas, limits
 from mainstem.retention import Retention, RetentionStats
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
@@ -93,10 +94,13 @@ class PrefixCache:
         on_event: called by `deliver_events` with each event, in order; None: nothing is noted.
         event_secret: keys the hashes and salts of events; the same for all servers of a fleet.
         retain_share: the part of each pool that one owner may retain, 0 to 1; see `retention`.
-        reserve: ids of each component, by name, that nobody may retain on the device; by default half of each.
+        reserve: ids of each component, by name, that nobody may retain, or be guaranteed, on the device; by default
+            half of each.
+        quotas: how much of each tier each owner has, see `set_quotas`.
 
     Attributes:
         retention: what is kept for a time, or pinned.
+        quotas: those of the owners.
 
     Raises:
         BadArgument: an argument out of range; with `on_event`, symbols that are no token ids, or no full attention.
@@ -125,6 +129,7 @@ class PrefixCache:
         event_secret: bytes = PUBLIC_SECRET,
         retain_share: float = 0.25,
         reserve: Mapping[str, int] | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         sizes = _sizes(pages)
         for name, function in (("copy_page", copy_page), ("copy_state", copy_state), ("on_event", on_event)):
@@ -159,8 +164,14 @@ class PrefixCache:
         elif self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, pools))
         totals = [pools] if self.tiers is None else [pools, self.tiers.host_pools]
-        sizes_by_tier = [[pool.total for pool in tier] for tier in totals]
-        self.retention = Retention(self.tree, sizes_by_tier, retain_share, reserve or {}, self.tiers)
+        self._totals = [[pool.total for pool in tier] for tier in totals]
+        self._reserve = dict(reserve or {})
+        self.retention = Retention(
+            self.tree, self._totals, retain_share, self._reserve, self.tiers, settle=self._settle
+        )
+        self.quotas = Quotas()
+        if quotas is not None:
+            self.set_quotas(quotas)
 
     def lease(
         self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True
@@ -320,6 +331,43 @@ class PrefixCache:
             self.retention.release(nodes)
         return pages * self.page_size
 
+    def set_quotas(self, quotas: Quotas) -> None:
+        """Gives each owner (a tenant, or a salt or a name) its quota of each tier.
+
+        What an owner has beyond its maximum goes first, as soon as no lease uses it. What is within a guarantee goes
+        only for its owner's own requests. All retentions end.
+
+        Raises:
+            BadArgument: more is guaranteed on the device than all but the reserve.
+        """
+        for row, name in enumerate(self.tree.names):
+            total, guaranteed = self._totals[0][row], quotas.guaranteed(self._totals)[0][row]
+            most = total - self._reserve.get(name, total - total // 2)
+            if guaranteed > most:
+                allowed = f"at most {most} of {total} {name} pages in all: the rest is left to running requests"
+                raise BadArgument("guarantees of the device", guaranteed, allowed)
+        named = [(owner, limits(quota, self._totals)) for owner, quota in quotas.by_owner.items()]
+        self.tree.core.share_out(limits(quotas.others, self._totals), named)
+        self.retention.set_quotas(quotas)
+        self.quotas = quotas
+        self._settle()
+
+    def _settle(self) -> None:
+        """Evicts what owners have beyond their maxima, as far as it is not in use any more."""
+        if self.tiers is None:
+            self._core.settle()
+        else:
+            self.tiers.settle()
+
+    def usage(self) -> dict[bytes, list[dict[str, int]]]:
+        """Returns what each owner has: by its name, then by tier, the ids of each component. None without quotas."""
+        core, tiers = self.tree.core, range(self.tree.tiers)
+        owned = {owner: [counts[0] for counts in core.owned(owner)] for owner in core.owners()}
+        return {
+            owner: [dict(zip(self.tree.names, ids[tier :: len(tiers)], strict=True)) for tier in tiers]
+            for owner, ids in owned.items()
+        }
+
     def flush(self) -> int:
         """Evicts every prefix that no lease uses, retained or not, also from the host.
 
@@ -403,8 +451,8 @@ def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
     return {row: check_integer(f"pages of {name}", given[row], 1, 2**31 - 1) for name, row in by_name(rows).items()}
 
 
-def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int) -> None:
-    for pool, ids in zip(pools, tree.evict(pages, tree.names[component]), strict=True):
+def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int, ns: bytes) -> None:
+    for pool, ids in zip(pools, tree.evict_for(ns, pages, tree.names[component]), strict=True):
         pool.reclaim(ids)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mainstem import _core
 from mainstem.errors import BadArgument
 
 
@@ -82,8 +83,7 @@ def owner_of(encoded: bytes) -> bytes:
 
     Adapters and what else KV depends on make other namespaces, but no other owners.
     """
-    rest = split_adapter(encoded)[1]
-    return rest[: 9 + int.from_bytes(rest[1:9], "little")] if rest[:1] in (b"t", b"s", b"n", b"b") else b""
+    return _core.owner_of(encoded)
 
 
 def describe_namespace(encoded: bytes) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mainstem.errors import BadArgument, CorruptTree
 from mainstem.keys import TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace, owner_of
+from mainstem.quotas import Quota, Quotas
 from mainstem.tiers.controller import Tiers
 from mainstem.tree import DEVICE, HOST, PRESENT, Tree
 
@@ -79,9 +80,10 @@ class Retention:
     Args:
         tree: the tree.
         totals: the sizes of the pools, by tier and component.
-        share: the part of each pool that one owner may keep.
+        share: the part of each pool, or of its maximum there, that one owner may keep.
         reserve: ids of each component, by name, that nobody may keep on the device; of others, and on the host, half.
         tiers: copies what is retained down; None: there is no host.
+        settle: called when something is retained no longer; see `PrefixCache.set_quotas`.
     """
 
     def __init__(
@@ -91,9 +93,11 @@ class Retention:
         share: float,
         reserve: Mapping[str, int],
         tiers: Tiers | None = None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tree, self._core, self._tiers = tree, tree.core, tiers
-        self._limits = [[int(total * share) for total in sizes] for sizes in totals]
+        self._tree, self._core, self._tiers, self._settle = tree, tree.core, tiers, settle
+        self._totals, self._share, self._quotas = totals, share, Quotas()
+        self._guaranteed = self._quotas.guaranteed(totals)
         halves = [[total - total // 2 for total in sizes] for sizes in totals]
         halves[DEVICE] = [max(0, reserve.get(name, n)) for name, n in zip(tree.names, halves[DEVICE], strict=True)]
         self._most = [
@@ -104,6 +108,7 @@ class Retention:
         self._above: dict[_Entry, None] = {}  # those that are to move down
         self._held: dict[bytes, list[list[int]]] = {}  # by owner: ids by tier and component
         self._sum = [[0] * len(sizes) for sizes in totals]
+        self._beyond = [[0] * len(sizes) for sizes in totals]  # of these, what exceeds its owner's guarantee
         self._times: list[tuple[float, int, _Entry]] = []
         self._numbers = itertools.count()
         self._copied = 0  # what the tiers had copied at the last poll
@@ -111,6 +116,11 @@ class Retention:
         self._pinned = 0
         self._renewed = 0  # entries that a hit renews
         self._nothing = self._stats()
+
+    def set_quotas(self, quotas: Quotas) -> None:
+        """Bounds each owner by its quota from now on. What is retained ends, since it may exceed that."""
+        self.clear()
+        self._quotas, self._guaranteed = quotas, quotas.guaranteed(self._totals)
 
     # ---------------------------------------------------------------- what is asked for
 
@@ -160,6 +170,7 @@ class Retention:
                 self._pinned -= 1
                 if entry.until <= self._now:
                     self._end(entry)
+                    self._settle()
                 return entry.pages * self._tree.page_size
         return 0
 
@@ -190,6 +201,7 @@ class Retention:
         entries = [self._entries[node] for node in nodes if node in self._entries]
         for entry in entries:
             self._end(entry)
+        self._settle()
         return len(entries)
 
     # ---------------------------------------------------------------- time, and what happens to the tree
@@ -197,6 +209,7 @@ class Retention:
     def poll(self, now: float) -> None:
         """Ends what has expired, and moves down what has been copied. Call it from time to time; `now` never falls."""
         self._now = max(self._now, now)
+        ended = False
         while self._times and self._times[0][0] <= self._now:
             entry = heapq.heappop(self._times)[2]
             if self._entries.get(entry.node) is not entry:
@@ -205,6 +218,9 @@ class Retention:
                 self._queue(entry)
             elif not entry.pinned:
                 self._end(entry)
+                ended = True
+        if ended:
+            self._settle()
         if self._above and self._tiers is not None:
             copied = self._tiers.pending.counts["backed_up"]
             for entry in list(self._above) if copied != self._copied else ():
@@ -223,8 +239,9 @@ class Retention:
                 self._enter(kept, entry.until, entry.renew_s, pinned=entry.pinned)
 
     def clear(self) -> None:
-        """Ends all."""
-        self.release(list(self._entries))
+        """Ends all; what exceeds a maximum then is left to the caller."""
+        for entry in list(self._entries.values()):
+            self._end(entry)
 
     # ---------------------------------------------------------------- statistics and checks
 
@@ -244,7 +261,7 @@ class Retention:
             owners=len(self._held),
             device=dict(zip(names, tiers[DEVICE], strict=True)),
             host=dict(zip(names, tiers[HOST], strict=True)),
-            limits=dict(zip(names, self._limits[DEVICE], strict=True)),
+            limits={name: self._limit(self._quotas.others, DEVICE, row) for row, name in enumerate(names)},
         )
 
     def check(self) -> None:
@@ -259,7 +276,11 @@ class Retention:
             rules = {
                 "what owners retain adds up": [sum(rows) for rows in zip([0] * len(sums), *held, strict=True)] == sums,
                 "a part is left to requests": _within(sums, self._most[tier]),
-                "no owner exceeds its bound": all(_within(ids, self._limits[tier]) for ids in held),
+                "no owner exceeds its bound": all(
+                    held[tier][row] <= self._limit(self._quotas.of(owner), tier, row)
+                    for owner, held in self._held.items()
+                    for row in range(len(sums))
+                ),
                 "what is retained is there": all(self._core.presence(node, 0, tier) == PRESENT for node in here),
                 "what is retained is findable": not any(map(self._core.removed, here)),
             }
@@ -280,6 +301,7 @@ class Retention:
         if entry is None:
             return Kept(0, device + host)
         self._enter(entry, until, renew_s, pinned=pinned)
+        self._settle()  # it may be kept on the host now, and was on the device
         return Kept(entry.pages * self._tree.page_size, device + host)
 
     def _lock(self, name: bytes, key: bytes, owner: bytes) -> _Entry | None:
@@ -299,11 +321,23 @@ class Retention:
         return self._take(self._core.retain_node(node, tier, self._room(owner, tier)), owner, tier)
 
     def _room(self, owner: bytes, tier: int) -> list[int]:
-        """Returns how many ids of each component an owner may keep beside those that it keeps."""
-        held = self._held.get(owner)
-        limits, most = self._limits[tier], zip(self._most[tier], self._sum[tier], strict=True)
-        own = limits if held is None else map(int.__sub__, limits, held[tier])
-        return [min(mine, total - taken) for mine, (total, taken) in zip(own, most, strict=True)]
+        """Returns how many ids of each component an owner may keep beside those that it keeps.
+
+        What others are guaranteed and do not keep is left to them.
+        """
+        quota, room = self._quotas.of(owner), []
+        held = self._held[owner][tier] if owner in self._held else [0] * len(self._sum[tier])
+        for row, total in enumerate(self._totals[tier]):
+            guaranteed = quota.tiers[tier].of(total)[0]
+            shared = self._most[tier][row] - self._guaranteed[tier][row] - self._beyond[tier][row]
+            left = min(self._most[tier][row] - self._sum[tier][row], max(0, shared) + max(0, guaranteed - held[row]))
+            room.append(max(0, min(left, self._limit(quota, tier, row) - held[row])))
+        return room
+
+    def _limit(self, quota: Quota, tier: int, row: int) -> int:
+        """Returns how many ids an owner may keep."""
+        share = self._share if quota.retained is None else quota.retained
+        return int(quota.tiers[tier].of(self._totals[tier][row])[1] * share)
 
     def _take(self, kept: tuple[int, int, list[int]], owner: bytes, tier: int) -> _Entry | None:
         """Counts what the core has retained, if it has."""
@@ -319,9 +353,13 @@ class Retention:
 
     def _count(self, owner: bytes, tier: int, ids: Sequence[int], by: int) -> None:
         held = self._held.setdefault(owner, [[0] * len(sizes) for sizes in self._sum])
+        share = self._quotas.of(owner).tiers[tier]
         for row, n in enumerate(ids):
+            guaranteed = share.of(self._totals[tier][row])[0]
+            self._beyond[tier][row] -= max(0, held[tier][row] - guaranteed)
             held[tier][row] += by * n
             self._sum[tier][row] += by * n
+            self._beyond[tier][row] += max(0, held[tier][row] - guaranteed)
         if not any(map(any, held)):
             del self._held[owner]
 
@@ -363,6 +401,7 @@ class Retention:
         self._drop(entry)
         entry.tier = HOST
         del self._above[entry]
+        self._settle()
 
 
 def _within(ids: Sequence[int], most: Sequence[int]) -> bool:

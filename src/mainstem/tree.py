@@ -341,21 +341,29 @@ class Tree:
         """
         return self.core.cancel(_handle(node), self._tier(tier))
 
-    def evict(self, pages: int, component: str = "full", tier: int = 0) -> list[Ids]:
+    def evict(self, pages: int, component: str = "full", tier: int = 0, namespace: NamespaceLike = None) -> list[Ids]:
         """Evicts exactly `pages` ids of a component, or all that are evictable if fewer. Costs O(log n) per node.
 
         Full pages are evicted from the tails of leaves, in the order of the policy, together with the other components'
         ids at these positions. Returns one array of ids per component.
 
+        With quotas, owners beyond their maxima give way first; then the policy decides between those beyond their
+        guarantees; what is within a guarantee is evicted only for the owner of `namespace`, if that is its own.
+
         Raises:
             BadArgument: `pages` is below 0, or there is no such component or tier.
         """
+        ns = b"" if namespace is None else encode_namespace(namespace)
+        return self.evict_for(ns, pages, component, tier)
+
+    def evict_for(self, ns: bytes | None, pages: int, component: str = "full", tier: int = 0) -> list[Ids]:
+        """Evicts as `evict` does, for an encoded namespace; None: whatever the quotas are."""
         if self.ranks_outside or component not in self._rows:
             row = self._row(component)
-            return self._evict_ranked(check_integer("pages", pages, 0, _EVERYTHING), row, self._tier(tier))
-        return self.core.evict(pages, self._rows[component], tier)
+            return self._evict_ranked(ns, check_integer("pages", pages, 0, _EVERYTHING), row, self._tier(tier))
+        return self.core.evict(pages, self._rows[component], tier, ns)
 
-    def _evict_ranked(self, pages: int, row: int, tier: int) -> list[Ids]:
+    def _evict_ranked(self, ns: bytes | None, pages: int, row: int, tier: int) -> list[Ids]:
         """Ranks what has changed, evicts, and ranks again what the eviction has changed."""
         parts: list[list[Ids]] = []
         missing = pages
@@ -367,7 +375,9 @@ class Tree:
                 if not parts:
                     raise
                 break  # return the ids freed so far; the policy fails again at the next call
-            freed = self.core.evict(missing, row, tier)
+            freed = self.core.evict(missing, row, tier, ns)
+            if not len(freed[row]):
+                break  # what is left is within guarantees
             parts.append(freed)
             missing -= len(freed[row])
         empty = [np.empty(0, np.int32) for _ in self.components]
@@ -381,8 +391,8 @@ class Tree:
         present, locked, _ = self.core.counts(row, tier)
         return present > locked
 
-    def next_victim(self, component: str = "full", tier: int = 0) -> int:
-        """Returns the node that `evict` takes first; 0 if nothing can be evicted.
+    def next_victim(self, component: str = "full", tier: int = 0, want: int = 1, ns: bytes = b"") -> int:
+        """Returns the node that `evict_for` takes first; 0 if nothing can be evicted.
 
         Raises:
             BadArgument: there is no such component or tier.
@@ -390,7 +400,7 @@ class Tree:
         row, tier = self._row(component), self._tier(tier)
         if self.ranks_outside and not self._rank_waiting(row, tier):
             return 0
-        return self.core.next_victim(row, tier)
+        return self.core.next_victim(row, tier, want, ns)
 
     def flush(self, tier: int = 0) -> list[Ids]:
         """Evicts everything on a tier that is neither locked nor in flight; returns one array of ids per component."""
@@ -398,7 +408,7 @@ class Tree:
         parts: list[list[Ids]] = []
         for component in self._rows:
             try:
-                parts.append(self.evict(_EVERYTHING, component, tier))
+                parts.append(self.evict_for(None, _EVERYTHING, component, tier))
             except Exception:  # as in `evict_removed`
                 if not any(len(ids) for part in parts for ids in part):
                     raise

@@ -464,7 +464,7 @@ struct Small {
 void lease_closed_by_hook() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("", {1, 2});
-  small.cache.evict = [&](std::uint32_t, std::uint64_t pages) {
+  small.cache.evict = [&](std::uint32_t, std::uint64_t pages, std::string_view) {
     lease->abort();
     small.pool.move(small.tree.evict(pages, 0, 0)[0], Owner::cached, Owner::free);
   };
@@ -478,7 +478,7 @@ void lease_reserved_by_hook() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("", {1, 2, 3, 4});
   bool asked = false;
-  small.cache.evict = [&](std::uint32_t, std::uint64_t) {
+  small.cache.evict = [&](std::uint32_t, std::uint64_t, std::string_view) {
     small.pool.move(small.tree.evict(2, 0, 0)[0], Owner::cached, Owner::free);
     if (!std::exchange(asked, true)) lease->reserve(2);
   };
@@ -491,7 +491,7 @@ void lease_reserved_by_hook() {
 void hook_fails() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("a", {1, 7});
-  small.cache.evict = [](std::uint32_t, std::uint64_t) { throw Failure{"the hook failed"}; };
+  small.cache.evict = [](std::uint32_t, std::uint64_t, std::string_view) { throw Failure{"the hook failed"}; };
   thrown<Failure>("reserving", [&] { lease->reserve(2); });
   thrown<Failure>("copying", [&] { lease->begin_copy(); });
   expect_equal(small.tree.counts(0, 0).locked, 0, "pages locked");
@@ -820,7 +820,7 @@ void lease_closed_while_loading() {
   other->finish(2);
   const std::unique_ptr<Lease> lease = tiers.open(Tiered::symbols);
   expect_equal(lease->loadable(), 4, "positions on the host");
-  tiers.cache.evict = [&](std::uint32_t, std::uint64_t) {
+  tiers.cache.evict = [&](std::uint32_t, std::uint64_t, std::string_view) {
     lease->abort();
     tiers.pool.move(tiers.tree.evict(3, 0, 0)[0], Owner::cached, Owner::free);
   };

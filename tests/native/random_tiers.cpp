@@ -71,7 +71,8 @@ class TiersWorld : Paging {
         host_(shape.host_pages),
         cache_(tree_, pool_, true),
         written_{std::vector<Path>(shape.pages), std::vector<Path>(shape.host_pages)} {
-    if (shape.room != Room::by_order) cache_.evict = [this](std::uint32_t, std::uint64_t pages) { make_room(pages); };
+    if (shape.room != Room::by_order)
+      cache_.evict = [this](std::uint32_t, std::uint64_t pages, std::string_view) { make_room(pages); };
   }
 
   void step() {

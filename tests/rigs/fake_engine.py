@@ -21,8 +21,10 @@ from jinja2 import TemplateError
 from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.events.publisher import EventStats
+from mainstem.quotas import Quotas
 from mainstem.retention import Kept, RetentionStats
 from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.memory import OwnerUsage
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.vision import VisionStats
@@ -223,6 +225,10 @@ class FakeEngine:
         self.advised: list[tuple[str, list[int], Any, float | None]] = []
         self.kept = Kept(16, 32)  # what comes of any advice
         self.most_retained = 1 << 20  # tokens of a prefix that a request marks
+        self.tier_bytes: tuple[int, ...] = (1000, 4000)
+        self.quotas = Quotas()
+        self.used: dict[bytes, OwnerUsage] = {}
+        self.published: list[list[int]] = []
         self._seen: dict[str, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
@@ -271,6 +277,16 @@ class FakeEngine:
     def advise(self, action: str, tokens: Any, namespace: Any = None, *, ttl_s: float | None = None) -> Kept:
         self.advised.append((action, list(tokens), namespace, ttl_s))
         return self.kept
+
+    def set_quotas(self, quotas: Quotas) -> None:
+        self.quotas = quotas
+
+    def usage(self) -> dict[bytes, OwnerUsage]:
+        return self.used
+
+    def publish_prefix(self, tokens: Any) -> int:
+        self.published.append(list(tokens))
+        return len(tokens)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         if not Path(path).is_dir():

@@ -128,7 +128,7 @@ class Ghost:
         """Does nothing: a ghost knows images by their identity."""
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
-        assert source != target and 0 < positions < self.page_size
+        assert source != target and 0 < positions <= self.page_size
         self._hash[target, :positions] = self._hash[source, :positions]
         self._token[target, :positions] = self._token[source, :positions]
         self._hash[target, positions:] = POISON

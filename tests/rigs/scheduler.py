@@ -12,7 +12,7 @@ from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 
 from mainstem.cache import PrefixCache
 from mainstem.components import Component
-from mainstem.keys import TokenKeys, TypedKeys
+from mainstem.keys import Encoded, TokenKeys, TypedKeys
 from mainstem.runtime.request import Delta, Hints, ImageInput, Progress, Request, Usage
 from mainstem.runtime.scheduler import Scheduler
 from mainstem.settings.engine import Limits, SamplingParams
@@ -94,6 +94,9 @@ class Bench:
         self.scheduler.add(id, request)
         self.requests[id] = request
         return id
+
+    def encoded(self, tokens: Sequence[int]) -> Encoded:
+        return Encoded.of(self.cache.tree.keys, np.array(tokens, np.int32))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

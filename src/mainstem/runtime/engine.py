@@ -41,14 +41,17 @@ from mainstem.events.publisher import EventStats, Publisher
 from mainstem.events.source import AllBlocksCleared
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
+from mainstem.quotas import Quotas
 from mainstem.retention import Kept
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
 from mainstem.runtime.advice import Action, Advice
 from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.memory import OwnerUsage, TierMemory
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pools import HasPools, build_cache, counts_of, pool_sizes
+from mainstem.runtime.pools import HasPools, build_cache, counts_of, id_bytes, pool_sizes
+from mainstem.runtime.public import Publication, PublicPrefixes
 from mainstem.runtime.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
 from mainstem.runtime.runner import ModelRunner
@@ -183,10 +186,10 @@ class Engine:
         self._unpublished = False  # there are more events, even if nothing happens
         self._cache = _cache(loaded, config, model, sizes, clock, self._publisher)
         self._tiers = self._cache.tiers
-        if config.tiers.exist:
-            report("tiers", 1, 1)
+        self._memory = TierMemory(self._cache, id_bytes(loaded, config, sizes))
         self._now_s = self._remembered_s = clock()  # the time of this step, the same on all ranks
         if self._tiers is not None:
+            report("tiers", 1, 1)
             self._tiers.enter_identity()
             if config.tiers.warm:
                 self._tiers.warm()
@@ -196,8 +199,8 @@ class Engine:
             self._scheduler.measure()
             report("measure", 1, 1)
         self._advice = Advice(self._cache, config.max_retain_s)
-        self._ids = itertools.count()
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._public, self._publication = PublicPrefixes(self._cache, model.copy_page), Publication(self)
+        self._ids, self._commands = itertools.count(), queue.SimpleQueue[_Command]()
         # Guards the attributes up to the next comment; `drain` waits on it.
         self._changed = threading.Condition()
         self._closed: str | None = None  # why no more requests are accepted
@@ -269,6 +272,7 @@ class Engine:
             raise BadArgument("name", name, "a name other than the model's own")
         files = read_adapter(path)
         self._ask(self._load, name=name, files=files)
+        self._publication.compute_all([name])
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. Requests that use it run to their end.
@@ -334,6 +338,11 @@ class Engine:
         return self._scheduler.grammars
 
     @property
+    def tier_bytes(self) -> tuple[int, ...]:
+        """Memory of the device's pools and, where there is one, of the host's."""
+        return self._memory.tier_bytes
+
+    @property
     def failure(self) -> BaseException | None:
         """The error that ended the engine's thread; None if there was none. After a failure nothing runs."""
         return self._failure
@@ -343,12 +352,14 @@ class Engine:
         return self._stats
 
     def flush(self) -> int:
-        """Removes every prefix that no running request uses; returns the pages freed.
+        """Removes every prefix that no running request uses; returns the pages freed. Public ones are computed again.
 
         Raises:
             EngineClosed: the engine is closed or has failed.
         """
-        return self._ask(self._flush)
+        freed = self._ask(self._flush)
+        self._publication.compute_all([None, *self.adapters])
+        return freed
 
     def remove(self, tokens: TokenLike, namespace: Namespace | str | None = None) -> int:
         """Removes the page of a prefix's last token and all pages after it; see `PrefixCache.remove`.
@@ -394,6 +405,39 @@ class Engine:
             raise BadTokens("the prefix is empty: must have at least one token")
         arguments = {"action": action, "tokens": np.asarray(tokens, np.int32), "namespace": named, "ttl_s": ttl_s}
         return self._ask(self._advise, **arguments)
+
+    def publish_prefix(self, tokens: Sequence[int] | NDArray[np.int32]) -> int:
+        """Declares a prefix public: computes it, pins it, and copies it for each tenant whose prompts begin with it.
+
+        Args:
+            tokens: the prefix. Whole pages of it are shared, the rest is computed for each tenant.
+
+        Returns:
+            The number of tokens that are shared.
+
+        Raises:
+            BadArgument: it does not fit into what may be retained; it is not public then.
+            RequestTooLong, BadTokens, EngineClosed: see `submit`.
+        """
+        shared = self._publication.add(tokens)
+        return self._ask(self._add_public, tokens=shared) if len(shared) else 0
+
+    def set_quotas(self, quotas: Quotas) -> None:
+        """Gives each tenant, salt or name its quota of each tier; see `PrefixCache.set_quotas`.
+
+        Raises:
+            BadArgument: more is guaranteed than there is beside running requests.
+            EngineClosed: the engine is closed or has failed.
+        """
+        self._ask(self._share_out, quotas=quotas)
+
+    def usage(self) -> dict[bytes, OwnerUsage]:
+        """Returns what each owner has, by the names of `owner_of`; nothing before `set_quotas`.
+
+        Raises:
+            EngineClosed: the engine is closed or has failed.
+        """
+        return self._ask(self._usage)
 
     def tree(self) -> str:
         """Returns the cached prefixes as text, each node with the beginning of its text.
@@ -570,6 +614,15 @@ class Engine:
     ) -> Kept:
         return self._advice.apply(action, tokens, namespace, self._now_s, ttl_s)
 
+    def _add_public(self, tokens: NDArray[np.int32]) -> int:
+        return self._public.add(tokens)
+
+    def _share_out(self, quotas: Quotas) -> None:
+        self._cache.set_quotas(quotas)
+
+    def _usage(self) -> dict[bytes, OwnerUsage]:
+        return self._memory.by_owner()
+
     def _show(self) -> str:
         return self._cache.tree.pretty(self._describe)
 
@@ -598,6 +651,7 @@ class Engine:
         with self._changed:
             self._undelivered.discard(id)
         try:
+            self._public.adopt(prompt, request.namespace)
             self._scheduler.add(id, request, arrived_s, prompt)
         except Exception as error:  # e.g. the tokenizer cannot decode the prompt; other requests go on
             log.exception("request %s cannot start", id)

@@ -185,6 +185,18 @@ class _Area:
         begin = page * self._planes.slot_bytes
         return self.memory.data[begin : begin + HEADER_BYTES + self._planes.payload_bytes]
 
+    def clear(self, page_ids: NDArray[np.int32]) -> None:
+        """Overwrites pages with zeros."""
+        if self._page_first:
+            self.memory.reshape(self._pages, -1)[page_ids] = 0
+            return
+        at = 0
+        for tensor in self._planes.tensors:
+            size = math.prod(tensor.shape[2:]) * tensor.itemsize
+            for _ in range(len(tensor)):
+                self.memory[self._pages * at : self._pages * (at + size)].reshape(self._pages, size)[page_ids] = 0
+                at += size
+
     def rows(self, copier: Copier) -> list[Any]:
         """Returns the bytes of the pages, for each plane and layer."""
         flat, at, rows = copier.table(self.memory), 0, []
@@ -305,6 +317,10 @@ class HostPool:
         """
         self._check_moves(moves, self._pages, [planes.pages for planes in self._components])
         return self._start(self._ups, moves, self._device_rows, self._host_rows)
+
+    def clear(self, component: int, page_ids: NDArray[np.int32]) -> None:
+        """Overwrites pages of a component, which nobody reads or writes, with zeros."""
+        self._areas[component].clear(page_ids)
 
     def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
         """Returns slots of a component, header and payload, as views: writing to them writes to the pool.

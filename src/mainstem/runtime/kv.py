@@ -261,6 +261,13 @@ class KVPool:
             for plane, part in zip(self._layers[layer], kept, strict=True):
                 plane.write(rows, part)
 
+    def clear(self, page_ids: NDArray[np.int32]) -> None:
+        """Overwrites pages with zeros."""
+        rows = run_of(page_ids.astype(np.int64), self.device)
+        with torch.inference_mode():
+            for plane in self.planes:
+                plane.view(torch.uint8)[:, rows] = 0  # PyTorch cannot index floats of 8 bits
+
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the first `positions` positions of page `source` to page `target`, in every layer.
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mainstem.cache import PrefixCache
 from mainstem.components import Component, Full, State, by_name
@@ -31,6 +34,7 @@ from mainstem.runtime.sizing import Need, best_window_ratio, share_out, window_p
 from mainstem.runtime.states import StatePool, StateShape
 from mainstem.runtime.tiers import Computes, build_tiers, close_tiers
 from mainstem.settings.engine import EngineConfig, HostSize
+from mainstem.tiers.host import HostTier
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +126,13 @@ class Pools:
             raise BadArgument("source", source, "a state of a model that keeps one")
         self.states.copy(source, target)
 
+    def clear(self, component: str, ids: NDArray[np.int32]) -> None:
+        """Overwrites pages of a component, or states, with zeros."""
+        if component in self.paged:
+            self.paged[component].clear(ids)
+        elif self.states is not None:
+            self.states.clear(ids)
+
 
 class HasPools(Computes, Protocol):
     """What a cache needs of those who hold pools."""
@@ -131,6 +142,9 @@ class HasPools(Computes, Protocol):
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies a recurrent state from slot to slot; called only if the model has states."""
+
+    def clear(self, component: str, ids: NDArray[np.int32]) -> None:
+        """Overwrites pages, or states, with zeros."""
 
 
 def build_cache(
@@ -152,7 +166,7 @@ def build_cache(
         build_tiers(config.tiers, pools, loaded, config.page_size, clock) if config.tiers.exist else (None, None)
     )
     try:
-        return PrefixCache(
+        cache = PrefixCache(
             sizes,
             config.page_size,
             keys=keys,
@@ -167,10 +181,21 @@ def build_cache(
             retain_share=config.retain_share,
             reserve=_reserve(loaded, config, sizes),
         )
+        if config.overwrite_freed:
+            _overwrite_freed(cache, pools, host)
+        return cache
     except BaseException:
         if host is not None:
             close_tiers(host, store)
         raise
+
+
+def _overwrite_freed(cache: PrefixCache, pools: HasPools, host: HostTier | None) -> None:
+    for name, pool in cache.pools.items():
+        pool.freed_with(partial(pools.clear, name))
+    if cache.tiers is not None and host is not None and isinstance(host.memory, HostPool):
+        for row, pool in enumerate(cache.tiers.host_pools):
+            pool.freed_with(partial(host.memory.clear, row))
 
 
 def _reserve(loaded: LoadedModel, config: EngineConfig, sizes: Mapping[Component, int]) -> dict[str, int]:
@@ -205,7 +230,7 @@ def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
-    page_bytes, slot_bytes = _bytes(loaded, layout, size, eight_bits(config.kv_cache_dtype))
+    page_bytes, slot_bytes = _bytes(loaded, layout, size, config)
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
     if config.window_trace is not None and layout.local and Full() in sizes:
         memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
@@ -231,8 +256,16 @@ def counts_of(sizes: Mapping[Component, int]) -> dict[str, int]:
     return {name: sizes[row] for name, row in by_name(sizes).items()}
 
 
-def _bytes(loaded: LoadedModel, layout: Layout, page_size: int, bits: torch.dtype | None) -> tuple[dict[str, int], int]:
+def id_bytes(loaded: LoadedModel, config: EngineConfig, sizes: Mapping[Component, int]) -> dict[str, int]:
+    """Returns the bytes of a page, or of a slot, of each component by its name."""
+    layout = Layout.of(loaded.model.config, loaded.max_context, loaded.ranks.size)
+    page_bytes, slot_bytes = _bytes(loaded, layout, config.page_size, config)
+    return {name: page_bytes.get(name, slot_bytes) for name in by_name(sizes)}
+
+
+def _bytes(loaded: LoadedModel, layout: Layout, page_size: int, config: EngineConfig) -> tuple[dict[str, int], int]:
     """Returns the bytes of a page of each component, and of a state."""
+    bits = eight_bits(config.kv_cache_dtype)
     with plain_attention(loaded.model):
         shapes = kv_shapes(loaded.model, layout.kv_layers)
         state = StateShape.of(loaded.model) if layout.state_layers else None

@@ -261,6 +261,10 @@ class ModelRunner:
         """
         self._pools.copy_state(source, target)
 
+    def clear(self, component: str, ids: NDArray[np.int32]) -> None:
+        """Overwrites pages of a component, or states, with zeros."""
+        self._pools.clear(component, ids)
+
     def _make_pools(self, counts: Mapping[str, int], page_size: int) -> Pools:
         kv = self._kv, self._shape
         return Pools(self.layout, *kv, counts, page_size, self._like, kv_cache_dtype=self._kv_cache_dtype)

@@ -36,7 +36,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -185,6 +187,12 @@ class StatePool:
         with torch.inference_mode():
             for tensor in self.tensors:
                 tensor[target] = tensor[source]
+
+    def clear(self, slots: NDArray[np.int32]) -> None:
+        """Overwrites the states in `slots` with zeros."""
+        with torch.inference_mode():
+            for tensor in self.tensors:
+                tensor[slots.tolist()] = 0
 
     def load(self, slots: Sequence[int], cache: Cache) -> None:
         """Copies the states in `slots` into a cache's layers, one row each.

@@ -20,17 +20,19 @@ class Access:
         api_keys: the clients' keys; empty: no key is required.
         admin_key: the key for what concerns all clients. None: the only API key, or none if none is required.
         secret: keys the digests.
+        separates: whether clients are tenants that share no prefix, even if there is one key.
+
+    Attributes:
+        separates: whether they are; always with several keys.
     """
 
-    def __init__(self, api_keys: Sequence[str], admin_key: str | None, secret: bytes) -> None:
+    def __init__(
+        self, api_keys: Sequence[str], admin_key: str | None, secret: bytes, *, separates: bool = False
+    ) -> None:
         self._secret = secret
         self._keys = {self._digest(key.encode()): key for key in api_keys}
         self._admin_key = None if admin_key is None else self._digest(admin_key.encode())
-
-    @property
-    def separates(self) -> bool:
-        """Whether clients are tenants that share no prefix."""
-        return len(self._keys) > 1
+        self.separates = separates or len(self._keys) > 1
 
     def tenant(self, headers: Headers) -> bytes | None:
         """Returns the digest of the client's key, or None if no key is required.

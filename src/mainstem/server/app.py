@@ -57,11 +57,13 @@ from mainstem.server.generation import EventStream, Run, Task, Watcher, best, sc
 from mainstem.server.metrics import Metrics
 from mainstem.server.precompute import Precompute
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
+from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
 from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
 from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.responses import Responses
+from mainstem.server.tenants import Tenancy
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -283,12 +285,17 @@ class _Service:
         self.draining = False
         self._engine = engine
         self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
-        self._access = Access(config.api_key, config.admin_key, secret(32))
+        keys = {} if config.tenants is None else config.tenants.keys
+        self._access = Access([*config.api_key, *keys.values()], config.admin_key, secret(32), separates=bool(keys))
+        self._tenancy = None if config.tenants is None else Tenancy(config.tenants, self._access, engine)
         self._now = now
         self._started = int(now())
         self._preparation = Preparation(engine, config)
         self._prompts, self._answers = self._preparation.prompts, self._preparation.answers
         self.names = self._preparation.names
+        if config.public_prefix is not None:
+            for prefix in read_public_prefixes(config.public_prefix, self._preparation):
+                engine.publish_prefix(prefix)
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
         self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute)
         self._recorder = recorder
@@ -316,6 +323,7 @@ class _Service:
             Route("/v1/cache/remove", self._remove, methods=["POST"]),
             Route("/v1/cache/hints", self._hints, methods=["POST"]),
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
+            Route("/v1/cache/tenants", self._tenants, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
@@ -554,6 +562,12 @@ class _Service:
         stats = await anyio.to_thread.run_sync(self._engine.stats)
         body = msgspec.json.encode(stats, enc_hook=lambda counters: counters.as_dict())  # those of the core
         return Response(body, media_type="application/json")
+
+    async def _tenants(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        if self._tenancy is None:
+            raise ApiError(404, "This server has no tenants (option --tenants).", code="no_tenants")
+        return _json(await anyio.to_thread.run_sync(self._tenancy.usage))
 
     async def _tree(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

@@ -29,6 +29,7 @@ from mainstem.server.replies import ChatBody, ChatChunk, CompletionBody, Model, 
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.server.response_reply import ResponseBody
 from mainstem.server.responses import Deleted, ResponseRequest
+from mainstem.server.tenants import Usage
 from mainstem.server.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -75,6 +76,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/cache/remove"): Operation("Forget a prefix", RemoveRequest, Flushed),
     ("POST", "/v1/cache/hints"): Operation("Say what will become of a prefix", HintRequest, Hinted),
     ("GET", "/v1/cache/stats"): Operation("The cache in numbers"),
+    ("GET", "/v1/cache/tenants"): Operation("What each tenant has, and may have", None, Usage),
     ("GET", "/v1/cache/tree"): Operation("The tree of prefixes as text", None, str),
     ("POST", "/tokenize"): Operation("Tokenize a text or a chat", TokenizeRequest, Tokenized),
     ("POST", "/detokenize"): Operation("Return the text of tokens", DetokenizeRequest, Detokenized),

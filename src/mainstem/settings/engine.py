@@ -412,7 +412,9 @@ class EngineConfig(Limits, Shares):
             See docs/policies.md.
         cache: Reuse cached prefixes. --no-cache computes every prompt in full.
         retain_share: Fraction of each pool that one tenant may pin, or retain for a time; up to 1. 0: nothing.
+            With --tenants, of the largest part that it may have.
         max_retain_s: Longest time, in seconds, that a request may retain a prefix for; above 0.
+        overwrite_freed: Overwrite pages and states with zeros when they become free, on the device and on the host.
         tiers: The host tier and storage.
         events: Where the cache publishes what it holds.
     """
@@ -426,6 +428,7 @@ class EngineConfig(Limits, Shares):
     cache: bool = setting(True, switch())
     retain_share: float = setting(0.25, number(0, 1))
     max_retain_s: float = setting(86400.0, seconds(above=True))
+    overwrite_freed: bool = setting(False, switch())
     tiers: TierConfig = TierConfig()
     events: EventConfig = EventConfig()
 

@@ -23,6 +23,7 @@ from mainstem.settings.fields import (
     switch,
     texts,
 )
+from mainstem.settings.tenants import TENANTS, Tenants
 from mainstem.units import SIZE
 
 UnknownFields = Literal["refuse", "warn"]
@@ -120,6 +121,10 @@ class ServerConfig(Settings):
             Without it, they accept the only API key, and are closed if there are several API keys.
         served_model_name: Name under which clients find the model. Repeat it for several names; answers have the first.
             Default: the model's own name.
+        public_prefix: File of prefixes that all tenants share, a line of JSON each: {"messages": [...]} or
+            {"prompt": ...}. They are computed at startup, and copied for each tenant.
+        tenants: File of tenants, each with an API key or a salt, and with its guaranteed and its largest part of the
+            cache. See docs/serving.md.
         cors_origin: Origin of web pages whose scripts may use the server, such as https://chat.example.org; * for all.
             Repeat it for several origins. Default: none.
         images: Where images of requests may come from, and how large they may be.
@@ -145,6 +150,8 @@ class ServerConfig(Settings):
     api_key: tuple[str, ...] = setting((), texts(_KEY, _is_key), secret=True)
     admin_key: str | None = setting(None, Range(_KEY, _is_key), secret=True)
     served_model_name: tuple[str, ...] = setting((), texts(_KEY, _is_key))
+    public_prefix: Path | None = setting(None, instance(Path, "the path of a file"))
+    tenants: Tenants | None = setting(None, instance(Tenants, "tenants"), unit=TENANTS)
     cors_origin: tuple[str, ...] = setting((), texts(_ORIGINS, lambda text: _ORIGIN.fullmatch(text) is not None))
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()

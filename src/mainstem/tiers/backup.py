@@ -79,7 +79,7 @@ class Backups:
         above = self.flights.get(self._core.in_flight_above(held[-1], HOST))
         sources = [self._missing(held, row) for row in range(len(self._pools))]
         needed = [sum(map(len, by_node.values())) for by_node in sources]
-        targets = self._host.allocate(needed)
+        targets = self._host.allocate(needed, self._core.owner(node))
         if targets is None:
             self._pending.counts["backup_skipped"] += needed[0]
             self._release(held)
@@ -106,10 +106,10 @@ class Backups:
             except StaleHandle:
                 continue  # evicted, or joined to the next node, which was touched too
 
-    def make_room(self, row: int, pages: int) -> None:
+    def make_room(self, row: int, pages: int, ns: bytes) -> None:
         """See `Tiers.make_room`."""
         component = self._tree.names[row]
-        while pages > 0 and (victim := self._tree.next_victim(component)):
+        while pages > 0 and (victim := self._tree.next_victim(component, DEVICE, pages, ns)):
             size = len(self._core.own_ids(victim, row, DEVICE))
             self._tree.lock(victim, DEVICE)  # so that eviction on the host does not join this node to another
             try:
@@ -117,7 +117,7 @@ class Backups:
                     self._wait()
             finally:
                 self._tree.unlock(victim, DEVICE)
-            freed = self._tree.evict(min(pages, size), component)
+            freed = self._tree.evict_for(ns, min(pages, size), component)
             for pool, ids in zip(self._pools, freed, strict=True):
                 pool.reclaim(ids)
             if not len(freed[row]):

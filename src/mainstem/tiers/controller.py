@@ -167,8 +167,9 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way that `poll` will settle."""
-        return bool(self.pending) or (self._warming is not None and bool(self._warming.left))
+        """Whether anything is under way that `poll` will settle, or to be begun by it."""
+        touched = self._core is not None and self._core.has_touched
+        return touched or bool(self.pending) or (self._warming is not None and bool(self._warming.left))
 
     @property
     def can_prefetch(self) -> bool:
@@ -184,6 +185,7 @@ class Tiers:
         """Settles what has ended and begins what is due. Does not block."""
         self.pending.settle()
         if self._core is not None:
+            self._core.settle()  # before writes begin: with "write_back" it adds some
             self._backups.begin_touched(self._core.take_touched())
         if self._prefetches is not None:
             self._prefetches.go_on()
@@ -191,6 +193,13 @@ class Tiers:
             self.writes.begin()
         if self._warming is not None:
             self._warming.go_on()
+        self._pages.settle()
+
+    def settle(self) -> None:
+        """Evicts what owners have beyond their maxima, as far as it is not in use any more."""
+        if self._core is not None:
+            self._core.settle()
+        self._pages.settle()
 
     def load(self, lease: Lease) -> Load | None:
         """Starts to copy what the host has after a lease's hit into private pages of the lease.
@@ -252,9 +261,12 @@ class Tiers:
         """
         return self._backups.begin(node, hits)
 
-    def make_room(self, row: int, pages: int) -> None:
-        """For "write_back": backs up what the host lacks, waits for it, then frees device pages of a component."""
-        self._backups.make_room(row, pages)
+    def make_room(self, row: int, pages: int, ns: bytes = b"") -> None:
+        """For "write_back": backs up what the host lacks, waits for it, then frees device pages of a component.
+
+        `ns`: the encoded namespace that they are freed for.
+        """
+        self._backups.make_room(row, pages, ns)
 
     def flush(self) -> int:
         """Evicts every unlocked host page and returns the number freed. Storage keeps its pages."""

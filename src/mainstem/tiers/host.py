@@ -52,9 +52,12 @@ class HostPages:
         self.tree, self.memory, self.pools = tree, memory, tuple(pools)
         self._writes = writes
 
-    def allocate(self, needed: Sequence[int]) -> list[Ids] | None:
-        """Allocates so many private pages of each component, evicting others for them; None without room."""
-        if not all(self._make_room(row, n) for row, n in enumerate(needed)):
+    def allocate(self, needed: Sequence[int], ns: bytes) -> list[Ids] | None:
+        """Allocates so many private pages of each component, evicting others for them; None without room.
+
+        `ns`: the encoded namespace, or its owner, that they are for.
+        """
+        if not all(self._make_room(row, n, ns) for row, n in enumerate(needed)):
             return None
         return [pool.allocate(n) for pool, n in zip(self.pools, needed, strict=True)]
 
@@ -62,6 +65,16 @@ class HostPages:
         """Hands private pages of each component to the tree."""
         for pool, ids in zip(self.pools, page_ids, strict=True):
             pool.publish(ids)
+        self.settle()
+
+    def settle(self) -> None:
+        """Evicts what owners have beyond their maxima, as far as it is not in use."""
+        for row, component in enumerate(self.tree.names):
+            while (over := self.tree.core.beyond_maximum(row, HOST))[1]:
+                freed = self.tree.evict_for(over[0], over[1], component, HOST)
+                self._reclaim(freed)
+                if not len(freed[row]):
+                    break
 
     def release(self, page_ids: Sequence[Ids]) -> None:
         """Frees private pages of each component."""
@@ -96,21 +109,17 @@ class HostPages:
                 if wrong or total != len(page_ids):
                     raise CorruptTree(f"host pages of {component}: {wrong[:8]} are not {owner}, or {total} are")
 
-    def _make_room(self, row: int, pages: int) -> bool:
+    def _make_room(self, row: int, pages: int, ns: bytes) -> bool:
         """Evicts pages of a component until `pages` are free; evicts none if that is impossible."""
         missing = pages - self.pools[row].free
         if missing <= 0:
             return True
-        while missing > (evictable := self._evictable(row)):
+        while missing > (evictable := self.tree.core.available(row, HOST, ns)):
             if self._writes is None or missing > evictable + self._writes.waiting(row):
                 return False
             self._writes.give_way()  # so that a stuck store does not occupy the host
-        self._reclaim(self.tree.evict(missing, self.tree.names[row], HOST))
+        self._reclaim(self.tree.evict_for(ns, missing, self.tree.names[row], HOST))
         return self.pools[row].free >= pages
-
-    def _evictable(self, row: int) -> int:
-        present, locked, _ = self.tree.core.counts(row, HOST)
-        return present - locked
 
     def _reclaim(self, freed: Sequence[Ids]) -> int:
         for pool, ids in zip(self.pools, freed, strict=True):

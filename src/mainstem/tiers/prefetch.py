@@ -243,7 +243,7 @@ class Prefetch:
         while self.users > 0 and not meeting.broken and len(self._reads) < config.batches:
             room = self._prefetches.room(self)
             begin, end = meeting.next_read(self._left, meeting.front + soon, self._depth, room)
-            page_ids = self._prefetches.allocate(0, min(end - begin, share))
+            page_ids = self._prefetches.allocate(self._missing[0], 0, min(end - begin, share))
             if not len(page_ids):
                 break
             self._cut(end - len(page_ids), end)
@@ -360,7 +360,7 @@ class Prefetch:
         config = self._store.config
         while self.users > 0 and not self._broken and self._left and len(self._reads) < config.batches:
             row, begin, end = self._left[0]
-            page_ids = self._prefetches.allocate(row, end - begin)
+            page_ids = self._prefetches.allocate(self._missing[0], row, end - begin)
             if len(page_ids):
                 self._read(row, begin, page_ids)
             elif self._reads:
@@ -541,15 +541,15 @@ class Prefetches:
         """Returns the number of host pages of a component that prefetches own."""
         return sum(prefetch.private_pages(row) for prefetch in self._under_way.values())
 
-    def allocate(self, row: int, n: int) -> Ids:
-        """Allocates private pages of a component for a batch.
+    def allocate(self, namespace: bytes, row: int, n: int) -> Ids:
+        """Allocates private pages of a component for a batch of a namespace.
 
         At most n, as many as a call reads, and as many as prefetches may hold; none without room.
         """
         limit = self._share(row) - self.private_pages(row)
         needed = [0] * len(self.host.pools)
         needed[row] = max(0, min(n, limit, self.store.config.batch_pages if row in self._stored else n))
-        allocated = self.host.allocate(needed)
+        allocated = self.host.allocate(needed, namespace)
         return np.empty(0, np.int32) if allocated is None else allocated[row]
 
     def room(self, prefetch: Prefetch) -> int:

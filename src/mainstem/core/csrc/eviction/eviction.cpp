@@ -32,7 +32,8 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
       policy_(find_policy(policy)),
       protected_hits_(protected_hits),
       remembers_(policy_.make && cells.rows[0].per_page()),
-      has_standings_(!std::all_of(cells.rows.begin(), cells.rows.end(), std::mem_fn(&Component::leaf_only))) {
+      has_standings_(!std::all_of(cells.rows.begin(), cells.rows.end(), std::mem_fn(&Component::leaf_only))),
+      has_one_order_(!remembers_) {
   replacements_.resize(cells.columns);
   const auto is_state = [](const Component& row) { return !row.per_page(); };
   const bool has_states = std::any_of(cells.rows.begin(), cells.rows.end(), is_state);
@@ -51,7 +52,23 @@ std::size_t Eviction::bytes() const {
     total += order.bytes();
   for (const auto& replacement : replacements_)
     if (replacement) total += replacement->bytes();
-  return total;
+  return total + (shares_ ? shares_->bytes() : 0);
+}
+
+// ---------------------------------------------------------------- owners
+
+void Eviction::share_out() {
+  auto shares = std::make_unique<ShareOrders>(cells_);
+  shares->reserve(std::max(nodes_.nodes().capacity(), nodes_.nodes().size()));
+  shares_ = std::move(shares);
+  has_one_order_ = false;
+  for (Index node = 1; node < nodes_.nodes().size(); ++node)
+    for (std::size_t column = 0; nodes_[node].live && column < cells_.columns; ++column) {
+      if (!cells_.candidate(node, column)) continue;
+      const bool ranked = ranks_itself() || !orders_[column].contains(node);
+      const Rank rank = ranked ? rank_of(node, column, nodes_[node].accessed) : orders_[column].rank(node);
+      shares_->put(node, column, rank, nodes_[node].start);
+    }
 }
 
 // ---------------------------------------------------------------- orders
@@ -92,16 +109,16 @@ bool Eviction::goes_first(Index node, std::size_t column) const {
   return row.per_page() && nodes_[node].start < cells_.first_needed(node, column);
 }
 
-// Policies that remember have functions of their own, so that the others do not pay for them.
+// Policies that remember, and shares, have functions of their own, so that the others do not pay for them.
 inline void Eviction::put(Index node, std::size_t column) {
-  if (remembers_) [[unlikely]]
+  if (!has_one_order_) [[unlikely]]
     put_in_queue(node, column);
   else
     orders_[column].put(node, rank_of(node, column, nodes_[node].accessed), nodes_[node].start);
 }
 
 inline void Eviction::drop(Index node, std::size_t column) {
-  if (remembers_) [[unlikely]]
+  if (!has_one_order_) [[unlikely]]
     drop_from_queue(node, column);
   else if (orders_[column].contains(node))
     orders_[column].remove(node);
@@ -114,9 +131,11 @@ inline void Eviction::drop(Index node, std::size_t column) {
   if (before < queue_count_ && before != place.queue) order(column, before).remove(node);
   order(column, place.queue).put(node, place.rank, n.start);
   if (replacement(column)) replacement(column)->offered(node);
+  if (shares_) shares_->put(node, column, rank_of(node, column, n.accessed), n.start);
 }
 
 [[gnu::noinline]] void Eviction::drop_from_queue(Index node, std::size_t column) {
+  if (shares_) shares_->remove(node, column);
   const std::uint32_t queue = queues(column).queue(node);
   if (queue == queue_count_) return;
   order(column, queue).remove(node);
@@ -144,6 +163,7 @@ void Eviction::reserve(std::size_t nodes) {
   for (Order& order : orders_)
     order.reserve(nodes);
   if (remembers_) names_.resize(nodes);
+  if (shares_) shares_->reserve(nodes);
   for (const auto& replacement : replacements_)
     if (replacement) replacement->reserve(nodes);
 }
@@ -440,15 +460,24 @@ void Eviction::reassess(std::size_t column) {
 
 // ---------------------------------------------------------------- what goes next
 
-Index Eviction::victim(std::size_t column) {
+Index Eviction::victim(std::size_t column, OwnerId owner, std::uint64_t want) {
   if (cells_.component(column).weighs) reassess(column);
-  if (remembers_) return choose(column);
-  const Order& order = orders_[column];
-  return order.empty() || (!ranks_itself() && order.rank(order.top()).major == kUnranked) ? kNone : order.top();
+  if (!shares_) return choose(column);
+  if (!ranks_itself() && unranked(column) != kNone) return kNone;
+  return shares_->victim(column, owner, want, [&] { return choose(column); });
+}
+
+std::uint64_t Eviction::at_once(Index node, std::size_t column, std::uint64_t want, OwnerId owner) const {
+  if (replacement(column)) want = std::min(want, replacement(column)->at_once(node));
+  return shares_ ? shares_->at_once(node, column, want, owner) : want;
 }
 
 // The victim after all nodes that get a second chance.
 Index Eviction::choose(std::size_t column) {
+  if (!remembers_) {
+    const Order& order = orders_[column];
+    return order.empty() || (!ranks_itself() && order.rank(order.top()).major == kUnranked) ? kNone : order.top();
+  }
   const Queues candidates = queues(column);
   if (candidates.empty()) return kNone;
   Replacement* const at = replacement(column);
@@ -492,6 +521,7 @@ void Eviction::rank(Index node, std::size_t column, Rank rank) {
     throw BadValue{"node", std::to_string(nodes_.handle(node)), "a candidate for eviction"};
   if (!(rank.major > kUnranked)) throw BadValue{"rank", std::to_string(rank.major), "a number above -infinity"};
   order.put(node, {rank}, nodes_[node].start);
+  if (shares_) shares_->put(node, column, rank, nodes_[node].start);
 }
 
 // ---------------------------------------------------------------- check
@@ -508,6 +538,7 @@ void Eviction::check() const {
     }
     for (std::uint32_t queue = 0; replacement(column) && queue < kQueues; ++queue)
       if (pages[queue] != replacement(column)->size(queue)) broken(kNone, "the pages of each queue are counted");
+    if (shares_ && !shares_->sound(column)) broken(kNone, "the orders of owners are heaps");
     if (!queues(column).sound() || queues(column).size() != candidates) broken(kNone, "the order is a heap");
   }
 }
@@ -520,8 +551,11 @@ void Eviction::check_node(Index node) const {
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
       broken(node, "the policy knows the candidates");
+    const bool known = candidate && (policy_.rank || cells_.component(column).weighs || goes_first(node, column));
+    const Rank rank = known ? rank_of(node, column, n.accessed) : Rank{};
+    if (shares_ && !shares_->sound(node, column, candidate, known ? &rank : nullptr, n.start))
+      broken(node, "the orders of owners have exactly the cells that can be evicted, and those beyond a share");
     if (!candidate) continue;
-    const bool known = policy_.rank || cells_.component(column).weighs || goes_first(node, column);
     if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }

@@ -14,6 +14,7 @@
 
 #include "eviction/order.h"
 #include "eviction/policy.h"
+#include "eviction/share_order.h"
 #include "residency/residency.h"
 #include "structure/structure.h"
 
@@ -47,6 +48,11 @@ class Eviction {
   bool has_standings() const { return has_standings_; }
   void advance() { ++tick_; }  // a match or an insertion begins
 
+  // ---- owners, where each has its share (residency/owners.h)
+  void share_out();  // they have other shares from now on
+  ShareOrders* shares() { return shares_.get(); }
+  const ShareOrders* shares() const { return shares_.get(); }
+
   // ---- nodes come, go, are split and joined
   void reserve(std::size_t nodes);
   void made(Index node, std::int32_t priority) noexcept;
@@ -77,11 +83,12 @@ class Eviction {
   void demote(Index node, std::uint32_t tiers) noexcept;
 
   // ---- what goes next
-  Index victim(std::size_t column);  // kNone: there is no candidate, or it waits for a rank
+  // For whom room is made, and for how many ids, matters only with shares. Owners beyond their maxima give way first,
+  // and the owner itself if it would be; then the policy decides between those beyond their guarantees; then the owner
+  // itself gives way. kNone: there is no candidate, or it waits for a rank.
+  Index victim(std::size_t column, OwnerId owner, std::uint64_t want);
   // How many ids of a victim to take before the next one is chosen.
-  std::uint64_t at_once(Index node, std::size_t column, std::uint64_t want) const {
-    return replacement(column) ? std::min(want, replacement(column)->at_once(node)) : want;
-  }
+  std::uint64_t at_once(Index node, std::size_t column, std::uint64_t want, OwnerId owner) const;
   // How many pages of a window's cell go together: those before the window that ends at the node, if there are any.
   std::uint32_t pages_together(Index node, std::size_t column) const;
   void evicted(Index node, std::size_t column) noexcept;            // the victim is about to go
@@ -142,6 +149,7 @@ class Eviction {
   const std::uint32_t protected_hits_;  // for slru
   const bool remembers_;
   const bool has_standings_;  // there are windows or states
+  bool has_one_order_;        // of each column: nothing else is to be kept up to date
   std::uint64_t tick_ = 0;
   std::vector<Order> orders_;  // by queue, then by column
   std::uint32_t queue_count_ = 1;
@@ -149,6 +157,7 @@ class Eviction {
   std::vector<double> inflation_;                           // by column: follows the worth of evicted states
   Array<std::uint64_t> names_;                              // by node, where the policy remembers
   std::vector<std::unique_ptr<Replacement>> replacements_;  // by column; null: ranks
+  std::unique_ptr<ShareOrders> shares_;                     // none: owners have no shares
 };
 
 }  // namespace mainstem

@@ -16,23 +16,34 @@ NoPages Cache::none(std::uint64_t n, std::uint32_t component, std::uint64_t evic
   return {n, free_ids(component), evictable, pools[component]->total(), row(component).ids_name()};
 }
 
-void Cache::make_room(std::uint64_t n, std::uint32_t component) {
+void Cache::make_room(std::uint64_t n, std::uint32_t component, std::string_view ns) {
   end_abandoned();
   while (free_ids(component) < n) {
     const std::uint64_t free = free_ids(component);
-    const CellCounts counts = tree.counts(component, kDevice);
-    const std::uint64_t evictable = counts.present - counts.locked;
-    const NoPages none = this->none(n, component, evictable);
-    if (n - free > evictable) throw none;
-    if (evict) {
-      evict(component, n - free);
-      if (free_ids(component) <= free) throw none;
-    } else {
-      const std::vector<Ids> freed = tree.evict(n - free, component, kDevice);
-      for (std::size_t c = 0; c < freed.size(); ++c)
-        pools[c]->move(freed[c], Owner::cached, Owner::free);
-    }
+    const std::uint64_t available = tree.available(component, kDevice, ns);
+    const NoPages none = this->none(n, component, available);
+    if (n - free > available) throw none;
+    evict_some(n - free, component, ns);
+    if (free_ids(component) <= free) throw none;
   }
+}
+
+void Cache::evict_some(std::uint64_t n, std::uint32_t component, std::string_view ns) {
+  if (evict) return evict(component, n, ns);
+  const std::vector<Ids> freed = tree.evict(n, component, kDevice, ns);
+  for (std::size_t c = 0; c < freed.size(); ++c)
+    pools[c]->move(freed[c], Owner::cached, Owner::free);
+}
+
+void Cache::settle() {
+  end_abandoned();
+  for (std::uint32_t c = 0; c < pools.size(); ++c)
+    for (;;) {
+      const auto [owner, ids] = tree.beyond_maximum(c, kDevice);
+      const std::uint64_t free = free_ids(c);
+      if (ids) evict_some(ids, c, std::string(owner));
+      if (free_ids(c) <= free) break;
+    }
 }
 
 std::int32_t Cache::allocate_slot(std::uint32_t component) {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -51,8 +52,10 @@ class Cache {
 
   const Component& row(std::uint32_t component) const { return tree.rows()[component]; }
   std::uint64_t free_ids(std::uint32_t component) const { return pools[component]->owned(Owner::free); }
-  // Evicts ids of a component until n are free, or throws NoPages and evicts nothing.
-  void make_room(std::uint64_t n, std::uint32_t component = 0);
+  // Evicts ids of a component until n are free, or throws NoPages and evicts nothing. `ns`: for whom, see Tree::evict.
+  void make_room(std::uint64_t n, std::uint32_t component, std::string_view ns);
+  // Evicts what owners have beyond their maxima, as far as it is not in use.
+  void settle();
   NoPages none(std::uint64_t n, std::uint32_t component, std::uint64_t evictable) const;
   void allocate(std::uint64_t n, std::uint32_t component, Table* table) {  // of free ones, after its end
     table->reserve(table->size() + n);
@@ -80,17 +83,19 @@ class Cache {
   // With a host tier: the ends of prefixes matched and published since the last call, to be copied down. At most
   // kMaxTouched; later ones are dropped.
   std::vector<Handle> take_touched() { return std::exchange(touched_, {}); }
+  bool has_touched() const { return !touched_.empty(); }
   void touched(Handle node) noexcept;
 
   Tree& tree;
   const std::vector<Pool*> pools;  // by component
   const bool enabled;              // false: nothing is matched or published
-  // Evicts about n ids of a component; empty: the tree's own order decides.
-  std::function<void(std::uint32_t, std::uint64_t)> evict;
+  // Evicts about n ids of a component for a namespace; empty: the tree's own order decides.
+  std::function<void(std::uint32_t, std::uint64_t, std::string_view)> evict;
   std::function<void(std::int32_t, std::int32_t)> copy_state;  // from slot to slot
   LeaseCounters counters;
 
  private:
+  void evict_some(std::uint64_t n, std::uint32_t component, std::string_view ns);
   void end_all_abandoned();
   static constexpr std::size_t kMaxTouched = 1 << 16;
 

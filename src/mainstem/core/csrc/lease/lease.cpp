@@ -197,14 +197,14 @@ void Lease::grow(Paged& own, std::uint64_t positions) {
   if (missing) cache_.allocate(missing, own.component, &own.table);
 }
 
-void Lease::reserve(std::uint64_t n) {
+void Lease::reserve(std::uint64_t n, bool counts) {
   require_open();
   end_copy(false);
   while (held_.full &&
          held_.full->table.size() < pages_of(reserved_ + n))  // making room may run code that reserves, too
     grow(*held_.full, reserved_ + n);
   reserved_ += n;
-  count_once();
+  if (counts) count_once();
 }
 
 void Lease::slide(std::uint64_t begin, std::uint64_t end) {
@@ -248,6 +248,7 @@ void Lease::publish(std::uint64_t upto) {
     if (owned_ == reach_) cache_.tree.keep_window(node_, kDevice);
   }
   publish_pages(pages, nullptr);
+  cache_.settle();
 }
 
 // Publishes the pages up to `pages`, and the copy of a state there, if any.
@@ -312,6 +313,7 @@ void Lease::abort() {
   }
   release_host();
   cache_.end(node_, held_, owned_);
+  cache_.settle();
 }
 
 }  // namespace mainstem

@@ -41,8 +41,8 @@ class Lease {
   PageLoad begin_load();
   void end_load(bool arrived);
 
-  // Allocates full-attention pages for n more positions.
-  void reserve(std::uint64_t n);
+  // Allocates full-attention pages for n more positions. `counts`: whether the lease is a query of the cache.
+  void reserve(std::uint64_t n, bool counts = true);
   // Positions [begin, end) are computed next: frees pages before the window of `begin`, then allocates window pages for
   // them. Where there are too few for all, what was freed stays freed: nothing reads it any more.
   void slide(std::uint64_t begin, std::uint64_t end);
@@ -81,7 +81,7 @@ class Lease {
   Handle host_node() const { return host_node_; }
   std::uint32_t owned() const { return owned_; }
   void make_room(std::uint64_t n, std::uint32_t component) {
-    cache_.make_room(n, component);
+    cache_.make_room(n, component, ns_);
     require_open();  // that may have run user code
   }
 

@@ -5,6 +5,7 @@
 #include <cassert>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <span>
 #include <string>
@@ -51,7 +52,10 @@ class Pool {
     if (to == Owner::free)  // the first on top
       copy_reversed(page_ids.data() + page_ids.size(), page_ids.size(), free_.data() + owned(Owner::free));
     count(from, to, page_ids.size());
+    if (to == Owner::free && freed && !page_ids.empty()) freed(page_ids);
   }
+
+  std::function<void(std::span<const std::int32_t>)> freed;  // called with pages that have become free; may be empty
 
   std::uint64_t owned(Owner owner) const { return count_[static_cast<std::size_t>(owner)]; }
   std::uint64_t total() const { return owner_.size(); }

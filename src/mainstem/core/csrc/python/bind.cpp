@@ -188,6 +188,15 @@ nb::object take_moves(Tree& tree) {
   return taken;
 }
 
+using Limits = std::vector<std::tuple<std::uint64_t, std::uint64_t>>;
+
+Shares to_shares(const Limits& limits) {
+  Shares shares;
+  for (const auto& [guaranteed, maximum] : limits)
+    shares.push_back({guaranteed, maximum});
+  return shares;
+}
+
 // Translates errors of the core into those of mainstem.errors.
 void translate(const std::exception_ptr& pending, void*) {
   try {
@@ -227,6 +236,14 @@ NB_MODULE(_core, m) {
   m.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_tokens"_a, "width"_a, "seed"_a,
         nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
         "See mainstem.hash_blocks, which checks its arguments.");
+
+  m.def(
+      "owner_of",
+      [](const nb::bytes& ns) {
+        const std::string_view name = owner_of(view(ns));
+        return nb::bytes(name.data(), name.size());
+      },
+      "ns"_a, "Who owns what is in an encoded namespace; see mainstem.namespaces.owner_of.");
 
   bind_counters<TreeStats>(m, "TreeStats",
                            "Counts of a tree. Pages are those of the first component on the device, unless stated "
@@ -324,13 +341,64 @@ NB_MODULE(_core, m) {
           "tier"_a)
       .def(
           "evict",
-          [](Tree& t, nb::handle ids, std::uint32_t component, nb::handle tier) {
+          [](Tree& t, nb::handle ids, std::uint32_t component, nb::handle tier, const std::optional<nb::bytes>& ns) {
             const auto want = static_cast<std::uint64_t>(integer(ids, "pages", 0, kEverything));
             const auto from = static_cast<std::uint32_t>(integer(tier, "tier", 0, t.tiers() - 1));
-            return to_arrays(t.evict(want, component, from));
+            return to_arrays(t.evict(want, component, from, ns ? std::optional(view(*ns)) : std::nullopt));
           },
-          "ids"_a.none(), "component"_a, "tier"_a.none(),
-          nb::sig("def evict(self, ids: int, component: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
+          "ids"_a.none(), "component"_a, "tier"_a.none(), "ns"_a = nb::bytes(""),
+          nb::sig("def evict(self, ids: int, component: int, tier: int, ns: bytes | None = b\"\") -> "
+                  "list[numpy.typing.NDArray[numpy.int32]]"),
+          "With shares, room is made for the owner of the namespace `ns`; None: whatever the shares are.")
+      .def(
+          "share_out",
+          [](Tree& t, const Limits& others, const std::vector<std::tuple<nb::bytes, Limits>>& named) {
+            std::map<std::string, Shares> shares;
+            for (const auto& [name, limits] : named)
+              shares.emplace(view(name), to_shares(limits));
+            t.share_out(to_shares(others), shares);
+          },
+          "others"_a, "named"_a,
+          nb::sig("def share_out(self, others: collections.abc.Sequence[tuple[int, int]], named: "
+                  "collections.abc.Sequence[tuple[bytes, collections.abc.Sequence[tuple[int, int]]]]) -> None"),
+          "Gives owners their shares, by component and then by tier: guaranteed and at most so many ids. See tree.h.")
+      .def(
+          "owner", [](const Tree& t, Handle node) { return to_bytes(t.owner(node)); }, "node"_a,
+          "Who owns a node; see `owner_of`.")
+      .def(
+          "owners",
+          [](const Tree& t) {
+            std::vector<nb::bytes> names;
+            for (const std::string& name : t.owners())
+              names.push_back(to_bytes(name));
+            return names;
+          },
+          "The owners that have anything or a share of their own, where there are shares; see `owner_of`.")
+      .def(
+          "owned",
+          [](const Tree& t, const nb::bytes& ns) {
+            std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>> counts;
+            for (const CellCounts& c : t.owned(view(ns)))
+              counts.emplace_back(c.present, c.locked, c.in_flight);
+            return counts;
+          },
+          "ns"_a, "The counts, as of `counts`, of what the owner of a namespace has, by component and then by tier.")
+      .def(
+          "available",
+          [](const Tree& t, std::uint32_t c, std::uint32_t tier, const nb::bytes& ns) {
+            return t.available(c, tier, view(ns));
+          },
+          "component"_a, "tier"_a, "ns"_a = nb::bytes(""),
+          nb::sig("def available(self, component: int, tier: int, ns: bytes = b\"\") -> int"),
+          "How many ids can be evicted for the owner of a namespace.")
+      .def(
+          "beyond_maximum",
+          [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
+            const auto [owner, ids] = t.beyond_maximum(c, tier);
+            return std::tuple(nb::bytes(owner.data(), owner.size()), ids);
+          },
+          "component"_a, "tier"_a,
+          "An owner that has more than its maximum, and how many ids of that can be evicted; 0: nobody has.")
       .def(
           "waiting",
           [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
@@ -385,7 +453,14 @@ NB_MODULE(_core, m) {
             return to_array(t.own_ids(node, component, tier));
           },
           "node"_a, "component"_a, "tier"_a, "The node's own ids; empty unless present.")
-      .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() takes first, or 0.")
+      .def(
+          "next_victim",
+          [](Tree& t, std::uint32_t c, std::uint32_t tier, std::uint64_t want, const nb::bytes& ns) {
+            return t.next_victim(c, tier, want, view(ns));
+          },
+          "component"_a, "tier"_a, "want"_a = 1, "ns"_a = nb::bytes(""),
+          nb::sig("def next_victim(self, component: int, tier: int, want: int = 1, ns: bytes = b\"\") -> int"),
+          "The node that evict() takes first of `want` ids for a namespace, or 0.")
       .def(
           "path_key",
           [](const Tree& t, Handle node, std::uint32_t begin) {
@@ -487,6 +562,18 @@ NB_MODULE(_core, m) {
       .def(
           "reclaim", [](Pool& p, IdArray ids) { p.move(View(ids).ids(), Owner::cached, Owner::free); }, "ids"_a,
           "cached -> free. Raises WrongOwner.")
+      .def(
+          "freed_with",
+          [](Pool& p, nb::callable freed) {
+            p.freed = [freed](IdSpan ids) { freed(to_array({ids.begin(), ids.end()})); };
+          },
+          "freed"_a,
+          nb::sig(
+              "def freed_with(self, freed: collections.abc.Callable[[numpy.typing.NDArray[numpy.int32]], object]) -> "
+              "None"),
+          "Calls freed(ids) from now on when pages have become free, before anybody gets them. It must not refer to "
+          "the "
+          "pool: nothing would end that cycle.")
       .def("owner", &Pool::owner, "page"_a, "'free', 'cached' or 'private'. Raises WrongOwner outside the pool.")
       .def(
           "check",

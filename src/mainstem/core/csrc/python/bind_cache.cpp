@@ -186,12 +186,14 @@ void bind_cache(nb::module_& m) {
           "evict_with",
           [](PyCache& self, nb::callable evict) {
             self.evict = evict;
-            self.cache.evict = [&self](std::uint32_t component, std::uint64_t ids) {
-              if (self.evict.is_valid()) nb::borrow(self.evict)(component, ids);
+            self.cache.evict = [&self](std::uint32_t component, std::uint64_t ids, std::string_view ns) {
+              if (self.evict.is_valid()) nb::borrow(self.evict)(component, ids, nb::bytes(ns.data(), ns.size()));
             };
           },
-          "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int, int], object]) -> None"),
-          "Calls evict(component, n) from now on to free about n ids of a pool, instead of the tree's own order.")
+          "evict"_a,
+          nb::sig("def evict_with(self, evict: collections.abc.Callable[[int, int, bytes], object]) -> None"),
+          "Calls evict(component, n, ns) from now on to free about n ids of a pool for a namespace, instead of the "
+          "tree's own order.")
       .def(
           "copy_state_with",
           [](PyCache& self, nb::callable copy) {
@@ -205,10 +207,16 @@ void bind_cache(nb::module_& m) {
       .def(
           "take_back", [](PyCache& self) { self.cache.end_abandoned(); }, "Ends leases that were dropped.")
       .def(
+          "settle", [](PyCache& self) { self.cache.settle(); },
+          "Evicts what owners have beyond their maxima, as far as it is not in use.")
+      .def(
           "counters", [](const PyCache& self) { return self.cache.counters; }, "What its leases have counted, by now.")
       .def(
           "take_touched", [](PyCache& self) { return self.cache.take_touched(); },
           "Ends of the prefixes matched and published since the last call, if there is more than one tier.")
+      .def_prop_ro(
+          "has_touched", [](const PyCache& self) { return self.cache.has_touched(); },
+          "Whether `take_touched` would return any.")
       .def(
           "end_load", [](PyCache& self, std::uint64_t load) { self.cache.end_load(load); }, "load"_a,
           "Ends a load whose lease is closed: its pages are freed.");
@@ -290,12 +298,13 @@ void bind_cache(nb::module_& m) {
           "    LeaseClosed: the lease has ended.")
       .def(
           "reserve",
-          [](PyLease& self, nb::handle n) {
+          [](PyLease& self, nb::handle n, bool counts) {
             self.require_open();
-            self.reserve(position(n, "n", kMaxPositions));
+            self.reserve(position(n, "n", kMaxPositions), counts);
           },
-          "n"_a.none(), nb::sig("def reserve(self, n: int) -> None"),
-          "Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window.\n\n"
+          "n"_a.none(), "counts"_a = true, nb::sig("def reserve(self, n: int, counts: bool = True) -> None"),
+          "Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window. `counts`: "
+          "whether the lease counts as a query of the cache.\n\n"
           "Raises:\n"
           "    OutOfPages: no room; nothing was changed.\n"
           "    BadArgument: n is negative.\n"

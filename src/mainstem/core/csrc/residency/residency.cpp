@@ -168,14 +168,14 @@ void Residency::occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, 
   assert(c.absent());
   c.ids = std::move(ids);
   c.transfer = transfer == kNone ? kHere : transfer;
-  counts_[column].add(c, +1);
+  count(node, column, [&](CellCounts& counts) { counts.add(c, +1); });
   ++cell(nodes_[node].parent, column).holders;
 }
 
 Run<std::int32_t> Residency::vacate(Index node, std::size_t column) noexcept {
   Cell& c = cell(node, column);
   assert(!c.absent() && (c.in_flight() || c.locks == 0));
-  counts_[column].add(c, -1);
+  count(node, column, [&](CellCounts& counts) { counts.add(c, -1); });
   c.transfer = kNone;
   --cell(nodes_[node].parent, column).holders;
   return std::move(c.ids);
@@ -183,9 +183,9 @@ Run<std::int32_t> Residency::vacate(Index node, std::size_t column) noexcept {
 
 void Residency::arrive(Index node, std::size_t column) noexcept {
   Cell& c = cell(node, column);
-  counts_[column].add(c, -1);
+  count(node, column, [&](CellCounts& counts) { counts.add(c, -1); });
   c.transfer = kHere;
-  counts_[column].add(c, +1);
+  count(node, column, [&](CellCounts& counts) { counts.add(c, +1); });
 }
 
 void Residency::drop_back(Index node, std::size_t column, std::uint32_t pages, Ids* freed) {
@@ -193,7 +193,7 @@ void Residency::drop_back(Index node, std::size_t column, std::uint32_t pages, I
   const std::int32_t* end = c.ids.data() + c.ids.size();
   freed->insert(freed->end(), end - pages, end);
   c.ids.drop_back(pages);
-  counts_[column].present -= pages;
+  count(node, column, [&](CellCounts& counts) { counts.present -= pages; });
 }
 
 // ---------------------------------------------------------------- locks and pins
@@ -205,12 +205,8 @@ bool Residency::lock(Index node, std::size_t column, int by) {
   c.locks += static_cast<std::uint32_t>(by);
   const bool after = c.locks > 0;
   if (before == after) return false;
-  if (c.present()) {
-    if (after)
-      counts_[column].locked += c.ids.size();
-    else
-      counts_[column].locked -= c.ids.size();
-  }
+  const std::uint64_t ids = after ? c.ids.size() : std::uint64_t{} - c.ids.size();
+  if (c.present()) count(node, column, [&](CellCounts& counts) { counts.locked += ids; });
   return c.holders == 0 || !component(column).leaf_only();  // others are never candidates, locked or not
 }
 
@@ -280,12 +276,38 @@ IdCounts Residency::would_retain(const Walk& path, std::uint32_t tier) const {
   return more;
 }
 
+// ---------------------------------------------------------------- owners
+
+void Residency::share_out(Shares others, const std::map<std::string, Shares>& named) {
+  auto owners = std::make_unique<Owners>(columns, std::move(others), named);
+  owners->reserve(cells_.size() / columns);
+  for (Index node = 1; node < nodes_.nodes().size(); ++node) {
+    const Node& n = nodes_[node];
+    if (!n.live) continue;
+    owners->own(node, n.removed ? kNobody : owners->enter(text(nodes_[nodes_.root_of(node)].key)));
+    for (std::size_t column = 0; column < columns; ++column)
+      owners->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), +1); });
+  }
+  owners_ = std::move(owners);
+}
+
+void Residency::disown(Index node) noexcept {
+  if (!owners_) return;
+  for (std::size_t column = 0; column < columns; ++column)
+    owners_->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), -1); });
+  owners_->disown(node);
+  owners_->own(node, kNobody);
+  for (std::size_t column = 0; column < columns; ++column)
+    owners_->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), +1); });
+}
+
 // ---------------------------------------------------------------- nodes come, go, are split and joined
 
 void Residency::reserve(std::size_t nodes) {
   cells_.resize(nodes * columns);
   pins_.resize(nodes * tiers);
   if (!retained_.empty()) retained_.resize(nodes * columns);
+  if (owners_) owners_->reserve(nodes);
 }
 
 void Residency::free(Index node) noexcept {
@@ -293,6 +315,7 @@ void Residency::free(Index node) noexcept {
     cell(node, column) = Cell{};
     if (!retained_.empty()) retained_[std::size_t{node} * columns + column] = 0;
   }
+  if (owners_) owners_->disown(node);
 }
 
 void Residency::make_room_to_split(Index node, std::uint32_t pages) {
@@ -307,6 +330,7 @@ void Residency::make_room_to_split(Index node, std::uint32_t pages) {
 //                  window begins at a node boundary, so that it covers both halves or ends between nodes
 //   state          stays with the lower half, with its locks; the upper half has none
 void Residency::split(Index upper, Index lower) noexcept {
+  if (owners_) owners_->own(upper, owners_->of(lower));
   for (std::size_t column = 0; column < columns; ++column) {
     Cell& low = cell(lower, column);
     Cell& up = cell(upper, column);
@@ -447,6 +471,26 @@ void Residency::check_counts(std::size_t column) const {
       if (!seen.insert(c.ids[i]).second) broken(node, "page " + std::to_string(c.ids[i]) + " has one owner");
   }
   if (sum != counts_[column]) broken(kNone, "pages are counted");
+  if (owners_) check_owners(column);
+}
+
+void Residency::check_owners(std::size_t column) const {
+  std::vector<CellCounts> sums(owners_->size());
+  std::uint64_t available = 0;
+  for (Index node = 1; node < nodes_.nodes().size(); ++node) {
+    const Node& n = nodes_[node];
+    if (!n.live) continue;
+    const OwnerId owner = owners_->of(node);
+    if (owner != (n.removed ? kNobody : owners_->find(text(nodes_[nodes_.root_of(node)].key))))
+      broken(node, "a node has the owner of its namespace, or nobody once it is removed");
+    sums[owner].add(cell(node, column), +1);
+  }
+  for (OwnerId owner = 0; owner < sums.size(); ++owner) {
+    if (sums[owner] != owners_->counts(owner, column)) broken(kNone, "the pages of each owner are counted");
+    const std::uint64_t evictable = sums[owner].present - sums[owner].locked;
+    available += std::min(evictable, owners_->beyond_guarantee(owner, column));
+  }
+  if (available != owners_->available(kNobody, column)) broken(kNone, "what owners yield to others adds up");
 }
 
 }  // namespace mainstem

@@ -7,12 +7,15 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "residency/cell.h"
 #include "residency/component.h"
+#include "residency/owners.h"
 #include "structure/structure.h"
 
 namespace mainstem {
@@ -23,22 +26,6 @@ using IdSpan = std::span<const std::int32_t>;
 constexpr std::size_t kMaxComponents = 8;
 constexpr std::size_t kMaxTiers = 3;
 constexpr std::uint32_t kDevice = 0, kHost = 1;  // the third is storage, in a replay; a cache stores pages by name
-
-struct CellCounts {  // in ids
-  std::uint64_t present = 0, locked = 0, in_flight = 0;
-  bool operator==(const CellCounts&) const = default;
-
-  // Counts the ids of a cell as what they are now: in (+1) or out (-1). An absent cell has none.
-  void add(const Cell& cell, int by) {
-    const std::uint64_t ids = static_cast<std::uint64_t>(by) * cell.ids.size();
-    if (cell.in_flight()) {
-      in_flight += ids;
-    } else {
-      present += ids;
-      if (cell.locks) locked += ids;
-    }
-  }
-};
 
 using IdCounts = std::array<std::uint64_t, kMaxComponents>;  // ids by component
 
@@ -97,6 +84,10 @@ class Residency {
   bool has(Index node, std::size_t column, std::uint32_t begin) const;
   void copy_ids(Index node, std::size_t column, std::uint32_t begin, std::int32_t* out) const;
   const CellCounts& counts(std::size_t column) const { return counts_[column]; }
+  // How many ids can be evicted for an owner; without shares, for anybody.
+  std::uint64_t available(std::size_t column, OwnerId owner) const {
+    return owners_ ? owners_->available(owner, column) : counts_[column].present - counts_[column].locked;
+  }
   // Where a match may end, over the tiers from `first` down.
   Reach reach(const Walk& path, std::uint32_t first = kDevice) const;
 
@@ -138,6 +129,17 @@ class Residency {
   // How many it would keep alone if one more ended where this path does.
   IdCounts would_retain(const Walk& path, std::uint32_t tier) const;
 
+  // ---- owners, where each has its share
+  void share_out(Shares others, const std::map<std::string, Shares>& named);
+  const Owners* owners() const { return owners_.get(); }
+  OwnerId enter(std::string_view ns) { return owners_ ? owners_->enter(ns) : kNobody; }
+  OwnerId find_owner(std::string_view ns) const { return owners_ ? owners_->find(ns) : kNobody; }
+  void own(Index node, OwnerId owner) noexcept {
+    if (owners_) [[unlikely]]
+      owners_->own(node, owner);
+  }
+  void disown(Index node) noexcept;  // what was removed is nobody's
+
   // ---- nodes come, go, are split and joined
   void reserve(std::size_t nodes);
   void free(Index node) noexcept;
@@ -157,11 +159,18 @@ class Residency {
   using Covers = std::array<Coverage, kMaxComponents * kMaxTiers>;  // by column
   using Usable = std::array<bool, kMaxComponents>;                  // by component, on a tier and those above
 
+  template <class Change>
+  void count(Index node, std::size_t column, Change change) {
+    change(counts_[column]);
+    if (owners_) [[unlikely]]
+      owners_->count(node, column, change);
+  }
   std::uint32_t last_boundary(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
                               const Covers& cover) const;
   void check_retention(Index node) const;
   void check_locks() const;
   void check_counts(std::size_t column) const;
+  void check_owners(std::size_t column) const;
 
   const Structure& nodes_;
   std::vector<Component> component_of_column_;
@@ -169,8 +178,9 @@ class Residency {
   Array<std::uint32_t> pins_;                          // by node, then by tier
   Array<std::uint32_t> retained_;                      // by node, then by column; empty: nothing ever was
   std::unordered_map<Index, std::uint32_t> detached_;  // nodes with detached children, and how many
-  std::vector<CellCounts> counts_;
-  std::vector<Run<std::int32_t>::Room> rooms_;  // by column, for ids that are about to be split or joined
+  std::vector<CellCounts> counts_;                     // by column
+  std::unique_ptr<Owners> owners_;                     // none: there are no shares
+  std::vector<Run<std::int32_t>::Room> rooms_;         // by column, for ids that are about to be split or joined
 };
 
 template <class Changed>

@@ -71,16 +71,23 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
     release_boundary(node);  // other tiers still have what was split off before: join it
 }
 
-std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {
+void Tree::share_out(Shares others, const std::map<std::string, Shares>& named) {
+  cells_.share_out(std::move(others), named);
+  eviction_.share_out();
+}
+
+std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier,
+                             std::optional<std::string_view> ns) {
   const std::size_t column = cells_.find_column(component, tier);
+  const OwnerId owner = ns ? cells_.find_owner(*ns) : kEverybody;
   std::vector<Ids> freed(cells_.components());
   Ids& asked = freed[component];
   while (asked.size() < want) {
-    const Index node = eviction_.victim(column);
+    const Index node = eviction_.victim(column, owner, want - asked.size());
     if (node == kNone) break;
     eviction_.evicted(node, column);
     try {
-      evict_one(node, eviction_.at_once(node, column, want - asked.size()), component, tier, &freed);
+      evict_one(node, eviction_.at_once(node, column, want - asked.size(), owner), component, tier, &freed);
     } catch (const std::bad_alloc&) {
       if (asked.empty()) throw;
       break;  // keep what was freed before

@@ -29,9 +29,12 @@ void TreeShape::reserve(std::size_t count) {
 Index TreeShape::make_root(std::string_view ns) {
   if (const Index root = nodes_.find_root(ns)) return root;
   Structure::Key name(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
+  const OwnerId owner = cells_.enter(ns);
+  if (eviction_.shares()) eviction_.shares()->reserve_owners();
   reserve(1);  // nothing below can fail
   const Index root = nodes_.new_node();
   nodes_.add_root(root, std::move(name));
+  cells_.own(root, owner);
   eviction_.made(root, 0);
   return root;
 }
@@ -39,6 +42,8 @@ Index TreeShape::make_root(std::string_view ns) {
 Index TreeShape::add_child(Index parent, Structure::Key key, std::int32_t priority) noexcept {
   const Index node = nodes_.new_node();
   nodes_.add_child(parent, node, std::move(key));
+  if (cells_.owners()) [[unlikely]]
+    cells_.own(node, cells_.owners()->of(parent));
   eviction_.made(node, priority);
   return node;
 }
@@ -129,11 +134,19 @@ std::uint64_t TreeShape::detach(const std::vector<Index>& tops) {
       note_leaving(at);
       nodes_[at].removed = true;
       pages += nodes_[at].pages;
+      if (cells_.owners()) disown(at);
       eviction_.refresh(at);
       return true;
     });
   }
   return pages;
+}
+
+void TreeShape::disown(Index node) noexcept {
+  const OwnerId owner = cells_.owners()->of(node);
+  eviction_.shares()->leave(node);
+  cells_.disown(node);
+  eviction_.shares()->settle(owner);
 }
 
 // ---------------------------------------------------------------- cells

@@ -42,6 +42,7 @@ class TreeShape {
   // Makes room for `count` new nodes, so that creating them, linking them and filling their cells cannot fail.
   void reserve(std::size_t count);
   Index make_root(std::string_view ns);
+  void disown(Index node) noexcept;                                                   // it was removed
   Index add_child(Index parent, Structure::Key key, std::int32_t priority) noexcept;  // reserve() first
   Index split(Index node, std::uint32_t pages);  // after its first pages; the new upper half
   // Makes a node on the path to `node` end before a page.

@@ -7,6 +7,8 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -148,11 +150,37 @@ class Tree : private TreeShape {
   // The nodes along a key, from the top, as far as the tree has whole ones.
   std::vector<Handle> path(std::string_view ns, Bytes key) const;
 
+  // Gives owners of namespaces their shares: those with a name in `named`, and each other one. A namespace without a
+  // tenant, a salt or a name has none unless it is among them, as "". What exceeds a maximum now goes first.
+  void share_out(Shares others, const std::map<std::string, Shares>& named);
+  std::string owner(Handle node) const {
+    return std::string(owner_of(text(nodes_[nodes_.root_of(nodes_.resolve(node))].key)));
+  }
+  // The owners that have anything, or a share of their own; what one of them has, by component and tier.
+  std::vector<std::string> owners() const {
+    return cells_.owners() ? cells_.owners()->names() : std::vector<std::string>{};
+  }
+  std::vector<CellCounts> owned(std::string_view ns) const;
+  // How many ids can be evicted for the owner of a namespace; without shares, for anybody.
+  std::uint64_t available(std::uint32_t component, std::uint32_t tier, std::string_view ns) const {
+    return cells_.available(cells_.find_column(component, tier), cells_.find_owner(ns));
+  }
+  // An owner that has more than its maximum, and how many ids of that can be evicted; 0: nobody has.
+  std::pair<std::string_view, std::uint64_t> beyond_maximum(std::uint32_t component, std::uint32_t tier) const {
+    const std::size_t column = cells_.find_column(component, tier);
+    if (!eviction_.shares()) return {};
+    const auto [owner, ids] = eviction_.shares()->beyond_maximum(column);
+    return {cells_.owners()->name(owner), ids};
+  }
+
   void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
   void commit(Handle node, std::uint32_t tier);
   // Also removes what was inserted after them; its ids are freed when it is evicted or its own transfer ends.
-  std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
-  std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
+  std::vector<Ids> cancel(Handle node, std::uint32_t tier);  // by component
+  // Evicts at most so many ids of a component, and returns ids by component. With shares, room is made for the owner of
+  // a namespace, see Eviction::victim; without one, whatever the shares are.
+  std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier,
+                         std::optional<std::string_view> ns = std::string_view{});
   // Removes the page that a key ends in, and everything after it: no match finds them any more, on any tier. An empty
   // key removes the whole namespace. A node that is locked or in flight stays until it is released; then it is evicted
   // first. Returns the number of pages removed.
@@ -192,8 +220,8 @@ class Tree : private TreeShape {
   std::vector<Handle> hottest(std::uint32_t tier) const;
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // the node's own, where present
   // The node that evict() takes first, or 0. The policy gives the second chances that come before it.
-  Handle next_victim(std::uint32_t component, std::uint32_t tier) {
-    return nodes_.handle(eviction_.victim(cells_.find_column(component, tier)));
+  Handle next_victim(std::uint32_t component, std::uint32_t tier, std::uint64_t want = 1, std::string_view ns = {}) {
+    return nodes_.handle(eviction_.victim(cells_.find_column(component, tier), cells_.find_owner(ns), want));
   }
   // Everything present on a tier, each page once, in the order of `hottest`; the pages above a node come with it.
   std::vector<PathSpan> hot_spans(std::uint32_t tier) const;

@@ -161,4 +161,12 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   return views;
 }
 
+std::vector<CellCounts> Tree::owned(std::string_view ns) const {
+  std::vector<CellCounts> counts(cells_.columns);
+  const OwnerId owner = cells_.find_owner(ns);
+  for (std::size_t column = 0; owner != kNobody && column < cells_.columns; ++column)
+    counts[column] = cells_.owners()->counts(owner, column);
+  return counts;
+}
+
 }  // namespace mainstem
