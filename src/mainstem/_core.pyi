@@ -633,10 +633,8 @@ def kernel_isa() -> str:
     The instructions that `linear` and `rms_norm` use: "avx512", "avx2", or "": this machine cannot run them.
     """
 
-def has_quick_dots() -> bool:
-    """
-    Whether this machine multiplies pairs of bfloat16 as often as single numbers of float32.
-    """
+def has_dots() -> bool:
+    """Whether this machine multiplies pairs of bfloat16 in one instruction."""
 
 int4_rows: int = 7
 

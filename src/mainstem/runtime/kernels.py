@@ -79,9 +79,9 @@ def most_rows(dtype: torch.dtype) -> int:
 def bfloat16_is_slow() -> bool:
     """Returns whether PyTorch multiplies matrices of bfloat16 more slowly than those of float32 on this CPU.
 
-    It does not with AMX, which multiplies tiles, or where one instruction multiplies pairs of bfloat16 at full speed.
+    It does not with AMX, which multiplies tiles, or where one instruction multiplies pairs of bfloat16.
     """
-    return bool(_ISA) and not (_core.has_quick_dots() or torch.cpu._is_amx_tile_supported())
+    return bool(_ISA) and not (_core.has_dots() or torch.cpu._is_amx_tile_supported())
 
 
 def takes(tensor: torch.Tensor) -> bool:

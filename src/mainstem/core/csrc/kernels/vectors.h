@@ -174,14 +174,4 @@ inline bool has_dots() {
 #endif
 }
 
-// Returns whether it does so as often as it multiplies vectors of float32. AMD's family 19h (Zen 4) does it half as
-// often.
-inline bool has_quick_dots() {
-#ifdef __x86_64__
-  return has_dots() && !__builtin_cpu_is("amdfam19h");
-#else
-  return false;
-#endif
-}
-
 }  // namespace mainstem

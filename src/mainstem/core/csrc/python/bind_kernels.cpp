@@ -223,8 +223,7 @@ void bind_kernels(nb::module_& m) {
   m.def("kernel_isa", &isa_name,
         "The instructions that `linear` and `rms_norm` use: \"avx512\", \"avx2\", or \"\": this machine cannot run "
         "them.");
-  m.def("has_quick_dots", &has_quick_dots,
-        "Whether this machine multiplies pairs of bfloat16 as often as single numbers of float32.");
+  m.def("has_dots", &has_dots, "Whether this machine multiplies pairs of bfloat16 in one instruction.");
   m.attr("int4_rows") = kInt4Rows;
   m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "bfloat16"_a, "threads"_a,
         nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
