@@ -938,13 +938,43 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a demoted prefix stays so when it is used", "-", _CORE + "eviction/eviction.cpp",
-        "    n.demoted = 0;\n    if (!cells_", "    if (!cells_",
+        "    n.demoted = 0;\n    if (expected_)", "    if (expected_)",
         "tests/test_retention.py::test_a_use_that_computes_nothing_ends_it_too",
     ),
     _mutant(
         "what others share is demoted with a prefix", "-", _CORE + "tree/advice.cpp",
         "    if (nodes_[at].children() != 1) break;\n", "",
         "tests/test_retention.py::test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares",
+    ),
+    _mutant(
+        "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/expected.cpp",
+        "  expected_->pass_up(node, nodes_[node].parent);\n", "",
+        "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
+    ),
+    _mutant(
+        "what one user expects holds for what others share", "-", _CORE + "eviction/expected.h",
+        " || nodes_[parent].hits > nodes_[child].hits + 1", "",
+        "tests/test_expected.py::test_shared_beginnings_do_not_go_with_one_of_their_users",
+    ),
+    _mutant(
+        "a use does not end what was said", "-", _CORE + "eviction/expected.h",
+        "all_[node].said && all_[node].since >= nodes_[node].accessed", "all_[node].said",
+        "tests/test_expected.py::test_random_advice_leaves_the_cache_sound",
+    ),
+    _mutant(
+        "what is late is spared for ever", "-", _CORE + "eviction/expected.h",
+        "all_[node].until = due + std::max(due - now_, 0.0);", "all_[node].until = due + 1e9;",
+        "tests/test_expected.py::test_what_is_late_is_the_policys_again_after_as_long",
+    ),
+    _mutant(
+        "bets that are lost do not count", "-", _CORE + "eviction/expected.h",
+        "    settle(entry, 1);", "    settle(entry, 0);",
+        "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little_under_every_policy",
+    ),
+    _mutant(
+        "a page more than the stake goes at once", "-", _CORE + "eviction/expected.h",
+        "node == wager ? stake :", "node == wager ? stake + 1000 :",
+        "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little_under_every_policy",
     ),
 )
 # fmt: on

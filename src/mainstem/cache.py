@@ -24,6 +24,7 @@ from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
 from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
+from mainstem.expected import Expected
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
@@ -97,6 +98,7 @@ class PrefixCache:
 
     Attributes:
         retention: what is kept for a time, or pinned.
+        expected: when prefixes are used next, as their users say.
 
     Raises:
         BadArgument: an argument out of range; with `on_event`, symbols that are no token ids, or no full attention.
@@ -161,6 +163,7 @@ class PrefixCache:
         totals = [pools] if self.tiers is None else [pools, self.tiers.host_pools]
         sizes_by_tier = [[pool.total for pool in tier] for tier in totals]
         self.retention = Retention(self.tree, sizes_by_tier, retain_share, reserve or {}, self.tiers)
+        self.expected = Expected(self.tree)
 
     def lease(
         self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True

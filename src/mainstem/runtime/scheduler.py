@@ -301,6 +301,7 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.poll()
         self._cache.retention.poll(self._now_s)
+        self._cache.expected.poll(self._now_s)
         scheduled = self._schedule_running()
         scheduled += self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
@@ -746,12 +747,22 @@ class Scheduler:
         self._running.pop(sequence.id, None)
         self._drop_prefetch(sequence)
         sequence.close()
-        if (retain_s := sequence.request.hints.retain_s) is not None and reason in ("stop", "length"):
-            self._cache.retention.retain(sequence.key, self._now_s + retain_s, sequence.request.namespace)
         self.totals.errors += error is not None
-        text = last.text + _flush(sequence)
         usage, stop = sequence.usage(self._clock()), sequence.text.stop
+        if reason in ("stop", "length"):
+            self._follow(sequence, usage.duration_s)
+        text = last.text + _flush(sequence)
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
+
+    def _follow(self, sequence: Sequence, took_s: float) -> None:
+        """Applies the hints of a request that has ended."""
+        hints, cache, namespace = sequence.request.hints, self._cache, sequence.request.namespace
+        if hints.retain_s is not None:
+            cache.retention.retain(sequence.key, self._now_s + hints.retain_s, namespace)
+        cache.expected.observe(took_s)
+        wait_s = cache.expected.wait(hints.next_use_s, hints.next_use_steps)
+        if wait_s is not None:
+            cache.expected.expect(sequence.key, self._now_s + wait_s, namespace)
 
 
 def _flush(sequence: Sequence) -> str:

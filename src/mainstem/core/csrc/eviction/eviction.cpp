@@ -46,7 +46,7 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
 }
 
 std::size_t Eviction::bytes() const {
-  std::size_t total = standings_.bytes() + names_.bytes();
+  std::size_t total = standings_.bytes() + names_.bytes() + (expected_ ? expected_->bytes() : 0);
   for (const Order& order : orders_)
     total += order.bytes();
   for (const auto& replacement : replacements_)
@@ -94,13 +94,22 @@ bool Eviction::goes_first(Index node, std::size_t column) const {
 
 // Policies that remember have functions of their own, so that the others do not pay for them.
 inline void Eviction::put(Index node, std::size_t column) {
+  if (expected_ && offer_expected(node, column)) [[unlikely]]
+    return;
   if (remembers_) [[unlikely]]
     put_in_queue(node, column);
   else
     orders_[column].put(node, rank_of(node, column, nodes_[node].accessed), nodes_[node].start);
 }
 
+
 inline void Eviction::drop(Index node, std::size_t column) {
+  if (expected_ && column == kAdvised) [[unlikely]]
+    expected_->drop(node);
+  drop_from_policy(node, column);
+}
+
+void Eviction::drop_from_policy(Index node, std::size_t column) {
   if (remembers_) [[unlikely]]
     drop_from_queue(node, column);
   else if (orders_[column].contains(node))
@@ -140,10 +149,12 @@ void Eviction::touch(Index node, std::uint64_t tick) {
 // ---------------------------------------------------------------- nodes come, go, are split and joined
 
 void Eviction::reserve(std::size_t nodes) {
+  room_ = nodes;
   if (has_standings_) standings_.resize(nodes * cells_.columns);
   for (Order& order : orders_)
     order.reserve(nodes);
-  if (remembers_) names_.resize(nodes);
+  if (listens()) names_.resize(nodes);
+  if (expected_) expected_->reserve(nodes);
   for (const auto& replacement : replacements_)
     if (replacement) replacement->reserve(nodes);
 }
@@ -154,7 +165,8 @@ void Eviction::made(Index node, std::int32_t priority) noexcept {
     n.priority = priority;
     n.created = n.accessed = tick_;
   }
-  if (remembers_) names_[node] = name_of(n);
+  if (listens()) names_[node] = name_of(n);
+  if (expected_) expected_->forget(node);
 }
 
 std::uint64_t Eviction::name_of(const Node& n) const {
@@ -168,13 +180,15 @@ void Eviction::renew(Index node, std::int32_t priority) noexcept {
   n.priority = priority;
   n.forked = false;
   n.demoted = 0;
+  if (expected_) expected_->forget(node);
 }
 
 // The upper half is new. A window's cell in it is worth something only if the window that ends at the lower half
 // reaches that far.
 void Eviction::split(Index upper, Index lower) noexcept {
   const Node& n = nodes_[lower];
-  if (remembers_) names_[upper] = PageName::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
+  if (listens()) names_[upper] = PageName::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
+  if (expected_) expected_->forget(upper);
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     if (cells_.component(column).per_page()) {
       if (has_standings_) {
@@ -193,6 +207,7 @@ bool Eviction::may_join(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
   if (!ranks_itself() || u.hits != l.hits || u.priority != l.priority || u.demoted != l.demoted) return false;
+  if (expected_ && expected_->holds(upper)) return false;  // what is expected of the lower holds for the upper, too
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     if (!cells_.cell(upper, column).present()) continue;
     if (cells_.component(column).begins_late() && (standing(upper, column).worth || standing(lower, column).worth))
@@ -257,6 +272,7 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
     n.forked = n.forked && !cells_.empty_of(node, cells_.component_index(column));
   if (was_present && cells_.component(column).weighs) restore_above(node, column);
   const Index parent = n.parent;
+  if (expected_ && column == kAdvised) end_expected(node, was_present);
   refresh(node, column);
   refresh(parent, column);
   // Using a child uses its parent. An insertion after a node does not mark all nodes above: that would cost O(depth),
@@ -265,9 +281,12 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
 }
 
 void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcept {
-  if (!remembers_) return;
+  if (!listens()) return;
   const std::size_t column = cells_.column_of(0, tier);
-  if (cells_.cell(node, column).present()) replacements_[column]->gone(node, pages);
+  if (cells_.cell(node, column).present()) {
+    if (remembers_) replacements_[column]->gone(node, pages);
+    if (expected_ && column == kAdvised) note_bets(node, pages);
+  }
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
   names_[node] = PageName::above(names_[node], n.key.data() + kept, pages, nodes_.page_bytes);
@@ -279,10 +298,11 @@ void Eviction::asked(std::string_view ns, const Walk& path, Bytes key) noexcept 
   const Index deepest = path.empty() ? kNone : path.back().node;
   key = key.first(key.size() / nodes_.page_bytes * nodes_.page_bytes);
   const std::uint64_t root = root_name(ns);
-  for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier)
+  if (expected_) ask_expected(nodes_.find_root(ns), deepest, root, key);
+  for (std::uint32_t tier = 0; remembers_ && tier < cells_.tiers; ++tier)
     replacement(cells_.column_of(0, tier))->asked(root, deepest, key);
   for (const Step& step : path)
-    for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
+    for (std::uint32_t tier = 0; remembers_ && tier < cells_.tiers; ++tier) {
       const std::size_t column = cells_.column_of(0, tier);
       if (cells_.cell(step.node, column).present()) replacement(column)->used(step.node);
     }
@@ -294,6 +314,7 @@ void Eviction::found(const Walk& path) noexcept {
     ++n.hits;
     n.accessed = tick_;
     n.demoted = 0;
+    if (expected_) expected_->used(step.node);
     if (!cells_.single_cell || &step == &path.back()) touch(step.node, tick_);  // otherwise inner nodes have no rank
   }
 }
@@ -301,6 +322,7 @@ void Eviction::found(const Walk& path) noexcept {
 void Eviction::visited(Index node, std::int32_t priority) noexcept {
   nodes_[node].priority = std::max(nodes_[node].priority, priority);
   nodes_[node].demoted = 0;
+  if (expected_) expected_->used(node);
   touch(node, tick_);
 }
 
@@ -441,6 +463,11 @@ void Eviction::reassess(std::size_t column) {
 // ---------------------------------------------------------------- what goes next
 
 Index Eviction::victim(std::size_t column) {
+  return expected_ && column == kAdvised ? choose_expected() : by_policy(column);
+}
+
+// What the policy alone evicts next.
+Index Eviction::by_policy(std::size_t column) {
   if (cells_.component(column).weighs) reassess(column);
   if (remembers_) return choose(column);
   const Order& order = orders_[column];
@@ -508,6 +535,7 @@ void Eviction::check() const {
     }
     for (std::uint32_t queue = 0; replacement(column) && queue < kQueues; ++queue)
       if (pages[queue] != replacement(column)->size(queue)) broken(kNone, "the pages of each queue are counted");
+    if (expected_ && !expected_->sound()) broken(kNone, "the order of what is expected is a heap");
     if (!queues(column).sound() || queues(column).size() != candidates) broken(kNone, "the order is a heap");
   }
 }
@@ -516,7 +544,9 @@ void Eviction::check_node(Index node) const {
   const Node& n = nodes_[node];
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     const Queues order = queues(column);
-    const bool candidate = cells_.candidate(node, column);
+    const bool withdrawn = column == kAdvised && expected_ && expected_->withdrawn(node);
+    if (withdrawn && !is_expected(node, column)) broken(node, "only what is expected is withdrawn");
+    const bool candidate = cells_.candidate(node, column) && !withdrawn;
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
       broken(node, "the policy knows the candidates");
@@ -525,7 +555,9 @@ void Eviction::check_node(Index node) const {
     if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }
-  if (remembers_ && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");
+  if (expected_ && expected_->offered(node) != (cells_.candidate(node, kAdvised) && is_expected(node, kAdvised)))
+    broken(node, "exactly what is expected and can be evicted is in that order");
+  if (listens() && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");
 }
 
 }  // namespace mainstem

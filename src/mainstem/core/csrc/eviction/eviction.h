@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "eviction/expected.h"
 #include "eviction/order.h"
 #include "eviction/policy.h"
 #include "residency/residency.h"
@@ -35,6 +36,9 @@ struct Standing {
   std::uint8_t uses = 0;    // of a state: matches that ended here, as far as they can be counted
 };
 
+// Advice on the next use orders the pages of full attention on the device.
+inline constexpr std::size_t kAdvised = 0;
+
 class Eviction {
  public:
   Eviction(Structure& nodes, const Residency& cells, std::string_view policy, double symbol_tokens,
@@ -44,6 +48,7 @@ class Eviction {
 
   bool ranks_itself() const { return policy_.rank != nullptr; }  // false: ranks come from outside
   bool remembers() const { return remembers_; }
+  bool listens() const { return remembers_ || expected_; }  // asked() wants to know
   bool has_standings() const { return has_standings_; }
   void advance() { ++tick_; }  // a match or an insertion begins
 
@@ -75,11 +80,18 @@ class Eviction {
   void in_use(Index node, std::uint32_t tier) noexcept;       // a lock has kept it until now
   // It goes first on the first `tiers` tiers, until it is found or visited.
   void demote(Index node, std::uint32_t tiers) noexcept;
+  // Somebody expects it to be used next at `due`, see expected.h. From the first time on, nodes have names.
+  void expect(Index node, Account account, double now, double due);
+  void tell_time(double now) {
+    if (expected_) expected_->tell_time(now);
+  }
+  const Expected* expected() const { return expected_.get(); }
 
   // ---- what goes next
   Index victim(std::size_t column);  // kNone: there is no candidate, or it waits for a rank
   // How many ids of a victim to take before the next one is chosen.
   std::uint64_t at_once(Index node, std::size_t column, std::uint64_t want) const {
+    if (expected_ && column == kAdvised) want = std::min(want, expected_->at_once(node));
     return replacement(column) ? std::min(want, replacement(column)->at_once(node)) : want;
   }
   // How many pages of a window's cell go together: those before the window that ends at the node, if there are any.
@@ -126,7 +138,20 @@ class Eviction {
   void restore_above(Index node, std::size_t column);
   void reassess(std::size_t column);
   void note_standing(Index node, std::size_t column);
+  Index by_policy(std::size_t column);
   Index choose(std::size_t column);
+  Index choose_expected();
+  bool is_expected(Index node, std::size_t column) const {
+    return expected_ && column == kAdvised && expected_->holds(node) && !goes_first(node, column);
+  }
+  bool offer_expected(Index node, std::size_t column);
+  void begin_expected();
+  void end_expected(Index node, bool was_present) noexcept;
+  void end_advice(Index node);
+  void ask_expected(Index root, Index deepest, std::uint64_t root_name, Bytes key) noexcept;
+  void drop_from_policy(Index node, std::size_t column);
+  void note_bets(Index node, std::uint32_t pages) noexcept;
+  double rank_alone(Index node) const;
   std::uint64_t used(Index node, std::size_t column) const;
   Standing& standing(Index node, std::size_t column) { return standings_[std::size_t{node} * cells_.columns + column]; }
   const Standing& standing(Index node, std::size_t column) const {
@@ -143,12 +168,14 @@ class Eviction {
   const bool remembers_;
   const bool has_standings_;  // there are windows or states
   std::uint64_t tick_ = 0;
+  std::size_t room_ = 0;  // nodes that there is memory for
   std::vector<Order> orders_;  // by queue, then by column
   std::uint32_t queue_count_ = 1;
   Array<Standing> standings_;                               // by node, then by column
   std::vector<double> inflation_;                           // by column: follows the worth of evicted states
-  Array<std::uint64_t> names_;                              // by node, where the policy remembers
+  Array<std::uint64_t> names_;                              // by node, where the policy remembers, or advice is given
   std::vector<std::unique_ptr<Replacement>> replacements_;  // by column; null: ranks
+  std::unique_ptr<Expected> expected_;                      // null: nobody has given advice
 };
 
 }  // namespace mainstem

@@ -119,6 +119,10 @@ TreeStats Tree::stats() const {
   stats.in_flight_pages = pages.in_flight;
   stats.nodes = nodes_.size();
   stats.namespaces = nodes_.roots();
+  if (const Expected* expected = eviction_.expected()) {
+    stats.advice_won = expected->ledger.won();
+    stats.advice_lost = expected->ledger.lost();
+  }
   return stats;
 }
 
