@@ -1,4 +1,4 @@
-"""Benchmarks: index, core, policies, agents, states, marks, tiers, store-faults, ttft, throughput, generate, ...; or all."""
+"""Benchmarks: index, core, policies, agents, states, marks, tiers, store-faults, ttft, throughput, ...; or all."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def _options() -> argparse.Namespace:
     with_traces = options.trace and options.benchmarks not in (["states"], ["agents"])
     partial = options.quick or options.only or options.systems or with_traces
     if options.record and partial:
-        parser.error("only whole runs are recorded: leave out --quick, --only, --systems, and --trace but for states and agents")
+        allowed = "leave out --quick, --only, --systems, and --trace but for states and agents"
+        parser.error(f"only whole runs are recorded: {allowed}")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")

@@ -167,15 +167,13 @@ def test_removed_and_demoted_prefixes_still_go_before_others() -> None:
 
 def hits(policy: str, wrong: Callable[[random.Random, int], float | None], seed: int, namespace: bool = False) -> float:
     """Returns the hit rate, in percent, of a mix that every policy serves in part."""
-    draw = random.Random(seed)
+    draw, says = random.Random(seed), random.Random(-seed - 1)
     client = Client(PrefixCache(120, PAGE, policy=policy))
     for turn in range(6000):
         kind = draw.random()
-        number = (
-            int(40 * draw.random() ** 2) if kind < 0.6 else 50 + turn % 35 if kind < 0.8 else 1000 + turn
-        )
+        number = int(40 * draw.random() ** 2) if kind < 0.6 else 50 + turn % 35 if kind < 0.8 else 1000 + turn
         owner = "bad" if namespace and number % 2 else None
-        client.ask(session(number), wrong(draw, number) if owner or not namespace else None, owner)
+        client.ask(session(number), wrong(says, number) if owner or not namespace else None, owner)
     client.cache.check()
     return 100 * client.found / client.asked
 

@@ -83,8 +83,8 @@ class RemoveRequest(Named, kw_only=True, forbid_unknown_fields=True):
 class HintRequest(Named, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/cache/hints: exactly one of `prompt` and `messages`.
 
-    `action`: what will become of the prefix. `ttl_s`: for "retain": for how many seconds. `next_use_s`, `next_use_steps`:
-    for "expect": when it is used next.
+    `action`: what will become of the prefix. `ttl_s`: for "retain": for how many seconds. `next_use_s` or
+    `next_use_steps`: for "expect": when it is used next.
     """
 
     action: Literal["retain", "pin", "unpin", "demote", "end", "prefetch", "expect"]

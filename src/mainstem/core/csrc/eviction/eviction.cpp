@@ -102,7 +102,6 @@ inline void Eviction::put(Index node, std::size_t column) {
     orders_[column].put(node, rank_of(node, column, nodes_[node].accessed), nodes_[node].start);
 }
 
-
 inline void Eviction::drop(Index node, std::size_t column) {
   if (expected_ && column == kAdvised) [[unlikely]]
     expected_->drop(node);

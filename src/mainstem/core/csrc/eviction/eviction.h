@@ -168,7 +168,7 @@ class Eviction {
   const bool remembers_;
   const bool has_standings_;  // there are windows or states
   std::uint64_t tick_ = 0;
-  std::size_t room_ = 0;  // nodes that there is memory for
+  std::size_t room_ = 0;       // nodes that there is memory for
   std::vector<Order> orders_;  // by queue, then by column
   std::uint32_t queue_count_ = 1;
   Array<Standing> standings_;                               // by node, then by column

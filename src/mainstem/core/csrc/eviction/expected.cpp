@@ -12,7 +12,11 @@ namespace mainstem {
 
 namespace {
 
-constexpr int kAtOnce = 16;  // nodes that one choice may spare
+constexpr int kAtOnce = 16;  // nodes that one choice may spare, or give back
+
+// What a lost bet costs under a policy that counts uses: what comes back has lost its counts, too. When those policies
+// would have dropped a page is not known: it is taken to be when as many pages have gone as there are.
+constexpr double kCountsLost = 2;
 
 }  // namespace
 
@@ -73,6 +77,7 @@ void Eviction::end_expected(Index node, bool was_present) noexcept {
 }
 
 void Eviction::note_bets(Index node, std::uint32_t pages) noexcept {
+  expected_->went += pages;
   if (expected_->wager != node) return;
   const Surroundings around{nodes_.nodes(), names_, tick_, nodes_.page_bytes, 0, false};
   const double rank = rank_alone(node);
@@ -80,10 +85,11 @@ void Eviction::note_bets(Index node, std::uint32_t pages) noexcept {
   expected_->wager = kNone;
 }
 
-// Where the policy alone has a node, as one number. A policy that remembers is taken to go by recency.
+// When the policy alone evicts a node, as a number: its rank, or how many pages will have gone.
 double Eviction::rank_alone(Index node) const {
+  if (!policy_.keeps_order) return number(expected_->went + cells_.counts(kAdvised).present);
   const Node& n = nodes_[node];
-  const Rank rank = policy_.rank ? policy_.rank(n, n.accessed, protected_hits_) : by_recency(n, n.accessed, 0);
+  const Rank rank = policy_.rank(n, n.accessed, protected_hits_);
   return std::ldexp(rank.major, 40) + rank.minor;
 }
 
@@ -95,7 +101,7 @@ void Eviction::ask_expected(Index root, Index deepest, std::uint64_t root_name, 
   std::uint64_t name = deepest == kNone ? root_name : names_[deepest];
   for (std::size_t at = deepest == kNone ? 0 : nodes_[deepest].end() * page_bytes; at < key.size(); at += page_bytes) {
     name = PageName::after(name, key.data() + at, page_bytes);
-    if (!ledger.lose(name)) return;  // what goes by one bet goes from its end
+    if (!ledger.lose(name, policy_.keeps_order ? 1 : kCountsLost)) return;  // what goes by one bet goes from its end
   }
 }
 
@@ -117,7 +123,9 @@ Index Eviction::choose_expected() {
     next = by_policy(kAdvised);
   }
   if (next == kNone && unranked(kAdvised) != kNone) return kNone;  // it is asked for a rank first
-  all.ledger.pass(next == kNone ? std::numeric_limits<double>::infinity() : rank_alone(next));
+  all.ledger.pass(!policy_.keeps_order ? number(all.went)
+                  : next == kNone      ? std::numeric_limits<double>::infinity()
+                                       : rank_alone(next));
 
   Index last = all.furthest();
   for (int ended = 0; last != kNone && all.ended(last); last = all.furthest()) {
@@ -125,6 +133,7 @@ Index Eviction::choose_expected() {
     end_advice(last);
   }
   if (last == kNone) return next == kNone ? by_policy(kAdvised) : next;
+  if (const Index late = all.soonest(); late != kNone && all.wait(late) > all.wait(last)) last = late;
   const double room = all.ledger.room(account(last));
   if (next == kNone || (all.wait(last) > all.wait(next) && room >= 1)) {
     if (all.withdrawn(last)) return last;  // as the policy would

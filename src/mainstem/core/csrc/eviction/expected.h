@@ -1,13 +1,16 @@
 // Expected: when prefixes are used next, as somebody has said, and how far that is believed.
 //
-//   due       when the prefix that ends with a node is used next, by the caller's clock
-//   wait      from now to then, or from then to now: what is late by a minute is expected to take a minute more
-//   idle      of a node without advice: how long it was not used. It is expected to take as long again
+//   due     when the prefix that ends with a node is used next, by the caller's clock
+//   wait    from now to then. What is late by a minute is taken to be two minutes away, and of what nobody has said
+//           anything, what was idle for a minute
 //
 // What waits longest goes first. Where that is another node than the policy's, the two are a bet: the node that stays
 // is spared, the pages that go are remembered by name. A bet is lost if those are asked for while the policy would
 // still have them, and won if the spared ones are. Each account may lose a part of the pages that it asks for, and no
 // more: beyond that the policy decides, as without advice.
+//
+// A node whose child goes takes over what is expected of the child, so that a whole context goes before another one is
+// cut; but not if it is used by others, too.
 #pragma once
 
 #include <algorithm>
@@ -49,15 +52,16 @@ class Ledger {
     accounts_[of].gone += gone_.contains(page);  // else there is no memory for it
   }
   // A page is asked for that is not there. Whether a bet on it is lost.
-  bool lose(std::uint64_t page) noexcept {
+  bool lose(std::uint64_t page, double weight) noexcept {
     Gone::Entry entry;
     if (!gone_.remove(page, &entry)) return false;
-    settle(entry, 1);
+    settle(entry, weight);
     return true;
   }
   // Spared pages are used: as many of the oldest bets are won.
   void win(std::uint64_t pages) noexcept {
-    gone_.drop_oldest(pages, [](const Gone::Entry&) { return true; }, [this](const Gone::Entry& entry) { settle(entry, -1); });
+    gone_.drop_oldest(
+        pages, [](const Gone::Entry&) { return true; }, [this](const Gone::Entry& entry) { settle(entry, -1); });
   }
   // The policy has come to this rank: it would have evicted what is below, as far as it had to.
   void pass(double rank) noexcept {
@@ -76,18 +80,18 @@ class Ledger {
   // What an account may lose, as a part of the pages that it asks for. Gains count up to kMostGained times that, so
   // that a change for the worse is noticed soon. kPrior: bets that count as lost before there are others. kMemory: bets
   // after which earlier ones count half.
-  static constexpr double kMayLose = 0.002, kMostGained = 10, kPrior = 64, kMemory = 16384;
+  static constexpr double kMayLose = 0.0015, kMostGained = 30, kPrior = 32, kMemory = 16384;
   static constexpr std::size_t kMostGone = 1u << 22;
 
   struct Balance {
-    double asked = 0, lost = 0;        // less what was gained
+    double asked = 0, lost = 0;         // less what was gained
     double settled = 0, unhappily = 0;  // bets, and those lost
     std::uint64_t gone = 0, spared = 0;
   };
   static double allowance(const Balance& a) { return kMayLose * a.asked; }
   static double chance(const Balance& a) { return (a.unhappily + kPrior) / (a.settled + kPrior); }  // of losing a bet
 
-  void settle(const Gone::Entry& entry, int loss) noexcept {
+  void settle(const Gone::Entry& entry, double loss) noexcept {
     Balance& a = accounts_[entry.note];
     --a.gone;
     a.lost = std::max(a.lost + loss, -kMostGained * allowance(a));
@@ -146,8 +150,9 @@ class Expected {
   double now() const { return now_; }
   // How long it is expected to take until a node is used.
   double wait(Index node) const {
-    if (holds(node)) return std::abs(all_[node].due - now_);
-    return number(tick_ - nodes_[node].accessed) * seconds_ / std::max(1.0, ticks_);
+    const double left = all_[node].due - now_;
+    if (holds(node)) return std::max(left, -kLate * left);
+    return kIdle * number(tick_ - nodes_[node].accessed) * seconds_ / std::max(1.0, ticks_);
   }
 
   void say(Index node, double due, Account account) {
@@ -200,16 +205,16 @@ class Expected {
     if (it.said || it.passed) forget(node);
   }
 
+  Index soonest() const { return soonest_.empty() ? kNone : soonest_.top(); }
   // Whether what was said of a node is over, or not believed.
   bool ended(Index node) const { return all_[node].until < now_ || !ledger.believed(all_[node].account); }
   Index furthest() const { return furthest_.empty() ? kNone : furthest_.top(); }
   // A withdrawn node whose time is up.
-  Index overdue() const {
-    return !soonest_.empty() && all_[soonest_.top()].until < now_ ? soonest_.top() : kNone;
-  }
+  Index overdue() const { return !soonest_.empty() && all_[soonest_.top()].until < now_ ? soonest_.top() : kNone; }
   Account sparing() const { return soonest_.empty() ? kNobody : all_[soonest_.top()].account; }
 
   Ledger ledger;
+  std::uint64_t went = 0;  // pages that were evicted
   std::uint64_t at_once(Index node) const { return node == wager ? stake : std::numeric_limits<std::uint64_t>::max(); }
 
   Index wager = kNone;      // the victim, if it goes by advice
@@ -217,7 +222,8 @@ class Expected {
   std::uint64_t stake = 0;  // how many of its pages may go
 
  private:
-  static constexpr double kPaced = 4096;  // ticks over which their pace is averaged
+  static constexpr double kPaced = 4096;         // ticks over which their pace is averaged
+  static constexpr double kLate = 2, kIdle = 2;  // see the top
 
   void spare(Index node, Account account) {
     if (all_[node].spared) return;

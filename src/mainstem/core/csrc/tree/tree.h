@@ -147,8 +147,8 @@ class Tree : private TreeShape {
   // What begins with a key, and of the key what no other sequence has, is evicted first on the first `tiers` tiers,
   // until it is used again. Returns its nodes; none where the tree has less of the key and others go on from there.
   std::vector<Handle> demote(std::string_view ns, Bytes key, std::uint32_t tiers);
-  // The sequence that begins with a key, as far as the tree has it, is expected to be used next at `due`, by a clock that
-  // never goes back; the latest advice counts, until it is used. `account`: who says so, and answers for it.
+  // The sequence that begins with a key, as far as the tree has it, is expected to be used next at `due`, by a clock
+  // that never goes back; the latest advice counts, until it is used. `account`: who says so, and answers for it.
   // Returns the pages of the key that are there.
   std::uint32_t expect(std::string_view ns, Bytes key, Account account, double now, double due);
   void tell_time(double now) { eviction_.tell_time(now); }
