@@ -424,7 +424,7 @@ def measure(settings: Settings, name: str, jobs: Sequence[Job], *, true: bool = 
         ways |= {"shuffled": hinted(calls)}
     for percent in settings.percents:
         blocks = int(distinct * percent / 100)
-        if blocks <= longest:
+        if blocks < 2 * longest:  # running requests lock most of it
             continue
         cell = {"workload": name, "percent": percent, "blocks": blocks, "requests": len(calls)}
         order = list(calls)
@@ -479,7 +479,7 @@ def judge(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         cells.append({
             "workload": workload, "percent": percent, "gap": gap,
             "closed": {
-                policy: 100 * (rate[policy, "hints"] - rate["lru", ""]) / gap
+                policy: min(100.0, 100 * (rate[policy, "hints"] - rate["lru", ""]) / gap)
                 for policy in policies if gap >= MIN_GAP and (policy, "hints") in rate
             },
             "cost": {

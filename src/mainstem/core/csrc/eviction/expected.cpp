@@ -117,7 +117,7 @@ Index Eviction::choose_expected() {
 
   Index next = first;
   for (int spared = 0; spared < kAtOnce && next != kNone && all.holds(next); ++spared) {
-    if (all.ledger.room(account(next)) < nodes_[next].pages) break;
+    if (!all.ledger.may_spare() || all.ledger.room(account(next)) < nodes_[next].pages) break;
     all.withdraw(next);
     put(next, kAdvised);
     next = by_policy(kAdvised);

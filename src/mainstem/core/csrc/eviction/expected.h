@@ -40,8 +40,13 @@ class Ledger {
     const double left = (allowance(a) - a.lost) / chance(a);
     return of == kNobody ? 0 : left - number(std::max(a.gone, a.spared));
   }
-  bool believed(Account of) const { return of != kNobody && accounts_[of].lost <= allowance(accounts_[of]); }
+  // Whether to wait for what its bets bring. Who has lost half of what it may, and can stake nothing, is in the way.
+  bool believed(Account of) const {
+    return of != kNobody && (room(of) >= 1 || accounts_[of].lost <= allowance(accounts_[of]) / 2);
+  }
 
+  // The policy has as many pages that went as there are that it would have evicted: no more than that can be spared.
+  bool may_spare() const { return spared_ <= gone_.size(); }
   void spare(Account of, std::uint64_t pages) { accounts_[of].spared += pages, spared_ += pages; }
   void end_sparing(Account of, std::uint64_t pages) { accounts_[of].spared -= pages, spared_ -= pages; }
   // A page went in place of another one; `rank` says for how long the policy would have kept it.
@@ -80,7 +85,7 @@ class Ledger {
   // What an account may lose, as a part of the pages that it asks for. Gains count up to kMostGained times that, so
   // that a change for the worse is noticed soon. kPrior: bets that count as lost before there are others. kMemory: bets
   // after which earlier ones count half.
-  static constexpr double kMayLose = 0.0015, kMostGained = 30, kPrior = 32, kMemory = 16384;
+  static constexpr double kMayLose = 0.0015, kMostGained = 10, kPrior = 32, kMemory = 16384;
   static constexpr std::size_t kMostGone = 1u << 22;
 
   struct Balance {
