@@ -947,8 +947,8 @@ NATIVE: tuple[Mutant, ...] = (
         "tests/test_retention.py::test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares",
     ),
     _mutant(
-        "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/expected.cpp",
-        "  expected_->pass_up(node, nodes_[node].parent);\n", "",
+        "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/foresight.cpp",
+        "  all_->pass_up(node, order_.nodes_[node].parent);\n", "",
         "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
     ),
     _mutant(

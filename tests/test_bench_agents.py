@@ -91,7 +91,7 @@ def test_the_goals_are_judged_by_the_cells() -> None:
 
 
 def test_a_run_writes_its_rows_and_goals(tmp_path: Path) -> None:
-    report = Report("agents", "2026-01-01", quick=True)
+    report = Report("agents", "2026-01-01", quick=True, progress=lambda line: None)
     agents.run(replace(SMALL, workloads=("workflow",), policies=("lru",)), report)
     record = json.loads(report.write(tmp_path).read_text())
     ways = [(row["policy"], row["way"]) for row in record["rows"]]

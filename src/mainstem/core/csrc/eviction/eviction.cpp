@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "eviction/foresight.h"
+
 namespace mainstem {
 
 namespace {
@@ -94,7 +96,7 @@ bool Eviction::goes_first(Index node, std::size_t column) const {
 
 // Policies that remember have functions of their own, so that the others do not pay for them.
 inline void Eviction::put(Index node, std::size_t column) {
-  if (expected_ && offer_expected(node, column)) [[unlikely]]
+  if (expected_ && Foresight(*this).offer(node, column)) [[unlikely]]
     return;
   if (remembers_) [[unlikely]]
     put_in_queue(node, column);
@@ -105,10 +107,6 @@ inline void Eviction::put(Index node, std::size_t column) {
 inline void Eviction::drop(Index node, std::size_t column) {
   if (expected_ && column == kAdvised) [[unlikely]]
     expected_->drop(node);
-  drop_from_policy(node, column);
-}
-
-void Eviction::drop_from_policy(Index node, std::size_t column) {
   if (remembers_) [[unlikely]]
     drop_from_queue(node, column);
   else if (orders_[column].contains(node))
@@ -271,7 +269,7 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
     n.forked = n.forked && !cells_.empty_of(node, cells_.component_index(column));
   if (was_present && cells_.component(column).weighs) restore_above(node, column);
   const Index parent = n.parent;
-  if (expected_ && column == kAdvised) end_expected(node, was_present);
+  if (expected_ && column == kAdvised) Foresight(*this).gone(node, was_present);
   refresh(node, column);
   refresh(parent, column);
   // Using a child uses its parent. An insertion after a node does not mark all nodes above: that would cost O(depth),
@@ -284,7 +282,7 @@ void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcep
   const std::size_t column = cells_.column_of(0, tier);
   if (cells_.cell(node, column).present()) {
     if (remembers_) replacements_[column]->gone(node, pages);
-    if (expected_ && column == kAdvised) note_bets(node, pages);
+    if (expected_ && column == kAdvised) Foresight(*this).trim(node, pages);
   }
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
@@ -297,7 +295,7 @@ void Eviction::asked(std::string_view ns, const Walk& path, Bytes key) noexcept 
   const Index deepest = path.empty() ? kNone : path.back().node;
   key = key.first(key.size() / nodes_.page_bytes * nodes_.page_bytes);
   const std::uint64_t root = root_name(ns);
-  if (expected_) ask_expected(nodes_.find_root(ns), deepest, root, key);
+  if (expected_) Foresight(*this).ask(ns, deepest, root, key);
   for (std::uint32_t tier = 0; remembers_ && tier < cells_.tiers; ++tier)
     replacement(cells_.column_of(0, tier))->asked(root, deepest, key);
   for (const Step& step : path)
@@ -461,24 +459,22 @@ void Eviction::reassess(std::size_t column) {
 
 // ---------------------------------------------------------------- what goes next
 
+void Eviction::expect(Index node, Account account, double now, double due) {
+  if (cells_.component(0).leaf_only()) Foresight(*this).expect(node, account, now, due);
+}
+
 Index Eviction::victim(std::size_t column) {
-  return expected_ && column == kAdvised ? choose_expected() : by_policy(column);
+  return expected_ && column == kAdvised ? Foresight(*this).choose() : choose(column);
 }
 
-// What the policy alone evicts next.
-Index Eviction::by_policy(std::size_t column) {
-  if (cells_.component(column).weighs) reassess(column);
-  if (remembers_) return choose(column);
-  const Order& order = orders_[column];
-  return order.empty() || (!ranks_itself() && order.rank(order.top()).major == kUnranked) ? kNone : order.top();
-}
-
-// The victim after all nodes that get a second chance.
+// The policy's victim, after all nodes that get a second chance.
 Index Eviction::choose(std::size_t column) {
+  if (cells_.component(column).weighs) reassess(column);
   const Queues candidates = queues(column);
   if (candidates.empty()) return kNone;
   Replacement* const at = replacement(column);
-  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), column))) return candidates.top();
+  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), column)))
+    return !ranks_itself() && unranked(column) != kNone ? kNone : candidates.top();
   for (;;) {
     const Index node = at->victim(candidates);
     if (!at->spares(node)) return node;
@@ -543,8 +539,11 @@ void Eviction::check_node(Index node) const {
   const Node& n = nodes_[node];
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     const Queues order = queues(column);
+    const bool said = column == kAdvised && expected_ && expected_->holds(node) && !goes_first(node, column);
     const bool withdrawn = column == kAdvised && expected_ && expected_->withdrawn(node);
-    if (withdrawn && !is_expected(node, column)) broken(node, "only what is expected is withdrawn");
+    if (column == kAdvised && expected_ && expected_->offered(node) != (said && cells_.candidate(node, column)))
+      broken(node, "exactly what is expected and can be evicted is in that order");
+    if (withdrawn && !said) broken(node, "only what is expected is withdrawn");
     const bool candidate = cells_.candidate(node, column) && !withdrawn;
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
@@ -554,8 +553,6 @@ void Eviction::check_node(Index node) const {
     if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }
-  if (expected_ && expected_->offered(node) != (cells_.candidate(node, kAdvised) && is_expected(node, kAdvised)))
-    broken(node, "exactly what is expected and can be evicted is in that order");
   if (listens() && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");
 }
 

@@ -116,6 +116,7 @@ class Eviction {
 
  private:
   friend struct Probe;
+  friend class Foresight;
 
   std::uint64_t name_of(const Node& node) const;  // from the one above
   // The rank and the place of a node as if it had last been used at `accessed`.
@@ -138,20 +139,7 @@ class Eviction {
   void restore_above(Index node, std::size_t column);
   void reassess(std::size_t column);
   void note_standing(Index node, std::size_t column);
-  Index by_policy(std::size_t column);
   Index choose(std::size_t column);
-  Index choose_expected();
-  bool is_expected(Index node, std::size_t column) const {
-    return expected_ && column == kAdvised && expected_->holds(node) && !goes_first(node, column);
-  }
-  bool offer_expected(Index node, std::size_t column);
-  void begin_expected();
-  void end_expected(Index node, bool was_present) noexcept;
-  void end_advice(Index node);
-  void ask_expected(Index root, Index deepest, std::uint64_t root_name, Bytes key) noexcept;
-  void drop_from_policy(Index node, std::size_t column);
-  void note_bets(Index node, std::uint32_t pages) noexcept;
-  double rank_alone(Index node) const;
   std::uint64_t used(Index node, std::size_t column) const;
   Standing& standing(Index node, std::size_t column) { return standings_[std::size_t{node} * cells_.columns + column]; }
   const Standing& standing(Index node, std::size_t column) const {
