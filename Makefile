@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm lint \
-	bench record bench-index bench-core bench-policies bench-tiers bench-store-faults bench-engines \
+	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions dist test-dist stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -39,6 +39,7 @@ help:
 	@echo "make native        the core's random tests, with address, undefined-behaviour and thread sanitizers"
 	@echo "make coverage      the lines and branches of the core that those tests cover"
 	@echo "make bench-policies  what each policy gains and loses relative to lru (ARGS=\"--trace FILE\" adds your trace)"
+	@echo "make bench-agents  what hints of the next use give agents, and what wrong ones cost (ARGS=\"--trace FILE\")"
 	@echo "make bench-tiers   copies between tiers, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
@@ -225,6 +226,9 @@ instructions: $(VENV)/dev
 
 bench-policies: $(VENV)/dev
 	$(BIN)/python -m bench policies $(ARGS)
+
+bench-agents: $(VENV)/dev
+	$(BIN)/python -m bench agents $(ARGS)
 
 # The wheel is built from the source distribution, in an environment of its own, as an installer would build it. auditwheel
 # names the oldest Linux that it runs on.

@@ -1,4 +1,4 @@
-"""Benchmarks: index, core, policies, states, marks, tiers, store-faults, ttft, throughput, generate, ...; or all."""
+"""Benchmarks: index, core, policies, agents, states, marks, tiers, store-faults, ttft, throughput, ...; or all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ NAMES = (
     "index",
     "core",
     "policies",
+    "agents",
     "states",
     "marks",
     "tiers",
@@ -70,14 +71,16 @@ def _options() -> argparse.Namespace:
         help="index: run only these and Mainstem's leases",
     )
     parser.add_argument(
-        "--trace", nargs="+", default=[], metavar="FILE", help="policies, states: also replay these traces"
+        "--trace", nargs="+", default=[], metavar="FILE", help="policies, agents, states: also replay these traces"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="date for the JSON")
     options = parser.parse_args()
-    partial = options.quick or options.only or options.systems or (options.trace and options.benchmarks != ["states"])
+    with_traces = options.trace and options.benchmarks not in (["states"], ["agents"])
+    partial = options.quick or options.only or options.systems or with_traces
     if options.record and partial:
-        parser.error("only whole runs are recorded: leave out --quick, --only, --systems, and --trace but for states")
+        allowed = "leave out --quick, --only, --systems, and --trace but for states and agents"
+        parser.error(f"only whole runs are recorded: {allowed}")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -97,6 +100,12 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
 
         chosen = policies.QUICK if report.quick else policies.Settings()
         policies.run(replace(chosen, traces=tuple(options.trace)), report)
+        return
+    if name == "agents":
+        from bench import agents
+
+        all_jobs = agents.QUICK if report.quick else agents.Settings()
+        agents.run(replace(all_jobs, traces=tuple(options.trace)), report)
         return
     if name == "states":
         from bench import states

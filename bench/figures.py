@@ -82,6 +82,7 @@ SOURCES = {
     "tiers": Source("tiers", "rows", ("what", "page_size", "dtype")),
     "marks": Source("marks", "goals", ("what",)),
     "policy": Source("policies", "rows", ("policy",)),
+    "agents": Source("agents", "goals", ("what",)),
     "loss": Source("weights", "loss", ("weights",)),
 }
 FORMS: Mapping[str, Callable[[float], str]] = {
@@ -282,6 +283,27 @@ def _policies(records: Records) -> str:
         for row in rows
     ]
     return _table(["policy", "% of the gap", "worst", "at", "best", "at", "time"], lines)
+
+
+def _agents(records: Records) -> str:
+    """Hits in percent with true, wrong and no hints, and the mean time of a job with true ones and without."""
+    if "agents" not in records:
+        return "Not recorded yet."
+    found: dict[tuple[str, float], dict[tuple[str, str], Row]] = {}
+    for row in records["agents"]["rows"]:
+        found.setdefault((row["workload"], row["percent"]), {})[row["policy"], row["way"]] = row
+
+    def hits(rows: Mapping[tuple[str, str], Row], *names: tuple[str, str]) -> str:
+        return " / ".join(f"{rows[name]['hit_rate']:.1f}" if name in rows else "–" for name in names)
+
+    lines = []
+    for (workload, percent), rows in found.items():
+        jobs = [f"{rows[name]['job_s']:.0f}" for name in (("lru", ""), ("lru", "hints")) if name in rows]
+        ways = ("", "hints", "shuffled", "inverted")
+        cells = [hits(rows, *((policy, way) for way in ways)) for policy in ("lru", "gittins")]
+        lines.append([workload, f"{percent:g}", *cells, hits(rows, ("optimum", "")), " / ".join(jobs)])
+    kinds = "no hints / hints / shuffled / inverted"
+    return _table(["workload", "%", f"lru: {kinds}", f"gittins: {kinds}", "optimum", "job, s: lru / hints"], lines)
 
 
 def _plan(records: Records) -> str:
@@ -491,6 +513,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "ttft": _ttft,
     "throughput": _throughput,
     "policies": _policies,
+    "agents": _agents,
     "plan": _plan,
     "attention": _attention,
     "codec": _codec,

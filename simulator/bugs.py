@@ -989,7 +989,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a demoted prefix stays so when it is used", "-", _CORE + "eviction/eviction.cpp",
-        "    n.demoted = 0;\n    if (!cells_", "    if (!cells_",
+        "    n.demoted = 0;\n    if (expected_)", "    if (expected_)",
         "tests/test_retention.py::test_a_use_that_computes_nothing_ends_it_too",
     ),
     _mutant(
@@ -1004,7 +1004,7 @@ NATIVE: tuple[Mutant, ...] = (
         "return counts(owner, column).present;", "quotas",
     ),
     _mutant(
-        "more is evicted at once than exceeds a guarantee", "-", _CORE + "eviction/eviction.cpp",
+        "more is evicted at once than exceeds a guarantee", "-", _CORE + "eviction/share_order.h",
         "spare ? std::min(want, spare) : want;", "want;", "quotas",
     ),
     _mutant(
@@ -1012,8 +1012,8 @@ NATIVE: tuple[Mutant, ...] = (
         "  cache_.end(node_, held_, owned_);\n  cache_.settle();\n", "  cache_.end(node_, held_, owned_);\n", "quotas",
     ),
     _mutant(
-        "an owner at its maximum takes from others", "-", _CORE + "eviction/eviction.cpp",
-        "(own != kNone && owners().beyond_maximum(owner, column, want))", "false",
+        "an owner at its maximum takes from others", "-", _CORE + "eviction/share_order.h",
+        "(own != kNone && owners().beyond_maximum(asker, column, want))", "false",
         "tests/test_quotas.py::test_an_owner_at_its_maximum_makes_room_itself",
     ),
     _mutant(
@@ -1023,16 +1023,47 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the upper half of a split is nobody's", "-", _CORE + "residency/residency.cpp",
-        "owners_->own(upper, owners_->of(lower))", "owners_->own(upper, kNobody)", "quotas",
+        "owners_->own(upper, owners_->of(lower))", "owners_->own(upper, kNoOwner)", "quotas",
     ),
     _mutant(
         "what an owner had is not counted when it goes", "-", _OWNERS,
         "spare_[column] += yields(owner, column) - before;", "spare_[column] += yields(owner, column);", "quotas",
     ),
     _mutant(
-        "an owner beyond its maximum gives way last", "-", _CORE + "eviction/eviction.cpp",
-        "if (!shares.over().empty()) return", "if (false) return",
+        "an owner beyond its maximum gives way last", "-", _CORE + "eviction/share_order.h",
+        "if (!order.over().empty()) return order.top", "if (false) return order.top",
         "tests/test_quotas.py::test_nobody_keeps_more_than_its_maximum",
+    ),
+    # ---------------------------------------------------------------- expected uses
+    _mutant(
+        "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/foresight.cpp",
+        "  all_->pass_up(node, order_.nodes_[node].parent);\n", "",
+        "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
+    ),
+    _mutant(
+        "what one user expects holds for what others share", "-", _CORE + "eviction/expected.h",
+        " || nodes_[parent].hits > nodes_[child].hits + 1", "",
+        "tests/test_expected.py::test_shared_beginnings_do_not_go_with_one_of_their_users",
+    ),
+    _mutant(
+        "a use does not end what was said", "-", _CORE + "eviction/expected.h",
+        "all_[node].said && all_[node].since >= nodes_[node].accessed", "all_[node].said",
+        "tests/test_expected.py::test_random_advice_leaves_the_cache_sound",
+    ),
+    _mutant(
+        "what is late is spared for ever", "-", _CORE + "eviction/expected.h",
+        "all_[node].until = due + std::max(due - now_, 0.0);", "all_[node].until = due + 1e9;",
+        "tests/test_expected.py::test_what_is_late_is_the_policys_again_after_as_long",
+    ),
+    _mutant(
+        "bets that are lost do not count", "-", _CORE + "eviction/expected.h",
+        "    settle(entry, weight);", "    settle(entry, 0);",
+        "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
+    ),
+    _mutant(
+        "a page more than the stake goes at once", "-", _CORE + "eviction/expected.h",
+        "node == wager ? stake :", "node == wager ? stake + 1000 :",
+        "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
 )
 # fmt: on

@@ -27,7 +27,7 @@ LAYERS = [
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
     ("owner", ["owner"]),
-    ("cache", ["cache", "retention"]),
+    ("cache", ["cache", "expected", "retention"]),
     ("replay", ["replay"]),
     ("runtime", ["runtime"]),
     ("integrations", ["integrations", "hf"]),

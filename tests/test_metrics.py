@@ -33,6 +33,7 @@ NOT_EXPORTED = {
     "engine.cache.tree": {
         "match_calls", "queried_symbols", "hit_symbols", "insert_calls", "inserted_pages", "splits",
         "cached_pages", "locked_pages", "evictable_pages", "in_flight_pages", "nodes", "namespaces",
+        "advice_won", "advice_lost",
     },
     "engine.cache.retention": {"pinned", "owners", "limits.*"},
     "engine.tiers": {

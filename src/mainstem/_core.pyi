@@ -77,6 +77,14 @@ class TreeStats:
     def namespaces(self) -> int:
         """Roots."""
 
+    @property
+    def advice_won(self) -> int:
+        """Pages found because advice was followed."""
+
+    @property
+    def advice_lost(self) -> int:
+        """Pages missed because advice was followed."""
+
     def as_dict(self) -> dict[str, int]:
         """All counts, by name."""
 
@@ -143,6 +151,14 @@ class Tree:
         """
         What begins with a key, and of the key what no other sequence has, is evicted first on the first tiers until it is used again. Returns its nodes.
         """
+
+    def expect(self, ns: bytes, key: bytes, account: int, now: float, due: float) -> int:
+        """
+        The sequence that begins with a key is expected to be used next at `due`; it is `now`, by any clock that never goes back. `account`: who says so. Returns the pages of the key that are there.
+        """
+
+    def tell_time(self, now: float) -> None:
+        """The time, by the clock of expect()."""
 
     def path(self, ns: bytes, key: bytes) -> list[int]:
         """

@@ -24,6 +24,7 @@ from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
 from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
+from mainstem.expected import Expected
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
@@ -101,6 +102,7 @@ class PrefixCache:
     Attributes:
         retention: what is kept for a time, or pinned.
         quotas: those of the owners.
+        expected: when prefixes are used next, as their users say.
 
     Raises:
         BadArgument: an argument out of range; with `on_event`, symbols that are no token ids, or no full attention.
@@ -169,6 +171,7 @@ class PrefixCache:
         self.retention = Retention(
             self.tree, self._totals, retain_share, self._reserve, self.tiers, settle=self._settle
         )
+        self.expected = Expected(self.tree)
         self.quotas = Quotas()
         if quotas is not None:
             self.set_quotas(quotas)

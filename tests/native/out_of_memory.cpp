@@ -151,6 +151,7 @@ const std::vector<Operation> kOperations{
     {"split what is retained", [](Forest& f) { f.tree.retain("a", bytes_of(run_of(300)), 0, room_for(1000)); },
      [](Forest& f) { f.tree.match("a", bytes_of(run_of(120)), false); }},
     {"demote", nothing, [](Forest& f) { f.tree.demote("b", bytes_of(run_of(10)), 2); }},
+    {"expect", nothing, [](Forest& f) { f.tree.expect("b", bytes_of(run_of(10)), 1, 0, 5); }},
     {"unlock with a join", nothing, [](Forest& f) { f.tree.unlock(f.pinned, 0); }},
     {"attach", nothing,
      [](Forest& f) {

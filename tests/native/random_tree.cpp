@@ -71,7 +71,7 @@ class TreeWorld : Paging {
 
   void step() {
     if (model_.size() > 60 || holds_.size() > 6 || flights_.size() > 3) tidy();
-    switch (choose_.below(16)) {
+    switch (choose_.below(17)) {
       case 0:
       case 1:
         match();
@@ -110,6 +110,9 @@ class TreeWorld : Paging {
         break;
       case 14:
         demote();
+        break;
+      case 15:
+        advise();
         break;
       default:
         refuse();
@@ -567,7 +570,7 @@ class TreeWorld : Paging {
       const std::int32_t first = rows_[c].leaf_only() ? own.back() : own.front();
       // Windows and states are ranked by their own use, which a node does not show; a policy that remembers uses more
       // than a rank.
-      if (!rows_[c].leaf_only() || (remembers() && c == 0)) victim = first;
+      if (!rows_[c].leaf_only() || ((remembers() || (advised_ && tier == 0)) && c == 0)) victim = first;
       expect_equal(first, victim, "the next victim");
     }
     const std::vector<Ids> freed = tree_.evict(want, c, tier);
@@ -764,6 +767,24 @@ class TreeWorld : Paging {
     for (std::uint32_t end = pages_of(path.second) - 1; end > 0 && forks(front(path, end)) == 1; --end)
       note(front(path, end));
   }
+  // ---------------------------------------------------------------- expected uses
+
+  // Which node goes next is left to the tree from now on; whatever goes, it holds what the model holds.
+  void advise() {
+    now_ += choose_.below(20);
+    tree_.tell_time(now_);
+    const Path asked = front_pages(some_path());
+    std::uint32_t pages = pages_of(asked.second);
+    while (pages > 0 && !exists(front(asked, pages)))
+      --pages;
+    const auto account = static_cast<Account>(1 + choose_.below(3));
+    doing("expect", asked, account);
+    expect_equal(tree_.expect(asked.first, bytes_of(asked.second), account, now_, now_ + choose_.below(200)), pages,
+                 "how much of a prefix is there");
+    advised_ = advised_ || pages > 0;
+    thrown<BadValue>("advice of nobody", [&] { tree_.expect(asked.first, bytes_of(asked.second), 0, now_, now_); });
+  }
+
   Path front_pages(const Path& path) const { return front(path, pages_of(path.second)); }
   void move_lock() {
     const std::uint32_t tier = choose_.below(tiers_);
@@ -946,6 +967,8 @@ class TreeWorld : Paging {
   Tree tree_;
   Contents model_;
   Uses uses_;
+  double now_ = 0;
+  bool advised_ = false;
   std::map<Path, std::uint32_t> demoted_;  // by page: on how many tiers it goes first
   std::vector<Place> places_;
   std::vector<Hold> holds_;

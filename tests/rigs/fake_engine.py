@@ -274,8 +274,16 @@ class FakeEngine:
         self.removed.append((list(tokens), namespace))
         return 1
 
-    def advise(self, action: str, tokens: Any, namespace: Any = None, *, ttl_s: float | None = None) -> Kept:
-        self.advised.append((action, list(tokens), namespace, ttl_s))
+    def advise(
+        self,
+        action: str,
+        tokens: Any,
+        namespace: Any = None,
+        *,
+        ttl_s: float | None = None,
+        **next_use: float,
+    ) -> Kept:
+        self.advised.append((action, list(tokens), namespace, next_use or ttl_s))
         return self.kept
 
     def set_quotas(self, quotas: Quotas) -> None:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.errors import BadArgument, OutOfPages
+from mainstem.expected import check_next_use
 from mainstem.namespaces import NamespaceLike
 from mainstem.retention import LEAST_S, Kept
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
 
-Action = Literal["retain", "pin", "unpin", "demote", "end", "prefetch"]
+Action = Literal["retain", "pin", "unpin", "demote", "end", "prefetch", "expect"]
 
 _MOST_PREFETCHES = 16  # under way
 
@@ -55,13 +56,21 @@ class Advice:
         self._raising: list[_Raise] = []
 
     def apply(
-        self, action: Action, tokens: NDArray[np.int32], namespace: NamespaceLike, now_s: float, ttl_s: float | None
+        self,
+        action: Action,
+        tokens: NDArray[np.int32],
+        namespace: NamespaceLike,
+        now_s: float,
+        ttl_s: float | None = None,
+        next_use_s: float | None = None,
+        next_use_steps: float | None = None,
     ) -> Kept:
         """Applies one piece of advice on a prefix.
 
         retain: for `ttl_s` seconds. pin, unpin: without an end. demote: the device evicts it first. end: of a session:
         its retentions and pins end, and every tier evicts first what no other session has of it. prefetch: to the
-        device.
+        device. expect: it is used next in `next_use_s` seconds, or in `next_use_steps` steps; the device evicts first
+        what is used last.
 
         Args:
             action: what to do.
@@ -69,16 +78,17 @@ class Advice:
             namespace: its namespace.
             now_s: the time, by the clock of the engine's steps.
             ttl_s: for "retain" only.
+            next_use_s, next_use_steps: one of them, for "expect" only.
 
         Returns:
             The positions that it concerns (for a prefetch: that are on the device, or on their way), and those that
             are cached; for a prefetch, 0 and more than 0 means that too much else is under way.
 
         Raises:
-            BadArgument: `ttl_s` is out of range, missing, or not for this action.
+            BadArgument: `ttl_s` or when it is used next is out of range, missing, or not for this action.
             BadTokens: a token is out of range.
         """
-        self.check_ttl(action, ttl_s)
+        self.check(action, ttl_s, next_use_s, next_use_steps)
         cache = self._cache
         if action == "retain" and ttl_s is not None:
             return cache.retention.retain(tokens, now_s + ttl_s, namespace)
@@ -86,23 +96,36 @@ class Advice:
             return cache.retention.pin(tokens, namespace)
         if action == "prefetch":
             return self._prefetch(tokens, namespace)
-        if action == "unpin":
+        wait_s = cache.expected.wait(next_use_s, next_use_steps)
+        if wait_s is not None:
+            done = cache.expected.expect(tokens, now_s + wait_s, namespace)
+        elif action == "unpin":
             done = cache.retention.unpin(tokens, namespace)
         else:
             done = cache.demote(tokens, namespace, over=action == "end")
         return Kept(done, done)
 
-    def check_ttl(self, action: Action, ttl_s: float | None) -> None:
-        """Checks the time of a retention.
+    def check(
+        self,
+        action: Action,
+        ttl_s: float | None = None,
+        next_use_s: float | None = None,
+        next_use_steps: float | None = None,
+    ) -> None:
+        """Checks the times that an action needs.
 
         Raises:
-            BadArgument: it is out of range, missing, or not for this action.
+            BadArgument: one of them is out of range, missing, or not for this action.
         """
         if action != "retain":
             if ttl_s is not None:
                 raise BadArgument("ttl_s", ttl_s, f"left out for {action}")
         elif ttl_s is None or not LEAST_S <= ttl_s <= self._max_retain_s:
             raise BadArgument("ttl_s", ttl_s, f"seconds from {LEAST_S} to {self._max_retain_s:g} (max_retain_s)")
+        check_next_use(next_use_s, next_use_steps, self._max_retain_s)
+        if (action == "expect") != (next_use_s is not None or next_use_steps is not None):
+            allowed = "seconds, or next_use_steps" if action == "expect" else f"left out for {action}"
+            raise BadArgument("next_use_s", next_use_s, allowed)
 
     @property
     def busy(self) -> bool:

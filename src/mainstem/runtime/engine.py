@@ -384,26 +384,30 @@ class Engine:
         namespace: Namespace | str | None = None,
         *,
         ttl_s: float | None = None,
+        next_use_s: float | None = None,
+        next_use_steps: float | None = None,
     ) -> Kept:
-        """Tells the cache what will become of a prefix: retain, pin, unpin, demote, end, prefetch; see `Advice.apply`.
+        """Tells the cache what will become of a prefix: see `Advice.apply`.
 
         Args:
             action: what to do.
             tokens: the prefix, at least one token.
             namespace: as in a request; it may name an adapter.
             ttl_s: for "retain": how long.
+            next_use_s, next_use_steps: for "expect": when it is used next, one of them.
 
         Raises:
-            BadArgument: the namespace names an adapter that is not loaded, or `ttl_s` is out of range or not for this
+            BadArgument: the namespace names an adapter that is not loaded, or a time is out of range or not for this
                 action.
             BadTokens: a token is out of range, or there is none.
             EngineClosed: the engine is closed or has failed.
         """
         named = self._name_weights(namespace)[0]
-        self._advice.check_ttl(action, ttl_s)
+        times = {"ttl_s": ttl_s, "next_use_s": next_use_s, "next_use_steps": next_use_steps}
+        self._advice.check(action, **times)
         if not len(self._cache.tree.keys.encode(tokens)):
             raise BadTokens("the prefix is empty: must have at least one token")
-        arguments = {"action": action, "tokens": np.asarray(tokens, np.int32), "namespace": named, "ttl_s": ttl_s}
+        arguments = {"action": action, "tokens": np.asarray(tokens, np.int32), "namespace": named, **times}
         return self._ask(self._advise, **arguments)
 
     def publish_prefix(self, tokens: Sequence[int] | NDArray[np.int32]) -> int:
@@ -610,9 +614,9 @@ class Engine:
         return self._cache.remove(tokens, namespace)
 
     def _advise(
-        self, action: Action, tokens: NDArray[np.int32], namespace: Namespace | str | None, ttl_s: float | None
+        self, action: Action, tokens: NDArray[np.int32], namespace: Namespace | str | None, **times: float | None
     ) -> Kept:
-        return self._advice.apply(action, tokens, namespace, self._now_s, ttl_s)
+        return self._advice.apply(action, tokens, namespace, self._now_s, **times)
 
     def _add_public(self, tokens: NDArray[np.int32]) -> int:
         return self._public.add(tokens)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens
+from mainstem.expected import check_next_use
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.retention import LEAST_S, Kept
@@ -117,21 +118,30 @@ class Hints:
         one_shot: the answer will not be used again: nothing after the prompt stays in the cache.
         no_store: nothing that the request computes stays in the cache.
         prefixes: of the prompt, that a client marks.
+        next_use_s: seconds from its end to the next request that goes on from its prompt and answer; None: unknown.
+        next_use_steps: the same in steps of the workflow that it belongs to: 1 is the next step.
 
     Raises:
-        BadArgument: `retain_s` is below a millisecond, or nothing would be there to retain.
+        BadArgument: `retain_s` is below a millisecond, `next_use_s` or `next_use_steps` is negative or no number, both
+            are given, or there would be nothing to retain or to use.
     """
 
     retain_s: float | None = None
     one_shot: bool = False
     no_store: bool = False
     prefixes: tuple[Prefix, ...] = ()
+    next_use_s: float | None = None
+    next_use_steps: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the time."""
+        """Checks the times."""
         fits = self.retain_s is None or LEAST_S <= self.retain_s < float("inf")
         _require("retain_s", self.retain_s, fits, f"seconds, {LEAST_S} or more")
         _require("retain_s", self.retain_s, not (self.retain_s and self.no_store), "left out with no_store")
+        check_next_use(self.next_use_s, self.next_use_steps)
+        for name in ("next_use_s", "next_use_steps"):
+            value = getattr(self, name)
+            _require(name, value, not (self.no_store and value is not None), "left out with no_store")
 
     def kept(self, prompt: int, computed: int) -> int:
         """Returns how many of the positions computed stay in the cache, of a prompt of `prompt` tokens."""

@@ -302,6 +302,7 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.poll()
         self._cache.retention.poll(self._now_s)
+        self._cache.expected.poll(self._now_s)
         scheduled = self._schedule_running()
         scheduled += self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
@@ -757,9 +758,19 @@ class Scheduler:
         sequence.close()
         prefixes = sequence.settle(self._cache.retention, self._now_s, reason)
         self.totals.errors += error is not None
-        text = last.text + _flush(sequence)
         usage, stop = sequence.usage(self._clock(), prefixes), sequence.text.stop
+        if reason in ("stop", "length"):
+            self._follow(sequence, usage.duration_s)
+        text = last.text + _flush(sequence)
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
+
+    def _follow(self, sequence: Sequence, took_s: float) -> None:
+        """Says when prompt and answer of a request that has ended are used next, if it knows."""
+        hints, expected = sequence.request.hints, self._cache.expected
+        expected.observe(took_s)
+        wait_s = expected.wait(hints.next_use_s, hints.next_use_steps)
+        if wait_s is not None:
+            expected.expect(sequence.key, self._now_s + wait_s, sequence.request.namespace)
 
 
 def _flush(sequence: Sequence) -> str:

@@ -531,7 +531,7 @@ class _Service:
         ask, prefixes, namespace = await self._parsed(http, parse)
         advised = []
         for tokens in prefixes:
-            advise = partial(self._engine.advise, ask.action, tokens, namespace, ttl_s=ask.ttl_s)
+            advise = partial(self._engine.advise, ask.action, tokens, namespace, **ask.times())
             advised.append(await anyio.to_thread.run_sync(advise))
         kept = max(advised, key=lambda each: (each.positions, each.cached))
         if kept.positions == 0:

@@ -83,11 +83,19 @@ class RemoveRequest(Named, kw_only=True, forbid_unknown_fields=True):
 class HintRequest(Named, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/cache/hints: exactly one of `prompt` and `messages`.
 
-    `action`: what will become of the prefix. `ttl_s`: for "retain": for how many seconds.
+    `action`: what will become of the prefix. `ttl_s`: for "retain": for how many seconds. `next_use_s` or
+    `next_use_steps`: for "expect": when it is used next.
     """
 
-    action: Literal["retain", "pin", "unpin", "demote", "end", "prefetch"]
+    action: Literal["retain", "pin", "unpin", "demote", "end", "prefetch", "expect"]
     ttl_s: float | None = None
+    next_use_s: float | None = None
+    next_use_steps: float | None = None
+
+    def times(self) -> dict[str, float]:
+        """Returns the times that are given, by name."""
+        times = {"ttl_s": self.ttl_s, "next_use_s": self.next_use_s, "next_use_steps": self.next_use_steps}
+        return {name: time for name, time in times.items() if time is not None}
 
 
 def parse_hint(body: bytes) -> HintRequest:

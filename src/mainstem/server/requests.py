@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mainstem.errors import BadArgument
+from mainstem.expected import check_next_use
 from mainstem.retention import LEAST_S
 from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Hints
@@ -56,6 +57,8 @@ class CacheHints(Struct, forbid_unknown_fields=True):
     retain_s: float | None = None
     one_shot: bool | None = None
     no_store: bool | None = None
+    next_use_s: float | None = None
+    next_use_steps: float | None = None
 
 
 class _Request(Structured, kw_only=True):
@@ -110,7 +113,13 @@ class _Request(Structured, kw_only=True):
             raise BadArgument(name, given.retain_s, f"seconds from {LEAST_S} to {longest_s:g} (max_retain_s)")
         if given.retain_s is not None and given.no_store:
             raise BadArgument(name, given.retain_s, "left out with cache_hints.no_store")
-        return Hints(given.retain_s, bool(given.one_shot), bool(given.no_store))
+        check_next_use(given.next_use_s, given.next_use_steps, longest_s, "cache_hints.")
+        for name in ("next_use_s", "next_use_steps"):
+            value = getattr(given, name)
+            if value is not None and given.no_store:
+                raise BadArgument(f"cache_hints.{name}", value, "left out with cache_hints.no_store")
+        steps = (given.next_use_s, given.next_use_steps)
+        return Hints(given.retain_s, bool(given.one_shot), bool(given.no_store), *steps)
 
     def marks(self) -> list[Mark]:
         """Returns the places in the prompt that count as breakpoints, in its order."""

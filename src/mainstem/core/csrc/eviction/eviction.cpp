@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "eviction/foresight.h"
+
 namespace mainstem {
 
 namespace {
@@ -47,7 +49,7 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
 }
 
 std::size_t Eviction::bytes() const {
-  std::size_t total = standings_.bytes() + names_.bytes();
+  std::size_t total = standings_.bytes() + names_.bytes() + (expected_ ? expected_->bytes() : 0);
   for (const Order& order : orders_)
     total += order.bytes();
   for (const auto& replacement : replacements_)
@@ -109,7 +111,7 @@ bool Eviction::goes_first(Index node, std::size_t column) const {
   return row.per_page() && nodes_[node].start < cells_.first_needed(node, column);
 }
 
-// Policies that remember, and shares, have functions of their own, so that the others do not pay for them.
+// Policies that remember, shares and advice have functions of their own, so that the others do not pay for them.
 inline void Eviction::put(Index node, std::size_t column) {
   if (!has_one_order_) [[unlikely]]
     put_in_queue(node, column);
@@ -126,16 +128,18 @@ inline void Eviction::drop(Index node, std::size_t column) {
 
 [[gnu::noinline]] void Eviction::put_in_queue(Index node, std::size_t column) {
   const Node& n = nodes_[node];
+  if (shares_) shares_->put(node, column, rank_of(node, column, n.accessed), n.start);
+  if (expected_ && Foresight(*this).offer(node, column)) return;
   const Place place = place_of(node, column, n.accessed);
   const std::uint32_t before = queues(column).queue(node);
   if (before < queue_count_ && before != place.queue) order(column, before).remove(node);
   order(column, place.queue).put(node, place.rank, n.start);
   if (replacement(column)) replacement(column)->offered(node);
-  if (shares_) shares_->put(node, column, rank_of(node, column, n.accessed), n.start);
 }
 
 [[gnu::noinline]] void Eviction::drop_from_queue(Index node, std::size_t column) {
   if (shares_) shares_->remove(node, column);
+  if (expected_ && column == kAdvised) expected_->drop(node);
   const std::uint32_t queue = queues(column).queue(node);
   if (queue == queue_count_) return;
   order(column, queue).remove(node);
@@ -159,11 +163,13 @@ void Eviction::touch(Index node, std::uint64_t tick) {
 // ---------------------------------------------------------------- nodes come, go, are split and joined
 
 void Eviction::reserve(std::size_t nodes) {
+  room_ = nodes;
   if (has_standings_) standings_.resize(nodes * cells_.columns);
   for (Order& order : orders_)
     order.reserve(nodes);
-  if (remembers_) names_.resize(nodes);
+  if (listens()) names_.resize(nodes);
   if (shares_) shares_->reserve(nodes);
+  if (expected_) expected_->reserve(nodes);
   for (const auto& replacement : replacements_)
     if (replacement) replacement->reserve(nodes);
 }
@@ -174,7 +180,8 @@ void Eviction::made(Index node, std::int32_t priority) noexcept {
     n.priority = priority;
     n.created = n.accessed = tick_;
   }
-  if (remembers_) names_[node] = name_of(n);
+  if (listens()) names_[node] = name_of(n);
+  if (expected_) expected_->forget(node);
 }
 
 std::uint64_t Eviction::name_of(const Node& n) const {
@@ -188,13 +195,15 @@ void Eviction::renew(Index node, std::int32_t priority) noexcept {
   n.priority = priority;
   n.forked = false;
   n.demoted = 0;
+  if (expected_) expected_->forget(node);
 }
 
 // The upper half is new. A window's cell in it is worth something only if the window that ends at the lower half
 // reaches that far.
 void Eviction::split(Index upper, Index lower) noexcept {
   const Node& n = nodes_[lower];
-  if (remembers_) names_[upper] = PageName::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
+  if (listens()) names_[upper] = PageName::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
+  if (expected_) expected_->forget(upper);
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     if (cells_.component(column).per_page()) {
       if (has_standings_) {
@@ -213,6 +222,7 @@ bool Eviction::may_join(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
   if (!ranks_itself() || u.hits != l.hits || u.priority != l.priority || u.demoted != l.demoted) return false;
+  if (expected_ && expected_->holds(upper)) return false;  // what is expected of the lower holds for the upper, too
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     if (!cells_.cell(upper, column).present()) continue;
     if (cells_.component(column).begins_late() && (standing(upper, column).worth || standing(lower, column).worth))
@@ -277,6 +287,7 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
     n.forked = n.forked && !cells_.empty_of(node, cells_.component_index(column));
   if (was_present && cells_.component(column).weighs) restore_above(node, column);
   const Index parent = n.parent;
+  if (expected_ && column == kAdvised) Foresight(*this).gone(node, was_present);
   refresh(node, column);
   refresh(parent, column);
   // Using a child uses its parent. An insertion after a node does not mark all nodes above: that would cost O(depth),
@@ -285,9 +296,12 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
 }
 
 void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcept {
-  if (!remembers_) return;
+  if (!listens()) return;
   const std::size_t column = cells_.column_of(0, tier);
-  if (cells_.cell(node, column).present()) replacements_[column]->gone(node, pages);
+  if (cells_.cell(node, column).present()) {
+    if (remembers_) replacements_[column]->gone(node, pages);
+    if (expected_ && column == kAdvised) Foresight(*this).trim(node, pages);
+  }
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
   names_[node] = PageName::above(names_[node], n.key.data() + kept, pages, nodes_.page_bytes);
@@ -299,10 +313,11 @@ void Eviction::asked(std::string_view ns, const Walk& path, Bytes key) noexcept 
   const Index deepest = path.empty() ? kNone : path.back().node;
   key = key.first(key.size() / nodes_.page_bytes * nodes_.page_bytes);
   const std::uint64_t root = root_name(ns);
-  for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier)
+  if (expected_) Foresight(*this).ask(ns, deepest, root, key);
+  for (std::uint32_t tier = 0; remembers_ && tier < cells_.tiers; ++tier)
     replacement(cells_.column_of(0, tier))->asked(root, deepest, key);
   for (const Step& step : path)
-    for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
+    for (std::uint32_t tier = 0; remembers_ && tier < cells_.tiers; ++tier) {
       const std::size_t column = cells_.column_of(0, tier);
       if (cells_.cell(step.node, column).present()) replacement(column)->used(step.node);
     }
@@ -314,6 +329,7 @@ void Eviction::found(const Walk& path) noexcept {
     ++n.hits;
     n.accessed = tick_;
     n.demoted = 0;
+    if (expected_) expected_->used(step.node);
     if (!cells_.single_cell || &step == &path.back()) touch(step.node, tick_);  // otherwise inner nodes have no rank
   }
 }
@@ -321,6 +337,7 @@ void Eviction::found(const Walk& path) noexcept {
 void Eviction::visited(Index node, std::int32_t priority) noexcept {
   nodes_[node].priority = std::max(nodes_[node].priority, priority);
   nodes_[node].demoted = 0;
+  if (expected_) expected_->used(node);
   touch(node, tick_);
 }
 
@@ -460,20 +477,29 @@ void Eviction::reassess(std::size_t column) {
 
 // ---------------------------------------------------------------- what goes next
 
+void Eviction::expect(Index node, Account account, double now, double due) {
+  if (!cells_.component(0).leaf_only()) return;
+  has_one_order_ = false;
+  Foresight(*this).expect(node, account, now, due);
+}
+
 Index Eviction::victim(std::size_t column, OwnerId owner, std::uint64_t want) {
-  if (cells_.component(column).weighs) reassess(column);
-  if (!shares_) return choose(column);
+  const auto by_policy = [&] { return expected_ && column == kAdvised ? Foresight(*this).choose() : choose(column); };
+  if (!shares_) return by_policy();
   if (!ranks_itself() && unranked(column) != kNone) return kNone;
-  return shares_->victim(column, owner, want, [&] { return choose(column); });
+  if (cells_.component(column).weighs) reassess(column);
+  return shares_->victim(column, owner, want, by_policy);
 }
 
 std::uint64_t Eviction::at_once(Index node, std::size_t column, std::uint64_t want, OwnerId owner) const {
+  if (expected_ && column == kAdvised) want = std::min(want, expected_->at_once(node));
   if (replacement(column)) want = std::min(want, replacement(column)->at_once(node));
   return shares_ ? shares_->at_once(node, column, want, owner) : want;
 }
 
-// The victim after all nodes that get a second chance.
+// The policy's victim, after all nodes that get a second chance.
 Index Eviction::choose(std::size_t column) {
+  if (cells_.component(column).weighs) reassess(column);
   if (!remembers_) {
     const Order& order = orders_[column];
     return order.empty() || (!ranks_itself() && order.rank(order.top()).major == kUnranked) ? kNone : order.top();
@@ -481,7 +507,8 @@ Index Eviction::choose(std::size_t column) {
   const Queues candidates = queues(column);
   if (candidates.empty()) return kNone;
   Replacement* const at = replacement(column);
-  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), column))) return candidates.top();
+  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), column)))
+    return !ranks_itself() && unranked(column) != kNone ? kNone : candidates.top();
   for (;;) {
     const Index node = at->victim(candidates);
     if (!at->spares(node)) return node;
@@ -539,6 +566,7 @@ void Eviction::check() const {
     for (std::uint32_t queue = 0; replacement(column) && queue < kQueues; ++queue)
       if (pages[queue] != replacement(column)->size(queue)) broken(kNone, "the pages of each queue are counted");
     if (shares_ && !shares_->sound(column)) broken(kNone, "the orders of owners are heaps");
+    if (expected_ && !expected_->sound()) broken(kNone, "the order of what is expected is a heap");
     if (!queues(column).sound() || queues(column).size() != candidates) broken(kNone, "the order is a heap");
   }
 }
@@ -547,7 +575,12 @@ void Eviction::check_node(Index node) const {
   const Node& n = nodes_[node];
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     const Queues order = queues(column);
-    const bool candidate = cells_.candidate(node, column);
+    const bool said = column == kAdvised && expected_ && expected_->holds(node) && !goes_first(node, column);
+    const bool withdrawn = column == kAdvised && expected_ && expected_->withdrawn(node);
+    if (column == kAdvised && expected_ && expected_->offered(node) != (said && cells_.candidate(node, column)))
+      broken(node, "exactly what is expected and can be evicted is in that order");
+    if (withdrawn && !said) broken(node, "only what is expected is withdrawn");
+    const bool candidate = cells_.candidate(node, column) && !withdrawn;
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
       broken(node, "the policy knows the candidates");
@@ -559,7 +592,7 @@ void Eviction::check_node(Index node) const {
     if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }
-  if (remembers_ && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");
+  if (listens() && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");
 }
 
 }  // namespace mainstem

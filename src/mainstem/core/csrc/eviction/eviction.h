@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "eviction/expected.h"
 #include "eviction/order.h"
 #include "eviction/policy.h"
 #include "eviction/share_order.h"
@@ -36,6 +37,9 @@ struct Standing {
   std::uint8_t uses = 0;    // of a state: matches that ended here, as far as they can be counted
 };
 
+// Advice on the next use orders the pages of full attention on the device.
+inline constexpr std::size_t kAdvised = 0;
+
 class Eviction {
  public:
   Eviction(Structure& nodes, const Residency& cells, std::string_view policy, double symbol_tokens,
@@ -45,6 +49,7 @@ class Eviction {
 
   bool ranks_itself() const { return policy_.rank != nullptr; }  // false: ranks come from outside
   bool remembers() const { return remembers_; }
+  bool listens() const { return remembers_ || expected_; }  // asked() wants to know
   bool has_standings() const { return has_standings_; }
   void advance() { ++tick_; }  // a match or an insertion begins
 
@@ -81,6 +86,12 @@ class Eviction {
   void in_use(Index node, std::uint32_t tier) noexcept;       // a lock has kept it until now
   // It goes first on the first `tiers` tiers, until it is found or visited.
   void demote(Index node, std::uint32_t tiers) noexcept;
+  // Somebody expects it to be used next at `due`, see expected.h. From the first time on, nodes have names.
+  void expect(Index node, Account account, double now, double due);
+  void tell_time(double now) {
+    if (expected_) expected_->tell_time(now);
+  }
+  const Expected* expected() const { return expected_.get(); }
 
   // ---- what goes next
   // For whom room is made, and for how many ids, matters only with shares. Owners beyond their maxima give way first,
@@ -111,6 +122,7 @@ class Eviction {
 
  private:
   friend struct Probe;
+  friend class Foresight;
 
   std::uint64_t name_of(const Node& node) const;  // from the one above
   // The rank and the place of a node as if it had last been used at `accessed`.
@@ -151,13 +163,15 @@ class Eviction {
   const bool has_standings_;  // there are windows or states
   bool has_one_order_;        // of each column: nothing else is to be kept up to date
   std::uint64_t tick_ = 0;
+  std::size_t room_ = 0;       // nodes that there is memory for
   std::vector<Order> orders_;  // by queue, then by column
   std::uint32_t queue_count_ = 1;
   Array<Standing> standings_;                               // by node, then by column
   std::vector<double> inflation_;                           // by column: follows the worth of evicted states
-  Array<std::uint64_t> names_;                              // by node, where the policy remembers
+  Array<std::uint64_t> names_;                              // by node, where the policy remembers, or advice is given
   std::vector<std::unique_ptr<Replacement>> replacements_;  // by column; null: ranks
   std::unique_ptr<ShareOrders> shares_;                     // none: owners have no shares
+  std::unique_ptr<Expected> expected_;                      // null: nobody has given advice
 };
 
 }  // namespace mainstem

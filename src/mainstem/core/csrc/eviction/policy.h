@@ -21,6 +21,8 @@ struct Policy {
   // The rank of a node last used at `used`; slru protects nodes with at least `protected_hits` hits. Null: ranks are
   // external, see Tree::waiting().
   Rank (*rank)(const Node&, std::uint64_t used, std::uint32_t protected_hits);
+  // Whether what is evicted and comes back finds the place that it would have had. Not if the policy counts uses.
+  bool keeps_order = false;
   // For the first component; the others use the rank.
   std::unique_ptr<Replacement> (*make)(const Surroundings&) = nullptr;
 };
@@ -37,24 +39,24 @@ std::unique_ptr<Replacement> make(const Surroundings& around) {
 
 // clang-format off
 inline constexpr Policy kPolicies[] = {
-    {"lru",      by_recency},
+    {"lru",      by_recency, true},
     {"lfu",      [](const Node& n, auto used, auto) { return Rank{number(n.hits), number(used)}; }},
-    {"fifo",     [](const Node& n, auto, auto) { return Rank{number(n.created), 0}; }},
-    {"mru",      [](const Node&, auto used, auto) { return Rank{-number(used), 0}; }},
-    {"filo",     [](const Node& n, auto, auto) { return Rank{-number(n.created), 0}; }},
+    {"fifo",     [](const Node& n, auto, auto) { return Rank{number(n.created), 0}; }, true},
+    {"mru",      [](const Node&, auto used, auto) { return Rank{-number(used), 0}; }, true},
+    {"filo",     [](const Node& n, auto, auto) { return Rank{-number(n.created), 0}; }, true},
     {"slru",     [](const Node& n, auto used, auto hits) { return Rank{n.hits >= hits ? 1.0 : 0.0, number(used)}; }},
-    {"priority", [](const Node& n, auto used, auto) { return Rank{static_cast<double>(n.priority), number(used)}; }},
+    {"priority", [](const Node& n, auto used, auto) { return Rank{static_cast<double>(n.priority), number(used)}; }, true},
     // LengthAwareCache: like lfu, but later positions first (Qin et al., "Mooncake", arXiv:2407.00079).
     {"length-aware", [](const Node& n, auto, auto) { return Rank{number(n.hits), -number(n.start)}; }},
-    {"lru-2",      by_recency, make<Lru2>},
-    {"2q",         by_recency, make<TwoQueues>},
-    {"arc",        by_recency, make<Arc>},
-    {"s3-fifo",    by_recency, make<S3Fifo>},
-    {"sieve",      by_recency, make<Sieve>},
-    {"w-tinylfu",  by_recency, make<WTinyLfu>},
-    {"gdsf",       by_recency, make<Gdsf>},
-    {"flop-aware", by_recency, make<FlopAware>},
-    {"gittins",    by_recency, make<Gittins>},
+    {"lru-2",      by_recency, false, make<Lru2>},
+    {"2q",         by_recency, false, make<TwoQueues>},
+    {"arc",        by_recency, false, make<Arc>},
+    {"s3-fifo",    by_recency, false, make<S3Fifo>},
+    {"sieve",      by_recency, false, make<Sieve>},
+    {"w-tinylfu",  by_recency, false, make<WTinyLfu>},
+    {"gdsf",       by_recency, false, make<Gdsf>},
+    {"flop-aware", by_recency, false, make<FlopAware>},
+    {"gittins",    by_recency, false, make<Gittins>},
     {"external", nullptr},
 };
 // clang-format on

@@ -163,7 +163,7 @@ class ShareOrders {
     const Index own = order.top(asker);
     if (order.spare().empty() || (own != kNone && owners().beyond_maximum(asker, column, want))) return own;
     const Index first = by_policy();
-    return order.spare().contains(owners().of(first)) ? first : order.top(order.spare().top());
+    return first != kNone && order.spare().contains(owners().of(first)) ? first : order.top(order.spare().top());
   }
   // How many of `want` ids to take from a victim.
   std::uint64_t at_once(Index node, std::size_t column, std::uint64_t want, OwnerId asker) const {
@@ -176,7 +176,7 @@ class ShareOrders {
   // An owner that has more than its maximum, and how many ids of that can be evicted; 0: there is none.
   std::pair<OwnerId, std::uint64_t> beyond_maximum(std::size_t column) const {
     const Order& over = orders_[column].over();
-    if (over.empty()) return {kNobody, 0};
+    if (over.empty()) return {kNoOwner, 0};
     const OwnerId owner = over.top();
     return {owner, std::min(owners().beyond_maximum(owner, column), owners().evictable(owner, column))};
   }

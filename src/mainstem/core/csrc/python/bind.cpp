@@ -324,6 +324,18 @@ NB_MODULE(_core, m) {
           "until "
           "it is used again. Returns its nodes.")
       .def(
+          "expect",
+          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, nb::handle account, double now, double due) {
+            return t.expect(view(ns), View(key).bytes(),
+                            static_cast<Account>(integer(account, "account", 1, kAccounts - 1)), now, due);
+          },
+          "ns"_a, "key"_a, "account"_a, "now"_a, "due"_a,
+          nb::sig("def expect(self, ns: bytes, key: bytes, account: int, now: float, due: float) -> int"),
+          "The sequence that begins with a key is expected to be used next at `due`; it is `now`, by any clock that "
+          "never goes back. "
+          "`account`: who says so. Returns the pages of the key that are there.")
+      .def("tell_time", &Tree::tell_time, "now"_a, "The time, by the clock of expect().")
+      .def(
           "path",
           [](const Tree& t, const nb::bytes& ns, const nb::bytes& key) { return t.path(view(ns), View(key).bytes()); },
           "ns"_a, "key"_a, "The nodes along a key, from the top, as far as the tree has whole ones.")

@@ -22,7 +22,7 @@
 namespace mainstem {
 
 using OwnerId = std::uint32_t;
-constexpr OwnerId kNobody = 0, kEverybody = ~OwnerId{0};  // the second asks for room whatever the shares are
+constexpr OwnerId kNoOwner = 0, kEverybody = ~OwnerId{0};  // the second asks for room whatever the shares are
 
 struct CellCounts {  // in ids
   std::uint64_t present = 0, locked = 0, in_flight = 0;
@@ -79,7 +79,7 @@ class Owners {
   // The number of a namespace's owner, which is known from now on while it has nodes.
   OwnerId enter(std::string_view ns) {
     const std::string name(owner_of(ns));
-    const auto [at, added] = numbers_.try_emplace(name, kNobody);
+    const auto [at, added] = numbers_.try_emplace(name, kNoOwner);
     if (!added) return at->second;
     try {
       if (free_.empty()) {
@@ -97,9 +97,9 @@ class Owners {
       throw;
     }
   }
-  OwnerId find(std::string_view ns) const {  // kNobody: it has nothing
+  OwnerId find(std::string_view ns) const {  // kNoOwner: it has nothing
     const auto at = numbers_.find(std::string(owner_of(ns)));
-    return at == numbers_.end() ? kNobody : at->second;
+    return at == numbers_.end() ? kNoOwner : at->second;
   }
   std::size_t size() const { return accounts_.size(); }
   const std::string& name(OwnerId owner) const { return accounts_[owner].name; }
@@ -111,16 +111,16 @@ class Owners {
   }
 
   // ---- nodes
-  void reserve(std::size_t nodes) { owner_.resize(nodes, kNobody); }
+  void reserve(std::size_t nodes) { owner_.resize(nodes, kNoOwner); }
   OwnerId of(std::uint32_t node) const { return owner_[node]; }
   void own(std::uint32_t node, OwnerId owner) noexcept {
     owner_[node] = owner;
     ++accounts_[owner].nodes;
   }
   void disown(std::uint32_t node) noexcept {
-    const OwnerId owner = std::exchange(owner_[node], kNobody);
+    const OwnerId owner = std::exchange(owner_[node], kNoOwner);
     Account& account = accounts_[owner];
-    if (--account.nodes || account.stays || owner == kNobody) return;
+    if (--account.nodes || account.stays || owner == kNoOwner) return;
     numbers_.erase(account.name);
     free_.push_back(owner);  // there is room: it had a number
   }

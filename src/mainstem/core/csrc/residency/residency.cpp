@@ -284,7 +284,7 @@ void Residency::share_out(Shares others, const std::map<std::string, Shares>& na
   for (Index node = 1; node < nodes_.nodes().size(); ++node) {
     const Node& n = nodes_[node];
     if (!n.live) continue;
-    owners->own(node, n.removed ? kNobody : owners->enter(text(nodes_[nodes_.root_of(node)].key)));
+    owners->own(node, n.removed ? kNoOwner : owners->enter(text(nodes_[nodes_.root_of(node)].key)));
     for (std::size_t column = 0; column < columns; ++column)
       owners->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), +1); });
   }
@@ -296,7 +296,7 @@ void Residency::disown(Index node) noexcept {
   for (std::size_t column = 0; column < columns; ++column)
     owners_->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), -1); });
   owners_->disown(node);
-  owners_->own(node, kNobody);
+  owners_->own(node, kNoOwner);
   for (std::size_t column = 0; column < columns; ++column)
     owners_->count(node, column, [&](CellCounts& counts) { counts.add(cell(node, column), +1); });
 }
@@ -481,7 +481,7 @@ void Residency::check_owners(std::size_t column) const {
     const Node& n = nodes_[node];
     if (!n.live) continue;
     const OwnerId owner = owners_->of(node);
-    if (owner != (n.removed ? kNobody : owners_->find(text(nodes_[nodes_.root_of(node)].key))))
+    if (owner != (n.removed ? kNoOwner : owners_->find(text(nodes_[nodes_.root_of(node)].key))))
       broken(node, "a node has the owner of its namespace, or nobody once it is removed");
     sums[owner].add(cell(node, column), +1);
   }
@@ -490,7 +490,7 @@ void Residency::check_owners(std::size_t column) const {
     const std::uint64_t evictable = sums[owner].present - sums[owner].locked;
     available += std::min(evictable, owners_->beyond_guarantee(owner, column));
   }
-  if (available != owners_->available(kNobody, column)) broken(kNone, "what owners yield to others adds up");
+  if (available != owners_->available(kNoOwner, column)) broken(kNone, "what owners yield to others adds up");
 }
 
 }  // namespace mainstem

@@ -132,8 +132,8 @@ class Residency {
   // ---- owners, where each has its share
   void share_out(Shares others, const std::map<std::string, Shares>& named);
   const Owners* owners() const { return owners_.get(); }
-  OwnerId enter(std::string_view ns) { return owners_ ? owners_->enter(ns) : kNobody; }
-  OwnerId find_owner(std::string_view ns) const { return owners_ ? owners_->find(ns) : kNobody; }
+  OwnerId enter(std::string_view ns) { return owners_ ? owners_->enter(ns) : kNoOwner; }
+  OwnerId find_owner(std::string_view ns) const { return owners_ ? owners_->find(ns) : kNoOwner; }
   void own(Index node, OwnerId owner) noexcept {
     if (owners_) [[unlikely]]
       owners_->own(node, owner);

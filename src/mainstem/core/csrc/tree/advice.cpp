@@ -1,5 +1,6 @@
 // Advice: what somebody knows of the future. A retained prefix is locked until the caller, who knows the time, ends
-// that; the tree counts what retentions keep, so that it can be bounded. A demoted prefix is evicted first.
+// that; the tree counts what retentions keep, so that it can be bounded. A demoted prefix is evicted first. When one is
+// expected to be used next is weighed against the policy, see eviction/expected.h.
 #include <algorithm>
 
 #include "tree/tree.h"
@@ -114,6 +115,19 @@ std::vector<Handle> Tree::demote(std::string_view ns, Bytes key, std::uint32_t t
   for (const Handle at : demoted)  // nothing below can fail
     eviction_.demote(nodes_.resolve(at), tiers);
   return demoted;
+}
+
+std::uint32_t Tree::expect(std::string_view ns, Bytes key, Account account, double now, double due) {
+  require(account > kNobody && account < kAccounts, "account", account, "1 to 254");
+  const std::uint32_t pages = nodes_.whole_pages(key);
+  nodes_.walk(nodes_.find_root(ns), key, pages, &path_, {});
+  if (path_.empty()) return 0;
+  Index node = path_.back().node;
+  const std::uint32_t found = nodes_[node].start + path_.back().pages;
+  while (found == pages && nodes_[node].children() == 1)
+    node = nodes_[node].first_child;
+  eviction_.expect(node, account, now, due);
+  return found;
 }
 
 std::vector<Handle> Tree::path(std::string_view ns, Bytes key) const {

@@ -56,7 +56,7 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   ++counters_.match_calls;
   counters_.queried_symbols += key.size() / nodes_.symbol_bytes;
   if (root == kNone) {
-    if (eviction_.remembers()) eviction_.asked(ns, path_, key);
+    if (eviction_.listens()) eviction_.asked(ns, path_, key);
     return {};
   }
   const Reach reach = cells_.reach(path_);
@@ -64,7 +64,7 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   MatchResult result{PeekResult(reach, cells_.tiers)};
   result.pending_pages = reach.pending;
   const Index deepest = end_at(&path_, result.pages + result.host_pages);
-  if (eviction_.remembers()) eviction_.asked(ns, path_, key);
+  if (eviction_.listens()) eviction_.asked(ns, path_, key);
   eviction_.found(path_);
   const Index node = end_at(&path_, result.pages);
   if (parts && node != kNone) nodes_[node].forked = true;

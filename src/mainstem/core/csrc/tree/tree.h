@@ -95,7 +95,9 @@ struct PathSpan {
   COUNT(evictable_pages, "Pages present that repeated eviction frees.") \
   COUNT(in_flight_pages, "Pages whose transfer has not ended.")         \
   COUNT(nodes, "Nodes, without roots.")                                 \
-  COUNT(namespaces, "Roots.")
+  COUNT(namespaces, "Roots.")                                           \
+  COUNT(advice_won, "Pages found because advice was followed.")         \
+  COUNT(advice_lost, "Pages missed because advice was followed.")
 MAINSTEM_COUNTERS(TreeStats, TreeCounters, MAINSTEM_TREE_STATS);
 
 class Tree : private TreeShape {
@@ -147,6 +149,11 @@ class Tree : private TreeShape {
   // What begins with a key, and of the key what no other sequence has, is evicted first on the first `tiers` tiers,
   // until it is used again. Returns its nodes; none where the tree has less of the key and others go on from there.
   std::vector<Handle> demote(std::string_view ns, Bytes key, std::uint32_t tiers);
+  // The sequence that begins with a key, as far as the tree has it, is expected to be used next at `due`, by a clock
+  // that never goes back; the latest advice counts, until it is used. `account`: who says so, and answers for it.
+  // Returns the pages of the key that are there.
+  std::uint32_t expect(std::string_view ns, Bytes key, Account account, double now, double due);
+  void tell_time(double now) { eviction_.tell_time(now); }
   // The nodes along a key, from the top, as far as the tree has whole ones.
   std::vector<Handle> path(std::string_view ns, Bytes key) const;
 

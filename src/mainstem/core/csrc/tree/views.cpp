@@ -119,6 +119,10 @@ TreeStats Tree::stats() const {
   stats.in_flight_pages = pages.in_flight;
   stats.nodes = nodes_.size();
   stats.namespaces = nodes_.roots();
+  if (const Expected* expected = eviction_.expected()) {
+    stats.advice_won = expected->ledger.won();
+    stats.advice_lost = expected->ledger.lost();
+  }
   return stats;
 }
 
@@ -164,7 +168,7 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
 std::vector<CellCounts> Tree::owned(std::string_view ns) const {
   std::vector<CellCounts> counts(cells_.columns);
   const OwnerId owner = cells_.find_owner(ns);
-  for (std::size_t column = 0; owner != kNobody && column < cells_.columns; ++column)
+  for (std::size_t column = 0; owner != kNoOwner && column < cells_.columns; ++column)
     counts[column] = cells_.owners()->counts(owner, column);
   return counts;
 }

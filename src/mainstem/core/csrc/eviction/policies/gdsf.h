@@ -28,13 +28,17 @@ class Gdsf final : public Remembering<GdsfRecord> {
     GdsfRecord& record = records_[index];
     record.worth = inflation_ + ++record.uses * page_cost(node(index), around_);
   }
+  Index victim(const Queues& queues) override {
+    lowest_ = records_[queues.top()].worth;
+    return queues.top();
+  }
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
-    inflation_ = std::max(inflation_, records_[index].worth);
+    inflation_ = std::max(inflation_, std::min(lowest_, records_[index].worth));  // others may have chosen it
   }
 
  private:
-  double inflation_ = 0;
+  double inflation_ = 0, lowest_ = 0;
 };
 
 }  // namespace mainstem

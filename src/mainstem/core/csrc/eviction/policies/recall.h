@@ -68,6 +68,12 @@ class Recall {
     while (size_ > limit)
       forget_oldest(Ignore());
   }
+  // Drops at most so many of the oldest entries, as long as they fit, and passes them to `forgotten`.
+  template <class Fits, class Forgotten>
+  void drop_oldest(std::size_t most, Fits fits, Forgotten forgotten) noexcept {
+    for (; most > 0 && size_ && fits(entry_at(first_)); --most)
+      forget_oldest(forgotten);
+  }
   // Visits all entries, the oldest first.
   template <class Each>
   void each(Each each) const {

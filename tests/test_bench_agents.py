@@ -1,0 +1,99 @@
+"""The benchmark of agents: its workloads are what they say, and its sums are right."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import agents
+from bench.report import Report
+from mainstem.replay.trace import Batch, Trace
+
+SMALL = replace(agents.QUICK, jobs=10, percents=(10,))
+
+
+def jobs_of(name: str, count: int = 10) -> list[agents.Job]:
+    return list(agents.WORKLOADS[name](random.Random(1), count))
+
+
+@pytest.mark.parametrize("name", agents.WORKLOADS)
+def test_every_request_goes_on_from_an_earlier_one_or_begins_anew(name: str) -> None:
+    jobs = jobs_of(name)
+    assert [job.start_s for job in jobs] == sorted(job.start_s for job in jobs)
+    for job in jobs:
+        before: list[tuple[int, ...]] = []
+        for at, stage in enumerate(job.stages):
+            for call in stage:
+                goes_on = [whole for whole in before if call.prompt[: len(whole)] == whole]
+                assert goes_on or at == 0 or name in ("tree", "workflow")
+                assert call.next_s is None or call.next_steps is None
+            before += [call.whole for call in stage]
+    assert [job.stages[0][0].prompt for job in jobs_of(name)] == [job.stages[0][0].prompt for job in jobs]
+
+
+def test_an_agent_of_a_workflow_goes_on_from_its_own_last_turn_after_five_steps() -> None:
+    (job,) = jobs_of("workflow", 1)
+    calls = [stage[0] for stage in job.stages]
+    assert len(calls) == 20 and [call.next_steps for call in calls] == [5.0] * 15 + [None] * 5
+    for first, second in zip(calls, calls[5:], strict=False):
+        assert second.prompt[: len(first.whole)] == first.whole
+
+
+def test_a_cell_always_has_the_same_result_and_hits_are_those_of_the_cache() -> None:
+    jobs = jobs_of("react")
+    calls = [call for job in jobs for stage in job.stages for call in stage]
+    runs = [agents.serve(SMALL, jobs, 5000, "lru", agents.hinted(calls)) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert len(runs[0].calls) == len(calls) and len(runs[0].jobs_s) == len(jobs)
+    first = {id(job.stages[0][0]) for job in jobs}
+    alone = [hit for call, hit in runs[0].calls if id(call) not in first]
+    assert all(alone)  # with room for all, each step finds the one before
+    slower = agents.serve(SMALL, jobs, max(len(call.whole) for call in calls) + 2, "lru", {})
+    assert slower.hit_rate < runs[0].hit_rate and sum(slower.jobs_s) > sum(runs[0].jobs_s)
+    assert 0 < runs[0].saved(SMALL) < 100
+
+
+def test_wrong_hints_are_those_of_others_or_the_reverse() -> None:
+    calls = [agents.Call((1, 2), 1, next_s=seconds) for seconds in (1.0, 60.0, 86_400.0)]
+    assert [hints.next_use_s for hints in agents.hinted(calls).values()] == [1.0, 60.0, 86_400.0]
+    assert sorted(hints.next_use_s or 0 for hints in agents.shuffled(calls, 1).values()) == [1.0, 60.0, 86_400.0]
+    wrong = [hints.next_use_s or 0 for hints in agents.inverted(calls).values()]
+    assert wrong == sorted(wrong, reverse=True)
+
+
+def test_recorded_requests_keep_their_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "some.mstrace"
+    Trace.of(Batch.of([[7, 8], [9], [7, 8, 10]])).save(path)
+    jobs = agents.recorded(str(path), 2, 0)
+    assert [job.stages[0][0].prompt for job in jobs] == [(1, 2), (3,)]
+    assert [job.start_s for job in agents.recorded(str(path), 9, 0)] == [0.0, 1.0, 2.0]
+
+
+def test_the_goals_are_judged_by_the_cells() -> None:
+    cell = {"workload": "w", "percent": 5}
+    rates = {
+        ("lru", ""): 50.0,
+        ("lru", "hints"): 57.0,
+        ("lru", "shuffled"): 49.9,
+        ("lru", "inverted"): 49.5,
+        ("optimum", ""): 60.0,
+    }
+    rows = [{**cell, "policy": policy, "way": way, "hit_rate": rate} for (policy, way), rate in rates.items()]
+    (judged,), goals = agents.judge(rows)
+    assert judged["closed"] == {"lru": pytest.approx(70)} and judged["cost"] == {"lru": pytest.approx(0.5)}
+    assert [(goal["measured"], goal["met"]) for goal in goals] == [
+        (pytest.approx(30), True), (pytest.approx(30), True), (pytest.approx(0.5), False),
+    ]  # fmt: skip
+
+
+def test_a_run_writes_its_rows_and_goals(tmp_path: Path) -> None:
+    report = Report("agents", "2026-01-01", quick=True, progress=lambda line: None)
+    agents.run(replace(SMALL, workloads=("workflow",), policies=("lru",)), report)
+    record = json.loads(report.write(tmp_path).read_text())
+    ways = [(row["policy"], row["way"]) for row in record["rows"]]
+    assert ways == [("lru", ""), ("lru", "hints"), ("lru", "shuffled"), ("lru", "inverted"), ("optimum", "")]
+    assert {goal["unit"] for goal in record["goals"]} <= {"%", "points"} and report.tables
