@@ -147,7 +147,7 @@ def test_what_is_late_is_the_policys_again_after_as_long() -> None:
         client.ask(session(200 + at), 60)
     assert client.cache.peek([*session(100), 0])
     for at in range(12):
-        client.ask(session(300 + at), 60)
+        client.ask(session(300 + at), 8)
     assert not client.cache.peek([*session(100), 0])
 
 

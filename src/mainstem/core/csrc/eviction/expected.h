@@ -144,12 +144,13 @@ class Expected {
   bool sound() const { return furthest_.sound() && soonest_.sound(); }
 
   void tell_time(double now) {
-    if (now > now_ && told_) {
+    if (now <= now_) return;
+    if (told_) {
       seconds_ += now - now_;
       ticks_ += number(tick_ - told_);
       if (ticks_ > kPaced) seconds_ /= 2, ticks_ /= 2;
     }
-    now_ = std::max(now, now_);
+    now_ = now;
     told_ = tick_;
   }
   double now() const { return now_; }
