@@ -118,8 +118,10 @@ class _Request(Structured, kw_only=True):
             value = getattr(given, name)
             if value is not None and given.no_store:
                 raise BadArgument(f"cache_hints.{name}", value, "left out with cache_hints.no_store")
-        steps = (given.next_use_s, given.next_use_steps)
-        return Hints(given.retain_s, bool(given.one_shot), bool(given.no_store), *steps)
+        one_shot, no_store = bool(given.one_shot), bool(given.no_store)
+        return Hints(
+            given.retain_s, one_shot, no_store, next_use_s=given.next_use_s, next_use_steps=given.next_use_steps
+        )
 
     def marks(self) -> list[Mark]:
         """Returns the places in the prompt that count as breakpoints, in its order."""
