@@ -217,7 +217,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "evicted host pages are not returned to the pool", "sglang#16067", _HOST,
-        "        self._reclaim(self.tree.evict(", "        list(self.tree.evict(",
+        "        self._reclaim(self.tree.evict_for(ns, missing,", "        list(self.tree.evict_for(ns, missing,",
     ),
     _mutant(
         "a stale handle ends the scheduler", "-", _BACKUP,

@@ -34,7 +34,7 @@ class Tenants(Advice):
 
     def _start(self, at: int) -> Process:
         process = super()._start(at)
-        process.cache.set_quotas(self._draw())
+        process.cache.tenants.set_quotas(self._draw())
         return process
 
     def _draw(self) -> Quotas:
@@ -58,7 +58,7 @@ class Tenants(Advice):
         if self.world.random.random() < 0.002:
             self.promised = [{} for _ in self.processes]
             for process in self.processes:
-                process.cache.set_quotas(self._draw())
+                process.cache.tenants.set_quotas(self._draw())
             self.world.did("quotas")
         else:
             super().step()
@@ -99,10 +99,10 @@ class Tenants(Advice):
         return held
 
     def _check(self, process: Process, before: Holding) -> None:
-        cache, quotas = process.cache, process.cache.quotas
+        cache, quotas = process.cache, process.cache.tenants.quotas
         nodes = list(cache.tree.nodes())
         held = self._held(process)
-        usage = cache.usage()
+        usage = cache.tenants.usage()
         for (owner, component, tier), n in held.items():
             require(usage[owner][tier][component] == n, "what an owner has is counted", owner, component, tier, n)
             total = (cache.pools[component] if tier == _DEVICE else self._host_pool(process, component)).total
@@ -114,7 +114,7 @@ class Tenants(Advice):
                 self.world.seen["over a maximum, all in use"] += 1
         first = cache.tree.names[0]
         for (owner, component, tier), n in before.items():
-            # What lies behind evicted pages of the first component goes with them. On the host each owner makes room
+            # What lies after evicted pages of the first component goes with them. On the host each owner makes room
             # for its own copies, in any step.
             if component != first or owner == self.asker or tier == _HOST:
                 continue

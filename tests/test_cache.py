@@ -738,7 +738,7 @@ def test_a_policy_may_refer_to_its_cache_and_both_are_collected() -> None:
 def test_an_evict_that_frees_nothing_is_no_room() -> None:
     cache = PrefixCache(3, 4)
     serve(cache, list(range(12)))
-    cache._core.evict_with(lambda component, pages: None)
+    cache._core.evict_with(lambda component, pages, namespace: None)
     with cache.lease([7] * 8) as lease, pytest.raises(OutOfPages):
         lease.reserve(8)
 

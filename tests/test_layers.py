@@ -27,7 +27,7 @@ LAYERS = [
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
     ("owner", ["owner"]),
-    ("cache", ["cache", "expected", "retention"]),
+    ("cache", ["cache", "tenants", "expected", "retention"]),
     ("replay", ["replay"]),
     ("runtime", ["runtime"]),
     ("integrations", ["integrations", "hf"]),

@@ -46,7 +46,7 @@ def fill(cache: PrefixCache, namespace: Any, first: int, prompts: int, pages: in
 
 def held(cache: PrefixCache, namespace: Any) -> int:
     """Returns the device pages of an owner."""
-    return cache.usage().get(owner_of(encode_namespace(namespace)), [{"full": 0}])[0]["full"]
+    return cache.tenants.usage().get(owner_of(encode_namespace(namespace)), [{"full": 0}])[0]["full"]
 
 
 # ---------------------------------------------------------------- guarantees
@@ -113,7 +113,7 @@ def test_what_is_removed_is_guaranteed_to_nobody() -> None:
 def test_a_flush_takes_what_is_guaranteed_too() -> None:
     cache = PrefixCache(16, 2, quotas=Quotas({A: Quota(Share(guaranteed=0.5))}))
     fill(cache, A, 0, 4)
-    assert cache.flush() == 8 and cache.usage()[owner_of(A.encode())] == [{"full": 0}]
+    assert cache.flush() == 8 and cache.tenants.usage()[owner_of(A.encode())] == [{"full": 0}]
 
 
 # ---------------------------------------------------------------- maxima
@@ -168,12 +168,12 @@ def test_dropped_leases_are_settled() -> None:
 def test_quotas_can_change_while_the_cache_is_full() -> None:
     cache = PrefixCache(16, 2)
     ours, theirs = fill(cache, A, 0, 4), fill(cache, B, 100, 4)
-    cache.set_quotas(Quotas({A: Quota(Share(guaranteed=0.5)), B: Quota(Share(maximum=0.25))}))
+    cache.tenants.set_quotas(Quotas({A: Quota(Share(guaranteed=0.5)), B: Quota(Share(maximum=0.25))}))
     assert (held(cache, A), held(cache, B)) == (8, 4)
     fill(cache, C, 1000, 20)
     assert [cached(cache, prompt, A) for prompt in ours] == [4] * 4
     assert sum(cached(cache, prompt, B) for prompt in theirs) == 0
-    cache.set_quotas(Quotas())
+    cache.tenants.set_quotas(Quotas())
     fill(cache, C, 2000, 20)
     assert held(cache, A) == 0
     cache.check()
@@ -190,7 +190,7 @@ def test_one_owner_has_all_its_namespaces() -> None:
     for at, space in enumerate(spaces):
         fill(cache, space, 1000 * at, 5)
         assert held(cache, A) == 8
-    assert set(cache.usage()) == {owner_of(A.encode())}
+    assert set(cache.tenants.usage()) == {owner_of(A.encode())}
     cache.check()
 
 
@@ -198,9 +198,9 @@ def test_owners_that_have_nothing_left_are_forgotten() -> None:
     cache = PrefixCache(16, 2, quotas=Quotas({A: Quota(Share(guaranteed=0.1))}, Quota(Share(maximum=0.5))))
     for at in range(500):
         fill(cache, Namespace(salt=str(at)), 100 * at, 2)
-        assert len(cache.usage()) <= 9
+        assert len(cache.tenants.usage()) <= 9
     cache.flush()
-    assert list(cache.usage()) == [owner_of(A.encode())]
+    assert list(cache.tenants.usage()) == [owner_of(A.encode())]
     cache.check()
 
 
@@ -208,7 +208,7 @@ def test_without_tenant_salt_or_name_there_is_no_quota_unless_it_is_named() -> N
     cache = PrefixCache(16, 2, quotas=Quotas({}, Quota(Share(maximum=0.25))))
     fill(cache, None, 0, 8)
     assert held(cache, None) == 16
-    cache.set_quotas(Quotas({None: Quota(Share(maximum=0.25))}))
+    cache.tenants.set_quotas(Quotas({None: Quota(Share(maximum=0.25))}))
     assert held(cache, None) == 4
 
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_granted_is_refused(make: Any, named: str) -> None:
 def test_a_quota_that_is_refused_changes_nothing() -> None:
     cache = PrefixCache(16, 2, quotas=Quotas({A: Quota(Share(maximum=0.25))}))
     with pytest.raises(BadArgument):
-        cache.set_quotas(Quotas({B: Quota(Share(guaranteed=0.9))}))
+        cache.tenants.set_quotas(Quotas({B: Quota(Share(guaranteed=0.9))}))
     fill(cache, A, 0, 8)
     assert held(cache, A) == 4
 

@@ -68,17 +68,17 @@ def ask(server: TestClient, key: str | None = None, **fields: Any) -> Any:
 
 def test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart(file: Path) -> None:
     engine = FakeEngine()
-    server = client(engine, tenants=read_tenants(file), api_key=("another",))
+    server = client(engine, tenants=file, api_key=("another",))
     answers = {key: ask(server, key).status_code for key in ("key-of-search", "key-of-chat", "another", "wrong")}
     assert answers == {"key-of-search": 200, "key-of-chat": 200, "another": 200, "wrong": 401}
     spaces = {stream.request.namespace for stream in engine.streams}
     assert len(spaces) == 3 and all(isinstance(space, Namespace) and space.tenant for space in spaces)
-    assert "key-of" not in repr(engine.quotas) and "key-of" not in repr(ServerConfig(tenants=read_tenants(file)))
+    assert "key-of" not in repr(engine.quotas) and "key-of" not in repr(ServerConfig(tenants=file))
 
 
 def test_quotas_are_fractions_of_the_tiers(file: Path) -> None:
     engine = FakeEngine()
-    server = client(engine, tenants=read_tenants(file))
+    server = client(engine, tenants=file)
     ask(server, "key-of-search")
     space = engine.streams[0].request.namespace
     assert isinstance(space, Namespace)
@@ -90,7 +90,7 @@ def test_quotas_are_fractions_of_the_tiers(file: Path) -> None:
 def test_one_key_in_the_file_is_a_tenant_of_its_own(tmp_path: Path) -> None:
     engine = FakeEngine()
     path = write(tmp_path / "t", '[tenants.a]\napi_key = "one"\ndevice.maximum = "10%"')
-    ask(client(engine, tenants=read_tenants(path)), "one")
+    ask(client(engine, tenants=path), "one")
     space = engine.streams[0].request.namespace
     assert isinstance(space, Namespace) and engine.quotas.of(space.encode()).device.maximum == 0.1
 
@@ -98,7 +98,7 @@ def test_one_key_in_the_file_is_a_tenant_of_its_own(tmp_path: Path) -> None:
 def test_salts_are_tenants_where_there_are_no_keys(tmp_path: Path) -> None:
     engine = FakeEngine()
     path = write(tmp_path / "t", '[tenants.a]\ncache_salt = "s"\ndevice.guaranteed = "10%"')
-    ask(client(engine, tenants=read_tenants(path)), cache_salt="s")
+    ask(client(engine, tenants=path), cache_salt="s")
     space = engine.streams[0].request.namespace
     assert isinstance(space, Namespace) and engine.quotas.of(space.encode()).device.guaranteed == 0.1
 
@@ -140,7 +140,7 @@ def test_a_quota_that_no_tier_has_is_refused(tmp_path: Path, text: str, named: s
     engine.tier_bytes = (1000,)
     path = write(tmp_path / "t", f'[tenants.a]\napi_key = "x"\n{text}')
     with pytest.raises(BadArgument) as caught:
-        client(engine, tenants=read_tenants(path))
+        client(engine, tenants=path)
     assert caught.value.name == named
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_only_the_admin_sees_what_tenants_have(file: Path) -> None:
     engine = FakeEngine()
-    server = client(engine, tenants=read_tenants(file), api_key=("another",))
+    server = client(engine, tenants=file, api_key=("another",))
     ask(server, "another")
     ask(server, "key-of-search")
     for stream, used in zip(engine.streams, ((70, 100), (300, 2000)), strict=True):

@@ -51,7 +51,7 @@ def attack(
     bench = Bench(20_000, token_budget=PAGE, draft_tokens=0)
     bench.check = lambda: None  # type: ignore[method-assign]  # a full check of 20,000 pages each step
     quota = Quota(Share(maximum=0.4))
-    bench.cache.set_quotas(Quotas({"victim": quota, "attacker": quota}))
+    bench.cache.tenants.set_quotas(Quotas({"victim": quota, "attacker": quota}))
     shared = PublicPrefixes(bench.cache, bench.ghost.copy_page)
     if public:
         bench.one(PUBLIC)

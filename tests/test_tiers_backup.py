@@ -15,7 +15,7 @@ from mainstem.storage.memory import MemoryBackend
 def test_write_through_backs_up_published_pages() -> None:
     rig = Rig()
     rig.serve(A)
-    assert rig.copies == [] and not rig.tiers.busy, "only at a poll"
+    assert rig.copies == [] and rig.tiers.busy, "only at a poll, which is due"
     rig.poll()
     assert len(rig.copies) == 1 and rig.tiers.busy
     assert rig.on(1, A) == 0

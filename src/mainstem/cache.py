@@ -28,8 +28,9 @@ from mainstem.expected import Expected
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
-from mainstem.quotas import Quotas, limits
+from mainstem.quotas import Quotas
 from mainstem.retention import Retention, RetentionStats
+from mainstem.tenants import Tenants
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.store import Store
@@ -97,11 +98,11 @@ class PrefixCache:
         retain_share: the part of each pool that one owner may retain, 0 to 1; see `retention`.
         reserve: ids of each component, by name, that nobody may retain, or be guaranteed, on the device; by default
             half of each.
-        quotas: how much of each tier each owner has, see `set_quotas`.
+        quotas: how much of each tier each tenant has, see `Tenants.set_quotas`.
 
     Attributes:
         retention: what is kept for a time, or pinned.
-        quotas: those of the owners.
+        tenants: who shares the cache, and how much of it each has.
         expected: when prefixes are used next, as their users say.
 
     Raises:
@@ -172,9 +173,9 @@ class PrefixCache:
             self.tree, self._totals, retain_share, self._reserve, self.tiers, settle=self._settle
         )
         self.expected = Expected(self.tree)
-        self.quotas = Quotas()
+        self.tenants = Tenants(self.tree, self._totals, self._reserve, self.retention, self._settle)
         if quotas is not None:
-            self.set_quotas(quotas)
+            self.tenants.set_quotas(quotas)
 
     def lease(
         self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True
@@ -334,42 +335,12 @@ class PrefixCache:
             self.retention.release(nodes)
         return pages * self.page_size
 
-    def set_quotas(self, quotas: Quotas) -> None:
-        """Gives each owner (a tenant, or a salt or a name) its quota of each tier.
-
-        What an owner has beyond its maximum goes first, as soon as no lease uses it. What is within a guarantee goes
-        only for its owner's own requests. All retentions end.
-
-        Raises:
-            BadArgument: more is guaranteed on the device than all but the reserve.
-        """
-        for row, name in enumerate(self.tree.names):
-            total, guaranteed = self._totals[0][row], quotas.guaranteed(self._totals)[0][row]
-            most = total - self._reserve.get(name, total - total // 2)
-            if guaranteed > most:
-                allowed = f"at most {most} of {total} {name} pages in all: the rest is left to running requests"
-                raise BadArgument("guarantees of the device", guaranteed, allowed)
-        named = [(owner, limits(quota, self._totals)) for owner, quota in quotas.by_owner.items()]
-        self.tree.core.share_out(limits(quotas.others, self._totals), named)
-        self.retention.set_quotas(quotas)
-        self.quotas = quotas
-        self._settle()
-
     def _settle(self) -> None:
         """Evicts what owners have beyond their maxima, as far as it is not in use any more."""
         if self.tiers is None:
             self._core.settle()
         else:
             self.tiers.settle()
-
-    def usage(self) -> dict[bytes, list[dict[str, int]]]:
-        """Returns what each owner has: by its name, then by tier, the ids of each component. None without quotas."""
-        core, tiers = self.tree.core, range(self.tree.tiers)
-        owned = {owner: [counts[0] for counts in core.owned(owner)] for owner in core.owners()}
-        return {
-            owner: [dict(zip(self.tree.names, ids[tier :: len(tiers)], strict=True)) for tier in tiers]
-            for owner, ids in owned.items()
-        }
 
     def flush(self) -> int:
         """Evicts every prefix that no lease uses, retained or not, also from the host.

@@ -427,7 +427,7 @@ class Engine:
         return self._ask(self._add_public, tokens=shared) if len(shared) else 0
 
     def set_quotas(self, quotas: Quotas) -> None:
-        """Gives each tenant, salt or name its quota of each tier; see `PrefixCache.set_quotas`.
+        """Gives each tenant, salt or name its quota of each tier; see `Tenants.set_quotas`.
 
         Raises:
             BadArgument: more is guaranteed than there is beside running requests.
@@ -622,7 +622,7 @@ class Engine:
         return self._public.add(tokens)
 
     def _share_out(self, quotas: Quotas) -> None:
-        self._cache.set_quotas(quotas)
+        self._cache.tenants.set_quotas(quotas)
 
     def _usage(self) -> dict[bytes, OwnerUsage]:
         return self._memory.by_owner()

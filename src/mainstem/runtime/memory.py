@@ -43,7 +43,7 @@ class TierMemory:
         kept = self._cache.retention.kept
         return {
             owner: OwnerUsage(tuple(map(self._bytes, tiers)), kept(owner))
-            for owner, tiers in self._cache.usage().items()
+            for owner, tiers in self._cache.tenants.usage().items()
         }
 
     def _bytes(self, tier: Mapping[str, int]) -> int:

@@ -65,6 +65,7 @@ from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.responses import Responses
 from mainstem.server.tenants import Tenancy
 from mainstem.settings.server import RecordConfig, ServerConfig
+from mainstem.settings.tenants import read_tenants
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -285,9 +286,10 @@ class _Service:
         self.draining = False
         self._engine = engine
         self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
-        keys = {} if config.tenants is None else config.tenants.keys
+        tenants = None if config.tenants is None else read_tenants(config.tenants)
+        keys = {} if tenants is None else tenants.keys
         self._access = Access([*config.api_key, *keys.values()], config.admin_key, secret(32), separates=bool(keys))
-        self._tenancy = None if config.tenants is None else Tenancy(config.tenants, self._access, engine)
+        self._tenancy = None if tenants is None else Tenancy(tenants, self._access, engine)
         self._now = now
         self._started = int(now())
         self._preparation = Preparation(engine, config)

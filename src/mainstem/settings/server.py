@@ -23,7 +23,6 @@ from mainstem.settings.fields import (
     switch,
     texts,
 )
-from mainstem.settings.tenants import TENANTS, Tenants
 from mainstem.units import SIZE
 
 UnknownFields = Literal["refuse", "warn"]
@@ -108,6 +107,13 @@ class RecordConfig(Settings):
             self.refuse("--record")
 
 
+def _names_tenants(path: object) -> bool:
+    """Reads the file; its errors name the place in it."""
+    from mainstem.settings.tenants import read_tenants  # here, because help must not load what reads it
+
+    return isinstance(path, Path) and bool(read_tenants(path))
+
+
 @dataclass(frozen=True)
 class ServerConfig(Settings):
     """The settings of one server.
@@ -151,7 +157,7 @@ class ServerConfig(Settings):
     admin_key: str | None = setting(None, Range(_KEY, _is_key), secret=True)
     served_model_name: tuple[str, ...] = setting((), texts(_KEY, _is_key))
     public_prefix: Path | None = setting(None, instance(Path, "the path of a file"))
-    tenants: Tenants | None = setting(None, instance(Tenants, "tenants"), unit=TENANTS)
+    tenants: Path | None = setting(None, Range("a file of tenants", _names_tenants))
     cors_origin: tuple[str, ...] = setting((), texts(_ORIGINS, lambda text: _ORIGIN.fullmatch(text) is not None))
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()

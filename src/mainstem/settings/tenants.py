@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from mainstem.errors import BadArgument
-from mainstem.units import Unit, parse_bytes
+from mainstem.units import parse_bytes
 
 
 class Amounts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,7 +132,3 @@ def read_tenants(path: Path) -> Tenants:
         allowed = "either all with API keys or all with salts: where keys divide the cache, salts divide a key's part"
         raise BadArgument("tenants", sorted(tenants.tenants), allowed)
     return tenants
-
-
-TENANTS = Unit(lambda _, text: read_tenants(Path(text)))
-"""Tenants, as the path of their file."""

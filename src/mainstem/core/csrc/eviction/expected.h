@@ -145,13 +145,13 @@ class Expected {
 
   void tell_time(double now) {
     if (now <= now_) return;
-    if (told_) {
+    if (reported_) {
       seconds_ += now - now_;
-      ticks_ += number(tick_ - told_);
+      ticks_ += number(tick_ - reported_);
       if (ticks_ > kPaced) seconds_ /= 2, ticks_ /= 2;
     }
     now_ = now;
-    told_ = tick_;
+    reported_ = tick_;
   }
   double now() const { return now_; }
   // How long it is expected to take until a node is used.
@@ -242,7 +242,7 @@ class Expected {
   Array<Expectation> all_;
   Order furthest_, soonest_;  // candidates by their due; withdrawn ones by the end of their time
   double now_ = 0, seconds_ = 0, ticks_ = 0;
-  std::uint64_t told_ = 0;
+  std::uint64_t reported_ = 0;
 };
 
 }  // namespace mainstem
