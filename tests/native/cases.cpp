@@ -1094,7 +1094,7 @@ void mixed_lease_closed_by_hook() {
     if (component == 2) lease->slide(0, 2);
     Ids rest(mixed.pools[component].owned(Owner::free));
     mixed.pools[component].allocate(rest.size(), rest.data());
-    mixed.cache->evict = [&](std::uint32_t c, std::uint64_t ids) {
+    mixed.cache->evict = [&](std::uint32_t c, std::uint64_t ids, std::string_view) {
       lease->abort();
       mixed.free_evicted(mixed.tree.evict(ids, c, 0));
     };
@@ -1285,7 +1285,7 @@ void room_lost_while_loading() {
   const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
   Ids page_ids(3), windows(3);
   tiers.pools[1].allocate(3, windows.data());
-  tiers.cache->evict = [&](std::uint32_t component, std::uint64_t ids) {
+  tiers.cache->evict = [&](std::uint32_t component, std::uint64_t ids, std::string_view) {
     tiers.free_evicted(tiers.tree.evict(ids, component, 0));
     if (component == 1) tiers.pools[0].allocate(3, page_ids.data());
   };

@@ -40,7 +40,7 @@ class CacheWorld : Paging {
         pool_(shape.pages),
         cache_(tree_, pool_, shape.enabled),
         written_(shape.pages) {
-    if (shape.hook) cache_.evict = [this](std::uint32_t, std::uint64_t pages) { evict(pages); };
+    if (shape.hook) cache_.evict = [this](std::uint32_t, std::uint64_t pages, std::string_view) { evict(pages); };
   }
 
   void step() {

@@ -52,7 +52,7 @@ class ComponentWorld : Paging {
       written_.back()[static_cast<std::size_t>(target)] = written_.back()[static_cast<std::size_t>(source)];
     };
     if (shape.hook || rows_.back().weighs)
-      cache_->evict = [this](std::uint32_t component, std::uint64_t ids) { evict(component, ids); };
+      cache_->evict = [this](std::uint32_t component, std::uint64_t ids, std::string_view) { evict(component, ids); };
   }
 
   void step() {

@@ -67,7 +67,10 @@ class TreeWorld : Paging {
         rows_(shape.rows),
         tiers_(shape.tiers),
         columns_(rows_.size() * tiers_),
-        tree_(shape.symbol_bytes, shape.page_size, shape.rows, shape.tiers, shape.policy, seed) {}
+        tree_(shape.symbol_bytes, shape.page_size, shape.rows, shape.tiers, shape.policy, seed) {
+    // With shares that bind nobody everything is as without: their orders are kept beside the others.
+    if (choose_.below(2)) tree_.share_out(Shares(columns_), {});
+  }
 
   void step() {
     if (model_.size() > 60 || holds_.size() > 6 || flights_.size() > 3) tidy();

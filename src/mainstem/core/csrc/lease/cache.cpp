@@ -36,6 +36,7 @@ void Cache::evict_some(std::uint64_t n, std::uint32_t component, std::string_vie
 }
 
 void Cache::settle() {
+  if (!tree.has_shares()) return;
   end_abandoned();
   for (std::uint32_t c = 0; c < pools.size(); ++c)
     for (;;) {

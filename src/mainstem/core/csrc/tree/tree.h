@@ -160,6 +160,7 @@ class Tree : private TreeShape {
   // Gives owners of namespaces their shares: those with a name in `named`, and each other one. A namespace without a
   // tenant, a salt or a name has none unless it is among them, as "". What exceeds a maximum now goes first.
   void share_out(Shares others, const std::map<std::string, Shares>& named);
+  bool has_shares() const { return cells_.owners() != nullptr; }
   std::string owner(Handle node) const {
     return std::string(owner_of(text(nodes_[nodes_.root_of(nodes_.resolve(node))].key)));
   }
