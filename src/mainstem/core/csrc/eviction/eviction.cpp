@@ -484,6 +484,8 @@ void Eviction::expect(Index node, Account account, double now, double due) {
 }
 
 Index Eviction::victim(std::size_t column, OwnerId owner, std::uint64_t want) {
+  if (has_one_order_) [[likely]]
+    return choose(column);
   const auto by_policy = [&] { return expected_ && column == kAdvised ? Foresight(*this).choose() : choose(column); };
   if (!shares_) return by_policy();
   if (!ranks_itself() && unranked(column) != kNone) return kNone;
@@ -492,6 +494,7 @@ Index Eviction::victim(std::size_t column, OwnerId owner, std::uint64_t want) {
 }
 
 std::uint64_t Eviction::at_once(Index node, std::size_t column, std::uint64_t want, OwnerId owner) const {
+  if (has_one_order_) return want;
   if (expected_ && column == kAdvised) want = std::min(want, expected_->at_once(node));
   if (replacement(column)) want = std::min(want, replacement(column)->at_once(node));
   return shares_ ? shares_->at_once(node, column, want, owner) : want;

@@ -35,8 +35,7 @@ void Cache::evict_some(std::uint64_t n, std::uint32_t component, std::string_vie
     pools[c]->move(freed[c], Owner::cached, Owner::free);
 }
 
-void Cache::settle() {
-  if (!tree.has_shares()) return;
+void Cache::settle_all() {
   end_abandoned();
   for (std::uint32_t c = 0; c < pools.size(); ++c)
     for (;;) {

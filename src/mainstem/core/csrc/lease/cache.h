@@ -55,7 +55,10 @@ class Cache {
   // Evicts ids of a component until n are free, or throws NoPages and evicts nothing. `ns`: for whom, see Tree::evict.
   void make_room(std::uint64_t n, std::uint32_t component, std::string_view ns);
   // Evicts what owners have beyond their maxima, as far as it is not in use.
-  void settle();
+  void settle() {
+    if (tree.has_shares()) [[unlikely]]
+      settle_all();
+  }
   NoPages none(std::uint64_t n, std::uint32_t component, std::uint64_t evictable) const;
   void allocate(std::uint64_t n, std::uint32_t component, Table* table) {  // of free ones, after its end
     table->reserve(table->size() + n);
@@ -95,6 +98,7 @@ class Cache {
   LeaseCounters counters;
 
  private:
+  void settle_all();
   void evict_some(std::uint64_t n, std::uint32_t component, std::string_view ns);
   void end_all_abandoned();
   static constexpr std::size_t kMaxTouched = 1 << 16;
