@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.cache import prefill
+from rigs.components import SIZE, Rig
 from rigs.policy_models import InPython
 
 from mainstem import _core
@@ -313,3 +314,25 @@ def test_the_core_finds_the_owner_of_every_name(
     assert owner_of(encode_namespace(noise)) == encode_namespace(noise)
     assert split_adapter(space.encode())[1].startswith(owner_of(space.encode()))
     assert _core.owner_of(noise) in (b"", _core.owner_of(_core.owner_of(noise)))
+
+
+def test_guarantees_hold_on_the_host() -> None:
+    rig = Rig("full", device=24, host=12)
+    quotas = Quotas({A: Quota(host=Share(guaranteed=0.5)), B: Quota(host=Share(maximum=0.5))})
+    rig.cache.tenants.set_quotas(quotas)
+    host = owner_of(A.encode())
+
+    def serve(space: Namespace, first: int, pages: int) -> None:
+        prefill(rig.cache, range(first, first + pages * SIZE), space).finish()
+        rig.settle()
+
+    def below(owner: bytes) -> int:
+        return rig.cache.tenants.usage()[owner][1]["full"]
+
+    serve(A, 0, 6)
+    assert below(host) == 6
+    for at in range(8):
+        serve(B, 1000 + 100 * at, 3)
+        serve(C, 5000 + 100 * at, 3)
+        assert below(host) == 6 and below(owner_of(B.encode())) <= 6
+    rig.cache.check()
