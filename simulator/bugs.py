@@ -1029,11 +1029,6 @@ NATIVE: tuple[Mutant, ...] = (
         "what an owner had is not counted when it goes", "-", _OWNERS,
         "spare_[column] += yields(owner, column) - before;", "spare_[column] += yields(owner, column);", "quotas",
     ),
-    _mutant(
-        "an owner beyond its maximum gives way last", "-", _CORE + "eviction/share_order.h",
-        "if (!order.over().empty()) return order.top", "if (false) return order.top",
-        "tests/test_quotas.py::test_nobody_keeps_more_than_its_maximum",
-    ),
     # ---------------------------------------------------------------- expected uses
     _mutant(
         "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/foresight.cpp",
