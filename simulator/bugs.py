@@ -1036,11 +1036,6 @@ NATIVE: tuple[Mutant, ...] = (
         "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
     ),
     _mutant(
-        "a use does not end what was said", "-", _CORE + "eviction/expected.h",
-        "all_[node].said && all_[node].since >= nodes_[node].accessed", "all_[node].said",
-        "tests/test_expected.py::test_random_advice_leaves_the_cache_sound",
-    ),
-    _mutant(
         "bets that are lost do not count", "-", _CORE + "eviction/expected.h",
         "    settle(entry, weight);", "    settle(entry, 0);",
         "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
