@@ -13,6 +13,9 @@ from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.expected import Expected, check_next_use
 from mainstem.policies import BUILT_IN
+from mainstem.runtime.request import Request
+from mainstem.settings.engine import SamplingParams
+from rigs.scheduler import Bench
 
 PAGE = 1
 RANKED = ["lru", "priority", "fifo", "gittins"]
@@ -312,3 +315,13 @@ def test_advice_begins_in_a_cache_that_is_in_use() -> None:
         cache.expected.expect(session(4, 8), 5.0)
         cache.check()
     assert np.all([cache.peek([*session(number, 8), 0]) == 8 for number in (0, 1, 2, 4, 5)])
+
+
+def test_the_length_of_a_step_goes_by_the_time_that_all_ranks_share() -> None:
+    bench = Bench()
+    request = Request(list(range(1, 9)), SamplingParams(max_tokens=1, ignore_eos=True))
+    bench.now_s = 1000.0  # the clock of this rank
+    bench.scheduler.add("r", request, 1.0)
+    for _ in range(5):
+        bench.scheduler.step(4.0)
+    assert not bench.scheduler.busy and bench.cache.expected.step_s == 3.0

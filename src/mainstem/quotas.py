@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mainstem.errors import BadArgument
 from mainstem.namespaces import NamespaceLike, encode_namespace, owner_of
@@ -97,7 +98,7 @@ class Quotas:
             if total > 1 + 1e-9:
                 raise BadArgument(f"guarantees of the {tier}", total, "at most 1 in all")
 
-    @property
+    @cached_property
     def by_owner(self) -> dict[bytes, Quota]:
         """Those of `named` by the name of the owner, see `owner_of`."""
         return {owner_of(encode_namespace(namespace)): quota for namespace, quota in self.named.items()}

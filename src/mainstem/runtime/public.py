@@ -137,10 +137,16 @@ class Publication:
         return whole
 
     def compute_all(self, adapters: Sequence[str | None]) -> None:
-        """Computes and pins all prefixes with these adapters; None: with the model's own weights."""
+        """Computes and pins all prefixes with these adapters; None: with the model's own weights.
+
+        What does not fit any more is computed for each tenant, and the log says so.
+        """
         for tokens in self._prefixes:
             for adapter in adapters:
-                self._compute(tokens, adapter)
+                try:
+                    self._compute(tokens, adapter)
+                except BadArgument as error:
+                    log.warning("a public prefix is computed for each tenant: %s", error)
 
     def _compute(self, tokens: NDArray[np.int32], adapter: str | None) -> None:
         engine, namespace = self._engine, Namespace(adapter=adapter)

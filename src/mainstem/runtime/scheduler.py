@@ -760,14 +760,14 @@ class Scheduler:
         self.totals.errors += error is not None
         usage, stop = sequence.usage(self._clock(), prefixes), sequence.text.stop
         if reason in ("stop", "length"):
-            self._follow(sequence, usage.duration_s)
+            self._follow(sequence)
         text = last.text + _flush(sequence)
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
 
-    def _follow(self, sequence: Sequence, took_s: float) -> None:
+    def _follow(self, sequence: Sequence) -> None:
         """Says when prompt and answer of a request that has ended are used next, if it knows."""
         hints, expected = sequence.request.hints, self._cache.expected
-        expected.observe(took_s)
+        expected.observe(self._now_s - sequence.arrived_s)  # alike on all ranks
         wait_s = expected.wait(hints.next_use_s, hints.next_use_steps)
         if wait_s is not None:
             expected.expect(sequence.key, self._now_s + wait_s, sequence.request.namespace)
