@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rigs.scheduler import Bench
 
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
@@ -15,7 +16,6 @@ from mainstem.expected import Expected, check_next_use
 from mainstem.policies import BUILT_IN
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import SamplingParams
-from rigs.scheduler import Bench
 
 PAGE = 1
 RANKED = ["lru", "priority", "fifo", "gittins"]
@@ -319,7 +319,7 @@ def test_advice_begins_in_a_cache_that_is_in_use() -> None:
 
 def test_the_length_of_a_step_goes_by_the_time_that_all_ranks_share() -> None:
     bench = Bench()
-    request = Request(list(range(1, 9)), SamplingParams(max_tokens=1, ignore_eos=True))
+    request = Request(np.arange(1, 9, dtype=np.int32), SamplingParams(max_tokens=1, ignore_eos=True))
     bench.now_s = 1000.0  # the clock of this rank
     bench.scheduler.add("r", request, 1.0)
     for _ in range(5):
