@@ -1,10 +1,10 @@
 """`Linter`: finds what in prompts keeps them from sharing their prefixes, and what that costs.
 
-Prompts are compared as text: tools first, as templates place them, then the messages. Each is compared with the earlier
-prompts next to it in sorted order, as they are and with all times, ids and numbers blanked out. Where two prompts part,
-the rules say why; if they know, the comparison goes on after what differs. What is the same there could have been
-found if it had not differed. Only what no earlier prompt begins with counts as lost. Other prompts may share more, so the
-count is a lower bound.
+Prompts are compared as text: tools first, as templates place them, then the messages. Each is compared with the
+earlier prompts next to it in sorted order, as they are and with all times, ids and numbers blanked out. Where two
+prompts part, the rules say why; if they know, the comparison goes on after what differs. What is the same there could
+have been found if it had not differed. Only what no earlier prompt begins with counts as lost. Other prompts may
+share more, so the count is a lower bound.
 """
 
 from __future__ import annotations
