@@ -29,6 +29,7 @@ LAYERS = [
     ("owner", ["owner"]),
     ("cache", ["cache", "tenants", "expected", "retention"]),
     ("replay", ["replay"]),
+    ("watch", ["watch"]),
     ("runtime", ["runtime"]),
     ("integrations", ["integrations", "hf"]),
     ("server", ["server"]),

@@ -1,0 +1,1 @@
+"""Watching servers from outside, by what they publish: `mainstem top`."""

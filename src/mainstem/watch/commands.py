@@ -1,0 +1,207 @@
+"""`mainstem top` and `mainstem lint`, which `mainstem.cli` mounts. Arguments, files, HTTP and printing only."""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from json import dumps, loads
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from mainstem.errors import BadArgument, MainstemError
+from mainstem.imports import needs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mainstem.watch.lint import Report
+    from mainstem.watch.top import Watch
+
+_TIMEOUT_S = 5.0
+_LONGEST_S = 3600.0
+
+_TOP_EXAMPLES = """\
+Examples:
+
+  mainstem top
+  mainstem top 10.0.0.5:8000 10.0.0.6:8000 --interval-s 5
+  mainstem top https://kv.example.com --json"""
+
+_LINT_EXAMPLES = """\
+Examples:
+
+  mainstem lint requests.jsonl
+  mainstem lint requests.jsonl.zst --tokenizer ./my-model --prefill-tokens-per-s 20000
+  zcat log.gz | mainstem lint - --on-bad skip --json"""
+
+top = cyclopts.App(name="top", help_epilogue=_TOP_EXAMPLES, help_format="plaintext")
+lint = cyclopts.App(name="lint", help_epilogue=_LINT_EXAMPLES, help_format="plaintext")
+
+
+@top.default
+def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Show what servers do between two looks: hits by tier, latencies, memory, storage. Ctrl-C ends it.
+
+    Args:
+        server: URL or HOST:PORT of `mainstem serve`; each argument is a server. Default: http://127.0.0.1:8000.
+        interval_s: Seconds between two looks, 0.1 to 3600.
+        json: Look twice, print one JSON object per server (and one of all), and end.
+    """
+    with needs("prometheus_client", "mainstem top needs prometheus-client: pip install 'mainstem[server]'"):
+        from mainstem.watch.top import Watch, address
+    if not 0.1 <= interval_s <= _LONGEST_S:
+        raise BadArgument("interval_s", interval_s, "0.1 to 3600")
+    servers = list(dict.fromkeys(map(address, server or ("127.0.0.1:8000",))))
+    watch = Watch(servers, _fetch, time.monotonic)
+    looks = watch.look()
+    errors = [f"{look.server}: {look.error}" for look in looks if look.error]
+    if len(errors) == len(servers):
+        raise MainstemError("no server answers: " + "; ".join(errors))
+    if json:
+        time.sleep(interval_s)
+        for look in watch.look():
+            print(dumps(asdict(look), ensure_ascii=False))
+        return
+    try:
+        _show(watch, interval_s, time.sleep)
+    except KeyboardInterrupt:
+        return  # the usual end, not a failure
+
+
+@lint.default
+def lint_requests(
+    requests: Annotated[str, Parameter(help="Bodies of requests, one JSON object a line; - is standard input.")],
+    *,
+    tokenizer: str | None = None,
+    prefill_tokens_per_s: float | None = None,
+    on_bad: Literal["fail", "skip"] = "fail",
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Find what in prompts keeps them from sharing their prefixes, what that costs, and what to change.
+
+    Args:
+        tokenizer: Name or folder of the tokenizer that counts tokens. Default: four bytes are a token.
+        prefill_tokens_per_s: Prompt tokens that the model computes a second, to show the cost as time; above 0.
+        on_bad: Whether a line without a prompt ends it, or is skipped and counted.
+        json: Print one JSON object.
+    """
+    from mainstem.watch.lint import BadRequestBody, Linter, about
+
+    if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
+        raise BadArgument("prefill_tokens_per_s", prefill_tokens_per_s, "above 0")
+    linter, skipped = Linter(about if tokenizer is None else _counter(tokenizer)), 0
+    for number, line in _lines(requests):
+        try:
+            body, time_s = _body(line)
+            linter.add(body, time_s)
+        except BadRequestBody as error:
+            if on_bad == "fail":
+                raise MainstemError(
+                    f"{requests}, line {number}: {error} (--on-bad skip leaves bad lines out)"
+                ) from None
+            skipped += 1
+    report = linter.report()
+    if not report.requests:
+        raise MainstemError(f"{requests} has no request")
+    if json:
+        findings = [{**asdict(finding), "advice": finding.advice} for finding in report.findings]
+        print(dumps({**asdict(report), "findings": findings, "skipped": skipped}, ensure_ascii=False))
+    else:
+        _print(report, skipped, prefill_tokens_per_s)
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    from mainstem.replay.readers.lines import Source
+
+    with Source(path) as source:
+        yield from source.lines()
+
+
+def _body(line: bytes) -> tuple[dict[str, Any], float | None]:
+    """Returns the body of a request and when it came, if the line says so. Raises BadRequestBody."""
+    from mainstem.watch.lint import BadRequestBody
+
+    try:
+        found = loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestBody(f"not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise BadRequestBody("not a JSON object")
+    body = found["body"] if isinstance(found.get("body"), dict) else found
+    times = (found.get(key, body.get(key)) for key in ("timestamp", "time", "created"))
+    return body, next((float(time_s) for time_s in times if isinstance(time_s, int | float)), None)
+
+
+def _counter(name: str) -> Callable[[str], int]:
+    from mainstem.replay.readers.texts import Tokenizer
+
+    tokenizer = Tokenizer(name)
+    return lambda text: len(tokenizer({"prompt": text}))
+
+
+def _print(report: Report, skipped: int, tokens_per_s: float | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    part = report.shared_tokens / max(report.tokens, 1)
+    counts = f"{report.requests:,} requests, {report.tokens:,} prompt tokens"
+    bad = f" {skipped:,} bad lines were left out." if skipped else ""
+    console.print(f"{counts}; {part:.1%} of them are the beginning of an earlier prompt.{bad}")
+    if not report.findings:
+        console.print("Nothing was found that keeps prompts from sharing more.")
+        return
+    console.print(_findings(report, tokens_per_s))
+    for finding in report.findings:
+        console.print(f"\n{finding.cause} in {finding.where}: {finding.advice}", markup=False)
+        for example in finding.examples:
+            console.print(f"    {example}", markup=False)
+
+
+def _findings(report: Report, tokens_per_s: float | None) -> Table:
+    """Returns a table of what each finding costs; by day where requests have times."""
+    from rich.table import Table
+
+    from mainstem.units import show_seconds
+
+    a_day = 86400 / report.seconds if report.seconds else None
+    made = Table(box=None, pad_edge=False)
+    for title in ("cause", "where", "requests", "tokens lost", "of all"):
+        made.add_column(title, justify="left" if title in ("cause", "where") else "right")
+    made.add_column("tokens a day" if a_day else "")
+    made.add_column("computing" + (" a day" if a_day else "") if tokens_per_s else "", justify="right")
+    for one in report.findings:
+        lost = one.lost_tokens * (a_day or 1)
+        made.add_row(
+            one.cause,
+            one.where.replace("[", "\\["),
+            f"{one.requests:,}",
+            f"{one.lost_tokens:,}",
+            f"{one.lost_tokens / max(report.tokens, 1):.1%}",
+            f"{lost:,.0f}" if a_day else "",
+            show_seconds(lost / tokens_per_s) if tokens_per_s else "",
+        )
+    return made
+
+
+def _show(watch: Watch, interval_s: float, sleep: Callable[[float], None]) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from mainstem.watch.top import table
+
+    console = Console(file=sys.stdout)
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            sleep(interval_s)
+            live.update(table(watch.look()), refresh=True)
+
+
+def _fetch(server: str) -> str:
+    """Returns a server's metrics."""
+    with urllib.request.urlopen(f"{server}/metrics", timeout=_TIMEOUT_S) as answer:  # http or https, see `address`
+        return str(answer.read().decode())

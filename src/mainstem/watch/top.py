@@ -1,0 +1,137 @@
+"""`Watch`: what several servers do, look by look; and the table that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from mainstem.errors import BadArgument, MainstemError
+from mainstem.units import show_seconds
+from mainstem.watch.sample import MEASURES, Sample, Window, measure
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ALL = "all"
+"""The name of the column of all servers that answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one server, or all of them, did since the look before.
+
+    Args:
+        server: its address, or `ALL`.
+        measures: by their names in `MEASURES`; None: unknown, or nothing happened.
+        error: why there is nothing of this server.
+    """
+
+    server: str
+    measures: dict[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+
+
+def address(text: str) -> str:
+    """Returns the URL of a server from a URL, `host:port`, or `:port`.
+
+    Raises:
+        BadArgument: it is none of them.
+    """
+    url = text if "://" in text else f"http://{'127.0.0.1' if text.startswith(':') else ''}{text}"
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 80) > 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise BadArgument("server", text, "a URL such as http://127.0.0.1:8000, or HOST:PORT")
+    return url.rstrip("/")
+
+
+class Watch:
+    """Several servers.
+
+    Args:
+        servers: their URLs, each once.
+        fetch: returns the metrics of a server as text, or raises OSError or MainstemError.
+        clock: returns seconds, monotonic.
+    """
+
+    def __init__(self, servers: Sequence[str], fetch: Callable[[str], str], clock: Callable[[], float]) -> None:
+        self._servers = servers
+        self._fetch = fetch
+        self._clock = clock
+        self._last: dict[str, Sample] = {}
+
+    def look(self) -> list[Look]:
+        """Scrapes every server, all at once. The first look at a server has no measures, as it has nothing to compare.
+
+        Returns:
+            One for each server, in order; after them that of all which answered now and before, if there are several
+            servers.
+        """
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            found = list(pool.map(self._scrape, self._servers))
+        looks, windows = [], []
+        for server, sample in zip(self._servers, found, strict=True):
+            before = self._last.pop(server, None)
+            if isinstance(sample, str):
+                looks.append(Look(server, error=sample))
+                continue
+            self._last[server] = sample
+            if before is None:
+                looks.append(Look(server))
+                continue
+            windows.append(Window.between(before, sample))
+            looks.append(Look(server, measure(windows[-1])))
+        if len(self._servers) > 1:
+            looks.append(Look(ALL, measure(_joined(windows))) if windows else Look(ALL))
+        return looks
+
+    def _scrape(self, server: str) -> Sample | str:
+        """Returns a server's sample, or why there is none."""
+        try:
+            return Sample.parse(self._fetch(server), self._clock())
+        except (OSError, MainstemError) as error:
+            return " ".join(str(error).split())
+
+
+def _joined(windows: Sequence[Window]) -> Window:
+    seconds = sum(window.seconds for window in windows) / len(windows)
+    return Window(
+        Sample.of_all(window.now for window in windows), Sample.of_all(window.growth for window in windows), seconds
+    )
+
+
+def table(looks: Sequence[Look]) -> Table:
+    """Returns a table with a row for each measure and a column for each server."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False)
+    made.add_column("")
+    for look in looks:
+        made.add_column(look.server.removeprefix("http://"), justify="right")
+    if any(look.error for look in looks):
+        made.add_row("", *(f"[red]{_escaped(look.error)}[/red]" if look.error else "" for look in looks))
+    for each in MEASURES:
+        made.add_row(each.title, *(_shown(each.name, look.measures.get(each.name)) for look in looks))
+    return made
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name.endswith("_ratio"):
+        return f"{value:.1%}"
+    if name.endswith("_per_s"):
+        return f"{value:,.1f}/s" if value < 1000 else f"{value:,.0f}/s"
+    return show_seconds(value) if name.endswith("_s") else f"{value:,.0f}"

@@ -1,0 +1,263 @@
+"""`mainstem top`: what is shown is what happened between two scrapes, by plain arithmetic; servers may go and come."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from rich.console import Console
+from rigs.fake_engine import FakeEngine
+from rigs.hand_driven import Clock
+from starlette.testclient import TestClient
+
+from mainstem.cli import main
+from mainstem.errors import BadArgument, MainstemError
+from mainstem.server.app import create_app
+from mainstem.watch.sample import MEASURES, Sample, Window, measure
+from mainstem.watch.top import ALL, Look, Watch, address, table
+
+BOUNDS = (0.1, 0.5, 1.0, 5.0)
+
+
+def text(**values: float) -> str:
+    """Returns counters and gauges as a scrape; `__` in a name begins the label `tier`, `outcome` or `owner`."""
+    label = {"mainstem_cached_tokens_total": "tier", "mainstem_requests_total": "outcome"}
+    lines = []
+    for name, value in values.items():
+        metric, _, of = name.partition("__")
+        lines.append(f'{metric}{{{label.get(metric, "owner")}="{of}"}} {value}' if of else f"{metric} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def window(before: str, after: str, seconds: float = 2.0) -> Window:
+    return Window.between(Sample.parse(before, 10.0), Sample.parse(after, 10.0 + seconds))
+
+
+def test_rates_and_ratios_are_of_the_time_between_two_looks() -> None:
+    before = text(
+        mainstem_prompt_tokens_total=1000,
+        mainstem_cached_tokens_total__device=100,
+        mainstem_cached_tokens_total__host=50,
+        mainstem_requests_total__stop=7,
+        mainstem_requests_total__overloaded=1,
+        mainstem_requests_running=3,
+    )
+    after = text(
+        mainstem_prompt_tokens_total=1400,
+        mainstem_cached_tokens_total__device=300,
+        mainstem_cached_tokens_total__host=150,
+        mainstem_requests_total__stop=11,
+        mainstem_requests_total__overloaded=3,
+        mainstem_requests_running=5,
+    )
+    shown = measure(window(before, after))
+    expected = {
+        "prompt_tokens_per_s": 200,
+        "hit_ratio": 0.75,
+        "device_hit_ratio": 0.5,
+        "host_hit_ratio": 0.25,
+        "requests_per_s": 3,
+        "overloaded_per_s": 1,
+        "running": 5,
+    }
+    assert {name: shown[name] for name in expected} == expected
+    assert shown["host_used_ratio"] is None and shown["storage_hit_ratio"] is None  # it has no such tier
+
+
+def test_a_server_that_was_restarted_counts_from_nothing() -> None:
+    shown = measure(window(text(mainstem_prompt_tokens_total=1000), text(mainstem_prompt_tokens_total=30)))
+    assert shown["prompt_tokens_per_s"] == 15
+
+
+def test_where_nothing_happened_there_is_no_ratio() -> None:
+    same = text(mainstem_prompt_tokens_total=10, mainstem_cached_tokens_total__device=4)
+    shown = measure(window(same, same))
+    assert shown["hit_ratio"] is None and shown["prompt_tokens_per_s"] == 0
+
+
+def test_memory_in_use_is_what_is_not_free() -> None:
+    now = text(mainstem_pool_pages__free=25, mainstem_pool_pages__total=100, mainstem_pool_pages__cached=75)
+    assert measure(window(now, now))["device_used_ratio"] == 0.75
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=200), st.floats(0, 1))
+def test_a_quantile_lies_in_the_bucket_of_the_true_one(seen: list[float], q: float) -> None:
+    registry = CollectorRegistry()
+    histogram = Histogram("mainstem_x_seconds", "x", buckets=BOUNDS, registry=registry)
+    histogram.observe(0.3)  # before the window: it does not count
+    before = Sample.parse(generate_latest(registry).decode(), 0.0)
+    for value in seen:
+        histogram.observe(value)
+    found = Window.between(before, Sample.parse(generate_latest(registry).decode(), 1.0)).quantile(
+        "mainstem_x_seconds", q
+    )
+    true = float(np.quantile(seen, q, method="inverted_cdf"))
+    edges = (0.0, *BOUNDS)
+    at = int(np.searchsorted(BOUNDS, true))
+    assert found is not None
+    assert edges[at] - 1e-9 <= found <= edges[min(at + 1, len(BOUNDS))] + 1e-9
+
+
+def test_without_observations_there_is_no_quantile() -> None:
+    registry = CollectorRegistry()
+    Histogram("mainstem_x_seconds", "x", registry=registry)
+    same = generate_latest(registry).decode()
+    assert window(same, same).quantile("mainstem_x_seconds", 0.5) is None
+
+
+def test_every_measure_is_of_a_metric_that_servers_have() -> None:
+    engine = FakeEngine()
+    server = TestClient(create_app(engine))  # type: ignore[arg-type]
+    before = Sample.parse(server.get("/metrics").text, 0.0)
+    for _ in range(2):
+        assert server.post("/v1/completions", json={"model": "fake", "prompt": "x" * 40}).status_code == 200
+    shown = measure(Window.between(before, Sample.parse(server.get("/metrics").text, 1.0)))
+    tiers = {
+        each.name for each in MEASURES if each.name.startswith(("host_used", "late", "storage_faults", "storage_br"))
+    }
+    assert {name for name, value in shown.items() if value is None} <= tiers  # the engine here has no tiers
+    assert shown["prompt_tokens_per_s"] == 80 and shown["requests_per_s"] == 2
+
+
+class Servers:
+    """Scripted servers: what each says at the next look; an exception is raised."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.says: dict[str, str | Exception] = {}
+
+    def fetch(self, server: str) -> str:
+        said = self.says[server]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+def test_one_server_that_goes_does_not_hide_the_others() -> None:
+    servers = Servers()
+    watch = Watch(["http://a", "http://b"], servers.fetch, servers.clock)
+
+    def look(a: str | Exception, b: str | Exception) -> list[Look]:
+        servers.says = {"http://a": a, "http://b": b}
+        servers.clock.now_s += 2.0
+        return watch.look()
+
+    def count(tokens: float) -> str:
+        return text(mainstem_prompt_tokens_total=tokens)
+
+    assert [one.measures for one in look(count(0), count(100))] == [{}, {}, {}]
+    a, b, both = look(count(20), count(140))
+    assert (a.measures["prompt_tokens_per_s"], b.measures["prompt_tokens_per_s"]) == (10, 20)
+    assert both.server == ALL and both.measures["prompt_tokens_per_s"] == 30
+    a, b, both = look(ConnectionRefusedError("Connection refused"), count(180))
+    assert a.error == "Connection refused" and not a.measures
+    assert both.measures["prompt_tokens_per_s"] == b.measures["prompt_tokens_per_s"] == 20
+    a, b, both = look(count(1000), count(220))  # it is back: nothing to compare with
+    assert a.error is None and not a.measures and both.measures["prompt_tokens_per_s"] == 20
+
+
+@pytest.mark.parametrize("said", ["<html>", "", "other_metric 5\n", "mainstem_x{ 3\n"])
+def test_what_is_not_a_server_of_ours_is_said(said: str) -> None:
+    with pytest.raises(MainstemError, match="no metrics"):
+        Sample.parse(said, 0.0)
+
+
+def test_the_table_shows_every_measure_and_says_what_failed() -> None:
+    console = Console(file=StringIO(), width=200)
+    shown = measure(window(text(mainstem_prompt_tokens_total=0), text(mainstem_prompt_tokens_total=3000)))
+    console.print(table([Look("http://a:1", shown), Look("http://b:2", error="[Errno 111] refused")]))
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a:1" in written and "[Errno 111] refused" in written and "1,500/s" in written
+    assert all(each.title.strip() in written for each in MEASURES)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        (":9000", "http://127.0.0.1:9000"),
+        ("https://kv.example/proxy/", "https://kv.example/proxy"),
+        ("http://[::1]:80", "http://[::1]:80"),
+    ],
+)
+def test_servers_are_named_as_users_name_them(given: str, url: str) -> None:
+    assert address(given) == url
+
+
+@pytest.mark.parametrize("given", ["", "ftp://a", "http://", "http://a:99999999", "http://a?x=1", "file:///etc/passwd"])
+def test_what_names_no_server_is_refused(given: str) -> None:
+    with pytest.raises(BadArgument, match="server"):
+        address(given)
+
+
+@contextmanager
+def served(says: list[str]) -> Iterator[str]:
+    """Serves the texts at /metrics, one a request, the last one for ever."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/metrics"
+            body = (says.pop(0) if len(says) > 1 else says[0]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_command_prints_one_sample_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    def both(tokens: int, hit: int) -> str:
+        return text(mainstem_prompt_tokens_total=tokens, mainstem_cached_tokens_total__device=hit)
+
+    with served([both(0, 0), both(100, 40)]) as server:
+        assert main(["top", server, "--json", "--interval-s", "0.1"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["server"] == f"http://{server}" and found["error"] is None
+    assert found["measures"]["hit_ratio"] == 0.4
+    assert set(found["measures"]) == {each.name for each in MEASURES}
+
+
+def test_the_command_ends_with_one_line_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(["x"]) as gone:
+        pass
+    assert main(["top", gone]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"mainstem: no server answers: http://{gone}") and said.err.count("\n") == 1
+    assert main(["top", gone, "--interval-s", "0"]) == 2
+    assert "must be 0.1 to 3600" in capsys.readouterr().err
+
+
+def test_control_c_is_the_usual_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("mainstem.watch.commands.time.sleep", sleep)
+    with served([text(mainstem_prompt_tokens_total=0)]) as server:
+        assert main(["top", server]) == 0
+    assert "found in the cache" in capsys.readouterr().out
