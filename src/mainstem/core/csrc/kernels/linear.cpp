@@ -5,6 +5,7 @@
 
 #include "kernels/functions.h"
 #include "kernels/parallel.h"
+#include "kernels/tiles.h"
 
 namespace mainstem {
 
@@ -242,26 +243,87 @@ MAINSTEM_AVX2 void on_avx2(const typename Form<Number>::Given& x, const Layer<Nu
   some_outputs<8, Form>(x, layer, begin, end);
 }
 
+// Calls run(layer, begin, end) for parts of the outputs of layers, of which `step` are computed at a time.
+template <class Number, class Run>
+void share_outputs(std::span<const Layer<Number>> layers, std::size_t step, std::size_t bytes, unsigned threads,
+                   const Run& run) {
+  std::size_t outputs = 0;
+  for (const auto& layer : layers)
+    outputs += layer.outputs;
+  if (outputs * bytes <= kAlone) threads = 1;
+  const std::size_t part = outputs / (threads * kParts) / step * step + step;
+  share_out(outputs, part, threads, [&](std::size_t begin, std::size_t end) {
+    std::size_t before = 0;  // outputs of the layers before
+    for (const auto& layer : layers) {
+      const std::size_t from = std::max(begin, before), to = std::min(end, before + layer.outputs);
+      if (from < to) run(layer, from - before, to - before);
+      before += layer.outputs;
+    }
+  });
+}
+
 template <template <class> class Form, class Number>
 void multiply_as(const Number* given, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
                  std::size_t bytes, unsigned threads) {
   const bool wide = best_isa() == Isa::kAvx512;
   const auto run = wide ? on_avx512<Form, Number> : on_avx2<Form, Number>;
   const typename Form<Number>::Given x(given, rows, inputs, wide ? 16 : 8, Form<Number>::kAlternates);
-  std::size_t outputs = 0;
-  for (const auto& layer : layers)
-    outputs += layer.outputs;
-  if (outputs * bytes <= kAlone) threads = 1;
-  constexpr std::size_t kOutputs = Form<Number>::kOutputs;
-  const std::size_t part = outputs / (threads * kParts) / kOutputs * kOutputs + kOutputs;
-  share_out(outputs, part, threads, [&](std::size_t begin, std::size_t end) {
-    std::size_t before = 0;  // outputs of the layers before
-    for (const auto& layer : layers) {
-      const std::size_t from = std::max(begin, before), to = std::min(end, before + layer.outputs);
-      if (from < to) run(x, layer, from - before, to - before);
-      before += layer.outputs;
+  share_outputs(layers, Form<Number>::kOutputs, bytes, threads,
+                [&](const auto& layer, std::size_t begin, std::size_t end) { run(x, layer, begin, end); });
+}
+
+#ifdef __x86_64__
+
+// Writes 16 outputs of the rows of a group.
+MAINSTEM_AVX512 void write_tile(const float (&sums)[kTileRows][kTileRows], const Layer<BFloat16>& layer,
+                                std::size_t output, std::size_t row, std::size_t rows) {
+  float bias[kTileRows] = {};
+  for (std::size_t n = 0; layer.bias && n < kTileRows; ++n)
+    bias[n] = widen(layer.bias[output + n]);
+  for (std::size_t m = 0; m < rows; ++m) {
+    float numbers[kTileRows];
+    for (std::size_t n = 0; n < kTileRows; ++n)
+      numbers[n] = sums[n][m] + bias[n];
+    store<16>(layer.out + (row + m) * layer.outputs + output, load_floats<16>(numbers));
+  }
+}
+
+// Computes outputs [begin, end) of a layer, those by tiles that fill one.
+void outputs_by_tiles(const TiledRows& x, const Layer<BFloat16>& layer, std::size_t begin, std::size_t end) {
+  const std::size_t whole = begin + (end - begin) / kTileRows * kTileRows;
+  {
+    const Tiles tiles;
+    TileSums found;
+    for (std::size_t output = begin; output < whole; output += kTileRows) {
+      const BFloat16* const weight = layer.weight + output * x.inputs;
+      const BFloat16* const next = output + 2 * kTileRows <= end ? weight + kTileRows * x.inputs : weight;
+      for (std::size_t group = 0; group < x.groups(); group += 2) {
+        const std::size_t row = group * kTileRows, left = x.count - row;
+        if (left > kTileRows)
+          multiply_tiles<2>(weight, next, x, group, found);
+        else
+          multiply_tiles<1>(weight, next, x, group, found);
+        write_tile(found.sums[0], layer, output, row, std::min(left, kTileRows));
+        if (left > kTileRows)
+          write_tile(found.sums[1], layer, output, row + kTileRows, std::min(left - kTileRows, kTileRows));
+      }
     }
-  });
+  }
+  if (whole == end) return;
+  const AsGiven<BFloat16> as_given(x.x, x.count, x.inputs, 16, false);
+  on_avx512<Dots, BFloat16>(as_given, layer, whole, end);
+}
+
+#endif
+
+void multiply_by_tiles(const BFloat16* given, std::size_t rows, std::size_t inputs,
+                       std::span<const Layer<BFloat16>> layers, unsigned threads) {
+#ifdef __x86_64__
+  const TiledRows x(given, rows, inputs);
+  share_outputs(
+      layers, kTileRows, inputs * sizeof(BFloat16), threads,
+      [&](const auto& layer, std::size_t begin, std::size_t end) { outputs_by_tiles(x, layer, begin, end); });
+#endif
 }
 
 }  // namespace
@@ -271,8 +333,10 @@ void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<c
               unsigned threads) {
   if (rows <= kInt4Rows && std::ranges::all_of(layers, [](const auto& layer) { return layer.packed.codes; }))
     return multiply_as<Packed>(x, rows, inputs, layers, inputs / 2, threads);
-  if constexpr (sizeof(Number) == sizeof(BFloat16))
+  if constexpr (sizeof(Number) == sizeof(BFloat16)) {
+    if (has_tiles()) return multiply_by_tiles(x, rows, inputs, layers, threads);
     if (has_dots()) return multiply_as<Dots>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
+  }
   multiply_as<Plain>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
 }
 

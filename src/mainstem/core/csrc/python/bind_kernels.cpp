@@ -20,6 +20,7 @@
 #include "kernels/decoder.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
+#include "kernels/tiles.h"
 #include "python/bind.h"
 
 namespace mainstem {
@@ -224,6 +225,7 @@ void bind_kernels(nb::module_& m) {
         "The instructions that `linear` and `rms_norm` use: \"avx512\", \"avx2\", or \"\": this machine cannot run "
         "them.");
   m.def("has_dots", &has_dots, "Whether this machine multiplies pairs of bfloat16 in one instruction.");
+  m.def("has_tiles", &has_tiles, "Whether this machine multiplies tiles of bfloat16, and Linux lets this process.");
   m.attr("int4_rows") = kInt4Rows;
   m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "bfloat16"_a, "threads"_a,
         nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
