@@ -1036,6 +1036,27 @@ NATIVE: tuple[Mutant, ...] = (
         "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
     ),
     _mutant(
+        "a use does not end what was said", "-", _CORE + "eviction/expected.h",
+        "all_[node].said && all_[node].since >= nodes_[node].accessed", "all_[node].said",
+        "tests/test_expected.py::test_what_is_said_during_a_use_ends_with_it",
+    ),
+    _mutant(
+        "what one user expects holds for what others share", "-", _CORE + "eviction/expected.h",
+        " || nodes_[parent].hits > nodes_[child].hits + 1", "",
+        "tests/test_expected.py::test_shared_beginnings_do_not_go_with_one_of_their_users",
+    ),
+    _mutant(
+        "what is late is spared for ever", "-", _CORE + "eviction/expected.h",
+        "all_[node].until = due + std::max(due - now_, 0.0);", "all_[node].until = due + 1e9;",
+        "tests/test_expected.py::test_what_is_late_is_the_policys_again_after_as_long",
+    ),
+    _mutant(
+        "who has asked for nothing is believed", "-", _CORE + "eviction/expected.h",
+        "const double left = (allowance(a) - a.lost) / chance(a);",
+        "const double left = 100 + (allowance(a) - a.lost) / chance(a);",
+        "tests/test_stateful.py::test_the_cache_does_as_the_reference",
+    ),
+    _mutant(
         "bets that are lost do not count", "-", _CORE + "eviction/expected.h",
         "    settle(entry, weight);", "    settle(entry, 0);",
         "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
