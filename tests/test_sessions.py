@@ -76,6 +76,18 @@ def test_a_session_that_came_back_is_brought_up_before_it_is_due() -> None:
     bench.run_and_flush()
 
 
+def test_it_is_brought_up_as_late_as_loading_allows() -> None:
+    bench = Talks()
+    for pages in (1, 2, 4):  # a page takes an eighth of a second
+        bench.tiers.costs.load.observe(pages * bench.host.payload_bytes(0), pages / 8)
+    bench.regular(1)
+    takes_s = len(bench.said[1]) // PAGE / 8
+    bench.wait(PAUSE_S - takes_s - 0.5)
+    assert bench.on_device(1) == 0
+    bench.wait(1.0)
+    assert bench.on_device(1) > 0
+
+
 def test_nothing_is_brought_up_by_default() -> None:
     bench = Talks(share=0.0)
     bench.regular(1)
@@ -122,6 +134,7 @@ def test_requests_whose_answers_do_not_stay_are_no_turns(hints: dict[str, bool])
     for _ in range(3):
         bench.turn(1, **hints)
         bench.wait(PAUSE_S)
+    bench.turn(1, **hints)
     bench.push_out()
     bench.wait(PAUSE_S)
     assert bench.on_device(1) == 0 and bench.came() == {}
@@ -189,16 +202,34 @@ def test_it_is_late_if_it_comes_while_it_is_being_brought_up() -> None:
 
 
 def test_a_session_that_does_not_come_goes_first() -> None:
-    bench = Talks(pages=12)
+    bench = Talks(pages=10, share=0.6)
     bench.regular(1, turns=1)
+    bench.turn(2)
     bench.wait(PAUSE_S)
     held = bench.on_device(1)
     assert held > 0 and bench.came() == {}
     bench.wait(PAUSE_S + 1)
     assert bench.came() == {"vain": 1} and bench.on_device(1) == held  # it is not deleted
-    for number in range(2, 5):
-        bench.turn(number)
-    assert bench.on_device(1) < held and bench.on_device(4) > 0
+    bench.turn(3)
+    assert bench.on_device(1) < held and bench.on_device(2) > 0  # which was used longer ago
+
+
+def test_what_was_said_holds_after_it_was_brought_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load it is a use, which ends what was said before."""
+    bench = Talks()
+    expect, said = bench.cache.expected.expect, []
+
+    def listening(tokens: Any, due: float, namespace: Any = None) -> int:
+        said.append((bench.now_s, due))
+        return expect(tokens, due, namespace)
+
+    monkeypatch.setattr(bench.cache.expected, "expect", listening)
+    bench.turn(1, next_use_s=20.0)
+    bench.push_out()
+    bench.wait(20.0)
+    assert bench.on_device(1) > 0
+    (first_s, due), (again_s, same) = said
+    assert first_s < again_s < due == same
 
 
 def test_nothing_is_brought_up_beyond_the_share() -> None:
