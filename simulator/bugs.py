@@ -40,6 +40,7 @@ _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharin
 _DECODERS = "runtime/decoders.py"
 _TRITON = "runtime/triton_attention.py"
 _RETENTION = "retention.py"
+_SESSIONS = "runtime/sessions.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -687,6 +688,22 @@ PYTHON: tuple[Mutant, ...] = (
         "a tenant's request is matched in the public namespace", "-", "server/preparation.py",
         "tenant=None if tenant is None else tenant.hex()", "tenant=None",
         "tests/test_tenants.py::test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart",
+    ),
+    # ---------------------------------------------------------------- sessions that are brought up ahead
+    _mutant(
+        "sessions that are brought up have no bound", "-", _SESSIONS,
+        "min(self._most - sum(each.pages for each in self._known.values()), room())", "room()",
+        "tests/test_sessions.py::test_nothing_is_brought_up_beyond_the_share",
+    ),
+    _mutant(
+        "a session takes the pages of running requests", "-", _SESSIONS,
+        "for each in self._known.values()), room())", "for each in self._known.values()), 999)",
+        "tests/test_sessions.py::test_nothing_is_brought_up_where_a_request_may_need_the_pages",
+    ),
+    _mutant(
+        "a session that was brought up in vain stays", "-", _SESSIONS,
+        "self._cache.demote(session.tokens, session.namespace)", "pass",
+        "tests/test_sessions.py::test_a_session_that_does_not_come_goes_first",
     ),
 )
 
