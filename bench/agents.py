@@ -30,6 +30,7 @@ from rich.table import Table
 
 from bench.report import Report
 from bench.tables import goals_table
+from bench.virtual import prefill_s
 from mainstem.cache import PrefixCache
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.simulate.optimum import Optimum
@@ -85,7 +86,7 @@ class Settings:
     def seconds(self, begin: int, end: int) -> float:
         """Returns what the blocks [begin, end) of a prompt take."""
         tokens, context = (end - begin) * self.block_tokens, begin * self.block_tokens
-        return self.token_s * tokens * (1 + (context + tokens / 2) / self.doubled_at)
+        return prefill_s(tokens, context, self.token_s, self.doubled_at)
 
 
 QUICK = Settings(percents=(2, 10), jobs=40, trace_requests=400)

@@ -26,6 +26,7 @@ from rich.table import Table
 from rigs.ghost_memory import GhostMemory
 
 from bench.report import Report
+from bench.virtual import prefill_s
 from mainstem.cache import PrefixCache
 from mainstem.identity import Identity
 from mainstem.runtime.request import Delta, Request
@@ -86,7 +87,7 @@ class Settings:
 
     def seconds(self, tokens: int, context: int) -> float:
         """Returns what computing takes."""
-        return self.token_s * tokens * (1 + (context + tokens / 2) / self.doubled_at)
+        return prefill_s(tokens, context, self.token_s, self.doubled_at)
 
 
 QUICK = Settings(bandwidths=(0.5e9, 2e9, 32e9), lengths=(512, 2048))

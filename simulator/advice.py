@@ -1,19 +1,25 @@
-"""Profile "advice": the profiles "cache" and "hybrid" with prefixes that are retained, pinned, demoted and ended.
+"""Profile "advice": the profiles "cache" and "hybrid" with prefixes that clients advise on: retained, pinned, demoted.
 
 What was promised is written down, and looked for again and again: whatever is evicted, copied, loaded, fails or is
-removed beside it, a retained prefix is found until its time. Bounds and counts are checked with the cache.
+removed beside it, a retained prefix is found until its time. Bounds and counts are checked with the cache. When a
+prefix is said to be used next is as good as random here; it must change nothing before its owner can stake a page.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from math import inf
 
 from mainstem.components import Full
+from mainstem.errors import OutOfPages
 from mainstem.namespaces import Namespace
 from simulator.leases import Leases
 from simulator.process import Process, Sizes, hybrid_sizes
 from simulator.world import World, require
+
+_ASKED_FOR_A_STAKE = 667
+"""Pages that an owner asks for before it may lose one: 0.15 % of them."""
 
 Prefix = tuple[Namespace | str | None, tuple[int, ...]]
 
@@ -37,6 +43,7 @@ class Advice(Leases):
         self.promised: list[dict[Prefix, Promise]] = []
         super().__init__(world)
         self.advised = world.random.choice((0.05, 0.2))
+        self.trusted = world.random.random() < 0.5
 
     def _sizes(self) -> Sizes:
         if self.world.random.random() < 0.5:
@@ -61,7 +68,7 @@ class Advice(Leases):
         world, random, retention = self.world, self.world.random, process.cache.retention
         tokens, space = self.prompts.draw(), random.choice(self.namespaces)
         kind = random.random()
-        if kind < 0.4:
+        if kind < 0.35:
             promise = (
                 Promise(pinned=True) if random.random() < 0.3 else Promise(world.now_s + random.expovariate(2) + 0.01)
             )
@@ -76,20 +83,43 @@ class Advice(Leases):
             world.seen["retained"] += kept.positions > 0
             if kept.positions:
                 self._promise(promised, (space, tuple(tokens[: kept.positions])), promise)
-        elif kind < 0.55:
+        elif kind < 0.5:
             length = retention.unpin(tokens, space)
             world.did("unpin", length)
             if found := promised.get((space, tuple(tokens[:length]))):
                 found.pinned = False
-        elif kind < 0.8:
+        elif kind < 0.7:
+            process.cache.expected.poll(world.now_s)
             retention.poll(world.now_s)
             self._expire(promised)
             world.did("expire", retention.stats().prefixes)
+        elif kind < 0.85:
+            self._expect(process, tokens, space)
         else:
             over = random.random() < 0.5
             world.did("demote", process.cache.demote(tokens, space, over=over), over)
             if over:
                 self._withdraw(promised, space, tokens)
+
+    def _expect(self, process: Process, tokens: list[int], space: Namespace | str | None) -> None:
+        """Says when a prefix is used next: soon, late, or in the past."""
+        world, cache = self.world, process.cache
+        found = cache.peek([*tokens, 2**30], space) // self.page_size * self.page_size
+        length = cache.expected.expect(tokens, world.now_s + world.random.choice((-1, 0, 0.05, 0.5, 5, 500)), space)
+        require(found <= length <= len(tokens), "less is expected than is found, or more than was named", length, found)
+        world.did("expect", length)
+        world.seen["expected"] += length > 0
+        self._weigh(process)
+        if self.trusted and world.random.random() < 0.2:  # whoever asks for much may stake some
+            with contextlib.suppress(OutOfPages):
+                cache.lease([*tokens, *[3] * (5000 * self.page_size)], space).abort()
+
+    def _weigh(self, process: Process) -> None:
+        """Checks that nobody bets without a stake."""
+        tree = process.cache.stats().tree
+        bets, asked = tree.advice_won + tree.advice_lost, tree.queried_symbols // self.page_size
+        self.world.seen["weighed with bets"] += bets > 0
+        require(bets == 0 or asked >= _ASKED_FOR_A_STAKE, "a bet without a stake", bets, asked)
 
     def _forget(self, process: Process) -> None:
         """Flushes one tier or both, or removes a prefix and everything after it."""
@@ -110,6 +140,7 @@ class Advice(Leases):
         """Stops faults, checks that all promises hold and end, and that everything ends."""
         for process, promised in zip(self.processes, self.promised, strict=True):
             self._look(process, promised)
+            self._weigh(process)
             self.world.seen["moved down"] += sum(process.cache.retention.stats().host.values())
             process.cache.retention.poll(self.world.now_s + 1e6)
             stats = process.cache.retention.stats()

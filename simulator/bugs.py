@@ -40,6 +40,7 @@ _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharin
 _DECODERS = "runtime/decoders.py"
 _TRITON = "runtime/triton_attention.py"
 _RETENTION = "retention.py"
+_SESSIONS = "runtime/sessions.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -688,6 +689,22 @@ PYTHON: tuple[Mutant, ...] = (
         "tenant=None if tenant is None else tenant.hex()", "tenant=None",
         "tests/test_tenants.py::test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart",
     ),
+    # ---------------------------------------------------------------- sessions that are brought up ahead
+    _mutant(
+        "sessions that are brought up have no bound", "-", _SESSIONS,
+        "min(self._most - sum(each.pages for each in self._known.values()), room())", "room()",
+        "tests/test_sessions.py::test_nothing_is_brought_up_beyond_the_share",
+    ),
+    _mutant(
+        "a session takes the pages of running requests", "-", _SESSIONS,
+        "for each in self._known.values()), room())", "for each in self._known.values()), 999)",
+        "tests/test_sessions.py::test_nothing_is_brought_up_where_a_request_may_need_the_pages",
+    ),
+    _mutant(
+        "a session that was brought up in vain stays", "-", _SESSIONS,
+        "self._cache.demote(session.tokens, session.namespace)", "pass",
+        "tests/test_sessions.py::test_a_session_that_does_not_come_goes_first",
+    ),
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
@@ -1034,6 +1051,27 @@ NATIVE: tuple[Mutant, ...] = (
         "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/foresight.cpp",
         "  all_->pass_up(node, order_.nodes_[node].parent);\n", "",
         "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
+    ),
+    _mutant(
+        "a use does not end what was said", "-", _CORE + "eviction/expected.h",
+        "all_[node].said && all_[node].since >= nodes_[node].accessed", "all_[node].said",
+        "tests/test_expected.py::test_what_is_said_during_a_use_ends_with_it",
+    ),
+    _mutant(
+        "what one user expects holds for what others share", "-", _CORE + "eviction/expected.h",
+        " || nodes_[parent].hits > nodes_[child].hits + 1", "",
+        "tests/test_expected.py::test_shared_beginnings_do_not_go_with_one_of_their_users",
+    ),
+    _mutant(
+        "what is late is spared for ever", "-", _CORE + "eviction/expected.h",
+        "all_[node].until = due + std::max(due - now_, 0.0);", "all_[node].until = due + 1e9;",
+        "tests/test_expected.py::test_what_is_late_is_the_policys_again_after_as_long",
+    ),
+    _mutant(
+        "who has asked for nothing is believed", "-", _CORE + "eviction/expected.h",
+        "const double left = (allowance(a) - a.lost) / chance(a);",
+        "const double left = 100 + (allowance(a) - a.lost) / chance(a);",
+        "tests/test_stateful.py::test_the_cache_does_as_the_reference",
     ),
     _mutant(
         "bets that are lost do not count", "-", _CORE + "eviction/expected.h",

@@ -85,6 +85,7 @@ class Tenants(Advice):
         if self.world.chance(0.3):
             self.asker = b""  # the owner of what has no tenant, salt or name
             process.evict()
+            process.tiers.settle()  # what was removed may have been in the way of what exceeds a maximum
         else:
             super()._seldom(process)
 

@@ -1200,6 +1200,44 @@ def test_a_hint_reaches_the_engine_for_the_prefix_it_names() -> None:
     assert engine.tokenizer.decode(engine.advised[1][1]) == "<user>hi\n"
 
 
+def test_when_a_prefix_is_used_next_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    for times in ({"next_use_s": 60.5}, {"next_use_steps": 3}):
+        assert server.post(HINTS, json={"action": "expect", "prompt": [1, 2], **times}).status_code == 200
+        complete(server, cache_hints=times)
+        chat(server, cache_hints=times, prompt_cache_key="a talk")
+    assert [times for _, _, _, times in engine.advised] == [{"next_use_s": 60.5}, {"next_use_steps": 3}]
+    given = [replace(stream.request.hints, prefixes=()) for stream in engine.streams]
+    assert given == [
+        Hints(next_use_s=60.5),
+        Hints(next_use_s=60.5, session="a talk"),
+        Hints(next_use_steps=3),
+        Hints(next_use_steps=3, session="a talk"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hints", "param"),
+    [
+        ({"next_use_s": -1}, "cache_hints.next_use_s"),
+        ({"next_use_s": 86_401}, "cache_hints.next_use_s"),
+        ({"next_use_s": 5, "no_store": True}, "cache_hints.next_use_s"),
+        ({"next_use_steps": -1}, "cache_hints.next_use_steps"),
+        ({"next_use_steps": 1e7}, "cache_hints.next_use_steps"),
+        ({"next_use_steps": 1, "no_store": True}, "cache_hints.next_use_steps"),
+        ({"next_use_s": 5, "next_use_steps": 1}, "cache_hints.next_use_steps"),
+    ],
+)
+def test_a_next_use_that_cannot_be_is_refused_by_its_name(hints: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    for answer in (complete(server, cache_hints=hints), chat(server, cache_hints=hints)):
+        error = error_of(answer, 400)
+        assert error["param"] == param and error["message"].startswith(param)
+    assert not engine.streams
+
+
 @pytest.mark.parametrize(
     ("kept", "action", "status", "code"),
     [

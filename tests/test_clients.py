@@ -17,8 +17,8 @@ from rigs.serving import Server, real_server
 ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / ".venv-clients"
 PYTHON = {
-    "with_openai.py": ["chats", "tools", "structured_output", "completions", "responses", "errors"],
-    "with_anthropic.py": ["messages", "tools", "errors"],
+    "with_openai.py": ["chats", "tools", "structured_output", "completions", "responses", "caching", "errors"],
+    "with_anthropic.py": ["messages", "tools", "caching", "errors"],
     "with_litellm.py": ["chats", "tools"],
     "with_langchain.py": ["chats", "bound_tools", "structured_output"],
     "with_llama_index.py": ["chats", "completions"],
@@ -26,7 +26,7 @@ PYTHON = {
     "with_pydantic_ai.py": ["text", "typed_answers"],
     "with_lm_eval.py": ["multiple_choice"],
 }
-NODE = {"with_openai.mjs": ["chats", "tools", "responses"], "with_ai.mjs": ["chats", "responses"]}
+NODE = {"with_openai.mjs": ["chats", "tools", "responses", "caching"], "with_ai.mjs": ["chats", "responses"]}
 
 pytestmark = [
     pytest.mark.deadline,

@@ -91,6 +91,18 @@ def test_the_next_use_ends_what_was_said() -> None:
     assert client.cache.peek([*session(100), 0]) and not client.cache.peek([*session(101), 0])
 
 
+def test_what_is_said_during_a_use_ends_with_it() -> None:
+    client = believed("lru", 24)
+    client.cache.flush()
+    client.ask(session(100))
+    with client.cache.lease([*session(100), 0]):
+        client.cache.expected.expect(session(100), client.now_s + 5000)
+    client.ask(session(101), 1000)
+    for other in range(5):
+        client.ask(session(200 + other), 10)
+    assert client.cache.peek([*session(100), 0]) and not client.cache.peek([*session(101), 0])
+
+
 def test_what_was_said_last_counts() -> None:
     client = believed("lru", 16)
     client.cache.flush()
@@ -136,22 +148,23 @@ def test_shared_beginnings_do_not_go_with_one_of_their_users() -> None:
     client.cache.flush()
     shared = session(99, 8)
     for at in range(3):
-        client.ask([*shared, *session(100 + at, 4)], 5000 if at == 0 else 10)
-    for at in range(3):
-        client.ask(session(200 + at), 10)
-    assert client.cache.peek([*shared, 0]) == 8
+        client.ask([*shared, *session(100 + at, 4)], 3000 + 1000 * at)
+    for at in range(5):
+        client.ask(session(200 + at), 1000)
+    assert client.cache.peek([*shared, 1]) == 8  # of its users nothing is left
+    assert not any(client.cache.peek([*shared, *session(100 + at, 4), 0]) > 8 for at in range(3))
 
 
 def test_what_is_late_is_the_policys_again_after_as_long() -> None:
+    """Late by 35 seconds it would be taken to be 70 seconds away, and idle for 65 seconds, 130."""
     client = believed("lru", 24)
     client.cache.flush()
-    client.ask(session(100), 3)
-    for at in range(5):
-        client.ask(session(200 + at), 60)
-    assert client.cache.peek([*session(100), 0])
-    for at in range(12):
-        client.ask(session(300 + at), 8)
-    assert not client.cache.peek([*session(100), 0])
+    client.ask(session(100), 30)
+    there = {}
+    for second in range(1, 66):
+        client.ask(session(200 + second), 90)
+        there[second] = client.cache.peek([*session(100), 0])
+    assert there[58] == 4 and there[65] == 0
 
 
 def test_removed_and_demoted_prefixes_still_go_before_others() -> None:

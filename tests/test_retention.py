@@ -39,6 +39,11 @@ def flood(cache: PrefixCache, first: int, prompts: int = 40, pages: int = 3) -> 
         prefill(cache, list(range(begin, begin + pages * cache.page_size + 1))).finish()
 
 
+def left_after_a_flood(cache: PrefixCache, first: int) -> int:
+    flood(cache, first)
+    return cached(cache, P)
+
+
 # ---------------------------------------------------------------- one tier
 
 
@@ -64,11 +69,9 @@ def test_a_pin_lasts_until_it_is_taken_back() -> None:
     prefill(cache, P).finish()
     assert cache.retention.pin(P).positions == 8
     cache.retention.poll(1e12)
-    flood(cache, 1000)
-    assert cached(cache, P) == 8
+    assert left_after_a_flood(cache, 1000) == 8
     assert (cache.retention.unpin(P), cache.retention.unpin(P)) == (8, 0)
-    flood(cache, 5000)
-    assert cached(cache, P) == 0
+    assert left_after_a_flood(cache, 5000) == 0
 
 
 def test_a_time_goes_on_when_the_pin_ends() -> None:
@@ -106,12 +109,10 @@ def test_a_hit_renews_what_it_has_all_of() -> None:
     assert cache.retention.stats().prefixes == 1  # the other is not renewed
     cache.retention.poll(22.9)
     cache.check()
-    flood(cache, 1000)
-    assert cached(cache, P) == 8
+    assert left_after_a_flood(cache, 1000) == 8
     cache.retention.poll(23.0)
     assert cache.retention.stats().prefixes == 0 and not cache.retention.renews
-    flood(cache, 5000)
-    assert cached(cache, P) == 0
+    assert left_after_a_flood(cache, 5000) == 0
 
 
 def test_what_has_expired_is_not_renewed() -> None:

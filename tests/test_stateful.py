@@ -331,7 +331,12 @@ class CacheWorld:
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.cache.retention.poll(self.now)
+        self.cache.expected.poll(self.now)
         self.model.expire(self.now)
+
+    def expect(self, tokens: list[int], space: str | None, seconds: float) -> None:
+        expected = self.cache.expected.expect(tokens, self.now + seconds, space)
+        assert expected == self.model.expect(tokens, space)
 
     def demote(self, tokens: list[int], space: str | None, over: bool) -> None:
         assert self.cache.demote(tokens, space, over=over) == self.model.demote(tokens, space, over)
@@ -391,12 +396,14 @@ class CacheWorld:
     def advise(self, rng: random.Random) -> None:
         tokens, space = some_tokens(rng, self.size), rng.choice(SPACES)
         roll = rng.random()
-        if roll < 0.4:
+        if roll < 0.35:
             self.retain(tokens, space, rng.choice([None, 1, 2, 5]))
-        elif roll < 0.6:
+        elif roll < 0.5:
             self.unpin(tokens, space)
-        elif roll < 0.85:
+        elif roll < 0.7:
             self.wait(rng.choice([0, 0.5, 1, 3]))
+        elif roll < 0.85:
+            self.expect(tokens, space, rng.choice([-1, 0, 2, 9, 1000]))
         else:
             self.demote(tokens, space, rng.random() < 0.5)
 
@@ -515,6 +522,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(sequence=SEQUENCES)
     def unpin(self, sequence: tuple[list[int], str | None]) -> None:
         self.world.unpin(*sequence)
+
+    @rule(sequence=SEQUENCES, seconds=st.integers(-1, 9))
+    def expect(self, sequence: tuple[list[int], str | None], seconds: int) -> None:
+        self.world.expect(*sequence, seconds)
 
     @rule(sequence=SEQUENCES, over=st.booleans())
     def demote(self, sequence: tuple[list[int], str | None], over: bool) -> None:

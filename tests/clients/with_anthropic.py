@@ -1,4 +1,4 @@
-"""The anthropic client: messages, streams, tools, counts, errors."""
+"""The anthropic client: messages, streams, tools, counts, caching, errors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,27 @@ def tools() -> None:
     assert client.messages.create(**given, messages=after, tool_choice={"type": "none"}).content
 
 
+def caching() -> None:
+    rules = "You answer in one short sentence, and you never guess. " * 8
+    kept = {"type": "ephemeral", "ttl": "1h"}
+    given: Any = {"model": MODEL, "messages": ASKED, "max_tokens": 4}
+    marked: Any = [{"type": "text", "text": rules, "cache_control": kept}]
+    first: Any = client.messages.create(**given, system=marked, diagnostics={"previous_message_id": None})
+    created = first.usage.cache_creation_input_tokens
+    assert first.usage.cache_creation.ephemeral_1h_input_tokens == created > 0
+    with client.messages.stream(**given, system=marked) as stream:
+        again: Any = stream.get_final_message().usage
+    assert again.cache_read_input_tokens >= created
+    options = {"diagnostics": {"previous_message_id": first.id}}
+    changed: Any = client.messages.create(**given, system="Guess, at length. " * 8, **options)
+    assert changed.diagnostics.cache_miss_reason.type == "system_changed"
+
+
 def errors() -> None:
     with pytest.raises(anthropic.NotFoundError, match="another"):
         client.messages.create(model="another", messages=ASKED, max_tokens=8)
 
 
-for check in (messages, tools, errors):
+for check in (messages, tools, caching, errors):
     check()
     print(check.__name__)

@@ -1,4 +1,4 @@
-// The openai client for Node: a chat, a stream, a call of a tool, Responses.
+// The openai client for Node: a chat, a stream, a call of a tool, Responses, caching.
 import assert from "node:assert";
 import OpenAI from "openai";
 
@@ -22,3 +22,13 @@ console.log("tools");
 const response = await client.responses.create({ model, input: "Say a word.", max_output_tokens: 16 });
 assert.ok(response.output_text);
 console.log("responses");
+
+const rules = "You answer in one short sentence, and you never guess. ".repeat(8);
+const talk = { model, messages: [{ role: "system", content: rules }, ...messages], max_tokens: 4 };
+const kept = { ...talk, prompt_cache_key: "a talk", prompt_cache_options: { ttl: "30m" } };
+const written = (await client.chat.completions.create(kept)).usage.prompt_tokens_details;
+assert.ok(written.cache_write_tokens > 0);
+assert.deepEqual(written.cache_write_tokens_by_ttl, { "30m": written.cache_write_tokens });
+const again = (await client.chat.completions.create(kept)).usage.prompt_tokens_details;
+assert.ok(again.cached_tokens >= written.cache_write_tokens);
+console.log("caching");

@@ -1,4 +1,4 @@
-"""The openai client: chats, tools, structured output, completions, Responses, errors."""
+"""The openai client: chats, tools, structured output, completions, Responses, caching, errors."""
 
 from __future__ import annotations
 
@@ -91,12 +91,33 @@ def responses() -> None:
         client.responses.retrieve(first.id)
 
 
+def caching() -> None:
+    rules = "You answer in one short sentence, and you never guess. " * 8
+    marked = [{"type": "text", "text": rules, "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}]
+    messages = [{"role": "system", "content": marked}, *ASKED]
+    given: Any = {"model": MODEL, "messages": messages, "max_tokens": 4, "prompt_cache_key": "a talk"}
+    first: Any = client.chat.completions.create(**given, prompt_cache_options={"mode": "explicit"}).usage
+    written = first.prompt_tokens_details
+    assert written.cache_write_tokens > 0
+    assert written.cache_write_tokens_by_ttl == {"30m": written.cache_write_tokens}
+    again: Any = client.chat.completions.create(**given).usage
+    assert again.prompt_tokens_details.cached_tokens >= written.cache_write_tokens
+
+    asked: Any = {"model": MODEL, "instructions": rules * 2, "input": "Hi.", "prompt_cache_key": "a talk"}
+    ahead: Any = client.responses.create(**asked, prompt_cache_options={"prewarm": True, "ttl": "12h"})
+    assert (ahead.status, ahead.output, ahead.prompt_cache_key) == ("completed", [], "a talk")
+    assert ahead.usage.input_tokens_details.cache_write_tokens_details.ttl_12h_tokens > 0
+    options = {"comparison_response_id": ahead.id}
+    hit: Any = client.responses.create(**asked, prompt_cache_options=options, max_output_tokens=16)
+    assert hit.prompt_cache_diagnostics.type == "cache_hit"
+
+
 def errors() -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model=MODEL, messages=ASKED, extra_body={"tempreature": 1})
     assert caught.value.param == "tempreature"
 
 
-for check in (chats, tools, structured_output, completions, responses, errors):
+for check in (chats, tools, structured_output, completions, responses, caching, errors):
     check()
     print(check.__name__)

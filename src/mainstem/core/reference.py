@@ -404,6 +404,13 @@ class ReferenceCache:
             self._release(end)
         return len(demoted) * self.page_size
 
+    def expect(self, symbols: Symbols, namespace: Hashable = None) -> int:
+        """Returns the length of a prefix in the tree.
+
+        When it is used next changes nothing here: whoever says so has not asked for enough pages to stake one.
+        """
+        return len(self.tree.present(symbols, namespace)) * self.page_size
+
     def _retain(self, end: Page, until: float, pinned: bool) -> None:
         if end in self.retained:
             until, pinned = max(until, self.retained[end][0]), pinned or self.retained[end][1]

@@ -1,46 +1,26 @@
 """Advice: what clients know of the future of prefixes, applied to a cache between the steps of an engine.
 
-Knows the cache and its tiers, not the scheduler. A prefetch to the device reads storage into the host, then loads what
-the host has by a lease of its own; `poll` moves it on. Advice is bounded, and what it asks for gives way to requests.
+Knows the cache and its tiers, not the scheduler. `poll` moves on what it prefetches to the device. Advice is bounded,
+and what it asks for gives way to requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache import Lease, PrefixCache
-from mainstem.errors import BadArgument, OutOfPages
+from mainstem.cache import PrefixCache
+from mainstem.errors import BadArgument
 from mainstem.expected import check_next_use
 from mainstem.namespaces import NamespaceLike
 from mainstem.retention import LEAST_S, Kept
-from mainstem.tiers.load import Load
-from mainstem.tiers.prefetch import Prefetch
+from mainstem.runtime.bring_up import BringUp
 
 Action = Literal["retain", "pin", "unpin", "demote", "end", "prefetch", "expect"]
 
 _MOST_PREFETCHES = 16  # under way
-
-
-@dataclass(slots=True, eq=False)
-class _Raise:
-    """A prefix on its way to the device: read from storage, then loaded."""
-
-    tokens: NDArray[np.int32]
-    namespace: NamespaceLike
-    prefetch: Prefetch | None
-    lease: Lease | None = None
-    load: Load | None = None
-
-    def close(self) -> None:
-        if self.prefetch is not None:
-            self.prefetch.revoke()
-            self.prefetch = None
-        if self.lease is not None:
-            self.lease.abort()
 
 
 class Advice:
@@ -53,7 +33,7 @@ class Advice:
 
     def __init__(self, cache: PrefixCache, max_retain_s: float) -> None:
         self._cache, self._max_retain_s = cache, max_retain_s
-        self._raising: list[_Raise] = []
+        self._prefetches: list[BringUp] = []
 
     def apply(
         self,
@@ -130,48 +110,27 @@ class Advice:
     @property
     def busy(self) -> bool:
         """Whether prefetches are under way."""
-        return bool(self._raising)
+        return bool(self._prefetches)
 
     def poll(self) -> None:
         """Moves prefetches on. Call it once a step, after the tiers were polled."""
-        for each in list(self._raising):
-            if not self._goes_on(each):
-                each.close()
-                self._raising.remove(each)
+        self._prefetches = [each for each in self._prefetches if each.go_on()]
 
     def close(self) -> None:
         """Ends all prefetches."""
-        for each in self._raising:
+        for each in self._prefetches:
             each.close()
-        self._raising.clear()
+        self._prefetches.clear()
 
     def _prefetch(self, tokens: NDArray[np.int32], namespace: NamespaceLike) -> Kept:
-        there = self._cache.peek(np.append(tokens, np.int32(0)), namespace)
-        tiers = self._cache.tiers
-        if tiers is None:
+        prompt = np.append(tokens, np.int32(0))  # of which the last token is not brought up
+        there = self._cache.peek(prompt, namespace)
+        if self._cache.tiers is None:
             return Kept(there, there)
-        if len(self._raising) >= _MOST_PREFETCHES:
+        if len(self._prefetches) >= _MOST_PREFETCHES:
             return Kept(0, there)
-        each = _Raise(tokens, namespace, tiers.prefetch(tokens, namespace))
-        if self._goes_on(each):
-            self._raising.append(each)
-        else:
-            each.close()
-        return Kept(max(there, len(tokens) if each.prefetch is not None else 0), there)
-
-    def _goes_on(self, each: _Raise) -> bool:
-        """Takes the next step of a prefetch, if the last has ended; returns whether anything is under way."""
-        if each.prefetch is not None:
-            if not each.prefetch.ended:
-                return True
-            each.prefetch.revoke()
-            each.prefetch = None
-        if each.load is None:
-            assert self._cache.tiers is not None
-            # A lease leaves its last token to compute: one more is asked for.
-            try:
-                each.lease = self._cache.lease(np.append(each.tokens, np.int32(0)), each.namespace)
-            except OutOfPages:
-                return False
-            each.load = self._cache.tiers.load(each.lease)
-        return each.load is not None and each.load.arrived is None
+        each = BringUp(self._cache, prompt, namespace)
+        asked = len(tokens) if each.reading else 0
+        if each.go_on():
+            self._prefetches.append(each)
+        return Kept(max(there, asked), there)

@@ -554,6 +554,7 @@ class Engine:
         finally:
             self.grammars.close()
             self._advice.close()
+            self._scheduler.close()
             try:
                 self._close_tiers()
             finally:

@@ -28,6 +28,7 @@ class Totals:
         stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
         grammar_requests: added with a grammar.
         checkpoints: states kept at planned positions of prompts, by reason.
+        session_prefetches: sessions that were to be brought up, by what came of it; see `sessions`.
     """
 
     requests: int = 0
@@ -44,6 +45,7 @@ class Totals:
     stateless_tokens: int = 0
     grammar_requests: int = 0
     checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
+    session_prefetches: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_tokens(self) -> int:

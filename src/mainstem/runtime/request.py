@@ -120,6 +120,7 @@ class Hints:
         prefixes: of the prompt, that a client marks.
         next_use_s: seconds from its end to the next request that goes on from its prompt and answer; None: unknown.
         next_use_steps: the same in steps of the workflow that it belongs to: 1 is the next step.
+        session: what the client calls the conversation that it is a turn of; None: its prompt says.
 
     Raises:
         BadArgument: `retain_s` is below a millisecond, `next_use_s` or `next_use_steps` is negative or no number, both
@@ -132,6 +133,7 @@ class Hints:
     prefixes: tuple[Prefix, ...] = ()
     next_use_s: float | None = None
     next_use_steps: float | None = None
+    session: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the times."""

@@ -68,7 +68,8 @@ from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Choice, Sampler, verify
 from mainstem.runtime.scores import keep_scores
-from mainstem.runtime.sequence import Sequence, spliced_images
+from mainstem.runtime.sequence import Sequence, common_prefix, spliced_images
+from mainstem.runtime.sessions import Sessions
 from mainstem.runtime.sizing import window_pages
 from mainstem.runtime.text import Detokenizer, Tokenizer
 from mainstem.settings.engine import Limits
@@ -161,6 +162,8 @@ class Scheduler:
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
         self._most_rows = self._rows = max(1, _MOST_LOGITS // runner.vocab_size)  # of prompts; left in this step
+        self._sessions = Sessions(cache, limits.prefetch_sessions)
+        self.totals.session_prefetches = self._sessions.counts
         self._meter = Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
@@ -170,7 +173,9 @@ class Scheduler:
             return 0.0
         if self._running or self._waiting:
             return _POLL_S
-        return _IDLE_POLL_S if self._tiers is not None and self._tiers.busy else None
+        if self._tiers is not None and self._tiers.busy:
+            return _IDLE_POLL_S
+        return self._sessions.idle_s(self._now_s)
 
     @property
     def waiting(self) -> int:
@@ -258,6 +263,7 @@ class Scheduler:
         for other in self._running.values():
             self._request_checkpoint(other, sequence)
         self._prefetch(sequence)
+        self._sessions.arrived(sequence)
 
     def measure(self) -> None:
         """Times a few forwards, so that the first request knows what it costs not to wait for storage.
@@ -303,6 +309,7 @@ class Scheduler:
             self._tiers.poll()
         self._cache.retention.poll(self._now_s)
         self._cache.expected.poll(self._now_s)
+        self._sessions.poll(self._now_s, self._spare)
         scheduled = self._schedule_running()
         scheduled += self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
@@ -313,6 +320,10 @@ class Scheduler:
             self._forward(scheduled)
         events, self._events = self._events, []
         return events
+
+    def close(self) -> None:
+        """Ends what was begun for requests that have not come."""
+        self._sessions.close()
 
     def _preempt(self, sequence: Sequence) -> None:
         log.info("out of pages: request %s is preempted at %d positions", sequence.id, sequence.computed)
@@ -429,6 +440,11 @@ class Scheduler:
         pools = self._cache.pools.values()
         return tuple(pool.free + present - locked for pool, (present, locked, _) in zip(pools, counts, strict=True))
 
+    def _spare(self) -> int:
+        """Returns the pages of the first component that no request needs; none while one waits."""
+        size, running = self._cache.page_size, self._running.values()
+        return 0 if self._waiting else self._room()[0] - sum(-(-sequence.left // size) for sequence in running)
+
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
 
@@ -475,7 +491,7 @@ class Scheduler:
         """Returns the last page boundary up to which two prompts agree and at which `other` could start."""
         # One token is always left to compute, so a hit never includes the last one.
         page = self._cache.page_size
-        same = min(_common_prefix(one.symbols, other.symbols, page), other.length - 1)
+        same = min(common_prefix(one.symbols, other.symbols, page), other.length - 1)
         return last_boundary(same, page, other.atomic)
 
     def _request_checkpoint(self, running: Sequence, sequence: Sequence) -> None:
@@ -760,17 +776,9 @@ class Scheduler:
         self.totals.errors += error is not None
         usage, stop = sequence.usage(self._clock(), prefixes), sequence.text.stop
         if reason in ("stop", "length"):
-            self._follow(sequence)
+            self._sessions.ended(sequence, self._now_s)
         text = last.text + _flush(sequence)
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
-
-    def _follow(self, sequence: Sequence) -> None:
-        """Says when prompt and answer of a request that has ended are used next, if it knows."""
-        hints, expected = sequence.request.hints, self._cache.expected
-        expected.observe(self._now_s - sequence.arrived_s)  # alike on all ranks
-        wait_s = expected.wait(hints.next_use_s, hints.next_use_steps)
-        if wait_s is not None:
-            expected.expect(sequence.key, self._now_s + wait_s, sequence.request.namespace)
 
 
 def _flush(sequence: Sequence) -> str:
@@ -786,12 +794,3 @@ def _digest(segment: Segment) -> tuple[int, ...]:
     """Returns what ranks compare before a forward: where a segment starts, its tokens and its pages."""
     arrays = (segment.tokens, *segment.tables)
     return (segment.start, segment.state, *(zlib.crc32(array.tobytes()) for array in arrays))
-
-
-def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
-    """Returns the length of the common prefix; 0 if the first page differs, as it does for most pairs."""
-    if not np.array_equal(a[:page_size], b[:page_size]):
-        return 0
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

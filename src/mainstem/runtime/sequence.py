@@ -112,6 +112,11 @@ class Sequence:
         return self.length - len(self.request.tokens)
 
     @property
+    def left(self) -> int:
+        """The number of tokens that may still be generated."""
+        return len(self._tokens) - self.length
+
+    @property
     def uncomputed(self) -> int:
         """Known tokens that are not computed yet."""
         return self.length - self.computed
@@ -361,3 +366,12 @@ class Sequence:
 def spliced_images(request: Request) -> tuple[tuple[int, Image], ...]:
     """Returns the images of a prompt as its key takes them: where each one is, and its symbols."""
     return tuple((i.start, Image(i.identity, i.length, i.splits)) for i in request.images)
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
+    """Returns the length of the common prefix; 0 if the first page differs, as it does for most pairs."""
+    if not np.array_equal(a[:page_size], b[:page_size]):
+        return 0
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

@@ -74,6 +74,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
             _each("totals.{}_tokens", "device", "host", "storage"), ("tier",)),
         Row("mainstem_prompt_checkpoints", COUNTER, "Recurrent states kept at planned positions of prompts, by reason",
             {("*",): "totals.checkpoints.*"}, ("reason",)),
+        Row("mainstem_session_prefetches", COUNTER, "Sessions to be brought to the device ahead, by what came of it",
+            {("*",): "totals.session_prefetches.*"}, ("outcome",)),
         Row("mainstem_stateless_tokens", COUNTER,
             "Prompt tokens computed again: their KV was cached, but no state or window", "totals.stateless_tokens"),
         Row("mainstem_grammar_requests", COUNTER, "Requests with a grammar", "totals.grammar_requests"),

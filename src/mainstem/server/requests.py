@@ -120,7 +120,12 @@ class _Request(Structured, kw_only=True):
                 raise BadArgument(f"cache_hints.{name}", value, "left out with cache_hints.no_store")
         one_shot, no_store = bool(given.one_shot), bool(given.no_store)
         return Hints(
-            given.retain_s, one_shot, no_store, next_use_s=given.next_use_s, next_use_steps=given.next_use_steps
+            given.retain_s,
+            one_shot,
+            no_store,
+            next_use_s=given.next_use_s,
+            next_use_steps=given.next_use_steps,
+            session=self.prompt_cache_key or None,
         )
 
     def marks(self) -> list[Mark]:

@@ -51,6 +51,18 @@ class CallScanner(Scanner):
         found = super().close()
         return joined([*found, Text(self._held)]) if self._held else found
 
+    def _scan(self) -> Steps[None]:
+        """Reads text, and calls where one of `begins` stands. A marker after a call that begins none is not shown."""
+        while marker := (yield from self._until(self.markers, self._say)):
+            if marker in self.begins:
+                yield from self._attempt(marker, self._calls_after(marker))
+            elif not self._after_call:
+                self._say(marker)
+
+    def _calls_after(self, marker: str) -> Steps[None]:
+        """Reads calls, after one of `begins`: by default in JSON."""
+        yield from self._json_calls()
+
     def _say(self, text: str) -> None:
         """Adds text. White space waits for what follows."""
         for character in text:
@@ -258,13 +270,6 @@ class HermesScanner(CallScanner):
     markers = ("<tool_call>", "</tool_call>")
     begins = markers[:1]
 
-    def _scan(self) -> Steps[None]:
-        while marker := (yield from self._until(self.markers, self._say)):
-            if marker == "<tool_call>":
-                yield from self._attempt(marker, self._json_calls())
-            elif not self._after_call:
-                self._say(marker)
-
 
 class JsonScanner(CallScanner):
     """`{"name": ..., "arguments": {...}}` where the text begins, or several, or an array of some."""
@@ -306,11 +311,7 @@ class MistralScanner(CallScanner):
 
     markers = begins = ("[TOOL_CALLS]",)
 
-    def _scan(self) -> Steps[None]:
-        while marker := (yield from self._until(self.markers, self._say)):
-            yield from self._attempt(marker, self._listed_or_named())
-
-    def _listed_or_named(self) -> Steps[None]:
+    def _calls_after(self, marker: str) -> Steps[None]:
         if (yield from self._peek()) in _OPENING:
             yield from self._json_calls()
             return
@@ -350,14 +351,7 @@ class DeepSeekScanner(CallScanner):
     begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     markers = (*begins, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
-    def _scan(self) -> Steps[None]:
-        while marker := (yield from self._until(self.markers, self._say)):
-            if marker in self.begins:
-                yield from self._attempt(marker, self._separated(marker))
-            elif not self._after_call:
-                self._say(marker)
-
-    def _separated(self, marker: str) -> Steps[None]:
+    def _calls_after(self, marker: str) -> Steps[None]:
         if marker == self.begins[0]:
             yield from self._peek()
             yield from self._expect(self.begins[1])
@@ -485,14 +479,7 @@ class TaggedScanner(CallScanner):
         self._given = 0  # arguments of the call
         super().__init__(tooling, new_id)
 
-    def _scan(self) -> Steps[None]:
-        while marker := (yield from self._until(self.markers, self._say)):
-            if marker in self.begins:
-                yield from self._attempt(marker, self._tagged(marker))
-            elif not self._after_call:
-                self._say(marker)
-
-    def _tagged(self, marker: str) -> Steps[None]:
+    def _calls_after(self, marker: str) -> Steps[None]:
         before, after = self.head
         yield from self._peek()
         yield from self._expect("" if marker == before else before)

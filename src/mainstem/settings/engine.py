@@ -207,6 +207,8 @@ class Limits(Settings):
             ones and kept if they are right; the answer is the same. 0 turns this off.
         max_running: Maximum number of requests that run at the same time; 1 or more.
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
+        prefetch_sessions: Part of the device's pages for sessions that are expected back soon: what the host and
+            storage have of one is brought up before its next turn comes. Up to 1; 0 turns this off.
     """
 
     checkpoint_tokens: int = setting(1024, integer(0))
@@ -217,6 +219,7 @@ class Limits(Settings):
     age_limit_s: float = setting(
         30.0, Range("a number, 0 or more", lambda value: value == math.inf or number(0).holds(value)), flag=False
     )
+    prefetch_sessions: float = setting(0.0, number(0, 1))
 
 
 @dataclass(frozen=True)
@@ -438,6 +441,8 @@ class EngineConfig(Limits, Shares):
         find_policy(self.policy)
         if self.tiers.exist and not self.cache:
             raise BadArgument("cache", self.cache, "True if there is a host tier or storage")
+        if self.prefetch_sessions and not self.tiers.exist:
+            raise BadArgument("prefetch_sessions", self.prefetch_sessions, "0 without a host tier and storage")
         if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
             allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
             raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
