@@ -249,11 +249,7 @@ inline match(r) {
      find(AT(r, at));
      if
      :: m && cells[C(DEVICE, m)] == PRESENT && high == low -> high = MEETS(r, m); low = high
-#ifdef BUG_MATCH_IN_FLIGHT
-     :: m && cells[C(HOST, m)] != ABSENT && !(cells[C(DEVICE, m)] == PRESENT && high == low) -> low = MEETS(r, m)
-#else
      :: m && cells[C(HOST, m)] == PRESENT && !(cells[C(DEVICE, m)] == PRESENT && high == low) -> low = MEETS(r, m)
-#endif
      :: else -> break
      fi;
      if :: MEETS(r, m) != m -> break :: else -> at = END(m) fi
