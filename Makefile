@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions dist test-dist stub clean
+	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
+	@echo "make spin          visit every state of small models of the cache, and plant bugs in them (needs spin and gcc)"
+	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
 	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
@@ -172,6 +174,10 @@ simulate-campaign: $(VENV)/dev
 
 mutants: $(VENV)/dev
 	$(BIN)/python -m simulator.mutants $(ARGS)
+
+# ARGS takes the names of checks; `python -m proof --help`.
+spin: $(VENV)/dev
+	$(BIN)/python -m proof $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)

@@ -1,8 +1,8 @@
 """`python -m proof`: visits every state of each model, then plants each bug and sees it found.
 
-    python -m proof                    all of it, tables on standard output
-    python -m proof --no-bugs          the models alone
-    python -m proof loads storage      some checks, with the bugs that they find
+python -m proof                    all of it, tables on standard output
+python -m proof --no-bugs          the models alone
+python -m proof loads storage      some checks, with the bugs that they find
 """
 
 from __future__ import annotations
