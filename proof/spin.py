@@ -77,7 +77,7 @@ def _call(folder: Path, *command: str) -> str:
 def _read(text: str) -> Found:
     """Reads the report of a search."""
     error = re.search(r"^pan:\d+: (.*)", text, re.MULTILINE)
-    if "Search not completed" in text and error is None or "max search depth too small" in text:
+    if ("Search not completed" in text and error is None) or "max search depth too small" in text:
         raise ProofError(f"the search is not complete: {text[:2000]}")
 
     def number(pattern: str) -> float:
