@@ -9,6 +9,7 @@ ROUTERS := .venv-routers
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
 DIST := .venv-dist
+FUZZ := .venv-fuzz
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -169,8 +170,10 @@ bench-gpu:
 simulate: $(VENV)/dev
 	$(BIN)/python -m simulator $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
+# All profiles; it goes on where the last one ended.
+CAMPAIGN := simulator/results/campaign.json
 simulate-campaign: $(VENV)/dev
-	$(BIN)/python -m simulator --until-operations 1000000000 $(ARGS)
+	$(BIN)/python -m simulator --until-operations 1e9 --json $(CAMPAIGN) $(if $(wildcard $(CAMPAIGN)),--resume) $(ARGS)
 
 mutants: $(VENV)/dev
 	$(BIN)/python -m simulator.mutants $(ARGS)
@@ -178,6 +181,15 @@ mutants: $(VENV)/dev
 # ARGS takes the names of checks; `python -m proof --help`.
 spin: $(VENV)/dev
 	$(BIN)/python -m proof $(ARGS)
+
+# atheris is needed for this alone. It sees the main environment's packages; what it reached is kept in $(FUZZ), too.
+$(FUZZ)/ready: $(VENV)/dev tests/requirements-fuzz.txt
+	$(BIN)/pip install --quiet --target $(FUZZ) --upgrade --requirement tests/requirements-fuzz.txt
+	@touch $@
+
+# SECONDS=36000 for a long search; ARGS takes the names of targets. The shell has a SECONDS of its own.
+fuzz: $(FUZZ)/ready
+	PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)
@@ -261,4 +273,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(DIST) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(DIST) $(FUZZ) build dist

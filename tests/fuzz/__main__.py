@@ -3,8 +3,8 @@
     python -m fuzz --seconds 60                all targets, one after another
     python -m fuzz --seconds 600 tree cache    some of them
 
-What is found is kept in `tests/fuzz/corpus`, where `tests/test_fuzz_corpus.py` replays it. What only reaches more of the
-code is kept beside the fuzzer's packages, so that a later search goes on from there.
+What is found is kept in `tests/fuzz/corpus`, where `tests/test_fuzz_corpus.py` replays it. What only reaches more of
+the code is kept beside the fuzzer's packages, so that a later search goes on from there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 CORPUS = Path(__file__).parent / "corpus"
 _ROOT = Path(__file__).parents[2]
 _REACHED = _ROOT / ".venv-fuzz" / "reached"
+_TELLS = "ERROR: libFuzzer"
 _LIMITS = ("-max_len=4096", "-timeout=30", "-rss_limit_mb=3000", "-print_final_stats=1", "-verbosity=0")
 
 
@@ -54,7 +55,7 @@ def _search(name: str, seconds: int) -> bool:
     runs = next((line.split()[-1] for line in done.stderr.splitlines() if "number_of_executed_units" in line), "?")
     print(f"{name:<18}{runs:>12} runs in {seconds} s{'' if done.returncode == 0 else ': FAILED'}", flush=True)
     if done.returncode:
-        print((done.stdout + done.stderr)[-3000:])
+        print(done.stdout[-3000:], *(line for line in done.stderr.splitlines() if _TELLS in line), sep="\n")
     return done.returncode == 0
 
 

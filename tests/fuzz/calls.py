@@ -84,7 +84,7 @@ def tree_calls() -> Callable[[bytes], None]:
 def cache_calls() -> Callable[[bytes], None]:
     """Calls of `PrefixCache` and of its leases; at the end nothing is locked or private."""
     from mainstem.cache import Lease, PrefixCache
-    from mainstem.errors import BadArgument, LeaseClosed, OutOfPages
+    from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
 
     def use(choose: Bytes, lease: Lease, cache: PrefixCache) -> None:
         kind = choose.below(6)
@@ -111,7 +111,7 @@ def cache_calls() -> Callable[[bytes], None]:
             if not choose.left:
                 break
             kind, space = choose.below(10), _SPACES[choose.below(2)]
-            with suppress(BadArgument, LeaseClosed, OutOfPages):
+            with suppress(BadArgument, BadTokens, LeaseClosed, OutOfPages):
                 if kind < 2:
                     leases.append(cache.lease(choose.tokens(20), space, reuse=kind == 0))
                 elif kind < 7 and leases:
