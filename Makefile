@@ -24,7 +24,7 @@ help:
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
-	@echo "make spin          visit every state of small models of the cache, and plant bugs in them (needs spin and gcc)"
+	@echo "make spin          visit every state of small models of the cache, and reintroduce bugs (needs spin and gcc)"
 	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"

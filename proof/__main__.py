@@ -1,4 +1,4 @@
-"""`python -m proof`: visits every state of each model, then plants each bug and sees it found.
+"""`python -m proof`: visits every state of each model, then reintroduces each bug and sees it found.
 
 python -m proof                    all of it, tables on standard output
 python -m proof --no-bugs          the models alone
@@ -38,13 +38,13 @@ def main() -> int:
     if options.no_bugs:
         return int(wrong > 0)
 
-    def plant(bug: Bug) -> Found:
+    def reintroduce(bug: Bug) -> Found:
         return search(by_name[bug.check], [bug.flag])
 
     bugs = [bug for bug in BUGS if not options.checks or bug.check in options.checks]
     print("\n| bug | check | after states | violated |\n|---|---|---:|---|")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for bug, found in zip(bugs, pool.map(plant, bugs), strict=True):
+        for bug, found in zip(bugs, pool.map(reintroduce, bugs), strict=True):
             wrong += found.error is None
             sight = " ".join((found.error or "**nothing**").replace("|", "/").split())
             print(f"| {bug.name} | {bug.check} | {found.states:,} | {sight[:100]} |", flush=True)

@@ -5,7 +5,7 @@
    afford to check: that each page in the tree, or computed by a request, has the KV of its tokens, and that what a copy
    reads or writes belongs to it.
 
-   -DBUG_... plants a bug of `simulator/bugs.py`; `python -m proof` plants each and sees it found. */
+   -DBUG_... reintroduces a bug of `simulator/bugs.py`; `python -m proof` reintroduces each and sees it found. */
 
 #ifndef BACKUPS
 #define BACKUPS 0 /* at once: 0 to 2 */

@@ -4,7 +4,7 @@
    before they settle what is under way (`tiers/pending.py`). Whatever they do with an outcome of their own, instead of
    the one that they agreed on, makes them differ, or wait for each other for ever.
 
-   -DBUG_... plants a bug of `simulator/bugs.py`. */
+   -DBUG_... reintroduces a bug of `simulator/bugs.py`. */
 
 #ifndef ITEMS
 #define ITEMS 3 /* under way at once */

@@ -50,7 +50,7 @@ def search(check: Check, bugs: Sequence[str] = ()) -> Found:
 
     Args:
         check: the model and its bounds.
-        bugs: flags of bugs to plant.
+        bugs: flags of bugs to reintroduce.
 
     Raises:
         ProofError: see there.
