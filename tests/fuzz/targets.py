@@ -118,7 +118,7 @@ def _owner() -> Run:
 
 
 def _frames() -> Run:
-    """What another process wrote where values were expected: a length that is wrong is reported, and nothing is copied."""
+    """What another process wrote where values were expected: nothing is copied where a length is wrong."""
     from mainstem.storage.framed import Frames
 
     frames = Frames(8192)
