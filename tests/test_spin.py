@@ -28,7 +28,7 @@ def test_the_documentation_has_the_states_of_each_check() -> None:
 
 @needs_spin
 def test_a_model_that_does_not_compile_is_told() -> None:
-    with pytest.raises(ProofError, match=r"model\.pml"):
+    with pytest.raises(ProofError, match=r"cache\.pml"):
         search(Check("wrong", "cache", ("N_PAGES(",), 0))
 
 
