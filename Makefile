@@ -9,13 +9,14 @@ ROUTERS := .venv-routers
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
 DIST := .venv-dist
+FUZZ := .venv-fuzz
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants native coverage instructions dist test-dist stub clean
+	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -23,6 +24,8 @@ help:
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
+	@echo "make spin          visit every state of small models of the cache, and reintroduce bugs (needs spin and gcc)"
+	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
 	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
@@ -167,11 +170,26 @@ bench-gpu:
 simulate: $(VENV)/dev
 	$(BIN)/python -m simulator $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
+# All profiles; it goes on where the last one ended.
+CAMPAIGN := simulator/results/campaign.json
 simulate-campaign: $(VENV)/dev
-	$(BIN)/python -m simulator --until-operations 1000000000 $(ARGS)
+	$(BIN)/python -m simulator --until-operations 1e9 --json $(CAMPAIGN) $(if $(wildcard $(CAMPAIGN)),--resume) $(ARGS)
 
 mutants: $(VENV)/dev
 	$(BIN)/python -m simulator.mutants $(ARGS)
+
+# ARGS takes the names of checks; `python -m proof --help`.
+spin: $(VENV)/dev
+	$(BIN)/python -m proof $(ARGS)
+
+# atheris is needed for this alone. It sees the main environment's packages; what it reached is kept in $(FUZZ), too.
+$(FUZZ)/ready: $(VENV)/dev tests/requirements-fuzz.txt
+	$(BIN)/pip install --quiet --target $(FUZZ) --upgrade --requirement tests/requirements-fuzz.txt
+	@touch $@
+
+# SECONDS=36000 for a long search; ARGS takes the names of targets. The shell has a SECONDS of its own.
+fuzz: $(FUZZ)/ready
+	PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)
@@ -255,4 +273,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(DIST) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(DIST) $(FUZZ) build dist

@@ -59,6 +59,7 @@ class Campaign:
         if options.resume:
             former = json.loads(options.json.read_text())
             self.former_s = former["seconds"]
+            options.first, options.operations = former["first_seed"], former["operations_a_seed"]
             for profile, record in former["profiles"].items():
                 self.totals[profile] = _from_json(record)
 
@@ -165,7 +166,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--until-operations", type=float, default=float("inf"), help="total over all seeds")
     parser.add_argument("--failures", type=int, default=5, help="stop after this many")
     parser.add_argument("--json", type=Path, help="file to write the record to")
-    parser.add_argument("--resume", action="store_true", help="continue after the record in --json")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the record in --json, with its seeds and operations"
+    )
     options = parser.parse_args()
     if options.resume and options.json is None:
         parser.error("--resume needs --json")

@@ -68,6 +68,7 @@ ALLOWED = (
     Allowed("needs Linux, g\\+\\+ and make", lambda: sys.platform != "linux" or _lacks("g++")() or _lacks("make")(), 3),
     Allowed("valgrind was not found", _lacks("valgrind"), 1),
     Allowed("no prometheus", _lacks("prometheus", "promtool"), 60),
+    Allowed("no SPIN here", lambda: _lacks("spin")() or _lacks("gcc")(), 32),
     Allowed("the counts that are kept are of", _another_compiler, 1),
     Allowed("no openssl", _lacks("openssl"), 1),
     Allowed("no small (disk|file system)", lambda: True, 3),  # the test tries to mount one first

@@ -71,6 +71,17 @@ def test_a_campaign_resumes_where_it_ended(tmp_path: Path) -> None:
     assert (again.operations, again.faults) == (after["cache"]["operations"], after["cache"]["faults"])
 
 
+def test_a_resumed_campaign_takes_up_profiles_that_its_record_lacks(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--processes", "1", "--json", str(record), "--until-operations"]
+    first = ["--profile", "cache", "--operations", "200", "--seeds", "5:"]
+    assert _simulate(*first, *arguments, "1000").returncode == 0
+    assert _simulate("--profile", "cache", "hybrid", "quotas", *arguments, "6000", "--resume").returncode == 0
+    after = json.loads(record.read_text())
+    assert (after["first_seed"], after["operations_a_seed"]) == (5, 200)  # as it began
+    assert all(after["profiles"][name]["seeds"] for name in ("cache", "hybrid", "quotas"))
+
+
 # ---------------------------------------------------------------- what it detects
 
 
