@@ -140,7 +140,7 @@ def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag
     """
     with _connected() as (_, serving, place), place.changing():
         if replica is not None:
-            serving.replace(replica)
+            serving.renew(replica)
             _print({"drained": replica}, json)
         else:
             _print({"drained": serving.drain(timeout_s)}, json)

@@ -102,6 +102,7 @@ class Place:
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "ray_token"),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_LOG_TO_STDERR": "0",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # Serve has let requests end before
         }
         return {**own, MARK: mark} if mark else own
 
@@ -149,23 +150,25 @@ class Place:
         Raises:
             FleetError: it does not start.
         """
-        port = free_port(config.node_host)
-        # The paths of its sockets may not be long, as a state folder may be.
-        scratch = Path(tempfile.gettempdir()) / f"mainstem-{os.getuid()}" / "ray"
+        host = config.node_host
+        port, client_port, agent_port = free_port(host), free_port(host), free_port(host)
+        # The paths of its sockets may not be long, as a state folder may be. Ray lets everyone into its own folder.
+        scratch = Path(tempfile.gettempdir()) / f"mainstem-{os.getuid()}"
         _own(scratch)
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats",
-            f"--node-ip-address={config.node_host}", f"--port={port}", "--include-dashboard=false",
+            sys.executable, "-m", "mainstem.fleet.loopback", "start", "--head", "--block", "--disable-usage-stats",
+            f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", "--no-monitor",
+            f"--ray-client-server-port={client_port}", f"--dashboard-agent-listen-port={agent_port}",
             f"--num-cpus={cores}", f"--num-gpus={gpus}", f"--object-store-memory={_OBJECT_BYTES}",
-            f"--temp-dir={scratch}",
+            f"--temp-dir={scratch / 'ray'}",
         ]  # fmt: skip
         environment = {**os.environ, **self.environment(mark)}
         with (self.folder / "ray.log").open("w") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        _wait_for(process, config.node_host, port, self.folder / "ray.log", config.start_timeout_s)
-        return f"{config.node_host}:{port}"
+        _wait_for(process, host, port, self.folder / "ray.log", config.start_timeout_s)
+        return f"{host}:{port}"
 
 
 def end_all(mark: str, timeout_s: float = _END_S) -> int:

@@ -9,14 +9,18 @@ replica answers, what is tried again and what a client reads of it is ours.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from mainstem.fleet import sessions
 from mainstem.fleet.asking import Ask, Head, ReplicaLost
 from mainstem.fleet.front import Front, Homes
+from mainstem.fleet.loopback import stay_on_loopback
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, Replica
@@ -43,9 +47,6 @@ _END_S = 15.0  # for an engine that writes what it has, after its requests
 _POLL_S = 0.25
 _ANSWER_S = 10.0
 
-_routers: list[FleetRouter] = []
-"""Those of this process, the newest last: Serve makes one for each handle, and does not show it."""
-
 
 # ---------------------------------------------------------------- in the processes of the fleet
 
@@ -56,7 +57,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be insta
     def initialize_state(self, **options: Any) -> None:
         """Begins with nothing known."""
         self._chooser: Chooser = SessionRouter()
-        _routers.append(self)
+        sessions.ROUTERS.append(self)
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Takes the replicas there are."""
@@ -118,18 +119,23 @@ class _Served:
 
     def names(self) -> Sequence[str]:
         """See `Replicas`."""
-        return _routers[-1].awake() if _routers else []
+        return sessions.ROUTERS[-1].awake() if sessions.ROUTERS else []
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
         """See `Replicas`."""
         pieces = self._engines.ask.remote(ask)
         try:
             async for piece in pieces:
-                yield piece
+                yield _without_id(piece) if isinstance(piece, Head) else piece
         except _LOST as error:
             raise ReplicaLost from error
         finally:
             pieces.cancel()  # if the client has gone
+
+
+def _without_id(head: Head) -> Head:
+    """Returns a head without X-Request-Id, which Serve adds: the client's own, or the one that it gave the request."""
+    return replace(head, headers=tuple(each for each in head.headers if each[0].lower() != b"x-request-id"))
 
 
 class ServedFront:
@@ -162,7 +168,7 @@ class ServedFront:
         """See `Front.drain`."""
         return await self._front.drain(timeout_s)
 
-    async def replace(self, replica: str) -> bool:
+    async def renew(self, replica: str) -> bool:
         """Lets one replica end, and another one take its place. Returns whether there is such a one."""
         if replica not in self._replicas.names():
             return False
@@ -172,7 +178,7 @@ class ServedFront:
 
 
 def _curr() -> Mapping[Any, Any]:
-    return dict(_routers[-1].curr_replicas) if _routers else {}
+    return dict(sessions.ROUTERS[-1].curr_replicas) if sessions.ROUTERS else {}
 
 
 # ---------------------------------------------------------------- in the process of a command
@@ -184,6 +190,8 @@ def connect(address: str) -> None:
     Raises:
         FleetError: there is no Ray, or it does not know this user.
     """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    stay_on_loopback()
     try:
         ray.init(address=address, namespace=APP, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
@@ -267,8 +275,7 @@ def _parts(app: Any) -> list[Any]:
 
 def _words(app: Any) -> str:
     counts = {
-        name: {str(state.value): n for state, n in each.replica_states.items() if n}
-        for name, each in app.deployments.items()
+        name: {str(state): n for state, n in each.replica_states.items() if n} for name, each in app.deployments.items()
     }
     return ", ".join(
         f"{name}: {' '.join(f'{n} {state.lower()}' for state, n in states.items())}" for name, states in counts.items()
@@ -294,7 +301,7 @@ def status() -> dict[str, Any]:
     parts = {
         name: {
             "status": each.status.value,
-            "replicas": {state.value: n for state, n in each.replica_states.items() if n},
+            "replicas": {str(state): n for state, n in each.replica_states.items() if n},
         }
         for name, each in app.deployments.items()
     }
@@ -318,7 +325,7 @@ def scale(replicas: int, timeout_s: float, progress: Callable[[str], None]) -> N
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         states = serve.status().applications[APP].deployments[ENGINE].replica_states
-        if {state.value: n for state, n in states.items() if n} == {"RUNNING": replicas}:
+        if {str(state): n for state, n in states.items() if n} == {"RUNNING": replicas}:
             return
         time.sleep(_POLL_S)
     raise FleetError(
@@ -331,20 +338,21 @@ def drain(timeout_s: float) -> bool:
     return bool(serve.get_app_handle(APP).drain.remote(timeout_s).result(timeout_s=timeout_s + _ANSWER_S))
 
 
-def replace(replica: str) -> None:
+def renew(replica: str) -> None:
     """Lets one replica finish its requests and end; another one takes its place.
 
     Raises:
         FleetError: there is none of this name.
     """
-    if not serve.get_app_handle(APP).replace.remote(replica).result(timeout_s=_ANSWER_S):
+    if not serve.get_app_handle(APP).renew.remote(replica).result(timeout_s=_ANSWER_S):
         raise FleetError(f"there is no replica {replica} that takes requests; `mainstem fleet status` lists them")
 
 
 def shut_down() -> None:
     """Ends all that runs on Ray Serve, and disconnects."""
+    if not ray.is_initialized():
+        return  # else Serve would start a Ray to shut down
     with suppress(RayServeException, *_LOST):
-        serve.delete(APP)
         serve.shutdown()
     ray.shutdown()
 

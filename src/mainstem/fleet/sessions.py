@@ -14,6 +14,10 @@ from typing import Any, Protocol
 from mainstem.fleet.asking import Prompt
 from mainstem.namespaces import encode_namespace
 
+ROUTERS: list[Any] = []
+"""The routers of this process, the newest last: Serve makes one for each handle, and does not show it. It copies the
+module of a router's class, and what is named in it; so that one names this module."""
+
 _BLOCK = 32  # tokens
 _BLOCKS = 512  # of a prompt; what follows is the same replica's
 _REMEMBERED = 1 << 17
