@@ -10,11 +10,12 @@ their answers become one (`merging`). A response that a replica keeps is asked f
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +30,10 @@ from mainstem.fleet.asking import REPLICA, Ask, Head, Prompt, ReplicaLost, Repli
 from mainstem.fleet.merging import ROUTES, Merge, Whole, best
 from mainstem.fleet.reading import GENERATING, MESSAGES, RESPONSES
 from mainstem.server import message_reply
-from mainstem.server.errors import ApiError, ErrorBody, draining, unavailable
+from mainstem.server.errors import ApiError, ErrorBody, draining, internal_error, unavailable
 from mainstem.server.management import Health
+
+log = logging.getLogger(__name__)
 
 _ELSEWHERE = (421, 503)  # what a replica answers that has ended, drains or failed: nothing was computed
 _FULL = 429
@@ -128,7 +131,11 @@ class Front:
                 return
             async with anyio.create_task_group() as group:
                 group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
-                await self._answer(ask, sender)
+                try:
+                    await self._answer(ask, sender)
+                except Exception:
+                    log.exception("%s %s failed", ask.method, ask.path)
+                    await sender.give_up()
                 group.cancel_scope.cancel()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -246,21 +253,12 @@ class Front:
 
     async def _gather(self, ask: Ask, merge: Merge, sender: _Sender) -> None:
         """Lets all replicas answer; those that end meanwhile have no cache that it could concern."""
-        found: dict[str, Whole] = {}
-
-        async def one(name: str) -> None:
-            try:
+        answers = []
+        for name in self._replicas.names():  # one by one: Serve confuses the calls of one request
+            with suppress(ReplicaLost):
                 answer = await self._whole(replace(ask, to=name))
-            except ReplicaLost:
-                return
-            if answer.head.status not in _ELSEWHERE:
-                found[name] = answer
-
-        names = self._replicas.names()
-        async with anyio.create_task_group() as group:
-            for name in names:
-                group.start_soon(one, name)
-        answers = [found[name] for name in names if name in found]
+                if answer.head.status not in _ELSEWHERE:
+                    answers.append(answer)
         if answers:
             await sender.whole(merge(answers))
         else:
@@ -324,6 +322,13 @@ class _Sender:
     async def fail(self, error: ApiError) -> None:
         """Ends a stream with one event that says why, in the form of its API."""
         await self._body(_failing(self._path, error), more=False)
+
+    async def give_up(self) -> None:
+        """Ends with an error of the front, in the form that is still possible."""
+        if self.begun:
+            await self.fail(internal_error())
+        else:
+            await self.refuse(internal_error())
 
     async def _begin(self) -> None:
         assert self._head is not None

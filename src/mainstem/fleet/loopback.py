@@ -16,6 +16,14 @@ def stay_on_loopback() -> None:
     services.resolve_ip_for_localhost = lambda host: host
 
 
+def listen_on_loopback() -> None:
+    """Makes the replica of this process listen for calls of others on loopback, not on every interface."""
+    from ray.serve._private import replica
+
+    bind = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))
+
+
 if __name__ == "__main__":
     from ray.scripts.scripts import main
 

@@ -102,6 +102,7 @@ class Place:
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "ray_token"),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_LOG_TO_STDERR": "0",
+            "SPT_NOENV": "1",  # else the titles of Ray's processes overwrite their environment, where the mark is
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # Serve has let requests end before
         }
         return {**own, MARK: mark} if mark else own

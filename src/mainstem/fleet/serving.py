@@ -20,7 +20,7 @@ from typing import Any
 from mainstem.fleet import sessions
 from mainstem.fleet.asking import Ask, Head, ReplicaLost
 from mainstem.fleet.front import Front, Homes
-from mainstem.fleet.loopback import stay_on_loopback
+from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, Replica
@@ -96,10 +96,16 @@ def _asked(pending_request: Any) -> Ask | None:
     return next((each for each in given if isinstance(each, Ask)), None)
 
 
+def _stay(config: FleetConfig) -> None:
+    if config.node_host == "127.0.0.1" and config.address is None:
+        listen_on_loopback()
+
+
 class ServedReplica(Replica):
     """A replica as Serve starts and ends it."""
 
     def __init__(self, config: FleetConfig, threads: int) -> None:
+        _stay(config)
         super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads)
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -144,6 +150,7 @@ class ServedFront:
     async def __init__(self, engines: Any, config: FleetConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         from mainstem.runtime.models import load_tokenizer
 
+        _stay(config)
         self._replicas, homes = _Served(engines), Homes()
         async for _ in self._replicas.ask(Ask("GET", "/version")):  # so that there is a replica when it is up
             pass
