@@ -308,8 +308,9 @@ class _Sender:
         await self._body(b"", more=False)
 
     async def whole(self, answer: Whole) -> None:
-        """Sends an answer in full."""
-        await self.take(answer.head)
+        """Sends an answer in full, which may be longer than any that it was made of."""
+        kept = tuple(each for each in answer.head.headers if each[0].lower() != b"content-length")
+        await self.take(replace(answer.head, headers=kept))
         self._held.append(answer.body)
         await self.end()
 
