@@ -42,11 +42,11 @@ def command(environment: dict[str, str], *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def ask(url: str, document: str, question: str) -> Answer:
+def ask(url: str, model: str, document: str, question: str) -> Answer:
     """Asks one question about the document."""
     system = f"Answer each question about the following text in one short sentence.\n\n{document}"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    body = json.dumps({"messages": messages, "max_tokens": 16, "temperature": 0}).encode()
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}).encode()
     request = urllib.request.Request(f"{url}/chat/completions", body, {"Content-Type": "application/json"})
     begun_s = time.monotonic()
     with urllib.request.urlopen(request, timeout=300) as reply:
@@ -72,6 +72,8 @@ def main() -> None:
 def run(environment: dict[str, str], url: str, document: str) -> list[Answer | str]:
     """Asks all questions, and kills the replica that has answered them meanwhile. Returns what happened, in order."""
     told: list[Answer | str] = []
+    with urllib.request.urlopen(f"{url}/models") as reply:
+        name = json.load(reply)["data"][0]["id"]
     for number, question in enumerate(QUESTIONS * ROUNDS):
         if number == KILLED_AT:
             last = told[-1]
@@ -79,7 +81,7 @@ def run(environment: dict[str, str], url: str, document: str) -> list[Answer | s
             pid = command(environment, "status")["replicas"][last.replica]["pid"]
             threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
             told.append(f"{last.replica} is killed while it answers")
-        told.append(ask(url, document, question))
+        told.append(ask(url, name, document, question))
     return told
 
 

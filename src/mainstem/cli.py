@@ -358,7 +358,7 @@ def _bound(config: ServerConfig) -> socket:
 
 
 # These commands import their modules only when they run.
-app.command("mainstem.fleet.commands:fleet", name="fleet", help="Run many engines behind one address, with Ray Serve.")
+app.command("mainstem.fleet.commands:fleet", name="fleet", help="Run many engines at one address, with Ray Serve.")
 app.command("mainstem.owner.commands:store", name="store", help="Hold a store for all processes on this machine.")
 app.command(
     "mainstem.replay.commands.replay:replay", name="replay", help="Replay a trace against caches of several sizes."

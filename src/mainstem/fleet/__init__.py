@@ -1,1 +1,1 @@
-"""Many engines behind one front: Ray Serve runs them, Mainstem chooses which one answers."""
+"""Many engines and one front: Ray Serve runs them, Mainstem chooses which one answers."""

@@ -37,7 +37,7 @@ JsonFlag = Annotated[bool, Parameter(name="json", negative="", help="Print one J
 
 fleet = cyclopts.App(
     name="fleet",
-    help="Run many engines behind one address, with Ray Serve.",
+    help="Run many engines at one address, with Ray Serve.",
     help_epilogue=_EXAMPLES,
     help_format="plaintext",
 )
