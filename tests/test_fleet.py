@@ -229,6 +229,23 @@ def test_a_replica_that_is_killed_costs_no_request(fleet: Fleet) -> None:
     assert cached(fleet.ask([*unlike(1, LONG), 21])) >= LONG // 16 * 16
 
 
+def test_a_second_up_changes_it_replica_by_replica(fleet: Fleet) -> None:
+    assert "that of the fleet that runs" in fleet.run("up", "--port", "1").stderr
+    before, over, statuses = set(fleet.replicas()), threading.Event(), Counter[int]()
+
+    def client() -> None:
+        while not over.is_set():
+            statuses[fleet.ask(unlike(2, 64)).status_code] += 1
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    fleet.up("--replicas", "2")
+    over.set()
+    thread.join()
+    assert set(statuses) == {200}
+    assert not before & set(fleet.replicas())
+
+
 def test_more_replicas_and_fewer(fleet: Fleet) -> None:
     assert len(fleet.do("scale", "3")["replicas"]) == 3
     assert fleet.ask(unlike(1, LONG)).status_code == 200

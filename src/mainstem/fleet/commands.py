@@ -80,8 +80,11 @@ def up(
     with place.changing():
         running = _alive(place)
         serving = _serving(place, "" if running is None else running.mark)
+        url = f"http://{_shown_host(config.host)}:{config.port}/v1"
         if running is None:
             check_port(config.host, config.port)
+        elif running.url != url:
+            raise BadArgument("port", url, f"that of the fleet that runs, {running.url}: end it with `down` first")
         _find_model(config)
         mark = running.mark if running is not None else "" if config.address is not None else secrets.token_hex(8)
         try:
@@ -94,7 +97,7 @@ def up(
                 address = place.start_ray(config, cores, gpus, mark)
             os.environ[MARK] = mark
             serving.connect(address)
-            record = Record(address, f"http://{_shown_host(config.host)}:{config.port}/v1", mark, config.most_replicas)
+            record = Record(address, url, mark, config.most_replicas)
             place.write(record)
             serving.deploy(config, cores, _say)
             serving.disconnect()
