@@ -33,6 +33,35 @@ Examples:
 
 docs/fleet.md lists what fleet.yaml may hold. A second `up` changes the fleet that runs, replica by replica."""
 
+_UP_EXAMPLES = """\
+Examples:
+
+  mainstem fleet up --replicas 2
+  mainstem fleet up fleet.yaml --port 9000"""
+
+_STATUS_EXAMPLES = """\
+Examples:
+
+  mainstem fleet status
+  mainstem fleet status --json"""
+
+_SCALE_EXAMPLES = """\
+Examples:
+
+  mainstem fleet scale 4"""
+
+_DRAIN_EXAMPLES = """\
+Examples:
+
+  mainstem fleet drain REPLICA
+  mainstem fleet drain --timeout-s 120"""
+
+_DOWN_EXAMPLES = """\
+Examples:
+
+  mainstem fleet down
+  mainstem fleet down --timeout-s 5"""
+
 JsonFlag = Annotated[bool, Parameter(name="json", negative="", help="Print one JSON object.")]
 
 fleet = cyclopts.App(
@@ -43,7 +72,7 @@ fleet = cyclopts.App(
 )
 
 
-@fleet.command(help_epilogue=_EXAMPLES)
+@fleet.command(help_epilogue=_UP_EXAMPLES)
 def up(
     file: Path | None = None,
     *,
@@ -110,14 +139,14 @@ def up(
     _print({"url": record.url, "address": record.address, "replicas": config.replicas}, json)
 
 
-@fleet.command
+@fleet.command(help_epilogue=_STATUS_EXAMPLES)
 def status(*, json: JsonFlag = False) -> None:
     """Show the replicas, and how many requests each of them answered."""
     with _connected() as (record, serving, _):
         _print({"url": record.url, **serving.status()}, json)
 
 
-@fleet.command
+@fleet.command(help_epilogue=_SCALE_EXAMPLES)
 def scale(replicas: int, *, timeout_s: float = 600.0, json: JsonFlag = False) -> None:
     """Change the number of replicas. Those that go finish their requests, and write to the store what it lacks.
 
@@ -133,7 +162,7 @@ def scale(replicas: int, *, timeout_s: float = 600.0, json: JsonFlag = False) ->
         _print({"url": record.url, **serving.status()}, json)
 
 
-@fleet.command
+@fleet.command(help_epilogue=_DRAIN_EXAMPLES)
 def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
     """Let requests end: those of one replica, whose place another one takes, or all.
 
@@ -149,7 +178,7 @@ def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag
             _print({"drained": serving.drain(timeout_s)}, json)
 
 
-@fleet.command
+@fleet.command(help_epilogue=_DOWN_EXAMPLES)
 def down(*, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
     """End the fleet: requests under way end first, and what the store lacks is written.
 
