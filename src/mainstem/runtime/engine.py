@@ -347,6 +347,11 @@ class Engine:
         """The error that ended the engine's thread; None if there was none. After a failure nothing runs."""
         return self._failure
 
+    @property
+    def event_endpoints(self) -> tuple[str, str | None] | None:
+        """Where events and their replays are published, with the ports taken; None: nowhere."""
+        return None if self._publisher is None else (self._publisher.endpoint, self._publisher.replay)
+
     def stats(self) -> EngineStats:
         """Returns counts after the last step. Callable from any thread; does not block."""
         return self._stats

@@ -133,6 +133,30 @@ def load_model(
     return loaded
 
 
+def load_tokenizer(name: str | None = None, max_context: int | None = None) -> tuple[PreTrainedTokenizerBase, str, int]:
+    """Loads what turns text into a model's tokens, without the model: for processes that route requests.
+
+    Args:
+        name, max_context: see `load_model`.
+
+    Returns:
+        the tokenizer, the model's name, and the positions of one request at most.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, BadArgument: see `load_model`.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _no_progress_bars():
+        source, shown = _resolve(name, _silent)
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except OSError as error:
+            raise ModelNotFound(f"{shown}: {error}") from error
+    return tokenizer, shown, _max_context(config, shown, max_context)
+
+
 def cache_folder() -> Path:
     """Returns the folder of converted models: $MAINSTEM_CACHE, or `mainstem` in the user's cache folder."""
     chosen = os.environ.get("MAINSTEM_CACHE")

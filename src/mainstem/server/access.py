@@ -5,12 +5,21 @@ Keys are compared and named by digests. It does not know routes or engines.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 
 from mainstem.server.errors import ApiError
+
+
+def tenant_secret(storage_secret: bytes | None) -> Callable[[int], bytes]:
+    """Returns what makes the secret of an `Access`: the same for all servers of a store with a secret, else random."""
+    if storage_secret is None:
+        return secrets.token_bytes
+    return lambda size: hashlib.blake2b(storage_secret, digest_size=size, person=b"mainstem tenant").digest()
 
 
 class Access:

@@ -11,10 +11,8 @@ thread.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
-import secrets
 import socket
 import threading
 import time
@@ -50,7 +48,7 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
 from mainstem.server import errors, management, message_reply, messages, openapi, replies, requests, tokenization
-from mainstem.server.access import Access
+from mainstem.server.access import Access, tenant_secret
 from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
@@ -107,7 +105,8 @@ def create_app(
     Raises:
         BadArgument: an adapter has one of the names in `config.served_model_name`.
     """
-    service = _Service(engine, config, clock, now, secret or _tenant_secret(engine), recorder)
+    known = engine.config.tiers.storage_secret
+    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder)
     app = Starlette(
         routes=service.routes(),
         middleware=[*_cors(config.cors_origin), Middleware(_Envelope)],
@@ -131,13 +130,6 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             expose_headers=("Retry-After", "X-Request-Id", "X-Mainstem-Unknown-Fields"),
         )
     ]
-
-
-def _tenant_secret(engine: Engine) -> Callable[[int], bytes]:
-    known = engine.config.tiers.storage_secret
-    if known is None:
-        return secrets.token_bytes
-    return lambda size: hashlib.blake2b(known, digest_size=size, person=b"mainstem tenant").digest()
 
 
 def bind(config: ServerConfig) -> socket.socket:

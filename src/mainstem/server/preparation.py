@@ -119,6 +119,11 @@ class Preparation:
                 extras = replace(extras, fingerprint=task.shape.fingerprint(prompts[0], namespace, page_size))
             return Prepared(task, made, extras, turn, partial(self._parser, ask, made[0]))
 
+    def addressed(self, task: Task, tenant: bytes | None) -> tuple[Tokens, Namespace | None]:
+        """Returns the tokens of a task's first prompt and its namespace, for routers; raises what `prepare` raises."""
+        namespace = self.namespace(task.request.model, task.request.cache_salt, tenant)
+        return self._read(task.request)[0].tokens, namespace
+
     def count(self, task: Task) -> int:
         """Returns the number of tokens of a task's prompts; raises what `prepare` raises."""
         with errors.renamed(task.names):

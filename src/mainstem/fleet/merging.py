@@ -1,0 +1,103 @@
+"""One answer from those of all replicas, for routes that concern every one of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from mainstem.fleet.asking import Head
+
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")
+_COMMENT = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_JSON = ((b"content-type", b"application/json"),)
+
+
+class Whole(NamedTuple):
+    """An answer in full."""
+
+    head: Head
+    body: bytes
+
+
+Merge: TypeAlias = Callable[[Sequence[Whole]], Whole]
+"""Makes one answer of several, of which there is at least one."""
+
+
+def alike(answers: Sequence[Whole]) -> Whole:
+    """Returns the first that failed, else the first."""
+    return next((answer for answer in answers if answer.head.status >= 400), answers[0])
+
+
+def best(answers: Sequence[Whole]) -> Whole:
+    """Returns the first that did not fail, else the first."""
+    return next((answer for answer in answers if answer.head.status < 400), answers[0])
+
+
+def summed(answers: Sequence[Whole]) -> Whole:
+    """Returns the sum of the numbers, or the first that failed."""
+    chosen = alike(answers)
+    if chosen.head.status >= 400:
+        return chosen
+    bodies = [json.loads(answer.body) for answer in answers]
+    total = {name: sum(body[name] for body in bodies) for name in bodies[0]}
+    return _as_json(chosen, total)
+
+
+def by_replica(answers: Sequence[Whole]) -> Whole:
+    """Returns all bodies by the names of the replicas, or the first that failed."""
+    chosen = alike(answers)
+    if chosen.head.status >= 400:
+        return chosen
+    return _as_json(chosen, {"replicas": {answer.head.replica: json.loads(answer.body) for answer in answers}})
+
+
+def texts(answers: Sequence[Whole]) -> Whole:
+    """Returns all texts below the names of the replicas, or the first that failed."""
+    chosen = alike(answers)
+    if chosen.head.status >= 400:
+        return chosen
+    parts = [f"replica {answer.head.replica}:\n{answer.body.decode()}".rstrip("\n") + "\n" for answer in answers]
+    return Whole(chosen.head, "\n".join(parts).encode())
+
+
+def metrics(answers: Sequence[Whole]) -> Whole:
+    """Returns the metrics of all replicas, each sample with the label `replica`."""
+    chosen = alike(answers)
+    if chosen.head.status >= 400:
+        return chosen
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for answer in answers:
+        family = families.setdefault("", ([], []))
+        for line in answer.body.decode().splitlines():
+            if comment := _COMMENT.match(line):
+                family = families.setdefault(comment[1], ([], []))
+                if line not in family[0]:
+                    family[0].append(line)
+            elif sample := _SAMPLE.fullmatch(line):
+                family[1].append(_labelled(sample[1], sample[2], sample[3], answer.head.replica))
+    lines = [line for comments, samples in families.values() for line in (*comments, *samples)]
+    return Whole(chosen.head, ("\n".join(lines) + "\n").encode())
+
+
+def _labelled(name: str, labels: str | None, rest: str, replica: str) -> str:
+    return f'{name}{{{f"{labels}," if labels else ""}replica="{replica}"}}{rest}'
+
+
+def _as_json(chosen: Whole, value: object) -> Whole:
+    return Whole(Head(chosen.head.status, _JSON, chosen.head.replica), json.dumps(value).encode())
+
+
+ROUTES: Mapping[tuple[str, str], Merge] = {
+    ("POST", "/v1/load_lora_adapter"): alike,
+    ("POST", "/v1/unload_lora_adapter"): alike,
+    ("POST", "/v1/cache/flush"): summed,
+    ("POST", "/v1/cache/remove"): summed,
+    ("POST", "/v1/cache/hints"): best,
+    ("GET", "/v1/cache/stats"): by_replica,
+    ("GET", "/v1/cache/tenants"): by_replica,
+    ("GET", "/v1/cache/tree"): texts,
+    ("GET", "/metrics"): metrics,
+}
+"""The routes that all replicas answer, and how their answers become one."""

@@ -1,0 +1,179 @@
+"""One engine of a fleet: what `mainstem serve` runs, asked in its own process without a port of its own.
+
+    engine -> application -> `ask`: an HTTP request as a value -> head and body, piece by piece
+
+A new one has read the hottest prefixes of the store before it takes requests; one that ends has written what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mainstem.errors import EngineClosed
+from mainstem.fleet.asking import Ask, Head
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from mainstem.runtime.engine import Engine
+    from mainstem.settings.fleet import FleetConfig
+
+_QUEUED = 64  # pieces of an answer that its reader has not taken
+_POLL_S = 0.05
+_QUIET = 3  # polls in a row with nothing under way
+_MISDIRECTED = 421
+_ANY_PORT = "tcp://127.0.0.1:0"
+
+DRAIN = "DRAIN"
+"""The method of an ask that lets a replica end, once its requests have ended; another one takes its place."""
+
+
+class Replica:
+    """An engine and its application.
+
+    Args:
+        config: of the fleet.
+        name: of this replica.
+        threads: number of threads that compute.
+
+    Attributes:
+        name: as given.
+    """
+
+    def __init__(self, config: FleetConfig, name: str, threads: int) -> None:
+        from mainstem.runtime.parallel import open_engine
+        from mainstem.server.app import create_app
+
+        self.name, self._timeout_s = name, config.server.drain_timeout_s
+        events = replace(config.engine.events, kv_events=_ANY_PORT, kv_events_replay=_ANY_PORT)
+        load = config.load if config.load.threads is not None else replace(config.load, threads=threads)
+        self._stack = ExitStack()
+        with ExitStack() as undo:
+            undo.callback(self._stack.close)
+            engine = open_engine(config.model, load, replace(config.engine, events=events))
+            self._engine: Engine = self._stack.enter_context(engine)
+            for adapter, path in config.adapters:
+                self._engine.load_adapter(adapter, path)
+            wait_until_warm(self._engine, config.warm_timeout_s)
+            self._app = create_app(self._engine, config.server)
+            undo.pop_all()
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+        """Answers a request; see `Replicas.ask`."""
+        if ask.to is not None and ask.to != self.name:
+            yield Head(_MISDIRECTED, (), self.name)  # the one that was meant has ended
+        elif ask.method == DRAIN:
+            self._app.state.service.draining = True
+            yield Head(200, (), self.name)
+        else:
+            async for piece in answered(self._app, ask, self.name):
+                yield piece
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no more requests."""
+        return bool(self._app.state.service.draining)
+
+    def check_health(self) -> None:
+        """Checks that another one need not take its place.
+
+        Raises:
+            EngineClosed: the engine has failed, or it drains.
+        """
+        if self._engine.failure is not None:
+            raise EngineClosed(f"the engine failed: {self._engine.failure}")
+        if self.draining:
+            raise EngineClosed("the replica drains")
+
+    def where(self) -> dict[str, Any]:
+        """Returns what a router needs to follow it."""
+        live, replay = self._engine.event_endpoints or (None, None)
+        size = self._engine.config.page_size
+        return {"events": live, "replay": replay, "page_size": size, "draining": self.draining}
+
+    def close(self) -> None:
+        """Lets requests end, and writes to the store what it does not have."""
+        self._app.state.service.draining = True
+        self._engine.drain(self._timeout_s)
+        self._stack.close()
+
+
+def wait_until_warm(
+    engine: Engine,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Waits until an engine has read the hottest prefixes of its store. Returns whether it has.
+
+    Args:
+        engine: one that has just started; it reads them only if its settings say so.
+        timeout_s: how long to wait.
+        clock: returns seconds, monotonic.
+        sleep: waits for a number of seconds.
+    """
+    end_s, quiet = clock() + timeout_s, 0
+    while engine.config.tiers.warm and quiet < _QUIET:
+        if clock() >= end_s:
+            return False
+        tiers = engine.stats().tiers
+        quiet = 0 if tiers is not None and tiers.under_way else quiet + 1
+        sleep(_POLL_S)
+    return True
+
+
+async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Head | bytes, None]:
+    """Runs an application for one request, and yields its answer. Closing the iterator disconnects the client.
+
+    Args:
+        app: the application.
+        ask: the request.
+        name: who answers.
+    """
+    pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_QUEUED)
+    given = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": ask.body, "more_body": False}
+        await asyncio.Event().wait()  # until the task is cancelled
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = tuple((bytes(key), bytes(value)) for key, value in message["headers"])
+            await pieces.put(Head(message["status"], headers, name))
+        elif message["type"] == "http.response.body" and message.get("body"):
+            await pieces.put(bytes(message["body"]))
+
+    async def run() -> None:
+        try:
+            await app(_scope(ask), receive, send)
+        finally:
+            await pieces.put(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        await task
+    finally:
+        while not pieces.empty():  # else its end would wait for room
+            pieces.get_nowait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _scope(ask: Ask) -> dict[str, Any]:
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http",
+        "method": ask.method, "path": ask.path, "raw_path": ask.path.encode(), "root_path": "",
+        "query_string": ask.query, "headers": list(ask.headers), "client": None, "server": None, "state": {},
+    }  # fmt: skip

@@ -1,0 +1,374 @@
+"""The fleet on Ray Serve: the only module that imports Ray.
+
+    Serve's HTTP proxy -> front (an ingress deployment) -> router -> replicas (a deployment of engines)
+
+Serve starts processes, watches them, replaces those that end, and lets those that must go finish their requests. Which
+replica answers, what is tried again and what a client reads of it is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from mainstem.fleet import sessions
+from mainstem.fleet.asking import Ask, Head, ReplicaLost
+from mainstem.fleet.front import Front, Homes
+from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
+from mainstem.fleet.place import FleetError
+from mainstem.fleet.reading import Reading
+from mainstem.fleet.replica import DRAIN, Replica
+from mainstem.fleet.sessions import Chooser, SessionRouter
+from mainstem.imports import needs
+from mainstem.settings.fleet import FleetConfig
+
+with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", FleetError):
+    import ray
+    from ray import serve
+    from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+    from ray.serve._private.common import DeploymentID
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+    from ray.serve.api import RunTarget
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.exceptions import RayServeException
+    from ray.serve.request_router import RequestRouter
+
+APP, ENGINE, FRONT = "mainstem", "engine", "front"
+_LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)
+_LEAST_CPUS = 0.01  # of replicas that share the machine's cores
+_MOST_ONGOING = 10_000
+_END_S = 15.0  # for an engine that writes what it has, after its requests
+_POLL_S = 0.25
+_ANSWER_S = 10.0
+
+
+# ---------------------------------------------------------------- in the processes of the fleet
+
+
+class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be installed where types are checked
+    """Asks a `Chooser` which replica gets a request. Serve calls it in the process of the front."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """Begins with nothing known."""
+        self._chooser: Chooser = SessionRouter()
+        sessions.ROUTERS.append(self)
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Takes the replicas there are."""
+        super().update_replicas(replicas)
+        self._chooser.follow({each.replica_id.unique_id: each.routing_stats for each in replicas})
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """Returns replicas, the best first."""
+        known = {each.replica_id.unique_id: each for each in candidate_replicas}
+        ask = _asked(pending_request)
+        if ask is None:
+            return [candidate_replicas]
+        if ask.to in known:
+            return [[known[ask.to]]]
+        awake = [name for name, each in known.items() if not each.routing_stats.get("draining")] or list(known)
+        fresh = [name for name in awake if name not in ask.avoid] or awake
+        return [[known[name]] for name in self._chooser.order(ask.prompt, fresh)]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Takes into account where a request went."""
+        ask = _asked(pending_request)
+        self._chooser.sent(None if ask is None else ask.prompt, replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Takes into account that a request has ended."""
+        self._chooser.ended(replica_id.unique_id)
+
+    def awake(self) -> list[str]:
+        """Returns the names of the replicas that take requests."""
+        known = dict(self.curr_replicas)
+        return [key.unique_id for key, each in known.items() if not each.routing_stats.get("draining")]
+
+
+def _asked(pending_request: Any) -> Ask | None:
+    given = () if pending_request is None else pending_request.args
+    return next((each for each in given if isinstance(each, Ask)), None)
+
+
+def _stay(config: FleetConfig) -> None:
+    if config.node_host == "127.0.0.1" and config.address is None:
+        listen_on_loopback()
+
+
+class ServedReplica(Replica):
+    """A replica as Serve starts and ends it."""
+
+    def __init__(self, config: FleetConfig, threads: int) -> None:
+        _stay(config)
+        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Returns what routers get of it."""
+        return {**self.where(), "pid": os.getpid()}
+
+    async def __del__(self) -> None:
+        """Ends it, once its requests have ended."""
+        await asyncio.to_thread(self.close)
+
+
+class _Served:
+    """The replicas, by the front's handle: see `Replicas`."""
+
+    def __init__(self, engines: Any) -> None:
+        self._engines = engines.options(stream=True)
+
+    def names(self) -> Sequence[str]:
+        """See `Replicas`."""
+        return sessions.ROUTERS[-1].awake() if sessions.ROUTERS else []
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+        """See `Replicas`."""
+        pieces = self._engines.ask.remote(ask)
+        try:
+            async for piece in pieces:
+                yield _without_id(piece) if isinstance(piece, Head) else piece
+        except _LOST as error:
+            raise ReplicaLost from error
+        finally:
+            pieces.cancel()  # if the client has gone
+
+
+def _without_id(head: Head) -> Head:
+    """Returns a head without X-Request-Id, which Serve adds: the client's own, or the one that it gave the request."""
+    return replace(head, headers=tuple(each for each in head.headers if each[0].lower() != b"x-request-id"))
+
+
+class ServedFront:
+    """The front as Serve starts and ends it."""
+
+    async def __init__(self, engines: Any, config: FleetConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        from mainstem.runtime.models import load_tokenizer
+
+        _stay(config)
+        self._replicas, homes = _Served(engines), Homes()
+        async for _ in self._replicas.ask(Ask("GET", "/version")):  # so that there is a replica when it is up
+            pass
+        loaded = await asyncio.to_thread(load_tokenizer, config.model, config.load.max_context)
+        reading = Reading(config, *loaded, homes.get)
+        self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
+
+    def __serve_build_asgi_app__(self) -> Front:
+        """Returns the application; Serve calls it."""
+        return self._front
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the front sees and has done."""
+        counts = self._front.counts
+        replicas = {
+            name: {**stats, "served": counts.served[name]}
+            for name, stats in ((key.unique_id, each.routing_stats) for key, each in _curr().items())
+        }
+        return {"replicas": replicas, "running": self._front.running, "again": counts.again, "broken": counts.broken}
+
+    async def drain(self, timeout_s: float) -> bool:
+        """See `Front.drain`."""
+        return await self._front.drain(timeout_s)
+
+    async def renew(self, replica: str) -> bool:
+        """Lets one replica end, and another one take its place. Returns whether there is such a one."""
+        if replica not in self._replicas.names():
+            return False
+        async for head in self._replicas.ask(Ask(DRAIN, "/", to=replica)):
+            return isinstance(head, Head) and head.status == 200
+        return False
+
+
+def _curr() -> Mapping[Any, Any]:
+    return dict(sessions.ROUTERS[-1].curr_replicas) if sessions.ROUTERS else {}
+
+
+# ---------------------------------------------------------------- in the process of a command
+
+
+def connect(address: str) -> None:
+    """Connects this process to Ray.
+
+    Raises:
+        FleetError: there is no Ray, or it does not know this user.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    stay_on_loopback()
+    try:
+        ray.init(address=address, namespace=APP, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        raise FleetError(f"Ray at {address} cannot be reached: {_line(error)}") from error
+
+
+def deploy(config: FleetConfig, cores: int, progress: Callable[[str], None]) -> None:
+    """Starts the fleet, or changes the one that runs: replica by replica, so that others answer meanwhile.
+
+    Args:
+        config: of the fleet.
+        cores: of a machine.
+        progress: called with what it waits for.
+
+    Raises:
+        FleetError: it does not start.
+    """
+    serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
+    scaled = config.autoscaling is None
+    target = RunTarget(_application(config, cores), name=APP, route_prefix="/", external_scaler_enabled=scaled)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    _wait(config.start_timeout_s, progress)
+
+
+def _application(config: FleetConfig, cores: int) -> Any:
+    server, scaling = config.server, config.autoscaling
+    grace_s = server.drain_timeout_s + _END_S
+    threads = max(1, int(config.cpus or cores / config.most_replicas))
+    common = {"graceful_shutdown_timeout_s": grace_s, "graceful_shutdown_wait_loop_s": 0.2}
+    size: dict[str, Any] = {"num_replicas": config.replicas}
+    if scaling is not None:
+        size = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=scaling.min, max_replicas=scaling.max, target_ongoing_requests=scaling.target_ongoing
+            )
+        }
+    engines = serve.deployment(ServedReplica).options(
+        name=ENGINE,
+        ray_actor_options={"num_cpus": config.cpus or _LEAST_CPUS, "num_gpus": config.gpus},
+        max_ongoing_requests=_MOST_ONGOING,  # the engine has a queue of its own, and says when it is full
+        health_check_period_s=1.0,
+        health_check_timeout_s=60.0,
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{__name__}.FleetRouter", request_routing_stats_period_s=1.0
+        ),
+        **size,
+        **common,
+    )
+    front = serve.deployment(serve.ingress()(ServedFront)).options(
+        name=FRONT,
+        ray_actor_options={"num_cpus": _LEAST_CPUS},
+        max_ongoing_requests=_MOST_ONGOING,
+        **common,
+    )
+    return front.bind(engines.bind(config, threads), config)
+
+
+def _wait(timeout_s: float, progress: Callable[[str], None]) -> None:
+    """Waits until everything runs."""
+    end_s, shown = time.monotonic() + timeout_s, ""
+    while True:
+        app = serve.status().applications.get(APP)
+        words = "waiting for Ray Serve" if app is None else _words(app)
+        if words != shown:
+            progress(words)
+            shown = words
+        if app is not None and app.status == "RUNNING" and all(each.status == "HEALTHY" for each in _parts(app)):
+            return
+        if app is not None and app.status == "DEPLOY_FAILED":
+            raise FleetError(
+                f"the fleet did not start: {_cause([app.message, *(each.message for each in _parts(app))])}"
+            )
+        if time.monotonic() >= end_s:
+            raise FleetError(f"the fleet has not started in {timeout_s:g} s: {words}")
+        time.sleep(_POLL_S)
+
+
+def _parts(app: Any) -> list[Any]:
+    return list(app.deployments.values())
+
+
+def _words(app: Any) -> str:
+    counts = {
+        name: {str(state): n for state, n in each.replica_states.items() if n} for name, each in app.deployments.items()
+    }
+    return ", ".join(
+        f"{name}: {' '.join(f'{n} {state.lower()}' for state, n in states.items())}" for name, states in counts.items()
+    )
+
+
+def _cause(messages: Sequence[str]) -> str:
+    """Returns the last line of a traceback, which has the error of the replica itself."""
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("mainstem.")]
+    return (errors or lines or ["(no message)"])[-1]
+
+
+def status() -> dict[str, Any]:
+    """Returns what runs.
+
+    Raises:
+        FleetError: nothing of the fleet is there.
+    """
+    app = serve.status().applications.get(APP)
+    if app is None:
+        raise FleetError("Ray runs, but no fleet is on it")
+    parts = {
+        name: {
+            "status": each.status.value,
+            "replicas": {str(state): n for state, n in each.replica_states.items() if n},
+        }
+        for name, each in app.deployments.items()
+    }
+    seen: dict[str, Any] = {}
+    with suppress(RayServeException, *_LOST, TimeoutError):
+        seen = serve.get_app_handle(APP).describe.remote().result(timeout_s=_ANSWER_S)
+    return {"status": app.status.value, "deployments": parts, **seen}
+
+
+def scale(replicas: int, timeout_s: float, progress: Callable[[str], None]) -> None:
+    """Changes the number of replicas; those that go finish their requests.
+
+    Raises:
+        FleetError: it does not come about.
+    """
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    try:
+        ray.get(controller.update_deployment_replicas.remote(DeploymentID(name=ENGINE, app_name=APP), replicas))
+    except Exception as error:
+        raise FleetError(f"the number of replicas cannot be set: {_line(error)}") from error
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        states = serve.status().applications[APP].deployments[ENGINE].replica_states
+        if {str(state): n for state, n in states.items() if n} == {"RUNNING": replicas}:
+            return
+        time.sleep(_POLL_S)
+    raise FleetError(
+        f"there are not {replicas} replicas after {timeout_s:g} s: {_words(serve.status().applications[APP])}"
+    )
+
+
+def drain(timeout_s: float) -> bool:
+    """Lets the front refuse new generations, and waits for those under way. Returns whether they have ended."""
+    return bool(serve.get_app_handle(APP).drain.remote(timeout_s).result(timeout_s=timeout_s + _ANSWER_S))
+
+
+def renew(replica: str) -> None:
+    """Lets one replica finish its requests and end; another one takes its place.
+
+    Raises:
+        FleetError: there is none of this name.
+    """
+    if not serve.get_app_handle(APP).renew.remote(replica).result(timeout_s=_ANSWER_S):
+        raise FleetError(f"there is no replica {replica} that takes requests; `mainstem fleet status` lists them")
+
+
+def shut_down() -> None:
+    """Ends all that runs on Ray Serve, and disconnects."""
+    if not ray.is_initialized():
+        return  # else Serve would start a Ray to shut down
+    with suppress(RayServeException, *_LOST):
+        serve.shutdown()
+    ray.shutdown()
+
+
+def disconnect() -> None:
+    """Disconnects this process from Ray."""
+    ray.shutdown()
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,185 @@
+"""The settings of a fleet: what each of its replicas runs, how many there are, and where the fleet is found.
+
+model: ./my-model                   # as for `mainstem serve`
+replicas: 2
+cpus: 4                             # for each replica
+port: 8000
+store: file:/srv/kv?capacity=64GiB  # shared by all replicas
+engine: {kv_bytes: 4GiB}            # the engine's flags of `mainstem serve`
+server: {api_key: [secret]}         # the server's
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mainstem.errors import BadArgument
+from mainstem.settings.engine import EngineConfig, ModelConfig
+from mainstem.settings.fields import Range, Settings, instance, integer, number, seconds, setting
+from mainstem.settings.mapping import read_settings
+from mainstem.settings.server import ServerConfig
+
+NO_STORE = "none"
+_REPLICAS, _MOST_REPLICAS = 2, 1024
+
+
+@dataclass(frozen=True)
+class Autoscaling(Settings):
+    """How many replicas there are, by what they have to do.
+
+    Args:
+        min: The fewest replicas; 1 or more.
+        max: The most replicas.
+        target_ongoing: Requests under way at each replica at which another one is started; above 0.
+    """
+
+    min: int = setting(1, integer(1, _MOST_REPLICAS))
+    max: int = setting(4, integer(1, _MOST_REPLICAS))
+    target_ongoing: float = setting(8.0, number(0, above=True))
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        if self.min > self.max:
+            raise BadArgument("min", self.min, f"at most max, which is {self.max}")
+
+
+def _are_adapters(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) and isinstance(path, str) for name, path in value)
+
+
+@dataclass(frozen=True)
+class FleetSize(Settings):
+    """How large a fleet is, and where it is found.
+
+    Args:
+        model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
+        replicas: How many engines there are; 1 or more.
+        cpus: Cores of each replica; above 0. Default: the machine's cores, divided by the replicas.
+        gpus: GPUs of each replica, 0 or more; a fraction shares one.
+        host: Address of the front. The default is reachable from this machine only, 0.0.0.0 from everywhere.
+        port: Port of the front, 1 to 65535.
+        store: Store that all replicas share, or none. Default: a folder of this user.
+        node_host: Address of this machine at which Ray's processes listen. The default is this machine only.
+        address: HOST:PORT of a Ray cluster that runs already. Default: one is started here.
+        warm_timeout_s: Seconds for which a new replica reads hot prefixes from the store before it gets requests.
+        start_timeout_s: Seconds for all replicas to start.
+    """
+
+    model: str | None = setting(None, instance(str, "a folder, a .gguf file or a name"))
+    replicas: int = setting(_REPLICAS, integer(1, _MOST_REPLICAS))
+    cpus: float | None = setting(None, number(0, above=True))
+    gpus: float = setting(0.0, number(0))
+    host: str = setting("127.0.0.1", instance(str, "an address"))
+    port: int = setting(8000, Range("1 to 65535", integer(1, 65535).holds))
+    store: str | None = setting(None, instance(str, "a store, see docs/storage.md, or none"))
+    node_host: str = setting("127.0.0.1", instance(str, "an address"))
+    address: str | None = setting(None, Range("HOST:PORT", lambda text: isinstance(text, str) and ":" in text))
+    warm_timeout_s: float = setting(30.0, seconds())
+    start_timeout_s: float = setting(600.0, seconds(above=True))
+
+
+@dataclass(frozen=True)
+class FleetConfig(FleetSize):
+    """The settings of a fleet.
+
+    Args:
+        adapters: LoRA adapters as pairs of name and path.
+        autoscaling: How the number of replicas follows the load; None: it is `replicas`.
+        load: How the model is loaded.
+        engine: The settings of each engine, without its store and the addresses of its events.
+        server: The settings of each server, without its address and recording.
+    """
+
+    adapters: tuple[tuple[str, str], ...] = setting((), Range("a mapping of names and folders", _are_adapters))
+    autoscaling: Autoscaling | None = setting(None, instance(Autoscaling, "a mapping of min, max and target_ongoing"))
+    load: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that nothing is given that the fleet sets for each replica."""
+        super().__post_init__()
+        if self.autoscaling is not None and self.replicas != _REPLICAS:
+            raise BadArgument("replicas", self.replicas, "left out with autoscaling, which has min and max")
+        fixed = (
+            ("server.host", self.server.host, ServerConfig.host, "the fleet has `host`"),
+            ("server.port", self.server.port, ServerConfig.port, "the fleet has `port`"),
+            ("server.record", self.server.record.record, None, "several replicas cannot write one file"),
+            ("engine.kv_events", self.engine.events.kv_events, None, "the fleet sets it for each replica"),
+        )
+        for name, value, default, why in fixed:
+            if value != default:
+                raise BadArgument(name, value, f"left out: {why}")
+
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas there may be."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max
+
+    def cpus_of(self, cores: int) -> float:
+        """Returns the cores of each replica on a machine with so many."""
+        return self.cpus if self.cpus is not None else max(cores / self.most_replicas, 0.01)
+
+    def check_room(self, cores: int, gpus: int) -> None:
+        """Checks that all replicas fit a machine.
+
+        Raises:
+            BadArgument: they do not; it names what there is too little of.
+        """
+        for name, one, there in (("cpus", self.cpus_of(cores), cores), ("gpus", self.gpus, gpus)):
+            if one * self.most_replicas > there + 1e-6:
+                share = f"at most {there / self.most_replicas:g}"
+                raise BadArgument(name, one, f"{share} for {self.most_replicas} replicas: this machine has {there}")
+
+
+def read_fleet(given: object, environment: Mapping[str, str], folder: Path, own_store: str) -> FleetConfig:
+    """Makes the settings of a fleet from the content of its file.
+
+    Args:
+        given: what the file holds; None: nothing.
+        environment: where secrets that are not given are looked up.
+        folder: where relative paths of models and adapters begin.
+        own_store: the store of a fleet that names none.
+
+    Raises:
+        BadArgument: it is no mapping, a name is unknown, or a value is outside its range; the error names it.
+    """
+    own = _mapping("fleet file", given)
+    engine, adapters = _mapping("engine", own.pop("engine", None)), _mapping("adapters", own.pop("adapters", None))
+    scaling, load, server = (own.pop(name, None) for name in ("autoscaling", "load", "server"))
+    size = read_settings(FleetSize, own)
+    if "storage" in engine:
+        raise BadArgument("engine.storage", engine["storage"], "left out: the fleet has `store`")
+    if (store := size.store or own_store) != NO_STORE:
+        engine = {"warm": True, **engine, "storage": _shared(store)}
+    model = None if size.model is None else _path(size.model, folder)
+    return FleetConfig(
+        **{**vars(size), "model": model},
+        adapters=tuple((str(name), _path(str(path), folder)) for name, path in adapters.items()),
+        autoscaling=None if scaling is None else read_settings(Autoscaling, scaling, "autoscaling."),
+        load=read_settings(ModelConfig, load, "load."),
+        engine=read_settings(EngineConfig, engine, "engine.", environment),
+        server=read_settings(ServerConfig, server, "server.", environment),
+    )
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise BadArgument(name, value, "a mapping of names and values")
+    return dict(value or {})
+
+
+def _shared(store: str) -> str:
+    """Returns the store as several processes open it: one owner has a folder open for all of a machine."""
+    return f"shared+{store}" if store.startswith("file:") else store
+
+
+def _path(name: str, folder: Path) -> str:
+    """Returns the absolute path of what is there, else the name as it is: replicas have other working folders."""
+    path = folder / Path(name).expanduser()
+    return os.path.realpath(path) if path.exists() else name
