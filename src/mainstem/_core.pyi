@@ -652,6 +652,11 @@ def kernel_isa() -> str:
 def has_dots() -> bool:
     """Whether this machine multiplies pairs of bfloat16 in one instruction."""
 
+def has_tiles() -> bool:
+    """
+    Whether this machine multiplies tiles of bfloat16, and Linux lets this process.
+    """
+
 int4_rows: int = 7
 
 def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, bfloat16: bool, threads: int) -> None:

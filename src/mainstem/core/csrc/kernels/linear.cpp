@@ -320,9 +320,8 @@ void multiply_by_tiles(const BFloat16* given, std::size_t rows, std::size_t inpu
                        std::span<const Layer<BFloat16>> layers, unsigned threads) {
 #ifdef __x86_64__
   const TiledRows x(given, rows, inputs);
-  share_outputs(
-      layers, kTileRows, inputs * sizeof(BFloat16), threads,
-      [&](const auto& layer, std::size_t begin, std::size_t end) { outputs_by_tiles(x, layer, begin, end); });
+  share_outputs(layers, kTileRows, inputs * sizeof(BFloat16), threads,
+                [&](const auto& layer, std::size_t begin, std::size_t end) { outputs_by_tiles(x, layer, begin, end); });
 #endif
 }
 

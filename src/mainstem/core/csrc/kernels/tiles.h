@@ -1,9 +1,9 @@
 // Products of tiles of bfloat16, by AMX: 16 rows of a weight times 16 rows of x in one instruction.
 //
-// A tile of the weight is read as it lies in memory: 16 rows of 32 numbers. x is stored as the instruction wants it, with
-// its pairs of numbers side by side: that is little work, as few rows meet a weight. So up to 32 rows take about as long
-// as one, which is as long as the weight takes to arrive.
-// Intel, "Architecture Instruction Set Extensions Programming Reference", chapter 3; Linux, Documentation/arch/x86/xstate.
+// A tile of the weight is read as it lies in memory: 16 rows of 32 numbers. x is stored as the instruction wants it,
+// with its pairs of numbers side by side: that is little work, as few rows meet a weight. So up to 32 rows take about
+// as long as one, which is as long as the weight takes to arrive. Intel, "Architecture Instruction Set Extensions
+// Programming Reference", chapter 3; Linux, Documentation/arch/x86/xstate.
 #pragma once
 
 #include <cstddef>
