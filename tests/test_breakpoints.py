@@ -309,7 +309,8 @@ def test_a_breakpoint_without_a_time_retains_nothing(serving: tuple[TestClient, 
 def test_other_tenants_learn_nothing_from_usages(serving: tuple[TestClient, Engine, Seconds]) -> None:
     server, engine, _ = serving
     control: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    mine, other = (message(server, {"role": "user", "content": SYSTEM}, key=key, **control)["usage"] for key in "kl")
+    said = {"role": "user", "content": SYSTEM}
+    mine, other = (message(server, said, key=key, temperature=0, **control)["usage"] for key in "kl")
     assert mine == other and mine["cache_read_input_tokens"] == 0
     assert retained(engine).owners == 2
 

@@ -171,7 +171,7 @@ def test_answers_that_are_sent_back_are_found(family: str) -> None:
     found, without = reuse(family), reuse(family, remember_answers=0)
     print(f"{family}: {found}; without memory {without}")
     assert np.mean(found.newest) >= 0.95 and np.mean(found.all) >= 0.95
-    assert np.mean(without.newest) < 0.6
+    assert np.mean(without.newest) < 0.7
 
 
 THINKING = [family for family in FAMILIES if FAMILIES[family].thinks]
