@@ -242,6 +242,7 @@ SCHEMES: dict[str, str] = {
     "simm": "mainstem.storage.vendors.simm:SiMMBackend",
     "eic": "mainstem.storage.vendors.eic:EICBackend",
     "infinistore": "mainstem.storage.vendors.infinistore:InfiniStoreBackend",
+    "peer": "mainstem.storage.peer:PeerBackend",
 }
 
 WRAPPERS: dict[str, str] = {

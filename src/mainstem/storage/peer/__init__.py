@@ -1,0 +1,9 @@
+"""Peers: what another engine has in its memory is fetched from it. `server` gives, `client` fetches, `wire` is between.
+
+Pages come and go as they are stored, sealed, and the reader verifies them: a peer can lose a page, never forge one.
+"""
+
+from mainstem.storage.peer.client import PeerBackend
+from mainstem.storage.peer.server import PeerServer, Share, Source
+
+__all__ = ["PeerBackend", "PeerServer", "Share", "Source"]
