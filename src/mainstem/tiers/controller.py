@@ -162,6 +162,7 @@ class Tiers:
             for row in rows:
                 store.check_length(row, host.memory.payload_bytes(row.number))
             store.register(host.memory.regions())
+            self._tell_shelf()
 
     # ---------------------------------------------------------------- what a scheduler calls
 
@@ -313,6 +314,13 @@ class Tiers:
         if self.store is not None and self.writes is not None:
             self.writes.begin(everything=True)
             self.store.close(timeout_s)
+
+    def _tell_shelf(self) -> None:
+        """Has the pages that become free taken off the shelf."""
+        if self.store is None or self.store.shelf is None or self.writes is None:
+            return
+        for row in self.writes.rows:
+            self.host_pools[row.number].freed_with(self.store.shelf.forgets(self.host.memory, row.number))
 
     def _explain(self, listed: Sequence[identities.Summary]) -> None:
         identity = None if self.store is None else self.store.sealer.identity

@@ -3,7 +3,8 @@
 Pages come and go as they are stored, sealed, and the reader verifies them: a peer can lose a page, never forge one.
 """
 
-from mainstem.storage.peer.client import PeerBackend
+from mainstem.storage.peer.beside import Beside
+from mainstem.storage.peer.client import NO_SECRET, PeerBackend
 from mainstem.storage.peer.server import PeerServer, Share, Source
 
-__all__ = ["PeerBackend", "PeerServer", "Share", "Source"]
+__all__ = ["NO_SECRET", "Beside", "PeerBackend", "PeerServer", "Share", "Source"]
