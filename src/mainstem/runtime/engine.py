@@ -47,6 +47,7 @@ from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
 from mainstem.runtime.advice import Action, Advice
 from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.handover import Handover
 from mainstem.runtime.memory import OwnerUsage, TierMemory
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
@@ -70,6 +71,7 @@ _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
 _PUBLISH_S = 0.001  # between two steps of a state that is published anew, while there is nothing else to do
 _ADVICE_S = 0.01  # between two looks at prefetches that nobody waits for
+_HANDOVER_S = 2.0  # for pages that peers are to read
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
@@ -198,6 +200,8 @@ class Engine:
             report("measure", 0, 1)
             self._scheduler.measure()
             report("measure", 1, 1)
+        prefilling = self._tiers if config.role == "prefill" else None
+        self._handover = None if prefilling is None else Handover(prefilling, _HANDOVER_S)
         self._advice = Advice(self._cache, config.max_retain_s)
         self._public, self._publication = PublicPrefixes(self._cache, model.copy_page), Publication(self)
         self._ids, self._commands = itertools.count(), queue.SimpleQueue[_Command]()
@@ -547,6 +551,8 @@ class Engine:
                 self._advice.poll()
                 self._publish()
                 self._stats = self._count()
+                if self._handover is not None:
+                    events = self._handover.pass_on(events, self._now_s, everything=self._stopping)
                 for id, what in events:
                     self._deliver(id, what)
         except BaseException as error:

@@ -38,6 +38,7 @@ Codec = Literal["none", "int8", "fp8"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+Role = Literal["both", "prefill", "decode"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 
@@ -467,6 +468,9 @@ class EngineConfig(Limits, Shares):
             With --tenants, of the largest part that it may have.
         max_retain_s: Longest time, in seconds, that a request may retain a prefix for; above 0.
         overwrite_freed: Overwrite pages and states with zeros when they become free, on the device and on the host.
+        role: What of a request is computed here. prefill: prompts, for others who read their pages at --peer-listen; an
+            answer ends once they can. decode: answers; prompts are read from --peers as far as they have them, and
+            computed otherwise. both: all.
         tiers: The host tier and storage.
         events: Where the cache publishes what it holds.
     """
@@ -481,6 +485,7 @@ class EngineConfig(Limits, Shares):
     retain_share: float = setting(0.25, number(0, 1))
     max_retain_s: float = setting(86400.0, seconds(above=True))
     overwrite_freed: bool = setting(False, switch())
+    role: Role = setting("both", one_of(Role))
     tiers: TierConfig = TierConfig()
     events: EventConfig = EventConfig()
 
@@ -495,7 +500,14 @@ class EngineConfig(Limits, Shares):
         if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
             allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
             raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
-        if self.tp > 1 and self.tiers.peers.exist:
+        peers = self.tiers.peers
+        if self.role == "prefill" and peers.peer_listen is None:
+            raise BadArgument("role", self.role, "both or decode without peer_listen: nobody could read its pages")
+        if self.role == "prefill" and self.tiers.host.write_policy != "write_through":
+            raise BadArgument("write_policy", self.tiers.host.write_policy, "write_through with the role prefill")
+        if self.role == "decode" and not peers.peers:
+            raise BadArgument("role", self.role, "both or prefill without peers: nobody would compute its prompts")
+        if self.tp > 1 and peers.exist:
             raise BadArgument("tp", self.tp, "1 with peers: each process has a part of a page, and peers read one")
         if self.tp > 1 and self.tiers.size.host_fraction is not None:
             raise BadArgument(
