@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -71,7 +70,6 @@ _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
 _PUBLISH_S = 0.001  # between two steps of a state that is published anew, while there is nothing else to do
 _ADVICE_S = 0.01  # between two looks at prefetches that nobody waits for
-_HANDOVER_S = 2.0  # for pages that peers are to read
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
@@ -171,9 +169,8 @@ class Engine:
         self._ranks, self.config = loaded.ranks, config
         sizes = pool_sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
-        self.name = loaded.name
+        self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
-        self.dtype: torch.dtype = loaded.dtype
         self.has_states = any(isinstance(component, State) for component in sizes)
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
@@ -200,8 +197,7 @@ class Engine:
             report("measure", 0, 1)
             self._scheduler.measure()
             report("measure", 1, 1)
-        prefilling = self._tiers if config.role == "prefill" else None
-        self._handover = None if prefilling is None else Handover(prefilling, _HANDOVER_S)
+        self._handover = Handover(self._tiers if config.role == "prefill" else None)
         self._advice = Advice(self._cache, config.max_retain_s)
         self._public, self._publication = PublicPrefixes(self._cache, model.copy_page), Publication(self)
         self._ids, self._commands = itertools.count(), queue.SimpleQueue[_Command]()
@@ -551,9 +547,7 @@ class Engine:
                 self._advice.poll()
                 self._publish()
                 self._stats = self._count()
-                if self._handover is not None:
-                    events = self._handover.pass_on(events, self._now_s, everything=self._stopping)
-                for id, what in events:
+                for id, what in self._handover.pass_on(events, self._now_s, everything=self._stopping):
                     self._deliver(id, what)
         except BaseException as error:
             cause = self._ranks.cause(error)

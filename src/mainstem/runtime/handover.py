@@ -7,13 +7,14 @@ ended: so all that is under way has to end a few times, but nothing that begins 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mainstem.runtime.request import Delta, Progress
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.pending import Pending
 
+_LIMIT_S = 2.0  # how long one is held back at most
 _ROUNDS = 3  # what was touched is backed up, copied, written
 
 Event = tuple[str, Delta | Progress]
@@ -40,12 +41,11 @@ class Handover:
     """Holds back the ends of answers.
 
     Args:
-        tiers: which move the pages.
-        limit_s: how long one is held back at most.
+        tiers: which move the pages; None: nothing is held back.
     """
 
-    def __init__(self, tiers: Tiers, limit_s: float) -> None:
-        self._tiers, self._limit_s = tiers, limit_s
+    def __init__(self, tiers: Tiers | None) -> None:
+        self._tiers = tiers
         self._held: list[_Held] = []
 
     def pass_on(self, events: Sequence[Event], now_s: float, *, everything: bool = False) -> list[Event]:
@@ -56,28 +56,20 @@ class Handover:
             now_s: the time.
             everything: hold nothing back any more.
         """
+        if self._tiers is None:
+            return list(events)
         passed: list[Event] = []
+        pending = frozenset(self._tiers.pending)
         for event in events:
             if isinstance(event[1], Delta) and event[1].finish_reason is not None:
-                self._held.append(_Held(event, now_s + self._limit_s, frozenset(self._tiers.pending)))
+                self._held.append(_Held(event, now_s + _LIMIT_S, pending))
             else:
                 passed.append(event)
         for held in self._held:
-            self._advance(held)
-        done = [held for held in self._held if everything or self._over(held, now_s)]
+            held.before &= pending
+            if not held.before:
+                held.rounds, held.before = held.rounds + 1, pending
+        idle = everything or not self._tiers.busy
+        done = [held for held in self._held if idle or held.rounds > _ROUNDS or now_s >= held.until_s]
         self._held = [held for held in self._held if held not in done]
         return passed + [held.event for held in done]
-
-    def _advance(self, held: _Held) -> None:
-        left = _left(held.before, self._tiers.pending)
-        if left:
-            held.before = left
-        else:
-            held.rounds, held.before = held.rounds + 1, frozenset(self._tiers.pending)
-
-    def _over(self, held: _Held, now_s: float) -> bool:
-        return not self._tiers.busy or held.rounds > _ROUNDS or now_s >= held.until_s
-
-
-def _left(before: frozenset[Pending], pending: Iterable[Pending]) -> frozenset[Pending]:
-    return before.intersection(pending)
