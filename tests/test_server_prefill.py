@@ -22,7 +22,7 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
 class Elsewhere:
-    """The other server: notes what it is asked, and answers as told."""
+    """The other server: notes what it is asked, and answers as a test says."""
 
     def __init__(self, status: int | OSError = 200) -> None:
         self.status = status

@@ -120,7 +120,7 @@ class Store:
         codec: encodes the numbers of a page, of rows that are not exact; the sealer's identity must include its name.
         dtype: the dtype of the numbers, for a codec other than "none".
         peers: read for what the back end lacks; nothing is written to them.
-        shelf: told which slots hold sealed values, for peers of this one.
+        shelf: notes which slots hold sealed values, for peers of this one.
     """
 
     def __init__(
