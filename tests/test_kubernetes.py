@@ -1,4 +1,7 @@
-"""The manifests of deploy/kubernetes: fields that the API has, flags that the server has, names that fit each other."""
+"""The manifests of deploy/kubernetes: fields that the API has, flags that the server has, names that fit each other.
+
+The router of the manifests runs before two servers, with the flags of the manifests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from machine import eventually
+from rigs.servers import free_port, start
+from rigs.serving import PATIENCE_S, Serve, server_of, tiny_folder, unlike
 
 from mainstem.settings.engine import EngineConfig, ModelConfig
 from mainstem.settings.mapping import names_of, read_settings
@@ -22,7 +29,9 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 OBJECTS: list[dict[str, Any]] = [
     one for path in sorted(FOLDER.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text())
 ]
+TOKENS = 20 * 16 + 1
 PYTHON = ROOT / ".venv-fleet" / "bin" / "python"
+ROUTER = ROOT / ".venv-fleet" / "bin" / "smg"
 needs_models = pytest.mark.skipif(not PYTHON.exists(), reason="no Ray in .venv-fleet, nor Kubernetes' models")
 
 
@@ -80,6 +89,7 @@ def test_flags_are_those_of_the_server_and_values_are_in_range(tmp_path: Path) -
     given = {name.replace("-", "_"): value for name, value in given.items()}
     known = {kind: names_of(kind) for kind in (EngineConfig, ServerConfig, ModelConfig)}
     assert not given.keys() - set().union(*known.values())
+    assert given["unknown_fields"] == "warn"  # see the test of the router
     typed: dict[str, Any] = {**given, "warm": True, "port": 8000, "drain_timeout_s": 60, "kv_events_keys": tmp_path}
     secret = {"MAINSTEM_STORAGE_SECRET": "s" * 32, "MAINSTEM_API_KEY": "a", "MAINSTEM_ADMIN_KEY": "b"}
     for kind, names in known.items():
@@ -113,3 +123,37 @@ def test_names_fit_each_other() -> None:
     assert "/keys" in {mount["mountPath"] for mount in container()["volumeMounts"]}
     [router] = find("Deployment", "mainstem-router")["spec"]["template"]["spec"]["containers"]
     assert "--selector app=mainstem --service-discovery-port 8000" in router["args"][0]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    model = tiny_folder("llama", tmp_path_factory.mktemp("models") / "tiny")
+    return server_of(model, tmp_path_factory.mktemp("logs"), {"unknown-fields": "warn"})
+
+
+@pytest.mark.deadline
+@pytest.mark.skipif(not ROUTER.exists(), reason="no Ray in .venv-fleet, nor sglang-router")
+def test_the_router_sends_a_prompt_where_its_prefix_is(serve: Serve, tmp_path: Path) -> None:
+    [made] = find("Deployment", "mainstem-router")["spec"]["template"]["spec"]["containers"]
+    assert "sglang-router==0.3.2" in made["args"][0]
+    port, metrics = free_port(), free_port()
+    with serve({}) as first, serve({}) as second:
+        urls = [str(server.http.base_url) for server in (first, second)]
+        command = [str(PYTHON), "-m", "sglang_router.launch_router", "--policy", "cache_aware", "--port", str(port)]
+        with start([*command, "--worker-urls", *urls, "--prometheus-port", str(metrics)], port, timeout_s=60):
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            eventually(lambda: httpx.post(url, json=body(9), timeout=PATIENCE_S).status_code == 200, 60)
+            for number in (1, 2, 3):
+                hits = [answer(url, number) for _ in range(3)]
+                assert hits[1:] == [TOKENS - 1] * 2, hits
+
+
+def body(number: int) -> dict[str, Any]:
+    text = " ".join(f"w{token}" for token in unlike(number, TOKENS))
+    return {"model": "tiny", "prompt": text, "max_tokens": 2, "temperature": 0}
+
+
+def answer(url: str, number: int) -> int:
+    reply = httpx.post(url, json=body(number), timeout=PATIENCE_S)
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
