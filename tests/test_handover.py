@@ -161,8 +161,8 @@ def test_pages_that_arrive_altered_are_computed_and_counted(monkeypatch: pytest.
     made, greedy = pair_of("llama", {})
     whole = Shelf.copy
 
-    def altered(self: Shelf, key: bytes) -> bytearray | None:
-        value = whole(self, key)
+    def altered(self: Shelf, key: bytes, length: int) -> bytearray | None:
+        value = whole(self, key, length)
         if value is not None:
             value[-5] ^= 1
         return value

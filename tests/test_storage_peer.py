@@ -295,9 +295,9 @@ class TakesTime(Shelf):
         super().__init__(store)
         self.clock = clock
 
-    def copy(self, key: bytes) -> bytearray | None:
+    def copy(self, key: bytes, length: int) -> bytearray | None:
         self.clock.now_s += 0.02
-        return super().copy(key)
+        return super().copy(key, length)
 
 
 def test_a_server_gives_its_share_and_is_busy_beyond(kept: MemoryBackend) -> None:

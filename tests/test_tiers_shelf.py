@@ -12,12 +12,13 @@ from mainstem.storage.base import ABSENT
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.shelf import HostOnly, Shelf
+from mainstem.tiers.shelf import AndStore, HostOnly, Shelf
 from mainstem.tiers.store import Part, Store, StoreCall
 
 T = TypeVar("T")
 KEYS = [bytes([number]) * 32 for number in range(6)]
 ROW = Row(0, "full", exact=False)
+SIZE = HEADER_BYTES + 8
 SYMBOLS = b"aaaabbbbcccc"
 
 
@@ -32,10 +33,10 @@ def new_slots(n: int, byte: int = 1) -> list[memoryview]:
 def test_a_slot_is_given_until_it_is_forgotten() -> None:
     shelf, slots = Shelf(), new_slots(3)
     shelf.place(zip(KEYS, slots, strict=False))
-    assert [shelf.length(key) for key in KEYS] == [len(slots[0])] * 3 + [ABSENT] * 3
-    assert shelf.copy(KEYS[1]) == slots[1]
+    assert shelf.lengths(KEYS) == [len(slots[0])] * 3 + [ABSENT] * 3
+    assert shelf.copy(KEYS[1], SIZE) == slots[1]
     shelf.forget(slots[1:2])
-    assert (shelf.copy(KEYS[1]), shelf.length(KEYS[1]), len(shelf)) == (None, ABSENT, 2)
+    assert (shelf.copy(KEYS[1], SIZE), shelf.lengths(KEYS[1:2]), len(shelf)) == (None, [ABSENT], 2)
     shelf.forget(slots)
     assert not len(shelf)
 
@@ -43,10 +44,10 @@ def test_a_slot_is_given_until_it_is_forgotten() -> None:
 def test_a_slot_has_one_value_and_a_value_one_slot() -> None:
     shelf, slots = Shelf(), new_slots(2)
     shelf.place([(KEYS[0], slots[0]), (KEYS[1], slots[0])])  # another page took its place
-    assert (shelf.copy(KEYS[0]), shelf.copy(KEYS[1])) == (None, slots[0])
+    assert (shelf.copy(KEYS[0], SIZE), shelf.copy(KEYS[1], SIZE)) == (None, slots[0])
     shelf.place([(KEYS[1], slots[1])])
     shelf.forget(slots[:1])  # which does not hold it any more
-    assert shelf.copy(KEYS[1]) == slots[1]
+    assert shelf.copy(KEYS[1], SIZE) == slots[1]
     shelf.forget(slots[1:])
     assert not len(shelf)
 
@@ -65,7 +66,7 @@ def test_what_is_freed_while_it_is_copied_is_not_given() -> None:
 
     shelf.place([(KEYS[0], slots[0])])
     shelf._slots = Freed(shelf._slots)
-    assert shelf.copy(KEYS[0]) is None
+    assert shelf.copy(KEYS[0], SIZE) is None
 
 
 def test_a_removed_value_is_given_no_more() -> None:
@@ -105,6 +106,28 @@ def test_without_a_store_pages_are_where_they_are_and_notes_are_kept() -> None:
     assert (buffers[0], buffers[1]) == (slots[0], note)
     backend.delete(KEYS[:2])
     assert backend.exists(KEYS[:2]) == [False, False]
+
+
+def test_another_length_is_said_and_not_read() -> None:
+    shelf, slots = Shelf(), new_slots(1)
+    shelf.place([(KEYS[0], slots[0])])
+    short = memoryview(bytearray(9))
+    assert HostOnly(shelf).get(KEYS[:1], [short]) == [SIZE]
+    assert not any(short)
+    assert shelf.copy(KEYS[0], 9) is None
+
+
+def test_what_only_the_store_has_is_given_from_there() -> None:
+    shelf, slots, store = Shelf(), new_slots(2), FaultyBackend()
+    source = AndStore(shelf, store)
+    shelf.place([(KEYS[0], slots[0])])
+    store.put([KEYS[1]], [slots[1]])
+    assert source.lengths(KEYS[:3]) == [SIZE, SIZE, ABSENT]
+    assert [source.copy(key, SIZE) for key in KEYS[:3]] == [slots[0], slots[1], None]
+    for fault in (StorageError("io", "gone"), ValueError("a bug")):
+        store.always = fault
+        assert source.lengths(KEYS[:3]) == [SIZE, ABSENT, ABSENT]
+        assert [source.copy(key, SIZE) for key in KEYS[:2]] == [slots[0], None]
 
 
 def test_it_has_no_spec() -> None:

@@ -23,16 +23,15 @@ class Shelf:
     def __init__(self, store: MemoryBackend) -> None:
         self.store = store
 
-    def length(self, key: bytes) -> int:
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
         try:
-            return self.store.get([key], [memoryview(bytearray(1))])[0]
+            return self.store.get(keys, [memoryview(bytearray(1)) for _ in keys])
         except StorageError:  # it is closed
-            return ABSENT
+            return [ABSENT] * len(keys)
 
-    def copy(self, key: bytes) -> bytearray | None:
-        value = bytearray(max(0, self.length(key)))
-        found = self.store.get([key], [memoryview(value)])[0]
-        return value if found == len(value) else None
+    def copy(self, key: bytes, length: int) -> bytearray | None:
+        value = bytearray(length)
+        return value if self.store.get([key], [memoryview(value)]) == [length] else None
 
 
 def serving(store: MemoryBackend, address: str = "127.0.0.1:0", **options: Any) -> PeerServer:

@@ -26,7 +26,7 @@ from mainstem.tiers.calibrated import open_codec
 from mainstem.tiers.codecs import Codec
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
-from mainstem.tiers.shelf import HostOnly, Shelf
+from mainstem.tiers.shelf import AndStore, HostOnly, Shelf
 from mainstem.tiers.store import Store
 from mainstem.tiers.workers import ThreadWorkers
 
@@ -184,7 +184,9 @@ def _store(
     if shelf is not None and given.peer_listen is not None:
         try:
             share = Share(given.peer_share)
-            server = PeerServer(shelf, given.peer_listen, secret, share=share, in_flight_bytes=given.peer_bytes)
+            alone = config.storage is not None and not backend.capabilities.shared
+            source = AndStore(shelf, backend) if alone else shelf
+            server = PeerServer(source, given.peer_listen, secret, share=share, in_flight_bytes=given.peer_bytes)
         except BaseException:
             if peers is not None:
                 peers.close()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from mainstem.errors import BadArgument
-from mainstem.storage.base import ABSENT
+from mainstem.storage.base import ABSENT, Backend
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.native import address_of
 from mainstem.tiers.transfer import HostMemory
@@ -75,15 +75,15 @@ class Shelf:
                 if key in self._slots:
                     self._drop(address_of(self._slots[key]))
 
-    def length(self, key: bytes) -> int:
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """See `Source`."""
-        slot = self._slots.get(key)
-        return ABSENT if slot is None else len(slot)
+        slots = [self._slots.get(key) for key in keys]
+        return [ABSENT if slot is None else len(slot) for slot in slots]
 
-    def copy(self, key: bytes) -> bytearray | None:
+    def copy(self, key: bytes, length: int) -> bytearray | None:
         """See `Source`."""
         slot = self._slots.get(key)
-        if slot is None:
+        if slot is None or len(slot) != length:
             return None
         copy = bytearray(slot)
         with self._lock:
@@ -98,6 +98,42 @@ class Shelf:
         key = self._keys.pop(at, None)
         if key is not None:
             del self._slots[key]
+
+
+class AndStore:
+    """What is on a shelf, else in a store that peers cannot read themselves. It is a `mainstem.storage.peer.Source`.
+
+    A store that fails has nothing.
+
+    Args:
+        shelf: asked first.
+        store: its values are sealed, as those of the shelf are.
+    """
+
+    def __init__(self, shelf: Shelf, store: Backend) -> None:
+        self._shelf, self._store = shelf, store
+
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """See `Source`."""
+        lengths = self._shelf.lengths(keys)
+        lacking = [at for at, length in enumerate(lengths) if length == ABSENT]
+        buffers = [memoryview(bytearray(1)) for _ in lacking]  # too short for any, so only lengths are read
+        for at, length in zip(lacking, self._get([keys[at] for at in lacking], buffers), strict=True):
+            lengths[at] = length
+        return lengths
+
+    def copy(self, key: bytes, length: int) -> bytearray | None:
+        """See `Source`."""
+        if (value := self._shelf.copy(key, length)) is not None:
+            return value
+        value = bytearray(length)
+        return value if self._get([key], [memoryview(value)]) == [length] else None
+
+    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        try:
+            return list(self._store.get(keys, buffers)) if keys else []
+        except Exception:  # noqa: BLE001  # third-party code; the engine's own calls count it
+            return [ABSENT] * len(keys)
 
 
 class HostOnly(MemoryBackend):
@@ -126,11 +162,13 @@ class HostOnly(MemoryBackend):
         """Copies values out: of the shelf, else of the notes."""
         lengths = super().get(keys, buffers)
         for at, (key, buffer, length) in enumerate(zip(keys, buffers, lengths, strict=True)):
-            value = self._shelf.copy(key) if length == ABSENT else None
-            if value is not None:
-                lengths[at] = len(value)
-                if len(value) == len(buffer):
+            if length == ABSENT:
+                value = self._shelf.copy(key, len(buffer))
+                lengths[at] = self._shelf.lengths([key])[0] if value is None else len(buffer)
+                if value is not None:
                     buffer[:] = value
+                elif lengths[at] == len(buffer):
+                    lengths[at] = ABSENT  # it came only now
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,11 +47,11 @@ _TICK_MS = 1000
 class Source(Protocol):
     """What a server gives. Called on the server's thread."""
 
-    def length(self, key: bytes) -> int:
-        """Returns the length of a value, or `ABSENT`."""
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the length of each value, or `ABSENT`."""
 
-    def copy(self, key: bytes) -> bytearray | None:
-        """Returns a copy of a value that is whole, or None."""
+    def copy(self, key: bytes, length: int) -> bytearray | None:
+        """Returns a copy of a value of this length that is whole, or None."""
 
 
 class Share:
@@ -196,7 +196,7 @@ class PeerServer:
         self._counts[name] += 1
 
     def _answer(self, client: bytes, request: Request) -> None:
-        lengths = [self._source.length(key) for key in request.keys]
+        lengths = list(self._source.lengths(request.keys))
         values: list[bytearray] = []
         if request.operation == GET:
             room = self._room()
@@ -208,7 +208,7 @@ class PeerServer:
             for at, (key, wanted) in enumerate(zip(request.keys, request.lengths, strict=True)):
                 if lengths[at] != wanted:
                     continue
-                value = self._source.copy(key) if wanted <= room else None
+                value = self._source.copy(key, wanted) if wanted <= room else None
                 if value is None or len(value) != wanted:
                     lengths[at] = ABSENT
                 else:
