@@ -250,6 +250,7 @@ WRAPPERS: dict[str, str] = {
     "prefix": "mainstem.storage.wrappers:Prefix",
     "compress": "mainstem.storage.wrappers:Compress",
     "tee": "mainstem.storage.wrappers:Tee",
+    "copies": "mainstem.storage.copies:Copies",
 }
 
 SHARED = "mainstem.owner.client:SharedBackend"
