@@ -17,7 +17,7 @@ from rigs.stores import Values
 from mainstem.errors import BadArgument
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
-from mainstem.storage.copies import Copies, Register
+from mainstem.storage.copies import Copies, Register, connect
 from mainstem.storage.memory import MemoryBackend
 
 if not importlib.util.find_spec("redis"):
@@ -45,8 +45,7 @@ def prefix() -> str:
 
 
 def client(port: int, timeout_s: float | None = None) -> redis.Redis:
-    timeout_s = timeout_s or patience(5)
-    return redis.Redis(port=port, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    return connect(f"redis://127.0.0.1:{port}/0", timeout_s or patience(5))
 
 
 def machine(port: int, name: str, prefix: str, clock: Clock, enough: int = 1) -> Copies:

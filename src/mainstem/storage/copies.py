@@ -251,9 +251,20 @@ def _open(address: str) -> tuple[Register, int]:
             raise BadArgument(option, value, "1 to 128 letters, digits, or characters of _.:/-")
     if not (enough.isascii() and enough.isdigit() and int(enough) >= 1):
         raise BadArgument("enough", enough, "1 or more")
-    with needs("redis", "copies(...) needs the package redis: pip install 'mainstem[redis]'"):
-        import redis
-    timeout_s = parse_timeout("timeout", options.get("timeout", "200ms"))
-    client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    client = connect(url, parse_timeout("timeout", options.get("timeout", "200ms")))
     ttl_s = parse_timeout("ttl", options.get("ttl", "1h"))
     return Register(client, name, ttl_s=ttl_s, prefix=prefix), int(enough)
+
+
+def connect(url: str, timeout_s: float) -> Redis:
+    """Returns a client that fails within a timeout, and does not try again: the breaker does.
+
+    Raises:
+        BackendUnavailable: the package redis is not installed.
+    """
+    with needs("redis", "copies(...) needs the package redis: pip install 'mainstem[redis]'"):
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    once = Retry(NoBackoff(), 0)
+    return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=once)
