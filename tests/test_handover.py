@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from machine import eventually, patience
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 from rigs.letters import Letters
 from rigs.peers import FakePeer
-from rigs.servers import free_port
+from rigs.servers import free_port, valkey
 
 from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
 from mainstem.errors import BackendUnavailable, BadArgument
@@ -47,10 +48,11 @@ class Named(Letters):
         return {chr(token): token for token in range(VOCAB)}
 
 
-def engine(made: LoadedModel, role: str = "both", secret: bytes | None = SECRET, **peers: Any) -> Engine:
-    """An engine that has no store, with `peers` as in `PeerConfig`."""
-    limits = WAITS if peers else StorageConfig()
-    tiers = TierConfig(limits=limits, peers=PeerConfig(**peers), storage_secret=secret)
+def engine(
+    made: LoadedModel, role: str = "both", secret: bytes | None = SECRET, storage: str | None = None, **peers: Any
+) -> Engine:
+    """An engine with `peers` as in `PeerConfig`."""
+    tiers = TierConfig(limits=WAITS, peers=PeerConfig(**peers), storage_secret=secret, storage=storage)
     states = 40 if made.name in HYBRIDS else None
     config = EngineConfig(
         pages=200, page_size=4, token_budget=16, state_slots=states, role=role, tiers=tiers, checkpoint_tokens=16
@@ -272,6 +274,40 @@ def test_both_read_from_each_other() -> None:
             (completion,) = ask(other, [prompt], NEW)
             same(completion, greedy(prompt, NEW))
             assert completion.usage.storage_tokens >= (len(prompt) - 1) // 4 * 4
+
+
+def test_stores_of_two_machines_are_one_memory(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="redis is not installed")
+    made, greedy = pair_of("llama", {})
+    expected = greedy(PROMPTS[0], NEW)
+    ports, register = [f"127.0.0.1:{free_port()}" for _ in range(2)], free_port()
+
+    def one(number: int) -> Engine:
+        spec = f"copies(redis://127.0.0.1:{register}/0?name=m{number}&timeout={patience(5)}s)+file:{tmp_path}/{number}"
+        own = {"peer_listen": ports[number], "peers": (ports[1 - number],), "peer_share": 1.0}
+        return engine(made, storage=spec, **own)
+
+    try:
+        server = valkey(register)
+        with server, one(0) as first, one(1) as second:
+            for asked, read in ((first, 0), (second, 56)):
+                (completion,) = ask(asked, PROMPTS[:1], NEW)
+                same(completion, expected)
+                assert completion.usage.storage_tokens == read
+                eventually(lambda asked=asked: not _busy(asked))  # type: ignore[misc]
+            assert _stored(tmp_path / "0") > 20 * _stored(tmp_path / "1")  # which has its notes alone
+            for each in (first, second):
+                each.flush()  # now only the store of the first one has it
+            (completion,) = ask(second, PROMPTS[:1], NEW)
+            same(completion, expected)
+            assert completion.usage.storage_tokens == 56
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def _stored(folder: Path) -> int:
+    """Returns the bytes of the values in a folder, which a store fills from its beginning."""
+    return max(len(path.read_bytes().rstrip(b"\0")) for path in folder.iterdir())
 
 
 def _busy(engine: Engine) -> bool:
