@@ -104,6 +104,10 @@ def test_a_prompt_that_one_has_computed_the_other_reads(kind: str) -> None:
         assert read[0] >= (len(PROMPTS[0]) - 1) // 4 * 4 - (16 if kind == "qwen3_next" else 0)
         assert sum(read) < sum(map(len, PROMPTS))  # what it has it does not read again
         assert not faults(second)
+        warm(first, PROMPTS[0])  # counts are those after the last step
+        given, taken = (each.stats().tiers for each in (first, second))
+        assert given is not None and taken is not None
+        assert given.peer_requests["answered"] > 0 and given.peer_given_bytes > 1000 and not taken.peer_faults
         assert answered(second, expected) == [0] * 3  # it has a tree of its own
 
 
@@ -180,7 +184,9 @@ def test_a_peer_that_never_answers_is_left_alone_after_a_while() -> None:
     made, greedy = pair_of("llama", {})
     with FakeSilent() as silent, engine(made, "decode", peers=(silent.address,), peer_timeout_s=0.05) as alone:
         assert answered(alone, [greedy(prompt, NEW) for prompt in PROMPTS]) == [0] * 3
-        assert silent.asked <= 3  # its breaker is open
+        tiers = alone.stats().tiers
+        assert tiers is not None and tiers.peer_faults == {"timeout": silent.asked}
+        assert silent.asked == 3  # its breaker is open
 
 
 class FakeSilent(FakePeer):

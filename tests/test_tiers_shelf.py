@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
 from rigs.hand_driven import FaultyBackend, HandWorkers, make_store
@@ -79,13 +79,16 @@ def test_a_removed_value_is_given_no_more() -> None:
 def test_closing_ends_what_gives() -> None:
     class Server:
         closed = False
+        counts: ClassVar[dict[str, int]] = {"answered": 1}
 
         def close(self) -> None:
             self.closed = True
 
     shelf = Shelf()
     shelf.close()
+    assert not shelf.counts
     shelf.server = server = Server()
+    assert shelf.counts == {"answered": 1}
     shelf.close()
     assert server.closed
 

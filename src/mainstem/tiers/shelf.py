@@ -25,8 +25,15 @@ from mainstem.tree import Ids
 _NOTE_BYTES = 64 << 20  # of what is no page, without a store
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
+class Gives(Protocol):
+    """What gives the values of a shelf to peers, such as `mainstem.storage.peer.PeerServer`."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests by what was answered, and the values and bytes given."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class Shelf:
@@ -37,7 +44,7 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        self.server: _Closes | None = None
+        self.server: Gives | None = None
         self._slots: dict[bytes, memoryview] = {}
         self._keys: dict[int, bytes] = {}  # by the addresses of slots
         self._lock = threading.Lock()
@@ -88,6 +95,11 @@ class Shelf:
         copy = bytearray(slot)
         with self._lock:
             return copy if self._slots.get(key) is slot else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What its server has counted."""
+        return {} if self.server is None else dict(self.server.counts)
 
     def close(self) -> None:
         """Ends what gives its values to peers."""

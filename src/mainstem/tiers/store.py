@@ -139,7 +139,7 @@ class Store:
         shelf: Shelf | None = None,
     ) -> None:
         self._codec, self._dtype = codec, dtype
-        self._reads = backend if peers is None else Beside(backend, peers)
+        self._peers, self._reads = peers, backend if peers is None else Beside(backend, peers)
         self.shelf = shelf
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
         self._breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
@@ -171,6 +171,11 @@ class Store:
         """How many faults there were so far, by cause."""
         self._settle()
         return self._faults
+
+    @property
+    def peer_faults(self) -> dict[str, int]:
+        """How often peers did not give what was asked, by cause."""
+        return dict(getattr(self._peers, "counts", {}))
 
     def register(self, regions: Sequence[memoryview]) -> None:
         """Registers the memory that holds the slots.
