@@ -91,9 +91,12 @@ def test_flags_are_those_of_the_server_and_values_are_in_range(tmp_path: Path) -
     assert not given.keys() - set().union(*known.values())
     assert given["unknown_fields"] == "warn"  # see the test of the router
     typed: dict[str, Any] = {**given, "warm": True, "port": 8000, "drain_timeout_s": 60, "kv_events_keys": tmp_path}
+    typed["peers"] = (given["peers"],)
     secret = {"MAINSTEM_STORAGE_SECRET": "s" * 32, "MAINSTEM_API_KEY": "a", "MAINSTEM_ADMIN_KEY": "b"}
     for kind, names in known.items():
         read_settings(kind, {name: typed[name] for name in given if name in names}, environment=secret)
+    service = find("Service")
+    assert given["peers"] == f"dns:{service['metadata']['name']}:7100" and service["spec"]["clusterIP"] == "None"
     grace_s = find("Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace_s >= float(given["drain_timeout_s"]) + 15
 
@@ -113,7 +116,7 @@ def test_names_fit_each_other() -> None:
     pod = find("Deployment")["spec"]["template"]
     ports = {each["name"]: each["containerPort"] for each in container()["ports"]}
     assert {each["targetPort"] for each in find("Service")["spec"]["ports"]} == set(ports)
-    assert ports == {"http": 8000, "events": 5557, "replays": 5558}
+    assert ports == {"http": 8000, "events": 5557, "replays": 5558, "peers": 7100}
     assert find("Service")["spec"]["selector"] == pod["metadata"]["labels"] == {"app": "mainstem"}
     volumes = {each["name"] for each in pod["spec"]["volumes"]}
     mounts = [

@@ -21,7 +21,7 @@ from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
-from mainstem.storage.peer.client import PeerBackend
+from mainstem.storage.peer.client import PeerBackend, addresses_of
 from mainstem.storage.peer.server import PeerServer, Share
 from mainstem.storage.peer.wire import GET, MOST_KEYS, OK, Request, key_of, read_request, write_answer, write_request
 
@@ -129,6 +129,59 @@ def test_threads_pull_at_once(server: PeerServer) -> None:
         for thread in threads:
             thread.join()
     assert results == [[SIZE] * 10] * 6
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_peers_that_a_name_has_are_followed(kept: MemoryBackend) -> None:
+    other = MemoryBackend()
+    PAGES.put(other, 20)
+    first, second = serving(kept), serving(other)
+    found: dict[str, list[str]] = {"engines:7100": [first.address]}
+
+    def resolve(name: str) -> list[str]:
+        if name not in found:
+            raise OSError("no such name")
+        return found[name]
+
+    asked = [PAGES.keys[1], PAGES.keys[20]]
+    options = {"resolve": resolve, "follow_s": 0.01}
+    with closing(first), closing(second), client("dns:engines:7100", **options) as peers:
+        assert peers.exists(asked) == [True, False]
+        found["engines:7100"].append(second.address)
+        eventually(lambda: peers.exists(asked) == [True, True])
+        assert PAGES.read(peers, 1, 20) == [SIZE, SIZE]
+        del found["engines:7100"]  # the name fails: what it had stays
+        time.sleep(0.1)
+        assert peers.exists(asked) == [True, True]
+        found["engines:7100"] = [second.address]
+        eventually(lambda: peers.exists(asked) == [False, True])
+        assert PAGES.read(peers, 1, 20) == [ABSENT, SIZE]
+        found["engines:7100"] = []
+        eventually(lambda: peers.exists(asked) == [False, False])
+
+
+def test_a_machine_is_not_its_own_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"engines": ["10.0.0.3", "10.0.0.2", "10.0.0.1", "fd00::2"], socket.gethostname(): ["10.0.0.1", "fd00::1"]}
+
+    def look_up(host: str, port: object, **_: object) -> list[tuple[object, ...]]:
+        if host not in known:
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (address, port)) for address in known[host] * 2]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert addresses_of("engines:7100") == ["10.0.0.2:7100", "10.0.0.3:7100", "[fd00::2]:7100"]
+    with pytest.raises(socket.gaierror):
+        addresses_of("others:7100")
+    del known[socket.gethostname()]
+    assert "10.0.0.1:7100" in addresses_of("engines:7100")
+
+
+def test_a_name_that_nobody_knows_has_no_peers() -> None:
+    with client("dns:no-such-name.invalid:7100") as peers:
+        assert peers.exists(PAGES.keys[:1]) == [False]
+        assert PAGES.read(peers, 1) == [ABSENT]
 
 
 # ---------------------------------------------------------------- faults

@@ -319,6 +319,10 @@ _LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|localhost|\[::1\]")
 _PEER = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
 
 
+def _is_name_of_peers(text: object) -> bool:
+    return _is_peer(text.removeprefix("dns:") if isinstance(text, str) else text)
+
+
 def _is_peer(text: object) -> bool:
     found = _PEER.fullmatch(text) if isinstance(text, str) else None
     return found is not None and int(found["port"]) < 1 << 16
@@ -332,13 +336,14 @@ class PeerConfig(Settings):
         peer_listen: HOST:PORT at which other engines read pages out of the host tier. Whoever has the storage secret
             may read them; without one the address must be on this machine.
         peers: HOST:PORT of another engine. What it has on its host is read rather than computed, as from storage.
+            dns:HOST:PORT: all that the name has, but this machine. Repeat it for several.
         peer_share: Part of the time that is spent for other engines at most; up to 1.
         peer_bytes: Pages that are on their way to other engines at once: bytes, or a size such as 64MiB.
         peer_timeout_s: Seconds that an answer of another engine may take; above 0.
     """
 
     peer_listen: str | None = setting(None, Range("HOST:PORT, such as 127.0.0.1:7100", _is_peer))
-    peers: tuple[str, ...] = setting((), texts("HOST:PORT, such as 10.0.0.2:7100", _is_peer))
+    peers: tuple[str, ...] = setting((), texts("HOST:PORT, such as 10.0.0.2:7100", _is_name_of_peers))
     peer_share: float = setting(0.1, number(0, 1, above=True))
     peer_bytes: int = setting(64 << 20, integer(1, INT64_MAX), unit=SIZE)
     peer_timeout_s: float = setting(1.0, seconds(above=True))

@@ -3,6 +3,8 @@
     peer://10.0.0.2:7100            one peer
     peer://10.0.0.2:7100,10.0.0.3:7100?secret_file=/run/secrets/kv&timeout=500ms
 
+    peer://dns:mainstem:7100        all machines of a name, such as the pods of a headless service, but this one
+
 All peers are asked at once which keys they have; a value is asked of the one that said so. A peer that fails repeatedly
 is left out for a while by a breaker of its own. One that is busy counts as one that has nothing.
 """
@@ -13,6 +15,7 @@ import itertools
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -46,13 +49,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ADDRESS = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
-"""HOST:PORT."""
+ADDRESS = re.compile(r"(?P<dns>dns:)?(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
+"""HOST:PORT; with `dns:` all addresses of the host."""
 
 NO_SECRET = b"mainstem: peers without a secret"
 """The secret of those who have none."""
 
 _FAILURES, _COOLDOWN_S = 3, 5.0
+_FOLLOW_S = 5.0  # how often names are looked up
 _SEEN = 1 << 16  # keys of which it is known who has them
 
 
@@ -64,11 +68,13 @@ class _Peer:
         address: HOST:PORT.
         breaker: stops calls after repeated failures.
         idle: lines to it that no call uses.
+        gone: whether it is no peer any more.
     """
 
     address: str
     breaker: Breaker
     idle: list[_Line] = field(default_factory=list)
+    gone: bool = False
 
 
 class _Line:
@@ -122,10 +128,12 @@ class PeerBackend(Backend):
     """The memory of peers. Nothing can be put, deleted or listed.
 
     Args:
-        addresses: HOST:PORT of each peer; may be none.
+        addresses: HOST:PORT of each peer, or dns:HOST:PORT for all that a name has; may be none.
         secret: what all peers share; None: they have none.
         timeout_s: of a call.
         clock: monotonic time in seconds.
+        resolve: returns the addresses of a name, HOST:PORT, without this machine's. Raises OSError.
+        follow_s: seconds between two looks at names.
 
     Raises:
         BadArgument: an address is none.
@@ -143,6 +151,8 @@ class PeerBackend(Backend):
         secret: bytes | None = None,
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        resolve: Callable[[str], Sequence[str]] | None = None,
+        follow_s: float = _FOLLOW_S,
     ) -> None:
         with needs("zmq", HINT):
             import zmq
@@ -152,17 +162,25 @@ class PeerBackend(Backend):
                 raise BadArgument("peer", address, "HOST:PORT, such as 10.0.0.2:7100")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._key, self._timeout_s, self._clock = key_of(secret or NO_SECRET), timeout_s, clock
-        self._peers = [_Peer(address, Breaker(_FAILURES, _COOLDOWN_S, clock)) for address in addresses]
+        self._fixed = [address for address in addresses if not address.startswith("dns:")]
+        self._found = {name.removeprefix("dns:"): tuple[str, ...]() for name in addresses if name.startswith("dns:")}
+        self._resolve, self._follow_s = resolve or addresses_of, follow_s
+        self._peers: tuple[_Peer, ...] = ()
         self._numbers = itertools.count(1)
         self._seen: OrderedDict[bytes, _Peer] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._running, self._closed = 0, False
         self._lock = threading.Condition()  # guards all of the above but the context
+        self._end_of_following = threading.Event()
+        self._follower = threading.Thread(target=self._follow, name="mainstem-peers", daemon=True)
+        self._look_up()
         try:
             self._greet()
         except BaseException:
             self.close()
             raise
+        if self._found:
+            self._follower.start()
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -243,6 +261,9 @@ class PeerBackend(Backend):
 
     def close(self) -> None:
         """Closes all connections, once the calls under way have ended; a second call does nothing."""
+        self._end_of_following.set()
+        if self._follower.is_alive():
+            self._follower.join()
         with self._lock:
             self._closed = True
             while self._running:
@@ -253,6 +274,31 @@ class PeerBackend(Backend):
         self._context.term()
 
     # ---------------------------------------------------------------- calls
+
+    def _follow(self) -> None:
+        """Looks names up from time to time, on a thread of its own, since that may block."""
+        while not self._end_of_following.wait(self._follow_s):
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """Adds peers that names have now, and drops those that they have no more. One that fails keeps what it had."""
+        for name in self._found:
+            with suppress(OSError):
+                self._found[name] = tuple(self._resolve(name))
+        wanted = dict.fromkeys([*self._fixed, *(address for found in self._found.values() for address in found)])
+        with self._lock:
+            known = {peer.address: peer for peer in self._peers}
+            for address, peer in known.items():
+                if address not in wanted:
+                    peer.gone = True
+                    while peer.idle:
+                        peer.idle.pop().close()
+            self._peers = tuple(
+                known.get(address) or _Peer(address, Breaker(_FAILURES, _COOLDOWN_S, self._clock)) for address in wanted
+            )
+            gone = [key for key, peer in self._seen.items() if peer.gone]
+            for key in gone:
+                del self._seen[key]
 
     def _greet(self) -> None:
         """Asks each peer for nothing, to learn whether it takes the secret.
@@ -377,13 +423,15 @@ class PeerBackend(Backend):
         with self._lock:
             if error is None:
                 ask.peer.breaker.succeed()
-                ask.peer.idle.append(line)
-                return
-            ask.peer.breaker.fail()
-            first = not self._counts[error.cause]
-            self._counts[error.cause] += 1
+                if not ask.peer.gone:
+                    ask.peer.idle.append(line)
+                    return
+            else:
+                ask.peer.breaker.fail()
+                first = not self._counts[error.cause]
+                self._counts[error.cause] += 1
         line.close()
-        if first:
+        if error is not None and first:
             log.warning("peers: %s; further faults of this kind are only counted", error)
 
     def _check_open(self) -> None:
@@ -435,3 +483,17 @@ def _secret(options: Mapping[str, str]) -> bytes | None:
     if name is not None and not given:
         raise BadArgument("secret_env", name, "a variable that is set")
     return given.encode("utf-8", "surrogateescape") if given else None
+
+
+def addresses_of(name: str) -> list[str]:
+    """Returns the addresses that a name has now, HOST:PORT, without those of this machine's own name.
+
+    Raises:
+        OSError: nobody knows the name.
+    """
+    host, _, port = name.rpartition(":")
+    own: set[object] = set()
+    with suppress(OSError):
+        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+    found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
+    return [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in sorted(found - own)]

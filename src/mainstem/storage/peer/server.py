@@ -42,6 +42,7 @@ _STATUS = {OK: "answered", BUSY: "busy", REFUSED: "refused", MALFORMED: "malform
 _BURST_S = 0.05  # of time that was not taken, and may be taken at once
 _ALIVE_MS, _DEAD_MS = 1000, 5000  # how often a connection is tried, and when it is given up
 _TICK_MS = 1000
+_WAITING = 64  # requests of one connection that wait to be read
 
 
 class Source(Protocol):
@@ -138,6 +139,7 @@ class PeerServer:
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.IPV6, "[" in address)
         router.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
+        router.setsockopt(zmq.RCVHWM, _WAITING)
         router.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_MS)  # so that one that has stopped does not hold bytes in flight
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
         router.copy_threshold = 0  # the tracker of a part that was copied says nothing about the copy
