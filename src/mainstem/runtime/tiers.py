@@ -183,10 +183,12 @@ def _store(
     peers = PeerBackend(given.peers, secret, given.peer_timeout_s) if given.peers else None
     if shelf is not None and given.peer_listen is not None:
         try:
-            share = Share(given.peer_share)
+            share = Share(given.peer_share, clock=clock)
             alone = config.storage is not None and not backend.capabilities.shared
             source = AndStore(shelf, backend) if alone else shelf
-            server = PeerServer(source, given.peer_listen, secret, share=share, in_flight_bytes=given.peer_bytes)
+            server = PeerServer(
+                source, given.peer_listen, secret, share=share, in_flight_bytes=given.peer_bytes, clock=clock
+            )
         except BaseException:
             if peers is not None:
                 peers.close()
