@@ -29,6 +29,7 @@ pytestmark = pytest.mark.deadline
 SIZE = 100_000
 PAGES = Values(SIZE)
 TIMEOUT_S = patience(5)
+SERVER = "mainstem.storage.peer.server"
 
 
 @pytest.fixture
@@ -187,10 +188,11 @@ def test_a_name_that_nobody_knows_has_no_peers() -> None:
 # ---------------------------------------------------------------- faults
 
 
-def test_a_wrong_secret_is_one_clear_line(server: PeerServer) -> None:
-    with pytest.raises(BackendUnavailable, match=rf"peer {server.address}: refused: .* has another secret") as caught:
+def test_a_wrong_secret_is_one_clear_line(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BackendUnavailable, match=rf"^refused: peer {server.address} has another secret$") as caught:
         PeerBackend([server.address], b"another secret", TIMEOUT_S)
     assert "\n" not in str(caught.value)
+    assert not caplog.records or [record.name for record in caplog.records] == [SERVER]  # it says so, too
     assert server.counts == {"refused": 1}
 
 

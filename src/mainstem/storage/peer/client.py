@@ -169,7 +169,7 @@ class PeerBackend(Backend):
         self._numbers = itertools.count(1)
         self._seen: OrderedDict[bytes, _Peer] = OrderedDict()
         self._counts: Counter[str] = Counter()
-        self._running, self._closed = 0, False
+        self._running, self._closed, self._greeted = 0, False, False
         self._lock = threading.Condition()  # guards all of the above but the context
         self._end_of_following = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="mainstem-peers", daemon=True)
@@ -311,7 +311,8 @@ class PeerBackend(Backend):
             self._run(asks)
         for ask in asks:
             if ask.error is not None and ask.error.cause == "refused":
-                raise BackendUnavailable(f"peer {ask.peer.address}: {ask.error}")
+                raise BackendUnavailable(str(ask.error))
+        self._greeted = True
 
     def _candidates(self, key: bytes) -> list[_Peer]:
         with self._lock:
@@ -431,7 +432,7 @@ class PeerBackend(Backend):
                 first = not self._counts[error.cause]
                 self._counts[error.cause] += 1
         line.close()
-        if error is not None and first:
+        if error is not None and first and (self._greeted or error.cause != "refused"):
             log.warning("peers: %s; further faults of this kind are only counted", error)
 
     def _check_open(self) -> None:
