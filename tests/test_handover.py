@@ -22,7 +22,7 @@ from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Request
-from mainstem.settings.engine import EngineConfig, PeerConfig, SamplingParams, StorageConfig, TierConfig
+from mainstem.settings.engine import EngineConfig, PeerConfig, PrefetchPolicy, SamplingParams, StorageConfig, TierConfig
 from mainstem.storage.peer import Share
 from mainstem.tiers.shelf import Shelf
 
@@ -49,10 +49,15 @@ class Named(Letters):
 
 
 def engine(
-    made: LoadedModel, role: str = "both", secret: bytes | None = SECRET, storage: str | None = None, **peers: Any
+    made: LoadedModel,
+    role: str = "both",
+    secret: bytes | None = SECRET,
+    storage: str | None = None,
+    limits: StorageConfig = WAITS,
+    **peers: Any,
 ) -> Engine:
     """An engine with `peers` as in `PeerConfig`."""
-    tiers = TierConfig(limits=WAITS, peers=PeerConfig(**peers), storage_secret=secret, storage=storage)
+    tiers = TierConfig(limits=limits, peers=PeerConfig(**peers), storage_secret=secret, storage=storage)
     states = 40 if made.name in HYBRIDS else None
     config = EngineConfig(
         pages=200, page_size=4, token_budget=16, state_slots=states, role=role, tiers=tiers, checkpoint_tokens=16
@@ -120,6 +125,17 @@ def test_an_answer_of_the_role_prefill_ends_once_others_can_read_its_prompt() ->
             (completion,) = ask(second, [prompt], 2)
             assert completion.usage.storage_tokens == 36
             same(completion, greedy(prompt, 2))
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+def test_answers_are_equal_however_long_a_request_waits(policy: PrefetchPolicy) -> None:
+    made, greedy = pair_of("llama", {})
+    limits = StorageConfig(prefetch=policy, prefetch_min_tokens=4)
+    with two(made, limits=limits) as (first, second):
+        warm(first, *PROMPTS)
+        for completion, prompt in zip(ask(second, PROMPTS, NEW), PROMPTS, strict=True):  # all at once
+            same(completion, greedy(prompt, NEW))
+        assert not faults(second)
 
 
 def test_answers_of_the_role_prefill_are_those_of_any_engine() -> None:
