@@ -12,7 +12,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheel /source
 FROM python:3.12-slim
 COPY --from=build /wheel /wheel
 COPY constraints.txt /wheel/
-RUN pip install --no-cache-dir --constraint /wheel/constraints.txt "$(echo /wheel/*.whl)[server]" && rm -r /wheel \
+RUN pip install --no-cache-dir --constraint /wheel/constraints.txt "$(echo /wheel/*.whl)[server,events,redis]" && rm -r /wheel \
   && useradd --create-home mainstem && mkdir /cache && chown mainstem /cache
 USER mainstem
 # Models are kept there, converted or as they were downloaded.

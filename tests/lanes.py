@@ -108,13 +108,16 @@ LANES = (
     ),
     Lane(
         "fleet",
-        ("tests/test_fleet.py",),
+        ("tests/test_fleet.py", "tests/test_kubernetes.py"),
         (
+            "deploy/kubernetes/*.yaml",
             "src/mainstem/fleet/*.py",
             "src/mainstem/settings/fleet.py",
             "src/mainstem/settings/mapping.py",
             "tests/requirements-fleet.txt",
+            "tests/rigs/kubernetes_models.py",
             "tests/test_fleet.py",
+            "tests/test_kubernetes.py",
         ),
         ("starlette", "uvicorn"),
     ),

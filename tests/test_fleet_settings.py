@@ -73,6 +73,7 @@ def test_secrets_come_from_the_environment_unless_they_are_given() -> None:
         ({"engine": 3}, "engine = 3: must be a mapping"),
         ({"engine": {"storage": "file:x"}}, "engine.storage = 'file:x': must be left out"),
         ({"engine": {"kv_events": "tcp://127.0.0.1:1"}}, "engine.kv_events"),
+        ({"engine": {"peer_listen": "127.0.0.1:1"}}, "engine.peer_listen"),
         ({"server": {"port": 9}}, "server.port = 9: must be left out"),
         ({"server": {"record": "x"}}, "server.record"),
         ({"replicas": 0}, "replicas = 0: must be an integer from 1 to 1024"),

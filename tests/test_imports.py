@@ -71,6 +71,8 @@ USERS: list[tuple[str, Callable[[Path], object]]] = [
     ("nixl_cu12", lambda folder: open_backend(f"nixl:posix?path={folder}")),
     ("blake3", lambda _: seal()),
     ("zmq", lambda _: Publisher("tcp://127.0.0.1:0")),
+    ("zmq", lambda _: open_backend("peer://127.0.0.1:1")),
+    ("redis", lambda _: open_backend("copies(redis://127.0.0.1:1/0)+memory:")),
     ("msgspec", lambda _: encode(Batch(0.0, [], 0))),
     ("matplotlib", lambda _: check_plot("out.png")),
     ("zstandard", read_zstd),

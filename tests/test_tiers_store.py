@@ -14,12 +14,13 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import ABSENT, Capabilities, Limit
+from mainstem.storage.breaker import Breaker
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import Prefix, ReadOnly, Tee
 from mainstem.tiers.codecs import CODECS, UNPLACED, Int8, Page
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Breaker, Found, Part, Store, StoreCall, Written
+from mainstem.tiers.store import Found, Part, Store, StoreCall, Written
 
 PAGE = 4  # bytes of symbols
 SYMBOLS = b"aaaabbbbccccdddd"

@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeVar
 from mainstem.errors import StorageError
 from mainstem.owner.arena import Arena, Value
 from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Listed
+from mainstem.storage.breaker import Breaker
 from mainstem.storage.file.space import rounded
-from mainstem.tiers.store import Breaker
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -47,6 +46,7 @@ from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
 from mainstem.runtime.advice import Action, Advice
 from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.handover import Handover
 from mainstem.runtime.memory import OwnerUsage, TierMemory
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
@@ -169,9 +169,8 @@ class Engine:
         self._ranks, self.config = loaded.ranks, config
         sizes = pool_sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
-        self.name = loaded.name
+        self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
-        self.dtype: torch.dtype = loaded.dtype
         self.has_states = any(isinstance(component, State) for component in sizes)
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
@@ -198,6 +197,7 @@ class Engine:
             report("measure", 0, 1)
             self._scheduler.measure()
             report("measure", 1, 1)
+        self._handover = Handover(self._tiers if config.role == "prefill" else None)
         self._advice = Advice(self._cache, config.max_retain_s)
         self._public, self._publication = PublicPrefixes(self._cache, model.copy_page), Publication(self)
         self._ids, self._commands = itertools.count(), queue.SimpleQueue[_Command]()
@@ -547,7 +547,7 @@ class Engine:
                 self._advice.poll()
                 self._publish()
                 self._stats = self._count()
-                for id, what in events:
+                for id, what in self._handover.pass_on(events, self._now_s, everything=self._stopping):
                     self._deliver(id, what)
         except BaseException as error:
             cause = self._ranks.cause(error)

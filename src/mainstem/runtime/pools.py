@@ -35,6 +35,7 @@ from mainstem.runtime.states import StatePool, StateShape
 from mainstem.runtime.tiers import Computes, build_tiers, close_tiers
 from mainstem.settings.engine import EngineConfig, HostSize
 from mainstem.tiers.host import HostTier
+from mainstem.tiers.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -190,12 +191,25 @@ def build_cache(
         raise
 
 
+def _cleared(memory: HostPool, row: int, store: Store | None) -> Callable[[NDArray[np.int32]], object]:
+    """Returns what overwrites freed host pages, once peers are not given them any more."""
+    if store is None or store.shelf is None or not memory.payload_bytes(row):
+        return partial(memory.clear, row)
+    forget, clear = store.shelf.forgets(memory, row), partial(memory.clear, row)
+
+    def freed(page_ids: NDArray[np.int32]) -> None:
+        forget(page_ids)
+        clear(page_ids)
+
+    return freed
+
+
 def _overwrite_freed(cache: PrefixCache, pools: HasPools, host: HostTier | None) -> None:
     for name, pool in cache.pools.items():
         pool.freed_with(partial(pools.clear, name))
     if cache.tiers is not None and host is not None and isinstance(host.memory, HostPool):
         for row, pool in enumerate(cache.tiers.host_pools):
-            pool.freed_with(partial(host.memory.clear, row))
+            pool.freed_with(_cleared(host.memory, row, cache.tiers.store))
 
 
 def _reserve(loaded: LoadedModel, config: EngineConfig, sizes: Mapping[Component, int]) -> dict[str, int]:

@@ -21,10 +21,12 @@ from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
+from mainstem.storage.peer import NO_SECRET, PeerBackend, PeerServer, Share
 from mainstem.tiers.calibrated import open_codec
 from mainstem.tiers.codecs import Codec
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
+from mainstem.tiers.shelf import AndStore, HostOnly, Shelf
 from mainstem.tiers.store import Store
 from mainstem.tiers.workers import ThreadWorkers
 
@@ -66,7 +68,8 @@ def build_tiers(
         BackendUnavailable: the store's client is not installed, or its server does not answer.
     """
     codec = open_codec(config.storage_codec)
-    backend = None if config.storage is None else _open(config.storage, loaded.ranks)
+    shelf = Shelf() if config.peers.exist else None
+    backend = _backend(config, shelf, loaded.ranks)
     memory = None
     try:
         memory = runner.host_memory(config.size, backend is not None)
@@ -75,7 +78,7 @@ def build_tiers(
         if backend is not None:
             identity = identity_of(loaded, page_size, memory.content, codec.name, runner.computation)
             codec.check(identity)
-            store = _store(config, backend, identity, codec, clock)
+            store = _store(config, backend, shelf, identity, codec, clock)
     except BaseException:
         if backend is not None:
             backend.close()
@@ -152,19 +155,57 @@ def _open(spec: str, ranks: Ranks) -> Backend:
     return backend
 
 
-def _store(config: TierConfig, backend: Backend, identity: Identity, codec: Codec, clock: Callable[[], float]) -> Store:
+def _backend(config: TierConfig, shelf: Shelf | None, ranks: Ranks) -> Backend | None:
+    if config.storage is not None:
+        return _open(config.storage, ranks)
+    return None if shelf is None else HostOnly(shelf)
+
+
+def _store(
+    config: TierConfig,
+    backend: Backend,
+    shelf: Shelf | None,
+    identity: Identity,
+    codec: Codec,
+    clock: Callable[[], float],
+) -> Store:
+    """Makes the store, and what gives its pages to peers.
+
+    Raises:
+        BackendUnavailable: pyzmq is not installed, or a peer has another secret.
+        BadArgument: the address to listen on cannot be bound.
+    """
     if config.storage_secret is None:
         log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
-    limits = config.limits
+    limits, given = config.limits, config.peers
+    sealer = Sealer(identity, PUBLIC_SECRET if config.storage_secret is None else config.storage_secret)
+    secret = config.storage_secret or NO_SECRET
+    peers = PeerBackend(given.peers, secret, given.peer_timeout_s) if given.peers else None
+    if shelf is not None and given.peer_listen is not None:
+        try:
+            share = Share(given.peer_share, clock=clock)
+            alone = config.storage is not None and not backend.capabilities.shared
+            source = AndStore(shelf, backend) if alone else shelf
+            server = PeerServer(
+                source, given.peer_listen, secret, share=share, in_flight_bytes=given.peer_bytes, clock=clock
+            )
+        except BaseException:
+            if peers is not None:
+                peers.close()
+            raise
+        shelf.server = server
+        log.info("peers read pages at %s", server.address)
     return Store(
         backend,
-        Sealer(identity, PUBLIC_SECRET if config.storage_secret is None else config.storage_secret),
+        sealer,
         limits,
         readers=ThreadWorkers(min(limits.max_prefetches, _LOOKUP_THREADS) + limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
         codec=codec,
         dtype=identity.dtype,
+        peers=peers,
+        shelf=shelf,
     )
 
 

@@ -54,6 +54,7 @@ from mainstem.server.errors import ApiError
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics
 from mainstem.server.precompute import Precompute
+from mainstem.server.prefill import PrefillFirst
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
@@ -109,7 +110,7 @@ def create_app(
     service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder)
     app = Starlette(
         routes=service.routes(),
-        middleware=[*_cors(config.cors_origin), Middleware(_Envelope)],
+        middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config)],
         exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
     )
     app.router.redirect_slashes = False
@@ -130,6 +131,13 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             expose_headers=("Retry-After", "X-Request-Id", "X-Mainstem-Unknown-Fields"),
         )
     ]
+
+
+def _prefill(config: ServerConfig) -> list[Middleware]:
+    """Returns what has prompts computed elsewhere."""
+    if config.prefill.prefill_url is None:
+        return []
+    return [Middleware(PrefillFirst, config=config.prefill, most_bytes=config.max_body_bytes)]
 
 
 def bind(config: ServerConfig) -> socket.socket:

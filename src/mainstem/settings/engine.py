@@ -38,6 +38,7 @@ Codec = Literal["none", "int8", "fp8"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+Role = Literal["both", "prefill", "decode"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 
@@ -314,6 +315,53 @@ class StorageSecret(Settings):
     storage_secret: bytes | None = setting(None, secret_bytes(SECRET_BYTES), unit=SECRET, secret=True)
 
 
+_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|localhost|\[::1\]")
+_PEER = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
+
+
+def _is_name_of_peers(text: object) -> bool:
+    return _is_peer(text.removeprefix("dns:") if isinstance(text, str) else text)
+
+
+def _is_peer(text: object) -> bool:
+    found = _PEER.fullmatch(text) if isinstance(text, str) else None
+    return found is not None and int(found["port"]) < 1 << 16
+
+
+@dataclass(frozen=True)
+class PeerConfig(Settings):
+    """What engines read out of each other's host tiers; by default nothing. See docs/fleet.md.
+
+    Args:
+        peer_listen: HOST:PORT at which other engines read pages out of the host tier. Whoever has the storage secret
+            may read them; without one the address must be on this machine.
+        peers: HOST:PORT of another engine. What it has on its host is read rather than computed, as from storage.
+            dns:HOST:PORT: all that the name has, but this machine. Repeat it for several.
+        peer_share: Part of the time that is spent for other engines at most; up to 1.
+        peer_bytes: Pages that are on their way to other engines at once: bytes, or a size such as 64MiB.
+        peer_timeout_s: Seconds that an answer of another engine may take; above 0.
+    """
+
+    peer_listen: str | None = setting(None, Range("HOST:PORT, such as 127.0.0.1:7100", _is_peer))
+    peers: tuple[str, ...] = setting((), texts("HOST:PORT, such as 10.0.0.2:7100", _is_name_of_peers))
+    peer_share: float = setting(0.1, number(0, 1, above=True))
+    peer_bytes: int = setting(64 << 20, integer(1, INT64_MAX), unit=SIZE)
+    peer_timeout_s: float = setting(1.0, seconds(above=True))
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that none is without effect."""
+        super().__post_init__()
+        for needs, names in (("peer_listen", ("peer_share", "peer_bytes")), ("peers", ("peer_timeout_s",))):
+            for name in names:
+                if not getattr(self, needs) and getattr(self, name) != getattr(PeerConfig, name):
+                    raise BadArgument(name, getattr(self, name), f"left out without {needs}")
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are any peers."""
+        return self.peer_listen is not None or bool(self.peers)
+
+
 def _codec() -> Range:
     names = one_of(Codec)
     return Range(f"{names.words}, or a calibration's file", lambda value: names.holds(value) or Path(value).is_file())
@@ -331,6 +379,7 @@ class TierConfig(StorageSecret):
         storage_codec: Encoding of stored pages: unchanged (none), 8 bits per number (int8, fp8), or the file of a
             calibration (mainstem calibrate), about 3 bits. All but none lose precision.
         limits: What requests wait for, and the limits of storage.
+        peers: Other engines whose host tiers are read.
         warm: Prefetch the hottest stored prefixes into the host tier at startup.
     """
 
@@ -339,25 +388,31 @@ class TierConfig(StorageSecret):
     storage: str | None = setting(None, instance(str, "a spec, see mainstem.storage.open_backend"))
     storage_codec: str = setting("none", _codec())
     limits: StorageConfig = StorageConfig()
+    peers: PeerConfig = PeerConfig()
     warm: bool = setting(False, switch())
 
     def __post_init__(self) -> None:
         """Checks every field, and that none is without effect."""
         super().__post_init__()
         if self.storage is None:
-            self.limits.refuse("storage")
             self.refuse("storage")
+            if not self.peers.exist:
+                self.limits.refuse("storage")
         if not self.exist:
             self.host.refuse("a host tier")
+        if self.peers.exist and self.storage_codec != "none":
+            raise BadArgument("storage_codec", self.storage_codec, "none with peers, who read pages as they are")
+        listen = self.peers.peer_listen
+        if listen and self.storage_secret is None and not _LOOPBACK.fullmatch(listen.rpartition(":")[0]):
+            raise BadArgument("peer_listen", listen, "on 127.0.0.1, localhost or [::1] without a storage secret")
 
     @property
     def exist(self) -> bool:
         """Whether there are any."""
-        return self.storage is not None or self.size != HostSize()
+        return self.storage is not None or self.size != HostSize() or self.peers.exist
 
 
 _ADDRESS = re.compile(r"tcp://(?P<host>[\w.-]+|\*|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
-_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|localhost|\[::1\]")
 
 
 def _address() -> Range:
@@ -418,6 +473,9 @@ class EngineConfig(Limits, Shares):
             With --tenants, of the largest part that it may have.
         max_retain_s: Longest time, in seconds, that a request may retain a prefix for; above 0.
         overwrite_freed: Overwrite pages and states with zeros when they become free, on the device and on the host.
+        role: What of a request is computed here. prefill: prompts, for others who read their pages at --peer-listen; an
+            answer ends once they can. decode: answers; prompts are read from --peers as far as they have them, and
+            computed otherwise. both: all.
         tiers: The host tier and storage.
         events: Where the cache publishes what it holds.
     """
@@ -432,6 +490,7 @@ class EngineConfig(Limits, Shares):
     retain_share: float = setting(0.25, number(0, 1))
     max_retain_s: float = setting(86400.0, seconds(above=True))
     overwrite_freed: bool = setting(False, switch())
+    role: Role = setting("both", one_of(Role))
     tiers: TierConfig = TierConfig()
     events: EventConfig = EventConfig()
 
@@ -446,6 +505,15 @@ class EngineConfig(Limits, Shares):
         if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
             allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
             raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
+        peers = self.tiers.peers
+        if self.role == "prefill" and peers.peer_listen is None:
+            raise BadArgument("role", self.role, "both or decode without peer_listen: nobody could read its pages")
+        if self.role == "prefill" and self.tiers.host.write_policy != "write_through":
+            raise BadArgument("write_policy", self.tiers.host.write_policy, "write_through with the role prefill")
+        if self.role == "decode" and not peers.peers:
+            raise BadArgument("role", self.role, "both or prefill without peers: nobody would compute its prompts")
+        if self.tp > 1 and peers.exist:
+            raise BadArgument("tp", self.tp, "1 with peers: each process has a part of a page, and peers read one")
         if self.tp > 1 and self.tiers.size.host_fraction is not None:
             raise BadArgument(
                 "host_fraction", self.tiers.size.host_fraction, "None if tp > 1: the ranks' pages are equal"

@@ -110,6 +110,7 @@ class FleetConfig(FleetSize):
             ("server.host", self.server.host, ServerConfig.host, "the fleet has `host`"),
             ("server.port", self.server.port, ServerConfig.port, "the fleet has `port`"),
             ("server.record", self.server.record.record, None, "several replicas cannot write one file"),
+            ("engine.peer_listen", self.engine.tiers.peers.peer_listen, None, "replicas cannot share one address"),
             ("engine.kv_events", self.engine.events.kv_events, None, "the fleet sets it for each replica"),
         )
         for name, value, default, why in fixed:

@@ -107,6 +107,33 @@ class RecordConfig(Settings):
             self.refuse("--record")
 
 
+_URL = re.compile(r"https?://[\w.-]+(:\d{1,5})?/?|https?://\[[\da-fA-F:]+\](:\d{1,5})?/?")
+
+
+@dataclass(frozen=True)
+class PrefillConfig(Settings):
+    """Where prompts are computed, if not here.
+
+    Args:
+        prefill_url: Address of a server with --role prefill, such as http://10.0.0.2:8000. It computes a prompt first;
+            its pages are then read through --peers.
+        prefill_timeout_s: Seconds that this may take; what it has not computed then is computed here. Above 0.
+        prefill_min_bytes: Requests with shorter bodies are computed here.
+    """
+
+    prefill_url: str | None = setting(
+        None, Range("http://HOST:PORT", lambda text: isinstance(text, str) and _URL.fullmatch(text) is not None)
+    )
+    prefill_timeout_s: float = setting(30.0, seconds(above=True))
+    prefill_min_bytes: int = setting(2048, integer(0, INT64_MAX))
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that none is without effect."""
+        super().__post_init__()
+        if self.prefill_url is None:
+            self.refuse("--prefill-url")
+
+
 def _names_tenants(path: object) -> bool:
     """Reads the file; its errors name the place in it."""
     from mainstem.settings.tenants import read_tenants  # here, because help must not load what reads it
@@ -135,6 +162,7 @@ class ServerConfig(Settings):
             Repeat it for several origins. Default: none.
         images: Where images of requests may come from, and how large they may be.
         record: What is recorded of requests.
+        prefill: Where prompts are computed.
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
             warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
         remember_answers: Memory for the tokens of answers, which are found again when a chat sends them back as text:
@@ -161,6 +189,7 @@ class ServerConfig(Settings):
     cors_origin: tuple[str, ...] = setting((), texts(_ORIGINS, lambda text: _ORIGIN.fullmatch(text) is not None))
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
+    prefill: PrefillConfig = PrefillConfig()
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     precompute_turns: bool = setting(False, switch())

@@ -242,6 +242,7 @@ SCHEMES: dict[str, str] = {
     "simm": "mainstem.storage.vendors.simm:SiMMBackend",
     "eic": "mainstem.storage.vendors.eic:EICBackend",
     "infinistore": "mainstem.storage.vendors.infinistore:InfiniStoreBackend",
+    "peer": "mainstem.storage.peer:PeerBackend",
 }
 
 WRAPPERS: dict[str, str] = {
@@ -249,6 +250,7 @@ WRAPPERS: dict[str, str] = {
     "prefix": "mainstem.storage.wrappers:Prefix",
     "compress": "mainstem.storage.wrappers:Compress",
     "tee": "mainstem.storage.wrappers:Tee",
+    "copies": "mainstem.storage.copies:Copies",
 }
 
 SHARED = "mainstem.owner.client:SharedBackend"

@@ -23,7 +23,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
@@ -76,6 +77,8 @@ class TierStats:
         faults: faults of storage, by cause.
         breaker_open: whether calls to storage are stopped. breaker_openings: how often that happened.
         under_way: transfers and calls that have not ended.
+        peer_requests: requests of other engines, by what was answered. peer_given_bytes: bytes of pages given to them.
+        peer_faults: times that other engines did not give what was asked, by cause.
     """
 
     host_pools: dict[str, HostCounts]
@@ -102,6 +105,9 @@ class TierStats:
     breaker_open: bool
     breaker_openings: int
     under_way: int
+    peer_requests: dict[str, int] = field(default_factory=dict)
+    peer_given_bytes: int = 0
+    peer_faults: dict[str, int] = field(default_factory=dict)
 
 
 class Tiers:
@@ -162,6 +168,7 @@ class Tiers:
             for row in rows:
                 store.check_length(row, host.memory.payload_bytes(row.number))
             store.register(host.memory.regions())
+            self._tell_shelf()
 
     # ---------------------------------------------------------------- what a scheduler calls
 
@@ -314,6 +321,13 @@ class Tiers:
             self.writes.begin(everything=True)
             self.store.close(timeout_s)
 
+    def _tell_shelf(self) -> None:
+        """Has the pages that become free taken off the shelf."""
+        if self.store is None or self.store.shelf is None or self.writes is None:
+            return
+        for row in self.writes.rows:
+            self.host_pools[row.number].freed_with(self.store.shelf.forgets(self.host.memory, row.number))
+
     def _explain(self, listed: Sequence[identities.Summary]) -> None:
         identity = None if self.store is None else self.store.sealer.identity
         why = None if identity is None else identities.explain(identities.summarize(identity), listed)
@@ -332,6 +346,7 @@ class Tiers:
         """Returns counts; all are maintained incrementally."""
         pools = (HostCounts(pool.total, pool.free, pool.cached, pool.private) for pool in self.host_pools)
         pool, store = self.host_pools[0], self.store
+        counted: dict[str, Any] = {**self.counts, **self._peer_counts()}
         return TierStats(
             host_pools=dict(zip(self.tree.names, pools, strict=True)),
             host_total=pool.total,
@@ -345,8 +360,16 @@ class Tiers:
             breaker_open=store is not None and store.breaker.open,
             breaker_openings=0 if store is None else store.breaker.openings,
             under_way=len(self.pending),
-            **self.counts,
+            **counted,
         )
+
+    def _peer_counts(self) -> dict[str, Any]:
+        if self.store is None or self.store.shelf is None:
+            return {}
+        given = self.store.shelf.counts
+        size = given.pop("bytes", 0)
+        given.pop("values", None)
+        return {"peer_requests": given, "peer_given_bytes": size, "peer_faults": self.store.peer_faults}
 
     def check(self) -> None:
         """Verifies the pools of the host, and that they agree with the tree; slow.

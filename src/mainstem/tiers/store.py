@@ -27,10 +27,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
+from mainstem.storage.breaker import Breaker
+from mainstem.storage.peer import Beside
 from mainstem.tiers import identities, sealed
 from mainstem.tiers.codecs import CODECS, UNPLACED, Codec, Page
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import HEADER_BYTES, Label, Sealer
+from mainstem.tiers.shelf import Shelf
 from mainstem.tiers.workers import Call, Workers
 
 log = logging.getLogger(__name__)
@@ -44,48 +47,6 @@ Find: TypeAlias = Callable[[Row, Sequence[int]], list[bool]]
 
 Search: TypeAlias = Callable[[Find], list[list[bool]]]
 """Returns, for each row of a lookup, which of its pages storage seems to have. Runs on a worker."""
-
-
-class Breaker:
-    """Stops calls to a store that fails repeatedly.
-
-    closed --failures--> open --cool-down--> one call is tried --success--> closed
-                           ^-----------------------failure--+
-    """
-
-    def __init__(self, failures: int, cooldown_s: float, clock: Callable[[], float]) -> None:
-        self._limit, self._cooldown_s, self._clock = failures, cooldown_s, clock
-        self._failures = 0
-        self._closed_until_s = 0.0  # while open: when the next call may be tried
-        self._trying = False
-        self.openings = 0
-
-    @property
-    def open(self) -> bool:
-        """Whether calls are stopped."""
-        return self._failures >= self._limit
-
-    def allow(self) -> bool:
-        """Whether a call may be made now. If so, the caller reports its end by `succeed` or `fail`."""
-        if not self.open:
-            return True
-        if self._trying or self._clock() < self._closed_until_s:
-            return False
-        self._trying = True
-        return True
-
-    def succeed(self) -> None:
-        """Reports a call that succeeded."""
-        self._failures, self._trying = 0, False
-
-    def fail(self) -> None:
-        """Reports a call that failed."""
-        was_open = self.open
-        self._failures += 1
-        self._trying = False
-        if self.open:
-            self._closed_until_s = self._clock() + self._cooldown_s
-            self.openings += not was_open
 
 
 @dataclass(slots=True)
@@ -158,6 +119,8 @@ class Store:
         wall_clock: seconds since the epoch, for the headers of pages.
         codec: encodes the numbers of a page, of rows that are not exact; the sealer's identity must include its name.
         dtype: the dtype of the numbers, for a codec other than "none".
+        peers: read for what the back end lacks; nothing is written to them.
+        shelf: notes which slots hold sealed values, for peers of this one.
     """
 
     def __init__(
@@ -172,8 +135,12 @@ class Store:
         wall_clock: Callable[[], float] = time.time,
         codec: Codec = CODECS["none"],
         dtype: str = "",
+        peers: Backend | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self._codec, self._dtype = codec, dtype
+        self._peers, self._reads = peers, backend if peers is None else Beside(backend, peers)
+        self.shelf = shelf
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
         self._breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self._label = (
@@ -204,6 +171,11 @@ class Store:
         """How many faults there were so far, by cause."""
         self._settle()
         return self._faults
+
+    @property
+    def peer_faults(self) -> dict[str, int]:
+        """How often peers did not give what was asked, by cause."""
+        return dict(getattr(self._peers, "counts", {}))
 
     def register(self, regions: Sequence[memoryview]) -> None:
         """Registers the memory that holds the slots.
@@ -271,7 +243,7 @@ class Store:
         def read(causes: Counter[str]) -> int:
             keys = self.sealer.keys(names, row.name)
             packed = self._room(row, slots)
-            lengths = self.backend.get(keys, packed)
+            lengths = self._reads.get(keys, packed)
             for good, (key, slot, length) in enumerate(zip(keys, packed, lengths, strict=True)):
                 if (cause := sealed.fault(self.sealer, key, slot, length)) is not None:
                     causes[cause] += 1
@@ -284,6 +256,8 @@ class Store:
                 except BadArgument:  # sealed, but no value of this codec
                     causes["codec"] += 1
                     return good
+                if self.shelf is not None and slot is slots[good]:
+                    self.shelf.place([(key, slot)])
             return len(keys)
 
         return self._submit(self._readers, read, 0)
@@ -303,14 +277,16 @@ class Store:
         def write(causes: Counter[str]) -> Written:
             needed = [] if after is None else self.sealer.keys([after[1]], after[0].name)
             keys = [self.sealer.keys(part.names, part.row.name) for part in parts]
-            there = iter(self._exist([*needed, *chain(*keys)]))
+            there = iter(self._exist([*needed, *chain(*keys)], self.backend))
             if needed and not next(there):
                 return Written(0, gap=True, whole=False)
             stored = 0
             for part, keys_of_part in zip(parts, keys, strict=True):
                 numbers = part.numbers or [UNPLACED.number] * len(keys_of_part)
                 held = zip(keys_of_part, part.slots, numbers, strict=True)
-                lacking = [each for each in held if not next(there)]
+                stored_already = [(each, next(there)) for each in held]
+                lacking = [each for each, is_there in stored_already if not is_there]
+                self._shelve(part, [each for each, is_there in stored_already if is_there])
                 for at in range(0, len(lacking), self.config.batch_pages):
                     batch = lacking[at : at + self.config.batch_pages]
                     whole = self._put(part, batch, causes)
@@ -407,23 +383,25 @@ class Store:
         self._closed = True
         end_s = self.clock() + timeout_s
         ended = [workers.close(max(_MIN_CLOSE_S, end_s - self.clock())) for workers in (self._writers, self._readers)]
+        if self.shelf is not None:
+            self.shelf.close()
         if all(ended):
-            self.backend.close()
+            self._reads.close()
         else:
             log.warning("storage: calls have not returned after %s s; the back end is not closed", timeout_s)
 
     def _find(self, asked: Sequence[tuple[Row, Sequence[bytes]]]) -> list[list[bool]]:
         keys = [self.sealer.keys(names, row.name) for row, names in asked]
-        there = iter(self._exist(list(chain(*keys))))
+        there = iter(self._exist(list(chain(*keys)), self._reads))
         return [[next(there) for _ in part] for part in keys]
 
-    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
+    def _exist(self, keys: Sequence[bytes], backend: Backend) -> list[bool]:
         """Asks which keys are stored.
 
         Raises:
             StorageError: the back end did not answer once for each key.
         """
-        there = self.backend.exists(keys) if keys else []
+        there = backend.exists(keys) if keys else []
         if not isinstance(there, list) or len(there) != len(keys):
             raise StorageError("protocol", f"not an answer for each of {len(keys)} keys: {there!r:.100}")
         return there
@@ -436,14 +414,27 @@ class Store:
         except BadArgument:  # numbers that are infinite or NaN, or that its calibration does not expect
             causes["codec"] += 1
             return 0
-        label = Label(self._label, self.sealer.id_of(part.namespace), part.row.name)
-        for key, slot in zip(keys, packed, strict=True):
-            self.sealer.seal(slot, key, label, self._wall_clock())
+        self._seal(part, keys, packed)
+        if self.shelf is not None:
+            self.shelf.place((key, room) for (key, slot, _), room in zip(batch, packed, strict=True) if room is slot)
         results = self.backend.put(keys, packed)
         whole = sum(1 for _, good in zip(packed, results, strict=True) if good)
         if whole < len(batch):
             causes["full"] += 1
         return whole
+
+    def _shelve(self, part: Part, held: Sequence[tuple[bytes, memoryview, int]]) -> None:
+        """Seals pages that are stored already, so that peers can be given them, too."""
+        if self.shelf is None or not (part.row.exact or self._codec.name == "none"):
+            return
+        values = [(key, slot) for key, slot, _ in held if key not in self.shelf]
+        self._seal(part, [key for key, _ in values], [slot for _, slot in values])
+        self.shelf.place(values)
+
+    def _seal(self, part: Part, keys: Sequence[bytes], slots: Sequence[memoryview]) -> None:
+        label = Label(self._label, self.sealer.id_of(part.namespace), part.row.name)
+        for key, slot in zip(keys, slots, strict=True):
+            self.sealer.seal(slot, key, label, self._wall_clock())
 
     def _room(self, row: Row, slots: Sequence[memoryview]) -> Sequence[memoryview]:
         """Returns buffers for encoded pages: the slots themselves if nothing is to be encoded."""

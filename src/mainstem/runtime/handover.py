@@ -1,0 +1,75 @@
+"""Handing prompts over: the end of an answer is held back until peers can read the pages of its prompt.
+
+An engine that computes prompts for others (`--role prefill`) says that one is done when the one who generates may ask
+for it. Until then a page is copied to the host, and sealed there. Each of the two begins when what was before it has
+ended: so all that is under way has to end a few times, but nothing that begins later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mainstem.runtime.request import Delta, Progress
+from mainstem.tiers.controller import Tiers
+from mainstem.tiers.pending import Pending
+
+_LIMIT_S = 2.0  # how long one is held back at most
+_ROUNDS = 3  # what was touched is backed up, copied, written
+
+Event = tuple[str, Delta | Progress]
+
+
+@dataclass(eq=False)
+class _Held:
+    """The end of an answer.
+
+    Args:
+        event: to be delivered.
+        until_s: when it is delivered at the latest.
+        before: what has to end first.
+        rounds: how often all of that has ended.
+    """
+
+    event: Event
+    until_s: float
+    before: frozenset[Pending]
+    rounds: int = 0
+
+
+class Handover:
+    """Holds back the ends of answers.
+
+    Args:
+        tiers: which move the pages; None: nothing is held back.
+    """
+
+    def __init__(self, tiers: Tiers | None) -> None:
+        self._tiers = tiers
+        self._held: list[_Held] = []
+
+    def pass_on(self, events: Sequence[Event], now_s: float, *, everything: bool = False) -> list[Event]:
+        """Returns what may be delivered now, of these events and of those held back.
+
+        Args:
+            events: of a step.
+            now_s: the time.
+            everything: hold nothing back any more.
+        """
+        if self._tiers is None:
+            return list(events)
+        passed: list[Event] = []
+        pending = frozenset(self._tiers.pending)
+        for event in events:
+            if isinstance(event[1], Delta) and event[1].finish_reason is not None:
+                self._held.append(_Held(event, now_s + _LIMIT_S, pending))
+            else:
+                passed.append(event)
+        for held in self._held:
+            held.before &= pending
+            if not held.before:
+                held.rounds, held.before = held.rounds + 1, pending
+        idle = everything or not self._tiers.busy
+        done = [held for held in self._held if idle or held.rounds > _ROUNDS or now_s >= held.until_s]
+        self._held = [held for held in self._held if held not in done]
+        return passed + [held.event for held in done]

@@ -1,0 +1,172 @@
+"""Prompts are computed elsewhere: a request is first sent, without an answer, to a server with `--role prefill`.
+
+    client --> this server --the same body, max_tokens 0--> --role prefill
+                    ^-------------- pages ------------------------'  --peers
+
+When that one has answered, its pages can be read as from storage, and the request goes on here as any other. Whatever
+goes wrong there costs no more than the wait: what was not computed there is computed here. Repeated failures open a
+breaker, so that nobody waits for a server that is gone.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mainstem.settings.server import PrefillConfig
+from mainstem.storage.breaker import Breaker
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[str, bytes, Mapping[str, str], float], int]
+"""Posts a body to a URL with headers and a timeout in seconds; returns the status.
+
+Raises:
+    OSError: there was no answer.
+"""
+
+_FAILURES, _COOLDOWN_S = 3, 5.0
+_AT_ONCE = 64
+_SENT = (b"authorization", b"x-api-key", b"anthropic-version", b"content-type")  # of the headers
+_LEFT_OUT = frozenset(
+    ["stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs", "echo", "min_tokens", "prompt_logprobs"]
+)
+_ALONE: Mapping[str, Mapping[str, Any]] = {
+    "/v1/completions": {"max_tokens": 0},
+    "/v1/chat/completions": {"max_tokens": 0, "max_completion_tokens": None},
+    "/v1/messages": {"max_tokens": 0},
+    "/v1/responses": {"prompt_cache_options": {"prewarm": True}, "store": False},
+}
+"""What makes a request one for its prompt alone, by the route; None: left out."""
+
+
+class PrefillFirst:
+    """Sends requests for generations to another server first.
+
+    Args:
+        app: the application.
+        config: where that server is.
+        most_bytes: the longest body that the application takes.
+        post: how it is asked.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        counts: of requests, by what came of it: `prefilled`, `refused` by that server, `failed`, `skipped` while it
+            fails repeatedly.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: PrefillConfig,
+        most_bytes: int,
+        post: Post | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app, self._config, self._most_bytes = app, config, most_bytes
+        self._post = post or _post
+        self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
+        self._lock = threading.Lock()
+        self._limit = anyio.CapacityLimiter(_AT_ONCE)
+        self.counts: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
+        changes = _ALONE.get(scope.get("path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or changes is None:
+            await self._app(scope, receive, send)
+            return
+        read, body = await _read(receive, self._most_bytes)
+        if body is not None and len(body) >= self._config.prefill_min_bytes:
+            await self._prefill(scope, body, changes)
+
+        async def again() -> Message:
+            return read.pop(0) if read else await receive()
+
+        await self._app(scope, again, send)
+
+    async def _prefill(self, scope: Scope, body: bytes, changes: Mapping[str, Any]) -> None:
+        alone = _alone(body, changes)
+        if alone is None:
+            return  # the application says what is wrong with it
+        with self._lock:
+            allowed = self._breaker.allow()
+        if not allowed:
+            self.counts["skipped"] += 1
+            return
+        url = str(self._config.prefill_url).rstrip("/") + scope["path"]
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _SENT}
+        timeout_s = self._config.prefill_timeout_s
+        status, why = 0, ""
+        try:
+            status = await anyio.to_thread.run_sync(
+                self._post, url, alone, headers, timeout_s, limiter=self._limit, abandon_on_cancel=True
+            )
+        except (OSError, http.client.HTTPException) as error:
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            self._note(status, why or f"status {status}")
+
+    def _note(self, status: int, why: str) -> None:
+        outcome = "prefilled" if status == 200 else "refused" if 400 <= status < 500 else "failed"
+        with self._lock:
+            if outcome == "failed":
+                self._breaker.fail()
+            else:
+                self._breaker.succeed()
+        if outcome != "prefilled" and not self.counts[outcome]:
+            log.warning(
+                "%s: %s; such prompts are computed here, and only counted from now on", self._config.prefill_url, why
+            )
+        self.counts[outcome] += 1
+
+
+async def _read(receive: Receive, most_bytes: int) -> tuple[list[Message], bytes | None]:
+    """Reads the messages of a body, and returns them with it; None: it is too long, or the client is gone."""
+    read: list[Message] = []
+    size = 0
+    while True:
+        message = await receive()
+        read.append(message)
+        size += len(message.get("body", b""))
+        if message["type"] != "http.request" or size > most_bytes:
+            return read, None
+        if not message.get("more_body", False):
+            return read, b"".join(each.get("body", b"") for each in read)
+
+
+def _alone(body: bytes, changes: Mapping[str, Any]) -> bytes | None:
+    """Returns the request for the prompt alone; None: it is none."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    left = {name: value for name, value in fields.items() if name not in _LEFT_OUT} | dict(changes)
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(fields.get(name), Mapping):
+            left[name] = {**fields[name], **value}
+    return json.dumps({name: value for name, value in left.items() if value is not None}).encode()
+
+
+def _post(url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> int:
+    request = urllib.request.Request(url, body, {"content-type": "application/json", **headers})  # http(s)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            answer.read()
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

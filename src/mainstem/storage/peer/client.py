@@ -1,0 +1,500 @@
+"""`peer://HOST:PORT`: the memory of other engines as a store that is only read.
+
+    peer://10.0.0.2:7100            one peer
+    peer://10.0.0.2:7100,10.0.0.3:7100?secret_file=/run/secrets/kv&timeout=500ms
+
+    peer://dns:mainstem:7100        all machines of a name, such as the pods of a headless service, but this one
+
+All peers are asked at once which keys they have; a value is asked of the one that said so. A peer that fails repeatedly
+is left out for a while by a breaker of its own. One that is busy counts as one that has nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.breaker import Breaker
+from mainstem.storage.peer.server import HINT
+from mainstem.storage.peer.wire import (
+    BUSY,
+    EXISTS,
+    GET,
+    MOST_KEYS,
+    OK,
+    REFUSED,
+    Request,
+    key_of,
+    read_answer,
+    write_request,
+)
+from mainstem.units import parse_timeout
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+ADDRESS = re.compile(r"(?P<dns>dns:)?(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
+"""HOST:PORT; with `dns:` all addresses of the host."""
+
+NO_SECRET = b"mainstem: peers without a secret"
+"""The secret of those who have none."""
+
+_FAILURES, _COOLDOWN_S = 3, 5.0
+_FOLLOW_S = 5.0  # how often names are looked up
+_SEEN = 1 << 16  # keys of which it is known who has them
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A peer.
+
+    Args:
+        address: HOST:PORT.
+        breaker: stops calls after repeated failures.
+        idle: lines to it that no call uses.
+        gone: whether it is no peer any more.
+    """
+
+    address: str
+    breaker: Breaker
+    idle: list[_Line] = field(default_factory=list)
+    gone: bool = False
+
+
+class _Line:
+    """A connection, which one call at a time uses."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        import zmq
+
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.IPV6, "[" in address)
+        self.lost: zmq.Socket[bytes] = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+        )
+        self.socket.connect(f"tcp://{address}")
+
+    def alive(self) -> bool:
+        """Whether nothing has been heard of its end."""
+        return not self.lost.poll(0)
+
+    def close(self) -> None:
+        """Closes it; what is under way is lost."""
+        self.socket.disable_monitor()
+        self.lost.close(linger=0)
+        self.socket.close(linger=0)
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A request to one peer, and its outcome.
+
+    Args:
+        peer: who is asked.
+        request: what.
+        places: of the keys in the batch of the caller.
+        lengths: the answer; empty: the peer is busy.
+        values: those that fit their buffers, in the order of the keys.
+        error: why there is no answer.
+    """
+
+    peer: _Peer
+    request: Request
+    places: Sequence[int]
+    line: _Line | None = None
+    lengths: list[int] = field(default_factory=list)
+    values: list[memoryview] = field(default_factory=list)
+    error: StorageError | None = None
+
+
+class PeerBackend(Backend):
+    """The memory of peers. Nothing can be put, deleted or listed.
+
+    Args:
+        addresses: HOST:PORT of each peer, or dns:HOST:PORT for all that a name has; may be none.
+        secret: what all peers share; None: they have none.
+        timeout_s: of a call.
+        clock: monotonic time in seconds.
+        resolve: returns the addresses of a name, HOST:PORT, without this machine's. Raises OSError.
+        follow_s: seconds between two looks at names.
+
+    Raises:
+        BadArgument: an address is none.
+        BackendUnavailable: pyzmq is not installed, or a peer refuses the secret. One that does not answer is no error:
+            it may start later.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=False, shared=True, zero_copy=False, evicts=True, overwrites=False
+    )
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        secret: bytes | None = None,
+        timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        resolve: Callable[[str], Sequence[str]] | None = None,
+        follow_s: float = _FOLLOW_S,
+    ) -> None:
+        with needs("zmq", HINT):
+            import zmq
+        for address in addresses:
+            found = ADDRESS.fullmatch(address)
+            if found is None or not 0 < int(found["port"]) < 1 << 16:
+                raise BadArgument("peer", address, "HOST:PORT, such as 10.0.0.2:7100")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._key, self._timeout_s, self._clock = key_of(secret or NO_SECRET), timeout_s, clock
+        self._fixed = [address for address in addresses if not address.startswith("dns:")]
+        self._found = {name.removeprefix("dns:"): tuple[str, ...]() for name in addresses if name.startswith("dns:")}
+        self._resolve, self._follow_s = resolve or addresses_of, follow_s
+        self._peers: tuple[_Peer, ...] = ()
+        self._numbers = itertools.count(1)
+        self._seen: OrderedDict[bytes, _Peer] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._running, self._closed, self._greeted = 0, False, False
+        self._lock = threading.Condition()  # guards all of the above but the context
+        self._end_of_following = threading.Event()
+        self._follower = threading.Thread(target=self._follow, name="mainstem-peers", daemon=True)
+        self._look_up()
+        try:
+            self._greet()
+        except BaseException:
+            self.close()
+            raise
+        if self._found:
+            self._follower.start()
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`peer://HOST:PORT,...?secret_file=PATH&timeout=1s`; see the module."""
+        check_options(options, ("secret_file", "secret_env", "timeout"))
+        addresses = [part for part in address.removeprefix("//").split(",") if part]
+        if not addresses:
+            raise BadArgument("storage address", address, "//HOST:PORT, or several with commas")
+        return cls(addresses, _secret(options), parse_timeout("timeout", options.get("timeout", "1s")))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Faults of peers by cause, and how often one was `busy`."""
+        with self._lock:
+            return dict(self._counts)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Asks all peers at once."""
+        there = [False] * len(keys)
+        with self._call():
+            for begin in range(0, len(keys), MOST_KEYS):
+                part = keys[begin : begin + MOST_KEYS]
+                places = range(begin, begin + len(part))
+                asks = [_Ask(peer, self._request(EXISTS, part), places) for peer in self._peers]
+                self._run(asks)
+                for ask in asks:
+                    for at, length in zip(places, ask.lengths, strict=False):
+                        if length != ABSENT and not there[at]:
+                            there[at] = True
+                            self._see(keys[at], ask.peer)
+        return there
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Asks for each value whom `exists` has found to have it, else one peer after the other."""
+        lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
+        with self._call():
+            left = {at: self._candidates(key) for at, key in enumerate(keys)}
+            while left := {at: peers for at, peers in left.items() if peers and lengths[at] == ABSENT}:
+                asked: dict[_Peer, list[int]] = {}
+                for at, peers in left.items():
+                    places = asked.setdefault(peers[0], [])
+                    if len(places) < MOST_KEYS:
+                        places.append(at)
+                        left[at] = peers[1:]
+                asks = [
+                    _Ask(
+                        peer,
+                        self._request(GET, [keys[at] for at in places], [len(buffers[at]) for at in places]),
+                        places,
+                    )
+                    for peer, places in asked.items()
+                ]
+                self._run(asks)
+                for ask in asks:
+                    self._take(ask, buffers, lengths)
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Stores nothing and returns False for every key."""
+        self._check_open()
+        return [False for _ in zip(keys, buffers, strict=True)]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Raises `StorageError` unless `keys` is empty."""
+        self._check_open()
+        if keys:
+            raise StorageError("refused", "what peers have is theirs: nothing was deleted")
+
+    def clear(self) -> None:
+        """Raises `StorageError`."""
+        self._check_open()
+        raise StorageError("refused", "what peers have is theirs: nothing was cleared")
+
+    def stats(self) -> BackendStats:
+        """Returns no counts."""
+        self._check_open()
+        return BackendStats()
+
+    def close(self) -> None:
+        """Closes all connections, once the calls under way have ended; a second call does nothing."""
+        self._end_of_following.set()
+        if self._follower.is_alive():
+            self._follower.join()
+        with self._lock:
+            self._closed = True
+            while self._running:
+                self._lock.wait()
+            for peer in self._peers:
+                while peer.idle:
+                    peer.idle.pop().close()
+        self._context.term()
+
+    # ---------------------------------------------------------------- calls
+
+    def _follow(self) -> None:
+        """Looks names up from time to time, on a thread of its own, since that may block."""
+        while not self._end_of_following.wait(self._follow_s):
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """Adds peers that names have now, and drops those that they have no more. One that fails keeps what it had."""
+        for name in self._found:
+            with suppress(OSError):
+                self._found[name] = tuple(self._resolve(name))
+        wanted = dict.fromkeys([*self._fixed, *(address for found in self._found.values() for address in found)])
+        with self._lock:
+            known = {peer.address: peer for peer in self._peers}
+            for address, peer in known.items():
+                if address not in wanted:
+                    peer.gone = True
+                    while peer.idle:
+                        peer.idle.pop().close()
+            self._peers = tuple(
+                known.get(address) or _Peer(address, Breaker(_FAILURES, _COOLDOWN_S, self._clock)) for address in wanted
+            )
+            gone = [key for key, peer in self._seen.items() if peer.gone]
+            for key in gone:
+                del self._seen[key]
+
+    def _greet(self) -> None:
+        """Asks each peer for nothing, to learn whether it takes the secret.
+
+        Raises:
+            BackendUnavailable: one does not.
+        """
+        asks = [_Ask(peer, self._request(EXISTS, []), ()) for peer in self._peers]
+        with self._call():
+            self._run(asks)
+        for ask in asks:
+            if ask.error is not None and ask.error.cause == "refused":
+                raise BackendUnavailable(str(ask.error))
+        self._greeted = True
+
+    def _candidates(self, key: bytes) -> list[_Peer]:
+        with self._lock:
+            peer = self._seen.get(key)
+            return list(self._peers) if peer is None else [peer]
+
+    def _see(self, key: bytes, peer: _Peer) -> None:
+        with self._lock:
+            self._seen[key] = peer
+            self._seen.move_to_end(key)
+            if len(self._seen) > _SEEN:
+                self._seen.popitem(last=False)
+
+    def _request(self, operation: int, keys: Sequence[bytes], lengths: Sequence[int] = ()) -> Request:
+        return Request(operation, next(self._numbers), keys, lengths)
+
+    def _take(self, ask: _Ask, buffers: Sequence[memoryview], lengths: list[int]) -> None:
+        values = iter(ask.values)
+        for at, length, key in zip(ask.places, ask.lengths, ask.request.keys, strict=False):
+            lengths[at] = length
+            if length == len(buffers[at]):
+                buffers[at][:] = next(values)
+            if length == ABSENT:
+                with self._lock:
+                    self._seen.pop(key, None)
+
+    def _run(self, asks: Sequence[_Ask]) -> None:
+        """Makes requests at once. An answer that does not come, or makes no sense, is the error of its request.
+
+        Raises:
+            StorageError: there is no answer to any of them.
+        """
+        import zmq
+
+        poller = zmq.Poller()
+        waiting: dict[object, _Ask] = {}
+
+        def end(ask: _Ask, error: StorageError | None) -> None:
+            assert ask.line is not None
+            for each in (ask.line.socket, ask.line.lost):
+                poller.unregister(each)
+                del waiting[each]
+            self._end(ask, error)
+
+        deadline_s = self._clock() + self._timeout_s
+        for ask in asks:
+            if self._begin(ask) and ask.line is not None:
+                for each in (ask.line.socket, ask.line.lost):
+                    poller.register(each, zmq.POLLIN)
+                    waiting[each] = ask
+        while waiting and (left_s := deadline_s - self._clock()) > 0:
+            for ready, _ in poller.poll(int(left_s * 1000) + 1):
+                asked = waiting.get(ready)
+                if asked is None or asked.line is None:
+                    continue  # the other one of its two sockets was ready, too
+                if ready is asked.line.lost and not asked.line.socket.poll(0):
+                    end(asked, StorageError("unreachable", f"peer {asked.peer.address} does not answer"))
+                else:
+                    end(asked, self._read(asked))
+        for late in dict.fromkeys(waiting.values()):
+            end(late, StorageError("timeout", f"no answer from peer {late.peer.address} in {self._timeout_s} s"))
+        errors = [ask.error for ask in asks if ask.error is not None]
+        if errors and len(errors) == len(asks) and any(ask.places for ask in asks):
+            raise errors[0]
+
+    def _begin(self, ask: _Ask) -> bool:
+        """Sends a request; returns whether it was sent."""
+        peer = ask.peer
+        with self._lock:
+            if not peer.breaker.allow():
+                ask.error = StorageError("unreachable", f"peer {peer.address} has failed repeatedly")
+                return False
+            while peer.idle and ask.line is None:
+                line = peer.idle.pop()
+                if line.alive():
+                    ask.line = line
+                else:
+                    line.close()
+        ask.line = ask.line or _Line(self._context, peer.address)
+        ask.line.socket.send_multipart(write_request(ask.request, self._key))
+        return True
+
+    def _read(self, ask: _Ask) -> StorageError | None:
+        """Reads an answer; returns why it is none."""
+        assert ask.line is not None
+        parts = [frame.buffer for frame in ask.line.socket.recv_multipart(copy=False)]
+        where = f"peer {ask.peer.address}"
+        answer = read_answer(parts, ask.request.number, len(ask.request.keys))
+        if answer is None:
+            return StorageError("protocol", f"{where} answers what was not asked")
+        status, lengths = answer
+        if status == REFUSED:
+            return StorageError("refused", f"{where} has another secret")
+        if status not in (OK, BUSY):
+            return StorageError("protocol", f"{where} does not understand: it has another version")
+        fit = [wanted for length, wanted in zip(lengths, ask.request.lengths, strict=False) if length == wanted]
+        if fit != [len(value) for value in parts[2:]]:
+            return StorageError("protocol", f"{where} sent values of other lengths than it says")
+        ask.lengths, ask.values = lengths, parts[2:]
+        if status == BUSY:
+            with self._lock:
+                self._counts["busy"] += 1
+        return None
+
+    def _end(self, ask: _Ask, error: StorageError | None) -> None:
+        """Notes how a request ended, and keeps or drops its line."""
+        assert ask.line is not None
+        line, ask.line, ask.error = ask.line, None, error
+        with self._lock:
+            if error is None:
+                ask.peer.breaker.succeed()
+                if not ask.peer.gone:
+                    ask.peer.idle.append(line)
+                    return
+            else:
+                ask.peer.breaker.fail()
+                first = not self._counts[error.cause]
+                self._counts[error.cause] += 1
+        line.close()
+        if error is not None and first and (self._greeted or error.cause != "refused"):
+            log.warning("peers: %s; further faults of this kind are only counted", error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("closed", "the connections to peers are closed")
+
+    def _call(self) -> _Running:
+        return _Running(self._enter, self._leave)
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._check_open()
+            self._running += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+            self._lock.notify_all()
+
+
+class _Running:
+    """Counts a call, so that nothing is closed under it."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+
+def _secret(options: Mapping[str, str]) -> bytes | None:
+    """Returns the secret that options name: in a file, or a variable of the environment.
+
+    Raises:
+        BadArgument: there is no such file or variable, or both are given.
+    """
+    file, name = options.get("secret_file"), options.get("secret_env")
+    if file is not None and name is not None:
+        raise BadArgument("secret_env", name, "left out with secret_file")
+    if file is not None:
+        with suppress(OSError):
+            if secret := Path(file).read_bytes().strip():
+                return secret
+        raise BadArgument("secret_file", file, "a file that can be read and is not empty")
+    given = os.environ.get(name or "MAINSTEM_STORAGE_SECRET")
+    if name is not None and not given:
+        raise BadArgument("secret_env", name, "a variable that is set")
+    return given.encode("utf-8", "surrogateescape") if given else None
+
+
+def addresses_of(name: str) -> list[str]:
+    """Returns the addresses that a name has now, HOST:PORT, without those of this machine's own name.
+
+    Raises:
+        OSError: nobody knows the name.
+    """
+    host, _, port = name.rpartition(":")
+    own: set[object] = set()
+    with suppress(OSError):
+        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+    found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
+    return [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in sorted(found - own)]

@@ -1,0 +1,234 @@
+"""What an engine gives to its peers: values out of its memory, on a thread of its own, within a share of its time.
+
+Two bounds protect those whom the engine serves itself: `Share`, of time, and the bytes that are on their way. A request
+beyond either of them is answered that the peer is busy, which its sender takes for a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Protocol
+
+from mainstem.errors import BadArgument
+from mainstem.imports import needs
+from mainstem.storage.base import ABSENT
+from mainstem.storage.peer.wire import (
+    BUSY,
+    GET,
+    MALFORMED,
+    MOST_REQUEST_BYTES,
+    OK,
+    REFUSED,
+    Request,
+    key_of,
+    read_request,
+    write_answer,
+)
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+HINT = "peers need pyzmq: pip install 'mainstem[events]'"
+
+_STATUS = {OK: "answered", BUSY: "busy", REFUSED: "refused", MALFORMED: "malformed"}
+_BURST_S = 0.05  # of time that was not taken, and may be taken at once
+_ALIVE_MS, _DEAD_MS = 1000, 5000  # how often a connection is tried, and when it is given up
+_TICK_MS = 1000
+_WAITING = 64  # requests of one connection that wait to be read
+
+
+class Source(Protocol):
+    """What a server gives. Called on the server's thread."""
+
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the length of each value, or `ABSENT`."""
+
+    def copy(self, key: bytes, length: int) -> bytearray | None:
+        """Returns a copy of a value of this length that is whole, or None."""
+
+
+class Share:
+    """A part of the time that passes.
+
+    Over any `t` seconds no more than `part * t + burst_s` and one piece of work are spent, however much is asked.
+
+    Args:
+        part: of the time, above 0, up to 1.
+        burst_s: seconds that were not spent and are kept for later.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, part: float, burst_s: float = _BURST_S, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 0 < part <= 1:
+            raise BadArgument("share", part, "a number above 0, up to 1")
+        self._part, self._burst_s, self._clock = part, burst_s, clock
+        self._left_s, self._then_s = burst_s, clock()
+
+    def allows(self) -> bool:
+        """Whether work may begin now."""
+        now_s = self._clock()
+        self._left_s = min(self._burst_s, self._left_s + self._part * (now_s - self._then_s))
+        self._then_s = now_s
+        return self._left_s > 0
+
+    def spend(self, seconds: float) -> None:
+        """Notes what a piece of work took."""
+        self._left_s -= seconds
+
+
+class PeerServer:
+    """Answers peers until it is closed.
+
+    Args:
+        source: what it gives.
+        address: HOST:PORT to listen on; port 0 takes a free one.
+        secret: of those who may ask.
+        share: of the time.
+        in_flight_bytes: of values that are on their way at once.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        address: with the port taken.
+
+    Raises:
+        BackendUnavailable: pyzmq is not installed.
+        BadArgument: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        address: str,
+        secret: bytes,
+        *,
+        share: Share | None = None,
+        in_flight_bytes: int = 64 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        with needs("zmq", HINT):
+            import zmq
+        self._source, self._key, self._clock = source, key_of(secret), clock
+        self._share = share or Share(0.1, clock=clock)
+        self._in_flight_bytes = in_flight_bytes
+        self._flying: list[tuple[zmq.MessageTracker, int]] = []
+        self._counts: Counter[str] = Counter()
+        self._closing = False
+        with ExitStack() as stack:
+            context = stack.enter_context(zmq.Context())
+            self._router: zmq.Socket[bytes] = stack.enter_context(context.socket(zmq.ROUTER))
+            self._bind(address)
+            self._reader, self._writer = socket.socketpair()
+            stack.callback(self._reader.close)
+            stack.callback(self._writer.close)
+            self._stack = stack.pop_all()
+        self._thread = threading.Thread(target=self._run, name="mainstem-peer", daemon=True)
+        self._thread.start()
+
+    def _bind(self, address: str) -> None:
+        import zmq
+
+        router = self._router
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.IPV6, "[" in address)
+        router.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
+        router.setsockopt(zmq.RCVHWM, _WAITING)
+        router.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_MS)  # so that one that has stopped does not hold bytes in flight
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
+        router.copy_threshold = 0  # the tracker of a part that was copied says nothing about the copy
+        try:
+            router.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            raise BadArgument("peer_listen", address, f"HOST:PORT that can be bound: {error}") from None
+        self.address = router.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests by what was answered (answered, busy, refused, malformed), and the values and bytes given."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        """Ends; a second call does nothing. Who waits for an answer gets none."""
+        self._closing = True
+        with suppress(BlockingIOError, OSError):  # it is closed
+            self._writer.send(b"\0")
+        self._thread.join()
+        self._stack.close()
+
+    # ---------------------------------------------------------------- its thread
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(self._reader, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        try:
+            while not self._closing:
+                if self._router in dict(poller.poll(_TICK_MS)):
+                    self._receive()
+        except Exception:
+            log.critical("peers are answered no more", exc_info=True)
+
+    def _receive(self) -> None:
+        client, *parts = self._router.recv_multipart()
+        request = read_request(parts, self._key)
+        if isinstance(request, int):
+            self._count(request)
+            self._send(client, write_answer(request, 0), [])
+        elif not self._share.allows():
+            self._count(BUSY)
+            self._send(client, write_answer(BUSY, request.number), [])
+        else:
+            begin_s = self._clock()
+            self._answer(client, request)
+            self._share.spend(self._clock() - begin_s)
+
+    def _count(self, status: int) -> None:
+        name = _STATUS[status]
+        if status == REFUSED and not self._counts[name]:
+            log.warning("peers: one asked with another secret; further ones are only counted")
+        self._counts[name] += 1
+
+    def _answer(self, client: bytes, request: Request) -> None:
+        lengths = list(self._source.lengths(request.keys))
+        values: list[bytearray] = []
+        if request.operation == GET:
+            room = self._room()
+            fit = [length for length, wanted in zip(lengths, request.lengths, strict=True) if length == wanted]
+            if fit and room < min(fit):
+                self._count(BUSY)
+                self._send(client, write_answer(BUSY, request.number), [])
+                return
+            for at, (key, wanted) in enumerate(zip(request.keys, request.lengths, strict=True)):
+                if lengths[at] != wanted:
+                    continue
+                value = self._source.copy(key, wanted) if wanted <= room else None
+                if value is None or len(value) != wanted:
+                    lengths[at] = ABSENT
+                else:
+                    values.append(value)
+                    room -= wanted
+        self._count(OK)
+        self._counts["values"] += len(values)
+        self._counts["bytes"] += sum(map(len, values))
+        self._send(client, write_answer(OK, request.number, lengths), values)
+
+    def _room(self) -> int:
+        """Returns how many more bytes may be on their way."""
+        self._flying = [flight for flight in self._flying if not flight[0].done]
+        return self._in_flight_bytes - sum(size for _, size in self._flying)
+
+    def _send(self, client: bytes, head: list[bytes], values: list[bytearray]) -> None:
+        import zmq
+
+        tracker = self._router.send_multipart([client, *head, *values], copy=False, track=bool(values))
+        if isinstance(tracker, zmq.MessageTracker):
+            self._flying.append((tracker, sum(map(len, values))))

@@ -1,0 +1,161 @@
+"""Requests that are sent to another server for their prompts first: what is sent, and what goes on without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from rigs.fake_engine import FakeEngine
+from rigs.hand_driven import Clock
+from starlette.testclient import TestClient
+
+from mainstem.errors import BadArgument
+from mainstem.server.app import create_app
+from mainstem.server.prefill import PrefillFirst
+from mainstem.settings.server import PrefillConfig, ServerConfig
+
+PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
+URL = "http://127.0.0.1:9"
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+
+
+class Elsewhere:
+    """The other server: notes what it is asked, and answers as a test says."""
+
+    def __init__(self, status: int | OSError = 200) -> None:
+        self.status = status
+        self.asked: list[tuple[str, dict[str, Any], Mapping[str, str], float]] = []
+
+    def __call__(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> int:
+        self.asked.append((url, json.loads(body), headers, timeout_s))
+        if isinstance(self.status, OSError):
+            raise self.status
+        return self.status
+
+
+class Rig:
+    """A server that has its prompts computed elsewhere."""
+
+    def __init__(self, elsewhere: Elsewhere, **config: Any) -> None:
+        self.engine, self.clock = FakeEngine(), Clock()
+        settings = PrefillConfig(**{"prefill_url": URL, "prefill_min_bytes": 0, **config})
+        app = create_app(self.engine, ServerConfig(max_body_bytes=4096))  # type: ignore[arg-type]
+        self.first = PrefillFirst(app, settings, 4096, elsewhere, self.clock)
+        self.http = TestClient(self.first)
+
+
+BODIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "completion": (
+        "/v1/completions",
+        {"model": "fake", "prompt": PROMPT, "max_tokens": 5, "n": 2, "logprobs": 1, "cache_salt": "a"},
+        {"model": "fake", "prompt": PROMPT, "max_tokens": 0, "cache_salt": "a"},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {**CHAT, "max_completion_tokens": 5, "stream": True, "stream_options": {"include_usage": True}},
+        {**CHAT, "max_tokens": 0},
+    ),
+    "message": ("/v1/messages", {**CHAT, "max_tokens": 5}, {**CHAT, "max_tokens": 0}),
+    "response": (
+        "/v1/responses",
+        {"model": "fake", "input": PROMPT, "prompt_cache_options": {"prewarm": False}},
+        {"model": "fake", "input": PROMPT, "prompt_cache_options": {"prewarm": True}, "store": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_prompt_alone_is_sent_first_and_the_answer_is_made_here(kind: str) -> None:
+    path, body, alone = BODIES[kind]
+    rig = Rig(elsewhere := Elsewhere())
+    reply = rig.http.post(path, json=body, headers={"Authorization": "Bearer k", "X-Other": "1"})
+    assert reply.status_code == 200, reply.text
+    [(url, sent, headers, timeout_s)] = elsewhere.asked
+    assert (url, sent, timeout_s) == (URL + path, alone, 30.0)
+    assert headers == {"authorization": "Bearer k", "content-type": "application/json"}
+    assert rig.first.counts == {"prefilled": 1}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_what_is_sent_is_a_request_that_the_server_takes(kind: str) -> None:
+    path, _, alone = BODIES[kind]
+    with TestClient(create_app(FakeEngine(), ServerConfig())) as other:  # type: ignore[arg-type]
+        assert other.post(path, json=alone).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (400, "refused"),
+        (404, "refused"),
+        (429, "refused"),
+        (500, "failed"),
+        (503, "failed"),
+        (OSError("gone"), "failed"),
+    ],
+)
+def test_whatever_goes_wrong_there_is_computed_here(status: Any, outcome: str) -> None:
+    rig = Rig(Elsewhere(status))
+    assert rig.http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert rig.first.counts == {outcome: 1}
+
+
+def test_nobody_waits_for_a_server_that_is_gone() -> None:
+    rig = Rig(elsewhere := Elsewhere(OSError("gone")))
+    for _ in range(6):
+        assert rig.http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert (len(elsewhere.asked), rig.first.counts) == (3, {"failed": 3, "skipped": 3})
+    rig.clock.now_s += 6
+    elsewhere.status = 200
+    for _ in range(2):
+        rig.http.post("/v1/chat/completions", json=CHAT)
+    assert rig.first.counts["prefilled"] == 2
+
+
+def test_a_server_that_refuses_is_not_gone() -> None:
+    rig = Rig(elsewhere := Elsewhere(400))
+    for _ in range(6):
+        rig.http.post("/v1/chat/completions", json=CHAT)
+    assert len(elsewhere.asked) == 6
+
+
+@pytest.mark.parametrize(
+    ("ask", "status"),
+    [
+        (lambda http: http.get("/v1/models"), 200),
+        (lambda http: http.post("/tokenize", json={"prompt": "a"}), 200),
+        (lambda http: http.post("/v1/completions", content=b"{"), 400),
+        (lambda http: http.post("/v1/completions", content=b"[1]"), 400),
+        (lambda http: http.post("/v1/completions", content=b'{"prompt": "' + b"a" * 5000 + b'"}'), 413),
+    ],
+)
+def test_what_has_no_prompt_is_not_sent(ask: Callable[[TestClient], Any], status: int) -> None:
+    rig = Rig(elsewhere := Elsewhere())
+    assert ask(rig.http).status_code == status
+    assert not elsewhere.asked
+
+
+def test_short_requests_are_computed_here() -> None:
+    rig = Rig(elsewhere := Elsewhere(), prefill_min_bytes=200)
+    assert rig.http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert not elsewhere.asked
+    rig.http.post("/v1/completions", json={"model": "fake", "prompt": PROMPT * 4})
+    assert len(elsewhere.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"prefill_url": "somewhere"}, "prefill_url"),
+        ({"prefill_url": "file:///etc/passwd"}, "prefill_url"),
+        ({"prefill_url": "http://a:1/v1"}, "prefill_url"),
+        ({"prefill_timeout_s": 3.0}, "prefill_timeout_s"),
+        ({"prefill_url": URL, "prefill_timeout_s": 0}, "prefill_timeout_s"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(config: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        PrefillConfig(**config)
+    assert caught.value.name == name
