@@ -44,7 +44,7 @@ def tools() -> None:
 
 
 def caching() -> None:
-    rules = "You answer in one short sentence, and you never guess. " * 8
+    rules = "You speak of the weather alone, in two words at most. " * 8
     kept = {"type": "ephemeral", "ttl": "1h"}
     given: Any = {"model": MODEL, "messages": ASKED, "max_tokens": 4}
     marked: Any = [{"type": "text", "text": rules, "cache_control": kept}]

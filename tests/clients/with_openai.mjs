@@ -23,7 +23,7 @@ const response = await client.responses.create({ model, input: "Say a word.", ma
 assert.ok(response.output_text);
 console.log("responses");
 
-const rules = "You answer in one short sentence, and you never guess. ".repeat(8);
+const rules = "You are brief, and you say what you saw yourself. ".repeat(8);
 const talk = { model, messages: [{ role: "system", content: rules }, ...messages], max_tokens: 4 };
 const kept = { ...talk, prompt_cache_key: "a talk", prompt_cache_options: { ttl: "30m" } };
 const written = (await client.chat.completions.create(kept)).usage.prompt_tokens_details;

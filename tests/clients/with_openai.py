@@ -106,10 +106,10 @@ def caching() -> None:
     asked: Any = {"model": MODEL, "instructions": rules * 2, "input": "Hi.", "prompt_cache_key": "a talk"}
     ahead: Any = client.responses.create(**asked, prompt_cache_options={"prewarm": True, "ttl": "12h"})
     assert (ahead.status, ahead.output, ahead.prompt_cache_key) == ("completed", [], "a talk")
-    assert ahead.usage.input_tokens_details.cache_write_tokens_details.ttl_12h_tokens > 0
+    assert ahead.usage.input_tokens_details.cache_write_tokens_details["ttl_12h_tokens"] > 0
     options = {"comparison_response_id": ahead.id}
     hit: Any = client.responses.create(**asked, prompt_cache_options=options, max_output_tokens=16)
-    assert hit.prompt_cache_diagnostics.type == "cache_hit"
+    assert hit.prompt_cache_diagnostics["type"] == "cache_hit"
 
 
 def errors() -> None:
