@@ -38,6 +38,7 @@ _BACKUP, _LOAD, _PREFETCH, _ANCHOR, _MEETING, _WRITE, _WARM = (
 _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
 _DECODERS = "runtime/decoders.py"
+_BREAKER = "storage/breaker.py"
 _TRITON = "runtime/triton_attention.py"
 _RETENTION = "retention.py"
 _SESSIONS = "runtime/sessions.py"
@@ -119,11 +120,11 @@ PYTHON: tuple[Mutant, ...] = (
         "    except BaseException:  # third-party", "    except ZeroDivisionError:  # third-party",
     ),
     _mutant(
-        "the breaker never opens", "Mooncake#2253", _STORE,
+        "the breaker never opens", "Mooncake#2253", _BREAKER,
         "        self._failures += 1\n", "",
     ),
     _mutant(
-        "the breaker never closes", "-", _STORE,
+        "the breaker never closes", "-", _BREAKER,
         "        self._failures, self._trying = 0, False", "        self._trying = False",
     ),
     _mutant(
