@@ -1,0 +1,94 @@
+"""The site's own rules, without Sphinx: where links lead, what stands in no menu, and that its commands are commands.
+
+`make docs` builds it, and checks each link and each name of the reference.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from mainstem import cli
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+CONF = runpy.run_path(str(DOCS / "conf.py"))
+BLOCK = re.compile(r"^```(?:sh|bash|)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def relinked(text: str, folder: Path = DOCS, docname: str = "page", repository: str = "") -> str:
+    return str(CONF["relinked"](text, folder, docname, repository))
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        ("[a page](serving.md#images)", "[a page](serving.md#images)"),
+        ("[a page](../CONTRIBUTING.md)", "[a page](contributing.md)"),
+        ("[the front page](../README.md)", "[the front page](index.md)"),
+        ("[a source](../examples/tiers.py)", "[a source](../examples/tiers.py)"),
+        ("[a folder](../examples)", "a folder"),
+        ("[elsewhere](https://example.org/a.md)", "[elsewhere](https://example.org/a.md)"),
+        ("[nothing](../nothing.py)", "[nothing](../nothing.py)"),
+        ("```\n[code](../examples)\n```\n[text](../examples)\n", "```\n[code](../examples)\n```\ntext\n"),
+    ],
+)
+def test_a_link_of_a_page_works_on_the_site(text: str, becomes: str) -> None:
+    assert relinked(text) == becomes
+
+
+def test_a_link_of_a_page_from_elsewhere_in_the_repository() -> None:
+    text = "[a](docs/serving.md) [b](src/mainstem/cache.py) [c](examples)"
+    assert relinked(text, ROOT, "contributing") == "[a](serving.md) [b](../src/mainstem/cache.py) c"
+    assert relinked("[a](../serving.md)", DOCS / "start", "start/serve") == "[a](../serving.md)"
+
+
+def test_sources_are_linked_to_in_the_repository_if_it_has_an_address() -> None:
+    address = "https://example.org/files"
+    text = "[a](../examples) [b](../src/mainstem/cache.py)"
+    assert relinked(text, repository=address) == f"[a]({address}/examples) [b]({address}/src/mainstem/cache.py)"
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menus = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    listed = [line for menu in menus for line in menu.splitlines() if line and not line.startswith(":")]
+    assert sorted(listed) == sorted(set(listed))
+    assert set(listed) == {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES} - {"index"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_to_other_sites_have_the_form_of_links(page: Path) -> None:
+    for link in re.findall(r"\]\((https?:[^)]*)\)", page.read_text()):
+        parts = urlsplit(link)
+        assert parts.scheme == "https" and re.fullmatch(r"[a-z0-9.-]+\.[a-z]+", parts.netloc), link
+        assert not re.search(r"\s", link), link
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yields the arguments of each `mainstem` command in a page's blocks."""
+    for block in BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(MAINSTEM_\w+=\S+ +)*(\.venv/bin/)?mainstem ", line):
+                words = shlex.split(line, comments=True)
+                words = words[[word.rpartition("/")[2] for word in words].index("mainstem") + 1 :]
+                ends = [at for at, word in enumerate(words) if word in ("&", "|", ">", ";")]
+                yield words[: min(ends, default=None)]
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)[:60]}")
+    for page in [ROOT / "README.md", *PAGES]
+    for words in commands(page.read_text())
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_of_the_documentation_is_accepted(words: list[str]) -> None:
+    cli.app.parse_args(words, exit_on_error=False, print_error=False)
