@@ -28,7 +28,7 @@ html_title = f"Mainstem {release}"
 html_show_sphinx = False
 html_copy_source = False
 html_static_path: list[str] = []
-nitpicky = False
+default_role = "code"
 suppress_warnings = ["misc.highlighting_failure"]  # blocks of signatures and shortened JSON are no whole programs
 
 myst_enable_extensions = ["deflist"]
@@ -88,6 +88,10 @@ def relinked(text: str, folder: Path, docname: str, repository: str = REPOSITORY
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
     """Called by Sphinx with each page before it is parsed."""
     path = DOCS / f"{docname}.md"
+    if docname == "reference/cli":
+        from mainstem.cli import app as command
+
+        source[0] = command.generate_docs(output_format="markdown", recursive=True)
     if docname in SHOWN:
         path = ROOT / SHOWN[docname]
         source[0] = path.read_text()

@@ -90,5 +90,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_of_the_documentation_is_accepted(words: list[str]) -> None:
+def test_a_command_of_the_documentation_is_accepted(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MAINSTEM_STORAGE_SECRET", "0123456789abcdef")
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2.npz").touch()  # what `mainstem calibrate` would have written
     cli.app.parse_args(words, exit_on_error=False, print_error=False)
