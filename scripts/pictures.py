@@ -79,7 +79,8 @@ class Picture:
     def line(self, *points: tuple[float, float], tip: bool = False) -> None:
         """Draws straight lines through the points; with a tip, an arrow."""
         path = " L".join(f"{x:g} {y:g}" for x, y in points)
-        self._parts.append(f'<path class="line" d="M{path}"{" marker-end='url(#tip)'" if tip else ""}/>')
+        end = ' marker-end="url(#tip)"' if tip else ""
+        self._parts.append(f'<path class="line" d="M{path}"{end}/>')
 
     def svg(self) -> str:
         """Returns the file."""
@@ -119,7 +120,7 @@ def pages() -> Picture:
     """Tokens, pages, memory."""
     picture = Picture("Tokens, their pages, and where these lie in memory", 270)
     picture.text(20, 52, "tokens", "head")
-    tokens = "The ferry to the isle leaves at nine each day but Sunday".split()
+    tokens = ["The", "ferry", "to", "the", "isle", "leaves", "at", "nine", "each", "day", "but", "Sun."]
     kinds = ["shared"] * 4 + ["own"] * 4 + ["plain"] * 4
     picture.cells(120, 34, tokens, kinds, (48, 30))
     picture.text(20, 118, "page table", "head")

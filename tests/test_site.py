@@ -8,12 +8,16 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from machine import patience
 
+import mainstem
 from mainstem import cli
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +65,35 @@ def test_every_page_is_in_the_menu() -> None:
     listed = [line for menu in menus for line in menu.splitlines() if line and not line.startswith(":")]
     assert sorted(listed) == sorted(set(listed))
     assert set(listed) == {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES} - {"index"}
+
+
+def test_the_reference_has_every_public_name_and_the_numbers_every_record() -> None:
+    reference = "".join((DOCS / "reference" / name).read_text() for name in ("python.md", "lower.md"))
+    assert set(re.findall(r":: mainstem\.(\w+)", reference)) == set(mainstem.__all__) - {"__version__"}
+    records = {path.stem.removeprefix("recorded-") for path in (ROOT / "bench" / "results").glob("recorded-*.json")}
+    assert set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "numbers.md").read_text(), re.MULTILINE)) == records
+
+
+@pytest.mark.deadline
+def test_the_commands_of_a_start_page_run(tmp_path: Path) -> None:
+    """Those that need no model: the page says that a test runs them."""
+    for words in commands((DOCS / "start" / "memory.md").read_text()):
+        command = [sys.executable, "-m", "mainstem", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+        assert done.returncode == 0, done.stderr
+        if words[0] == "plan":
+            assert "\nBuy: " in done.stdout and "\nKnee: " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["vllm.md", "sglang.md"])
+def test_the_commands_for_engines_are_those_of_their_guides(name: str) -> None:
+    """The lanes run what the guides say; a start page says the same."""
+    start, guide = (
+        {word for word in re.findall(r"[^\s']+", text) if re.match(r'--[a-z]|"\w+":', word)}
+        for text in ("".join(BLOCK.findall((DOCS / "start" / "plugin.md").read_text())), (DOCS / name).read_text())
+    )
+    own = {"vllm.md": "kv_", "sglang.md": "hicache"}[name]
+    assert {word for word in start if own in word} <= guide
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
