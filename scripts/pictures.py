@@ -1,6 +1,7 @@
 """Draws the pictures of docs/concepts.md: `make pictures`.
 
-Plain SVG of boxes, cells, lines and text. A picture has a ground of its own, and follows the reader's light or dark scheme.
+Plain SVG of boxes, cells, lines and text. A picture has a ground of its own, and follows the reader's light or
+dark scheme.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def tree() -> Picture:
     for row, (document, question) in enumerate((("document A", "question 1"), ("document A", "question 2"),
                                                 ("document B", "question 3"))):  # fmt: skip
         y = 48 + 66 * row
-        picture.box(20, y, 100, 34, "system prompt", "shared")
-        picture.box(120, y, 90, 34, document, "shared" if row < 2 else "plain")
-        picture.box(210, y, 90, 34, question)
+        picture.box(20, y, 112, 34, "system prompt", "shared")
+        picture.box(132, y, 92, 34, document, "shared" if row < 2 else "plain")
+        picture.box(224, y, 86, 34, question)
     picture.text(20, 252, "blue: what more than one request begins with", "small")
     picture.text(400, 30, "one tree", "head")
     picture.line((530, 48), (530, 62))
@@ -120,7 +121,7 @@ def pages() -> Picture:
     """Tokens, pages, memory."""
     picture = Picture("Tokens, their pages, and where these lie in memory", 270)
     picture.text(20, 52, "tokens", "head")
-    tokens = ["The", "ferry", "to", "the", "isle", "leaves", "at", "nine", "each", "day", "but", "Sun."]
+    tokens = ["The", "ferry", "to", "the", "isle", "goes", "at", "nine", "each", "day", "but", "Sun."]
     kinds = ["shared"] * 4 + ["own"] * 4 + ["plain"] * 4
     picture.cells(120, 34, tokens, kinds, (48, 30))
     picture.text(20, 118, "page table", "head")
