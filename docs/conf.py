@@ -37,7 +37,7 @@ myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "inherited-members": False, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -91,7 +91,9 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname == "reference/cli":
         from mainstem.cli import app as command
 
-        source[0] = command.generate_docs(output_format="markdown", recursive=True)
+        source[0] = command.generate_docs(output_format="markdown", recursive=True).replace(
+            "# mainstem\n", "# Commands\n", 1
+        )
     if docname in SHOWN:
         path = ROOT / SHOWN[docname]
         source[0] = path.read_text()

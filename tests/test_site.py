@@ -129,4 +129,6 @@ def test_a_command_of_the_documentation_is_accepted(
     monkeypatch.setenv("MAINSTEM_STORAGE_SECRET", "0123456789abcdef")
     monkeypatch.chdir(tmp_path)
     Path("smollm2.npz").touch()  # what `mainstem calibrate` would have written
+    Path("tenants.toml").write_text('[tenants.search]\ncache_salt = "search"\n')
+    Path("public.jsonl").write_text('{"prompt": "You are a clerk."}\n')
     cli.app.parse_args(words, exit_on_error=False, print_error=False)
