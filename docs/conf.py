@@ -91,7 +91,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname == "reference/cli":
         from mainstem.cli import app as command
 
-        source[0] = command.generate_docs(output_format="markdown", recursive=True).replace(
+        source[0] = command.generate_docs(output_format="markdown", recursive=True, generate_toc=False).replace(
             "# mainstem\n", "# Commands\n", 1
         )
     if docname in SHOWN:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from machine import patience
+from rigs.serving import real_server
 
 import mainstem
 from mainstem import cli
@@ -83,6 +85,28 @@ def test_the_commands_of_a_start_page_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         if words[0] == "plan":
             assert "\nBuy: " in done.stdout and "\nKnee: " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.deadline
+def test_the_first_page_serves_a_model_and_the_second_request_hits() -> None:
+    blocks = BLOCK.findall((DOCS / "start" / "serve.md").read_text())
+    assert "mainstem serve\n" in blocks
+    ask = next(block for block in blocks if "/v1/chat/completions" in block)
+    tree = next(line for block in blocks for line in block.splitlines() if "/v1/cache/tree" in line)
+
+    def shell(command: str) -> str:
+        at = command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        return subprocess.run(
+            ["bash", "-c", at], capture_output=True, text=True, timeout=patience(60), check=True
+        ).stdout
+
+    with real_server({}) as server:
+        first, second = (json.loads(shell(ask))["usage"] for _ in range(2))
+        assert "harbour" in shell(tree)
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens"] - 16 <= second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
 
 
 @pytest.mark.parametrize("name", ["vllm.md", "sglang.md"])

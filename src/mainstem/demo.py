@@ -7,8 +7,8 @@ cached. Uses the engine as any client could.
     prompt = [ template | instruction | document | template | question | template ]
               '---------- shared, computed once -----------' '----- computed ----'
 
-`run_agents` lets an agent work: in each step it gets the result of a tool and says what it learned. Its history grows, and
-each step sends all of it. The steps run warm, one after another; then each prompt once more, cold.
+`run_agents` lets an agent work: in each step it gets the result of a tool and says what it learned. Its history grows,
+and each step sends all of it. The steps run warm, one after another; then each prompt once more, cold.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def run_agents(
     Raises:
         BadTokens: the history does not fit the model.
     """
-    results = _guide().split("\n\n")
+    results = _pages()
     prompts_of = Prompts(engine.tokenizer, engine.max_context)
     messages = [{"role": "system", "content": _AGENT + "".join(f"- {name}: {what}\n" for name, what in TOOLS)}]
     prompts: list[NDArray[np.int32]] = []
@@ -333,6 +333,17 @@ def show(report: Report, console: Console) -> None:
 
 def _guide() -> str:
     return files("mainstem").joinpath("demo.txt").read_text(encoding="utf-8").strip()
+
+
+def _pages() -> list[str]:
+    """Returns the guide's sections: a heading, and the paragraphs up to the next one."""
+    pages: list[str] = []
+    for paragraph in _guide().split("\n\n"):
+        if pages and "." not in pages[-1]:
+            pages[-1] += f"\n\n{paragraph}"
+        else:
+            pages.append(paragraph)
+    return pages
 
 
 def _call(number: int) -> str:
