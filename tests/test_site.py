@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import cyclopts
 import pytest
 from machine import patience
 from rigs.serving import real_server
@@ -97,7 +98,7 @@ def test_the_first_page_serves_a_model_and_the_second_request_hits() -> None:
     tree = next(line for block in blocks for line in block.splitlines() if "/v1/cache/tree" in line)
 
     def shell(command: str) -> str:
-        at = command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        at = command.replace("127.0.0.1:8000", f"127.0.0.1:{server.http.base_url.port}")
         return subprocess.run(
             ["bash", "-c", at], capture_output=True, text=True, timeout=patience(60), check=True
         ).stdout
@@ -128,6 +129,15 @@ def test_links_to_other_sites_have_the_form_of_links(page: Path) -> None:
         assert not re.search(r"\s", link), link
 
 
+def examples(command: cyclopts.App) -> Iterator[str]:
+    """Yields the examples of a command's help, and of the commands below it."""
+    if isinstance(command.help_epilogue, str):
+        yield f"```\n{re.sub(r'^ +(?=mainstem )', '', command.help_epilogue, flags=re.MULTILINE)}\n```\n"
+    for name in command:
+        if not name.startswith("-"):
+            yield from examples(command[name])
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """Yields the arguments of each `mainstem` command in a page's blocks."""
     for block in BLOCK.findall(text):
@@ -139,10 +149,11 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield words[: min(ends, default=None)]
 
 
+SHOWN = {str(page.relative_to(ROOT)): page.read_text() for page in [ROOT / "README.md", *PAGES]}
 COMMANDS = [
-    pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)[:60]}")
-    for page in [ROOT / "README.md", *PAGES]
-    for words in commands(page.read_text())
+    pytest.param(words, id=f"{where}: {' '.join(words)[:60]}")
+    for where, text in {**SHOWN, "--help": "".join(examples(cli.app))}.items()
+    for words in commands(text)
 ]
 
 

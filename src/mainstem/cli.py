@@ -251,6 +251,7 @@ def generate(
 
 
 @app.command(help_epilogue=_DEMO_EXAMPLES)
+@takes_settings
 def demo(
     *,
     model: str | None = None,

@@ -1,7 +1,7 @@
 """The demo: what the cache saves, shown on a real model, in one of two stories.
 
-`run` asks five questions about a document. Each question is answered twice: cold, with an empty cache, so that the whole
-prompt is computed; and warm, after the prompt of another question was computed, so that the document's pages are
+`run` asks five questions about a document. Each question is answered twice: cold, with an empty cache, so that the
+whole prompt is computed; and warm, after the prompt of another question was computed, so that the document's pages are
 cached. Uses the engine as any client could.
 
     prompt = [ template | instruction | document | template | question | template ]
@@ -245,7 +245,7 @@ def run_agents(
     Raises:
         BadTokens: the history does not fit the model.
     """
-    results = _pages()
+    results = _sections()
     prompts_of = Prompts(engine.tokenizer, engine.max_context)
     messages = [{"role": "system", "content": _AGENT + "".join(f"- {name}: {what}\n" for name, what in TOOLS)}]
     prompts: list[NDArray[np.int32]] = []
@@ -335,15 +335,15 @@ def _guide() -> str:
     return files("mainstem").joinpath("demo.txt").read_text(encoding="utf-8").strip()
 
 
-def _pages() -> list[str]:
+def _sections() -> list[str]:
     """Returns the guide's sections: a heading, and the paragraphs up to the next one."""
-    pages: list[str] = []
+    sections: list[str] = []
     for paragraph in _guide().split("\n\n"):
-        if pages and "." not in pages[-1]:
-            pages[-1] += f"\n\n{paragraph}"
+        if sections and "." not in sections[-1]:
+            sections[-1] += f"\n\n{paragraph}"
         else:
-            pages.append(paragraph)
-    return pages
+            sections.append(paragraph)
+    return sections
 
 
 def _call(number: int) -> str:
