@@ -91,9 +91,9 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname == "reference/cli":
         from mainstem.cli import app as command
 
-        source[0] = command.generate_docs(output_format="markdown", recursive=True, generate_toc=False).replace(
-            "# mainstem\n", "# Commands\n", 1
-        )
+        text = command.generate_docs(output_format="markdown", recursive=True)
+        text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands\*\*)", "", text, count=1, flags=re.DOTALL)
+        source[0] = text.replace("# mainstem\n", "# Commands\n", 1)
     if docname in SHOWN:
         path = ROOT / SHOWN[docname]
         source[0] = path.read_text()
