@@ -23,6 +23,7 @@ release = re.findall(r'^__version__ = "(.+)"', (ROOT / "src/mainstem/__init__.py
 project_copyright = "the authors of Mainstem"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+smartquotes = False  # they make a dash of the two of an option
 html_theme = "furo"
 html_title = f"Mainstem {release}"
 html_show_sphinx = False
@@ -85,15 +86,21 @@ def relinked(text: str, folder: Path, docname: str, repository: str = REPOSITORY
     return "".join([*parts, LINK.sub(changed, text[at:])])
 
 
+def commands() -> str:
+    """Returns the page of all commands with their options, from the parser."""
+    from mainstem.cli import app as command
+
+    text = command.generate_docs(output_format="markdown", recursive=True)
+    text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands\*\*)", "", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"^(mainstem(?: [a-z]+)*) -m \S+ ", r"\1 ", text, flags=re.MULTILINE)  # how this process was started
+    return text.replace("# mainstem\n", "# Commands\n", 1)
+
+
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
     """Called by Sphinx with each page before it is parsed."""
     path = DOCS / f"{docname}.md"
     if docname == "reference/cli":
-        from mainstem.cli import app as command
-
-        text = command.generate_docs(output_format="markdown", recursive=True)
-        text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands\*\*)", "", text, count=1, flags=re.DOTALL)
-        source[0] = text.replace("# mainstem\n", "# Commands\n", 1)
+        source[0] = commands()
     if docname in SHOWN:
         path = ROOT / SHOWN[docname]
         source[0] = path.read_text()

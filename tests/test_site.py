@@ -77,6 +77,15 @@ def test_the_reference_has_every_public_name_and_the_numbers_every_record() -> N
     assert set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "numbers.md").read_text(), re.MULTILINE)) == records
 
 
+def test_the_page_of_the_commands_is_that_of_the_parser() -> None:
+    page = CONF["commands"]()
+    assert page.startswith("# Commands\n") and "Table of Contents" not in page
+    assert "\nmainstem serve [OPTIONS]" in page and "`--kv-bytes" in page
+    assert set(re.findall(r"^## mainstem (\w+)$", page, re.MULTILINE)) == {
+        name for name in cli.app if not name.startswith("-")
+    }
+
+
 @pytest.mark.deadline
 def test_the_commands_of_a_start_page_run(tmp_path: Path) -> None:
     """Those that need no model: the page says that a test runs them."""

@@ -266,8 +266,8 @@ def demo(
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
         story: Five questions about a document, or an agent that gets the results of its tools; cold and warm.
         json: Print the measurements as one JSON object.
-        prefix_tokens: Length of the document in tokens, 1 up to what fits the model; not for --story agents. Default: all of
-            it, about 1,100.
+        prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
+            Not for --story agents.
     """
     if story == "agents" and prefix_tokens is not None:
         raise BadArgument("prefix_tokens", prefix_tokens, "left out with --story agents")
