@@ -11,13 +11,14 @@ VLLM := .venv-vllm
 FLEET := .venv-fleet
 DIST := .venv-dist
 FUZZ := .venv-fuzz
+DOCS := .venv-docs
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub clean
+	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -25,6 +26,8 @@ help:
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
+	@echo "make docs          the site, into build/docs/html: every page, link and name in the reference must exist"
+	@echo "make pictures      draw the pictures of docs/concepts.md again"
 	@echo "make spin          visit every state of small models of the cache, and reintroduce bugs (needs spin and gcc)"
 	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
@@ -206,6 +209,19 @@ $(FUZZ)/ready: $(VENV)/dev tests/requirements-fuzz.txt
 fuzz: $(FUZZ)/ready
 	PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
+# Sphinx sees the main environment's packages, so that the reference is that of the code. A warning is an error.
+$(DOCS)/ready: $(VENV)/dev docs/requirements.txt
+	$(BIN)/pip install --quiet --target $(DOCS) --upgrade --requirement docs/requirements.txt
+	@touch $@
+
+# The drawings of docs/concepts.md.
+pictures: $(VENV)/server
+	$(BIN)/python scripts/pictures.py
+
+docs: $(DOCS)/ready
+	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html
+	@echo "build/docs/html/index.html"
+
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)
 
@@ -288,4 +304,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(FLEET) $(DIST) $(FUZZ) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(FLEET) $(DIST) $(FUZZ) $(DOCS) build dist

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    "README.md", "docs/models.md", "docs/performance.md", "docs/planning.md", "docs/policies.md", "docs/serving.md",
-    "docs/vllm.md",
+    "README.md", "docs/models.md", "docs/numbers.md", "docs/performance.md", "docs/planning.md", "docs/policies.md",
+    "docs/serving.md", "docs/vllm.md",
 )  # fmt: skip
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
@@ -76,6 +76,8 @@ class Source(NamedTuple):
 
 SOURCES = {
     "core": Source("core", "rows", ("name",)),
+    "ttft": Source("ttft", "rows", ("dtype", "prefix")),
+    "throughput": Source("throughput", "rows", ("concurrent",)),
     "request": Source("index", "rows", ("system", "page_size")),
     "scenario": Source("index", "scenarios", ("system", "scenario")),
     "faults": Source("store-faults", "rows", ("store", "kind")),
@@ -489,7 +491,7 @@ _IN_SHORT: Sequence[tuple[str, Sequence[str], str]] = (
 
 
 def _in_short(records: Records) -> str:
-    """The summary of all records in the README."""
+    """The summary of all records."""
     rows = ([what, " / ".join(format(number(one, records), form) for one in ones)] for what, ones, form in _IN_SHORT)
     return _table(["", ""], rows)
 

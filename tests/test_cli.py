@@ -440,6 +440,16 @@ def test_demo_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None
     assert report["reused_tokens"] >= 200
 
 
+def test_demo_of_agents(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--story", "agents", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["steps"] and 0 < report["reused_tokens"] < report["prompt_tokens"]
+    assert run("demo", "--story", "agents") == 0
+    assert "The agent waited" in capsys.readouterr().out
+    assert run("demo", "--story", "agents", "--prefix-tokens", "200") == 2
+    assert "left out with --story agents" in capsys.readouterr().err
+
+
 def test_demo_for_people(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--prefix-tokens", "200") == 0
     assert "times sooner" in capsys.readouterr().out

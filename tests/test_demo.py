@@ -101,6 +101,51 @@ def test_a_failing_engine_is_an_error() -> None:
         run(engine)
 
 
+# ---------------------------------------------------------------- the agent
+
+
+def test_each_step_of_the_agent_computes_only_what_came_since() -> None:
+    engine = TickingEngine()
+    report = demo.run_agents(engine, threads=2, clock=engine.clock)  # type: ignore[arg-type]
+    assert len(report.steps) > 3
+    before = 0
+    for step in report.steps:
+        assert step.cold_ttft_s == step.prompt_tokens > before  # one token per byte, a second each
+        assert step.warm_ttft_s == step.prompt_tokens - step.reused_tokens
+        if before:
+            assert before - 32 < step.reused_tokens  # all of the prompt before, in whole pages
+        before = step.prompt_tokens
+    assert report.cold_s == report.prompt_tokens
+    assert report.warm_s == report.prompt_tokens - report.reused_tokens
+    assert report.speedup == report.cold_s / report.warm_s > 2
+    assert report.answers_agree
+
+
+def test_the_history_has_the_tools_their_results_and_what_the_agent_said() -> None:
+    answers = iter(f"I learned thing {n}." for n in range(100))
+    engine = TickingEngine(answer=lambda prompt: next(answers))
+    steps: list[tuple[str, int, int]] = []
+    report = demo.run_agents(engine, threads=2, clock=engine.clock, progress=lambda *step: steps.append(step))  # type: ignore[arg-type]
+    count = len(report.steps)
+    last = bytes(engine.streams[count - 1].request.tokens.tolist()).decode()
+    assert all(name in last for name, _ in demo.TOOLS)
+    assert [last.count(f"Result of read_page({n}):") for n in range(1, count + 1)] == [1] * count
+    assert [last.count(f"<assistant>I learned thing {n}.") for n in range(count)] == [1] * (count - 1) + [0]
+    assert not report.answers_agree
+    assert [done for _, done, _ in steps] == list(range(1, 2 * count + 1))
+
+
+def test_the_report_of_the_agent_ends_in_its_figure() -> None:
+    engine = TickingEngine()
+    report = demo.run_agents(engine, threads=2, clock=engine.clock)  # type: ignore[arg-type]
+    out = io.StringIO()
+    demo.show_agents(report, Console(file=out, width=100))
+    lines = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert lines[-1].startswith(f"The agent waited {report.speedup:.1f} times less")
+    assert any("read_page(2)" in line and f"of {report.steps[1].prompt_tokens}" in line for line in lines)
+    assert {"cold_s", "warm_s", "speedup", "steps", "model", "dtype", "threads"} <= set(asdict(report))
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_on_real_weights(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:

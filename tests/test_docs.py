@@ -13,12 +13,12 @@ import pytest
 from machine import patience
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {"design.md"}  # its blocks list signatures
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#:]+)(?:#[^)]*)?\)")
 BLOCKS = [
-    pytest.param(code, id=f"{page.name}-{number}")
+    pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
     if page.name not in NOT_RUN
     for number, code in enumerate(BLOCK.findall(page.read_text()), 1)
@@ -49,7 +49,7 @@ def test_an_example_runs(example: Path) -> None:
     assert result.stdout, "an example prints something"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

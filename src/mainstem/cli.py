@@ -19,7 +19,7 @@ from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import is_missing, needs
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.progress import Progress, TaskID
 
+    from mainstem.demo import AgentReport, Report
     from mainstem.runtime.engine import Engine
     from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.stream import Stream
@@ -99,6 +100,7 @@ Examples:
 
   mainstem demo
   mainstem demo --dtype float32 --prefix-tokens 2000
+  mainstem demo --story agents
   mainstem demo --json > demo.json"""
 
 _CALIBRATE_EXAMPLES = """\
@@ -249,33 +251,45 @@ def generate(
 
 
 @app.command(help_epilogue=_DEMO_EXAMPLES)
+@takes_settings
 def demo(
     *,
     model: str | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
     load: ModelConfig = ModelConfig(),
+    story: Literal["document", "agents"] = "document",
     prefix_tokens: int | None = None,
 ) -> None:
-    """Show how much sooner the first token arrives when a document is cached: five questions, cold and warm.
+    """Show how much sooner the first token arrives when what came before is cached, on a real model.
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
+        story: Five questions about a document, or an agent that gets the results of its tools; cold and warm.
         json: Print the measurements as one JSON object.
         prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
+            Not for --story agents.
     """
+    if story == "agents" and prefix_tokens is not None:
+        raise BadArgument("prefix_tokens", prefix_tokens, "left out with --story agents")
+    report: Report | AgentReport
     with _Bars() as bars, _engine(model, load, bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
 
-        report = demonstration.run(
-            engine, threads=torch.get_num_threads(), prefix_tokens=prefix_tokens, progress=bars.update
-        )
+        threads = torch.get_num_threads()
+        if story == "agents":
+            report = demonstration.run_agents(engine, threads=threads, progress=bars.update)
+        else:
+            report = demonstration.run(engine, threads=threads, prefix_tokens=prefix_tokens, progress=bars.update)
     if json:
         print(_to_json(asdict(report)))
-    else:
-        from rich.console import Console
+        return
+    from rich.console import Console
 
+    if isinstance(report, demonstration.AgentReport):
+        demonstration.show_agents(report, Console())
+    else:
         demonstration.show(report, Console())
 
 
