@@ -709,6 +709,21 @@ class DecoderLayer:
         `cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below `positions`.
         """
 
+    def turn(self, q: int, k: int, cosines: int, sines: int, rows: int, threads: int) -> None:
+        """
+        Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place, without the GIL.
+        """
+
+    def join(self, x: int, found: int, normed: int, rows: int, threads: int) -> None:
+        """
+        Adds `found` to x, [rows, hidden], and writes the norm before the MLP of the sum to `normed` if that is not 0; without the GIL.
+        """
+
+    def open(self, opened: int, widened: int, rows: int, threads: int) -> None:
+        """
+        Multiplies the activation of `opened` by `widened`, [rows, inner], in place, without the GIL.
+        """
+
 class Replay:
     """
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.

@@ -1,11 +1,15 @@
-"""Exchanges the layers of a decoder for one call of the core each, where they are Llama's and rows are few.
+"""Exchanges the layers of a decoder for calls of the core, where they are Llama's.
 
     x += attention(norm(x))     11 modules and functions of transformers, each with Python of its own:
     x += mlp(norm(x))           together they take longer than the work of a decode step
 
+    few rows     one call of the core
+    many rows    products and attention as everywhere, and what is between them in three calls: PyTorch has eleven
+                 passes over all rows there, which take as long as the products
+
 A layer is exchanged if its code is that of Llama, Mistral, Qwen 2 or Qwen 3, instruction by instruction, and if it then
 computes the same: in the self-test of a runner, both compute, and what differs stays as it was. The layer keeps its
-class, its weights and its submodules. It computes by its own code when it has many rows, an adapter or a cache.
+class, its weights and its submodules. It computes by its own code when it has an adapter or a cache.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch import nn
 
 from mainstem import _core
 from mainstem.runtime import kernels
-from mainstem.runtime.attention import BatchPlan, Paging
+from mainstem.runtime.attention import Attention, BatchPlan, Paging
 from mainstem.runtime.exchanges import is_exchanged, rounding_error, weights_of
 from mainstem.runtime.page_attention import PageAttention, page_plan
 
@@ -37,7 +41,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def exchange_layers(model: Any) -> int:
     """Prepares the layers of `model` that a kernel may compute, and returns their number; `settle` exchanges them.
 
-    Until then a layer computes by its own code, and a forward with few rows compares.
+    Until then a layer computes by its own code, and a forward compares.
 
     Args:
         model: whose linear layers and norms are exchanged where they can be.
@@ -139,7 +143,13 @@ class _Kernel:
         self._core, self._index = core, int(attention.layer_idx)
         self._weights = [weight.data for weight in layer.parameters()]  # at the addresses that the core has
         self._dtype = self._weights[0].dtype
-        self._numbers = int(attention.head_dim)
+        self._numbers, self._scale = int(attention.head_dim), float(attention.scaling)
+        self._norm: torch.nn.Module = layer.input_layernorm
+        self._linears = [
+            weights_of(getattr(part, name))
+            for part, names in ((attention, _PROJECTIONS), (layer.mlp, _MLP))
+            for name in names
+        ]
         self._differs = self._compared = False
 
     @classmethod
@@ -187,7 +197,6 @@ class _Kernel:
             and not paging.adapted
             and isinstance(paging.attention, PageAttention)
             and x.shape[0] == 1
-            and x.shape[1] <= kernels.most_rows(self._dtype)
             and x.dtype is self._dtype
             and given.get("attention_mask") is None
             and given.get("past_key_values") is None
@@ -196,14 +205,13 @@ class _Kernel:
 
     def compute(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
         """Computes the layer, for what it `takes`."""
-        paging: Paging = given["paging"]
-        for ticket in paging.arriving:
-            ticket.wait_layer(self._index)
-        name, layer = paging.places[self._index]
-        plan = paging.plans[name]
+        few = x.shape[1] <= kernels.most_rows(self._dtype)
+        return (self.compute_few if few else self.compute_many)(x, given)
+
+    def compute_few(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the layer in one call."""
+        plan, layer, (cosines, sines) = self._begin(x, given)
         keys, values = (plane.numbers for plane in plan.pool.layer(layer))
-        cosines, sines = (part.contiguous() for part in given["position_embeddings"])
-        assert cosines.shape == sines.shape == (1, x.shape[1], self._numbers) and cosines.dtype is self._dtype
         out = x.clone(memory_format=torch.contiguous_format)
         self._core.run(
             out.data_ptr(),
@@ -218,15 +226,51 @@ class _Kernel:
         )
         return out
 
+    def compute_many(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the layer in calls for each of its products, for attention, and for what is between them."""
+        plan, layer, (cosines, sines) = self._begin(x, given)
+        out, rows, threads = x.clone(memory_format=torch.contiguous_format), x.shape[1], torch.get_num_threads()
+        of_queries, of_keys, of_values, attended, gate, up, down = self._linears
+        normed = self._norm(x)[0]
+        query, key, value = (
+            kernels.product(normed, each).view(rows, -1, self._numbers) for each in (of_queries, of_keys, of_values)
+        )
+        places = cosines.data_ptr(), sines.data_ptr()
+        self._core.turn(query.data_ptr(), key.data_ptr(), *places, rows, threads)
+        attention: Attention = given["paging"].attention
+        seen = attention.attend(layer, query, key, value, self._scale, plan)
+        found = kernels.product(seen.flatten(1), attended)
+        normed = torch.empty_like(found)
+        self._core.join(out.data_ptr(), found.data_ptr(), normed.data_ptr(), rows, threads)
+        opened, widened = kernels.product(normed, gate), kernels.product(normed, up)
+        self._core.open(opened.data_ptr(), widened.data_ptr(), rows, threads)
+        found = kernels.product(opened, down)
+        self._core.join(out.data_ptr(), found.data_ptr(), 0, rows, threads)
+        return out
+
+    def _begin(
+        self, x: torch.Tensor, given: Mapping[str, Any]
+    ) -> tuple[BatchPlan, int, tuple[torch.Tensor, torch.Tensor]]:
+        """Waits for the layer's keys. Returns the plan, the layer's index in its pool, and the angles of the rows."""
+        paging: Paging = given["paging"]
+        for ticket in paging.arriving:
+            ticket.wait_layer(self._index)
+        name, layer = paging.places[self._index]
+        cosines, sines = (part.contiguous() for part in given["position_embeddings"])
+        assert cosines.shape == sines.shape == (1, x.shape[1], self._numbers) and cosines.dtype is self._dtype
+        return paging.plans[name], layer, (cosines, sines)
+
     def compare(self, x: torch.Tensor, given: Mapping[str, Any], own: torch.Tensor) -> None:
         """Compares with what the layer's own code has just computed, its keys and values included."""
         paging: Paging = given["paging"]
         name, layer = paging.places[self._index]
         before = _written(paging.plans[name], layer)
-        ours = self.compute(x, given)
-        pairs = zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)
-        self._differs |= any(rounding_error(a, b) > 1 for a, b in pairs)
-        self._compared = True
+        few = x.shape[1] <= kernels.most_rows(self._dtype)
+        for compute in (self.compute_few, self.compute_many) if few else (self.compute_many,):
+            ours = compute(x, given)
+            pairs = zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)
+            self._differs |= any(rounding_error(a, b) > 1 for a, b in pairs)
+        self._compared |= few
 
 
 def _written(plan: BatchPlan, layer: int) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "kernels/functions.h"
+#include "kernels/parallel.h"
 
 namespace mainstem {
 
@@ -45,7 +46,7 @@ MAINSTEM_INLINE void rotate(Number* x, const Number* cosines, const Number* sine
     }
 }
 
-// Works on elements, of rows that are few: one thread does it sooner than others begin.
+// Works on elements.
 template <class Number>
 struct Elements {
   void (*add)(Number*, const Number*, std::size_t);
@@ -91,11 +92,8 @@ Elements<Number> best_elements() {
 template <class Number>
 void Decoder<Number>::run(Number* x, const Number* cosines, const Number* sines, AttentionPlan& plan, Number* key_pages,
                           Number* value_pages, const std::int64_t* slots, unsigned threads) const {
-  const auto elements = best_elements<Number>();
   const std::size_t rows = plan.rows(), numbers = heads.key_numbers;
   const std::size_t query_size = heads.heads * numbers, key_size = heads.kv_heads * numbers;
-  const auto norm = [&](const NormWeight<Number>& given, const Number* from, Number* to, std::size_t count,
-                        std::size_t width) { rms_norm(from, given.weight, to, count, width, given.rule, threads); };
   thread_local Scratch scratch;
   const std::size_t row = 2 * std::max(hidden, query_size) + std::max(query_size + 2 * key_size, 2 * inner);
   auto* const normed = reinterpret_cast<Number*>(scratch.take(rows * row));
@@ -104,33 +102,66 @@ void Decoder<Number>::run(Number* x, const Number* cosines, const Number* sines,
   Number* const k = q + rows * query_size;
   Number* const v = k + rows * key_size;
 
-  norm(before, x, normed, rows, hidden);
+  rms_norm(x, before.weight, normed, rows, hidden, before.rule, threads);
   const std::array<Layer<Number>, 3> given{{{queries.weight, queries.packed, queries.bias, q, query_size},
                                             {keys.weight, keys.packed, keys.bias, k, key_size},
                                             {values.weight, values.packed, values.bias, v, key_size}}};
   multiply<Number>(normed, rows, hidden, given, threads);
-  if (of_queries.weight) norm(of_queries, q, q, rows * heads.heads, numbers);
-  if (of_keys.weight) norm(of_keys, k, k, rows * heads.kv_heads, numbers);
+  turn(q, k, cosines, sines, rows, threads);
   for (std::size_t i = 0; i < rows; ++i) {
-    elements.rotate(q + i * query_size, cosines + i * numbers, sines + i * numbers, heads.heads, numbers);
-    elements.rotate(k + i * key_size, cosines + i * numbers, sines + i * numbers, heads.kv_heads, numbers);
     std::copy_n(k + i * key_size, key_size, key_pages + slots[i] * key_size);
     std::copy_n(v + i * key_size, key_size, value_pages + slots[i] * key_size);
   }
   plan.attend<Number>(q, {key_pages, value_pages, key_size, key_size}, heads, scores, normed, threads);
   const std::array<Layer<Number>, 1> attention{{{attended.weight, attended.packed, attended.bias, found, hidden}}};
   multiply<Number>(normed, rows, query_size, attention, threads);
-  elements.add(x, found, rows * hidden);
+  join(x, found, normed, rows, threads);
 
-  norm(after, x, normed, rows, hidden);
-  Number* const opened = q + rows * inner;
+  Number* const widened = q + rows * inner;
   const std::array<Layer<Number>, 2> wide{
-      {{gate.weight, gate.packed, gate.bias, q, inner}, {up.weight, up.packed, up.bias, opened, inner}}};
+      {{gate.weight, gate.packed, gate.bias, q, inner}, {up.weight, up.packed, up.bias, widened, inner}}};
   multiply<Number>(normed, rows, hidden, wide, threads);
-  elements.gate(q, opened, rows * inner, activation);
+  open(q, widened, rows, threads);
   const std::array<Layer<Number>, 1> narrow{{{down.weight, down.packed, down.bias, found, hidden}}};
   multiply<Number>(q, rows, inner, narrow, threads);
-  elements.add(x, found, rows * hidden);
+  join(x, found, nullptr, rows, threads);
+}
+
+template <class Number>
+void Decoder<Number>::turn(Number* q, Number* k, const Number* cosines, const Number* sines, std::size_t rows,
+                           unsigned threads) const {
+  const auto rotate = best_elements<Number>().rotate;
+  const std::size_t numbers = heads.key_numbers;
+  const auto part = [&](Number* x, std::size_t count, const NormWeight<Number>& norm, std::size_t begin,
+                        std::size_t end) {
+    const std::size_t width = count * numbers;
+    Number* const first = x + begin * width;
+    if (norm.weight) rms_norm(first, norm.weight, first, (end - begin) * count, numbers, norm.rule, 1);
+    for (std::size_t row = begin; row < end; ++row)
+      rotate(x + row * width, cosines + row * numbers, sines + row * numbers, count, numbers);
+  };
+  share_rows(rows, (heads.heads + heads.kv_heads) * numbers, threads, [&](std::size_t begin, std::size_t end) {
+    part(q, heads.heads, of_queries, begin, end);
+    part(k, heads.kv_heads, of_keys, begin, end);
+  });
+}
+
+template <class Number>
+void Decoder<Number>::join(Number* x, const Number* found, Number* normed, std::size_t rows, unsigned threads) const {
+  const auto add = best_elements<Number>().add;
+  share_rows(rows, hidden, threads, [&](std::size_t begin, std::size_t end) {
+    const std::size_t at = begin * hidden;
+    add(x + at, found + at, (end - begin) * hidden);
+    if (normed) rms_norm(x + at, after.weight, normed + at, end - begin, hidden, after.rule, 1);
+  });
+}
+
+template <class Number>
+void Decoder<Number>::open(Number* opened, const Number* widened, std::size_t rows, unsigned threads) const {
+  const auto gate = best_elements<Number>().gate;
+  share_rows(rows, inner, threads, [&](std::size_t begin, std::size_t end) {
+    gate(opened + begin * inner, widened + begin * inner, (end - begin) * inner, activation);
+  });
 }
 
 template struct Decoder<float>;

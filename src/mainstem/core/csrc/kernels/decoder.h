@@ -1,4 +1,5 @@
-// A layer of a decoder as Llama has it, for few rows: all its kernels in one call.
+// A layer of a decoder as Llama has it. For few rows all its kernels are one call, `run`. For many, PyTorch's products
+// are quicker than ours, and what is between them is a call each.
 //
 //   h = norm(x);   q, k, v = linear(h);   q, k = rotate(norm(q), norm(k));   x += linear(attention(q, pages with k, v))
 //   h = norm(x);   x += linear(activation(linear(h)) * linear(h))
@@ -49,6 +50,15 @@ struct Decoder {
   //   slots            [rows]
   void run(Number* x, const Number* cosines, const Number* sines, AttentionPlan& plan, Number* key_pages,
            Number* value_pages, const std::int64_t* slots, unsigned threads) const;
+
+  // Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place.
+  void turn(Number* q, Number* k, const Number* cosines, const Number* sines, std::size_t rows, unsigned threads) const;
+
+  // x += found, both [rows, hidden], and the norm of the sum to `normed`, unless that is null.
+  void join(Number* x, const Number* found, Number* normed, std::size_t rows, unsigned threads) const;
+
+  // opened = activation(opened) * widened, both [rows, inner].
+  void open(Number* opened, const Number* widened, std::size_t rows, unsigned threads) const;
 };
 
 }  // namespace mainstem

@@ -9,9 +9,6 @@ namespace mainstem {
 
 namespace {
 
-constexpr std::size_t kAlone = 1 << 15;  // numbers that one thread computes before others have begun
-constexpr std::size_t kPart = 8;         // rows
-
 // Where rows come from and go to.
 template <class Number>
 struct Norm {
@@ -60,8 +57,7 @@ void rms_norm(const Number* x, const Number* weight, Number* out, std::size_t ro
               const NormRule& rule, unsigned threads) {
   const Norm<Number> norm{x, weight, out, width, rule};
   const auto run = best_isa() == Isa::kAvx512 ? on_avx512<Number> : on_avx2<Number>;
-  const std::size_t part = rows * width <= kAlone ? rows : kPart;
-  share_out(rows, part, threads, [&](std::size_t begin, std::size_t end) { run(norm, begin, end); });
+  share_rows(rows, width, threads, [&](std::size_t begin, std::size_t end) { run(norm, begin, end); });
 }
 
 template void rms_norm(const float*, const float*, float*, std::size_t, std::size_t, const NormRule&, unsigned);

@@ -34,4 +34,11 @@ void share_out(std::size_t size, std::size_t part, unsigned threads, const Work&
     take(&shared);
 }
 
+// The same for rows of `width` numbers. Of few numbers, one thread has done all before others begin.
+template <class Work>
+void share_rows(std::size_t rows, std::size_t width, unsigned threads, const Work& work) {
+  constexpr std::size_t kAlone = 1 << 15, kPart = 8;
+  share_out(rows, rows * width <= kAlone ? rows : kPart, threads, work);
+}
+
 }  // namespace mainstem

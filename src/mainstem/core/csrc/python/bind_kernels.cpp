@@ -207,6 +207,40 @@ void run_decoder(const AnyDecoder& self, Address x, Address cosines, Address sin
       self);
 }
 
+template <class Number>
+Number* numbers_at(Address address) {
+  return reinterpret_cast<Number*>(address);
+}
+
+void turn(const AnyDecoder& self, Address q, Address k, Address cosines, Address sines, std::size_t rows,
+          unsigned threads) {
+  const nb::gil_scoped_release unlocked;
+  std::visit(
+      [&]<class Number>(const Decoder<Number>& layer) {
+        layer.turn(numbers_at<Number>(q), numbers_at<Number>(k), numbers_at<Number>(cosines), numbers_at<Number>(sines),
+                   rows, threads);
+      },
+      self);
+}
+
+void join(const AnyDecoder& self, Address x, Address found, Address normed, std::size_t rows, unsigned threads) {
+  const nb::gil_scoped_release unlocked;
+  std::visit(
+      [&]<class Number>(const Decoder<Number>& layer) {
+        layer.join(numbers_at<Number>(x), numbers_at<Number>(found), numbers_at<Number>(normed), rows, threads);
+      },
+      self);
+}
+
+void open(const AnyDecoder& self, Address opened, Address widened, std::size_t rows, unsigned threads) {
+  const nb::gil_scoped_release unlocked;
+  std::visit(
+      [&]<class Number>(const Decoder<Number>& layer) {
+        layer.open(numbers_at<Number>(opened), numbers_at<Number>(widened), rows, threads);
+      },
+      self);
+}
+
 const char* isa_name() {
   switch (best_isa()) {
     case Isa::kAvx512:
@@ -281,7 +315,14 @@ void bind_kernels(nb::module_& m) {
           "Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to "
           "their "
           "slots.\n\n`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below "
-          "`positions`.");
+          "`positions`.")
+      .def("turn", &turn, "q"_a, "k"_a, "cosines"_a, "sines"_a, "rows"_a, "threads"_a,
+           "Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place, without the GIL.")
+      .def("join", &join, "x"_a, "found"_a, "normed"_a, "rows"_a, "threads"_a,
+           "Adds `found` to x, [rows, hidden], and writes the norm before the MLP of the sum to `normed` if that is "
+           "not 0; without the GIL.")
+      .def("open", &open, "opened"_a, "widened"_a, "rows"_a, "threads"_a,
+           "Multiplies the activation of `opened` by `widened`, [rows, inner], in place, without the GIL.");
 }
 
 }  // namespace mainstem
