@@ -47,6 +47,16 @@ def test_a_product_is_the_layers_for_any_number_of_rows(
         assert close(result, exact(x, given)), rows
 
 
+@pytest.mark.skipif(not _core.has_tiles(), reason="the machine has no tiles of bfloat16")
+@pytest.mark.parametrize(("outputs", "inputs"), [(17, 96), (48, 64), (300, 576)])
+def test_by_tiles_a_row_has_the_same_bits_however_many_rows_are_with_it(outputs: int, inputs: int) -> None:
+    x, given = random(100, inputs, dtype=torch.bfloat16), layer(outputs, inputs, torch.bfloat16)
+    (whole,) = products(x, [given])
+    assert close(whole, exact(x, given))
+    for rows in range(1, 100):
+        assert torch.equal(products(x[:rows], [given])[0], whole[:rows]), rows
+
+
 def test_a_width_that_the_core_does_not_take_is_computed_too() -> None:
     for dtype in DTYPES:
         x, given = random(4, 33, dtype=dtype), layer(7, 33, dtype)
