@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from mainstem import _core
+
 ROOT = Path(__file__).parents[1]
 VLLM = ROOT / ".venv-vllm" / "mainstem"  # there once `make test-vllm` has installed vLLM, and Mainstem beside it
 
@@ -63,6 +65,7 @@ def _no_linux_on_x86_64() -> bool:
 
 ALLOWED = (
     Allowed("there is no CUDA device here", _no_cuda, 13),
+    Allowed("the machine has no tiles of bfloat16", lambda: not _core.has_tiles(), 3),
     Allowed("Triton is not installed", lambda: sys.platform != "linux", 40),
     Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 3),
     Allowed("needs Linux, g\\+\\+ and make", lambda: sys.platform != "linux" or _lacks("g++")() or _lacks("make")(), 3),
