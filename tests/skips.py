@@ -74,6 +74,7 @@ ALLOWED = (
     Allowed("no small (disk|file system)", lambda: True, 3),  # the test tries to mount one first
     Allowed("no Mooncake client", lambda: _no_linux_on_x86_64() or not find_library("ibverbs"), 1),
     Allowed("no NIXL", lambda: sys.platform != "linux", 1),
+    Allowed("OpenTelemetry is not installed", lambda: find_spec("opentelemetry.sdk") is None, 12),
     Allowed("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13), 54),
     Allowed("no LMCache at", lambda: not (ROOT / ".venv-lmcache" / "bin" / "python").exists(), None),
     Allowed("no SGLang here", lambda: find_spec("sglang") is None, None),
