@@ -275,6 +275,9 @@ class Tree:
         The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of mainstem.tree.SURVEYED, 8 bytes each, native.
         """
 
+    def name_at(self, place: int) -> bytes:
+        """The name of the namespace whose root is at a place."""
+
     def places(self) -> int:
         """Places that nodes have or had; that of number 0 is nobody's."""
 

@@ -38,7 +38,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
@@ -47,7 +47,7 @@ from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
-from mainstem.server import errors, management, message_reply, messages, openapi, replies, requests, tokenization
+from mainstem.server import errors, live, management, message_reply, messages, openapi, replies, requests, tokenization
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
@@ -62,7 +62,7 @@ from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
 from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.responses import Responses
-from mainstem.server.tenants import Tenancy
+from mainstem.server.tenants import Tenancy, show_owner
 from mainstem.server.tracing import Trace, Tracing, check_installed
 from mainstem.settings.server import RecordConfig, ServerConfig
 from mainstem.settings.tenants import read_tenants
@@ -313,6 +313,8 @@ class _Service:
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
         self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing)
         self._recorder, self._tracing = recorder, tracing
+        name_of = show_owner if self._tenancy is None else self._tenancy.name
+        self._live = live.Live(engine, self._metrics, self.names[0], name_of, clock, now)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
         kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
         self._responses = Responses(kept, now, self._fingerprints)
@@ -339,6 +341,9 @@ class _Service:
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tenants", self._tenants, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/cache", self._live_page, methods=["GET"]),
+            Route("/cache/events", self._live_events, methods=["GET"]),
+            Route("/cache/sample", self._live_sample, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
@@ -601,6 +606,22 @@ class _Service:
     async def _tree(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
+
+    async def _live_page(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        return HTMLResponse(
+            live.page(), headers={"Content-Security-Policy": live.policy(), "Cache-Control": "no-store"}
+        )
+
+    async def _live_events(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        events = self._live.events(live.node_of(http.query_params), lambda: self.draining)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def _live_sample(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        body = await self._live.sample(live.node_of(http.query_params))
+        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         return await self._answer(http, lambda body: self._tokenized(tokenization.parse_tokenize(body)))

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mainstem.runtime.request import Delta
+from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine, EngineStats
@@ -254,6 +255,11 @@ class Metrics:
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
         return generate_latest(self._registry)
+
+    def sample(self, at_s: float) -> Sample:
+        """Returns every value as it is now."""
+        found = [one for family in self._registry.collect() for one in family.samples]
+        return Sample(at_s, {(one.name, frozenset(one.labels.items())): one.value for one in found})
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)

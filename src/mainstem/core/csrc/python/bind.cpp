@@ -511,6 +511,9 @@ NB_MODULE(_core, m) {
           "first"_a, "count"_a,
           "The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of "
           "mainstem.tree.SURVEYED, 8 bytes each, native.")
+      .def(
+          "name_at", [](const Tree& t, std::size_t place) { return to_bytes(t.name_at(place)); }, "place"_a,
+          "The name of the namespace whose root is at a place.")
       .def("places", &Tree::places, "Places that nodes have or had; that of number 0 is nobody's.")
       .def(
           "counts",

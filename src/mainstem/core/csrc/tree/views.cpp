@@ -166,6 +166,12 @@ std::vector<std::int64_t> Tree::survey(std::size_t first, std::size_t count) con
   return rows;
 }
 
+std::string Tree::name_at(std::size_t place) const {
+  if (place == 0 || place >= places()) return {};
+  const Node& n = nodes_[static_cast<Index>(place)];
+  return n.live && n.root() ? std::string(text(n.key)) : std::string();
+}
+
 NodeView Tree::view(Index node) const {
   const Node& n = nodes_[node];
   NodeView view{stats(node), nodes_.handle(n.parent), n.children(), n.removed != 0, {}, {}};
