@@ -68,7 +68,7 @@ def _no_linux_on_x86_64() -> bool:
 ALLOWED = (
     Allowed("there is no CUDA device here", _no_cuda, 13),
     Allowed("Triton is not installed", lambda: sys.platform != "linux", 40),
-    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 3),
+    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 6),
     Allowed("needs Linux, g\\+\\+ and make", lambda: sys.platform != "linux" or _lacks("g++")() or _lacks("make")(), 3),
     Allowed("valgrind was not found", _lacks("valgrind"), 1),
     Allowed("no prometheus", _lacks("prometheus", "promtool"), 60),

@@ -226,7 +226,7 @@ def crowded() -> FakeEngine:
 def test_a_browser_draws_a_hundred_thousand_nodes_in_a_frame(browser: Page, crowded: FakeEngine) -> None:
     with served(crowded, admin_key="root", api_key=("one", "two")) as address:
         browser.open(f"http://admin:root@{address}/cache")
-        browser.until("document.querySelector('#main').dataset.samples >= 3", 60)
+        browser.until("document.querySelector('#main')?.dataset.samples >= 3", 60)
         title = browser.run("document.querySelector('#tree-title').textContent")
         assert int(re.findall(r"([\d,]+) nodes", title)[0].replace(",", "")) >= 100_000
         browser.run("document.querySelector('#icicle').focus()")
@@ -247,7 +247,7 @@ def test_keys_walk_the_tree_and_it_is_said(browser: Page, crowded: FakeEngine) -
     said = "document.querySelector('#picked').textContent"
     with served(crowded) as address:
         browser.open(f"http://{address}/cache")
-        browser.until("document.querySelector('#main').dataset.samples >= 1", 60)
+        browser.until("document.querySelector('#main')?.dataset.samples >= 1", 60)
         browser.run("document.querySelector('#icicle').focus()")
         browser.press("ArrowRight")
         assert browser.run(said).startswith("All of ")

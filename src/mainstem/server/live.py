@@ -227,11 +227,7 @@ class Live:
             return self._encoded[node]
 
     async def events(self, node: int, ends: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """Yields samples as server-sent events, until `ends` or the engine does.
-
-        Raises:
-            ApiError: 503; too many look already.
-        """
+        """Yields samples as server-sent events, until `ends` or the engine does; one event `full` if too many look."""
         if self._watchers >= _MOST_WATCHERS:
             yield b"event: full\ndata: {}\n\n"
             return
@@ -260,7 +256,7 @@ class Live:
             del self._ticks[:-_TICKS]
         elif tick == self._ticks[-1][0]:
             self._ticks[-1] = (tick, self._ticks[-1][1])
-        nodes.below.items()  # summed up here, once for all who look
+        _ = nodes.below  # summed up here, once for all who look
         left = self._left(before, nodes, at_s)
         return _Look(at_s, self._clock() - began_s, nodes, self._metrics.sample(at_s), left)
 

@@ -158,17 +158,23 @@ class Tracing:
         """Sends a batch. What goes wrong is said once."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        result = self._exporter.export(spans)
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            self._count(len(spans), sent=result is SpanExportResult.SUCCESS)
+        return result
+
+    def _count(self, spans: int, *, sent: bool) -> None:
         with self._lock:
-            self._waiting -= len(spans)
-            if result is SpanExportResult.SUCCESS:
-                self._stats.sent += len(spans)
-                return result
+            self._waiting -= spans
+            if sent:
+                self._stats.sent += spans
+                return
             first = self._stats.failed == 0
-            self._stats.failed += len(spans)
+            self._stats.failed += spans
         if first:
             log.warning("no traces at %s: %s; further failures are only counted", self._url, self._why.last)
-        return result
 
 
 class _Why(logging.Filter):
