@@ -89,7 +89,7 @@ def take(server: Server, folder: Path) -> None:
         return httpx.get(f"{address}/metrics").text
 
     with browsing(folder) as page:
-        page.open(f"{url}/cache", height=1010)
+        page.open(f"{url}/cache", height=1240)
         time.sleep(LOADED_S)
         watch: Any = Watch([url], fetch, time.monotonic)
         watch.look()
