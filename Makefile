@@ -217,7 +217,7 @@ $(DOCS)/ready: $(VENV)/dev docs/requirements.txt
 # The drawings of docs/concepts.md.
 pictures: $(VENV)/dev
 	$(BIN)/python scripts/pictures.py
-	$(BIN)/python scripts/screens.py
+	PYTHONPATH=tests $(BIN)/python -m scripts.screens
 
 docs: $(DOCS)/ready
 	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html

@@ -1,30 +1,27 @@
 """Takes the pictures of what moves: the live page and `mainstem top`, of a server under load: `make pictures`.
 
-The server is real, its model tiny and random. Its clients are sessions of several turns, some of which share a beginning;
-they outgrow the device and the host, so that every tier has something to do. The page is drawn by Chromium, as in the tests.
+The server is real, its model tiny and random. Its clients are sessions of several turns, some of which share a
+beginning; they outgrow the device and the host, so that every tier has something to do. Chromium draws the page, as in
+the tests, whose rigs must be on the path.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
 import httpx
-from pictures import Picture
 from rigs.browser import browsing
 from rigs.serving import Server, server_of, tiny_folder
 
 from mainstem.watch.top import Look, Watch, table
+from scripts.pictures import Picture
 
-FOLDER = ROOT / "docs" / "screens"
+FOLDER = Path(__file__).parents[1] / "docs" / "screens"
 PAGE_BYTES = 12288  # of 16 tokens of the model
 CLIENTS = 6
 LOADED_S = 75.0
@@ -89,7 +86,7 @@ def take(server: Server, folder: Path) -> None:
         return httpx.get(f"{address}/metrics").text
 
     with browsing(folder) as page:
-        page.open(f"{url}/cache", height=1240)
+        page.open(f"{url}/cache", height=1260)
         time.sleep(LOADED_S)
         watch: Any = Watch([url], fetch, time.monotonic)
         watch.look()

@@ -69,6 +69,7 @@ class Page:
     def open(self, url: str, *, width: int = 1280, height: int = 1200, dark: bool = False, before: str = "") -> None:
         """Opens a URL; `before`: a script that runs before those of the page."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
         self.dark(dark)
         if before:
             self.call("Page.addScriptToEvaluateOnNewDocument", source=before)
