@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from mainstem.cache import PrefixCache
 from mainstem.tree import Tree
 from mainstem.watch.outline import Nodes, left_device, read
 
@@ -142,3 +144,45 @@ def test_splits_and_joins_leave_nothing() -> None:
     assert found.length == 12
     looks.append(read(tree.survey))
     assert left_device(looks[1], looks[2])[1].sum() == 1
+
+
+def test_a_join_leaves_nothing() -> None:
+    tree, ids = Tree(PAGE), iter(range(1000))
+    insert(tree, list(range(20)), ids)
+    upper = tree.core.locate(b"", np.arange(20, dtype=np.int32).tobytes(), 5)  # splits it
+    tree.lock(upper)
+    before = read(tree.survey)
+    tree.unlock(upper)
+    now = read(tree.survey)
+    assert (before.column("pages") > 0).sum() == 2
+    assert (now.column("pages") > 0).sum() == 1, "it was not joined"
+    assert left_device(before, now)[1].sum() == 0
+
+
+def test_a_root_comes_before_its_only_child_wherever_they_lie() -> None:
+    tree, ids = Tree(PAGE), iter(range(1000))
+    for tail in range(5):
+        insert(tree, [0, 0, tail, tail], ids, "one")
+    tree.evict(100)  # which frees the places in some order
+    for name in ("two", "three", "four"):
+        insert(tree, [1, 1], ids, name)
+    nodes = read(tree.survey)
+    places = dict(zip(nodes.column("place").tolist(), nodes.column("parent").tolist(), strict=True))
+    assert any(parent > 0 and place < parent for place, parent in places.items()), "no child lies before its root"
+    for most in range(1, 6):
+        chosen = nodes.largest(most)
+        assert set(nodes.above[chosen]) <= set(chosen)
+
+
+def test_a_prompt_that_is_published_in_pieces_leaves_nothing() -> None:
+    cache = PrefixCache(pages=64, page_size=PAGE)
+    with cache.lease(list(range(40))) as lease:
+        lease.reserve(40)
+        looks = []
+        for end in (4, 8, 12, 30):
+            lease.publish(end)
+            looks.append(read(cache.tree.survey))
+        lease.finish()
+    assert len({int(look.column("node").max()) for look in looks}) == 4, "its node has the same handle all along"
+    for before, now in itertools.pairwise(looks):
+        assert left_device(before, now)[1].sum() == 0
