@@ -150,8 +150,8 @@ def test_a_join_leaves_nothing() -> None:
     tree, ids = Tree(PAGE), iter(range(1000))
     insert(tree, list(range(20)), ids)
     upper = tree.core.locate(b"", np.arange(20, dtype=np.int32).tobytes(), 5)  # splits it
-    tree.lock(upper)
     before = read(tree.survey)
+    tree.lock(upper)
     tree.unlock(upper)
     now = read(tree.survey)
     assert (before.column("pages") > 0).sum() == 2
