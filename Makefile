@@ -27,7 +27,7 @@ help:
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
 	@echo "make docs          the site, into build/docs/html: every page, link and name in the reference must exist"
-	@echo "make pictures      draw the pictures of docs/concepts.md again"
+	@echo "make pictures      draw the pictures of docs/concepts.md again, and take those of the live page and of top"
 	@echo "make spin          visit every state of small models of the cache, and reintroduce bugs (needs spin and gcc)"
 	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
@@ -215,8 +215,9 @@ $(DOCS)/ready: $(VENV)/dev docs/requirements.txt
 	@touch $@
 
 # The drawings of docs/concepts.md.
-pictures: $(VENV)/server
+pictures: $(VENV)/dev
 	$(BIN)/python scripts/pictures.py
+	PYTHONPATH=tests $(BIN)/python -m scripts.screens
 
 docs: $(DOCS)/ready
 	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html

@@ -59,6 +59,10 @@ def _another_compiler() -> bool:
     return bool(instructions.kept()["compiler"] != compiler_version())
 
 
+def _no_opentelemetry() -> bool:
+    return find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None
+
+
 def _no_linux_on_x86_64() -> bool:
     return sys.platform != "linux" or os.uname().machine != "x86_64"
 
@@ -67,7 +71,7 @@ ALLOWED = (
     Allowed("there is no CUDA device here", _no_cuda, 13),
     Allowed("the machine has no tiles of bfloat16", lambda: not _core.has_tiles(), 3),
     Allowed("Triton is not installed", lambda: sys.platform != "linux", 40),
-    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 3),
+    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 6),
     Allowed("needs Linux, g\\+\\+ and make", lambda: sys.platform != "linux" or _lacks("g++")() or _lacks("make")(), 3),
     Allowed("valgrind was not found", _lacks("valgrind"), 1),
     Allowed("no prometheus", _lacks("prometheus", "promtool"), 60),
@@ -77,6 +81,7 @@ ALLOWED = (
     Allowed("no small (disk|file system)", lambda: True, 3),  # the test tries to mount one first
     Allowed("no Mooncake client", lambda: _no_linux_on_x86_64() or not find_library("ibverbs"), 1),
     Allowed("no NIXL", lambda: sys.platform != "linux", 1),
+    Allowed("OpenTelemetry is not installed", _no_opentelemetry, 12),
     Allowed("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13), 54),
     Allowed("no LMCache at", lambda: not (ROOT / ".venv-lmcache" / "bin" / "python").exists(), None),
     Allowed("no SGLang here", lambda: find_spec("sglang") is None, None),

@@ -24,9 +24,10 @@ from mainstem.server.app import create_app
 from mainstem.server.metrics import OUTCOMES, TABLE, Metrics
 from mainstem.server.precompute import TurnStats
 from mainstem.server.recording import RecordStats
+from mainstem.server.tracing import SpanStats
 
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
-READ = {"engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats}
+READ = {"engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats, "spans": SpanStats}
 NOT_EXPORTED = {
     "engine.totals": {"requests", "cached_tokens", "computed_tokens", "errors"},
     "engine.cache.leases": {"open", "partial_hit", "partial_missed", "duplicate_pages", "host_hit"},
@@ -74,6 +75,7 @@ def everything() -> tuple[EngineStats, RecordStats, dict[str, float]]:
 
 def exposition(engine: EngineStats, recorder: RecordStats) -> str:
     stats = {"engine": engine, "recorder": recorder, "answers": AnswerStats(1, 2, 3, 4), "turns": TurnStats(5, 6, 7)}
+    stats["spans"] = SpanStats(8, 9, 10)
     parts: Any = {name: SimpleNamespace(stats=lambda part=part: part) for name, part in stats.items()}
     return Metrics(**parts).exposition().decode()
 

@@ -24,3 +24,12 @@ def test_each_picture_is_shown_and_no_other_is_kept() -> None:
     page = (ROOT / "docs" / "concepts.md").read_text()
     assert [name for name in DRAWN if f"](pictures/{name}.svg)" not in page] == []
     assert {path.stem for path in (ROOT / "docs" / "pictures").iterdir()} == set(DRAWN)
+
+
+def test_the_pictures_of_what_moves_are_there_and_shown() -> None:
+    """They differ each time; so they are looked at, not compared."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    kept = {path.name for path in (ROOT / "docs" / "screens").iterdir()}
+    assert kept == {"live-light.png", "live-dark.png", "top.svg"}
+    assert "](screens/live-light.png)" in page and "](screens/top.svg)" in page
+    assert ElementTree.parse(ROOT / "docs" / "screens" / "top.svg").getroot().get("aria-label")

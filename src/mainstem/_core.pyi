@@ -270,6 +270,17 @@ class Tree:
         Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, ids) for each cell.
         """
 
+    def survey(self, first: int, count: int) -> bytes:
+        """
+        The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of mainstem.tree.SURVEYED, 8 bytes each, native.
+        """
+
+    def name_at(self, place: int) -> bytes:
+        """The name of the namespace whose root is at a place."""
+
+    def places(self) -> int:
+        """Places that nodes have or had; that of number 0 is nobody's."""
+
     def counts(self, component: int, tier: int) -> tuple[int, int, int]:
         """Ids present, locked (of those present), and in flight."""
 

@@ -102,6 +102,29 @@ class NodeView:
     removed: bool = False
 
 
+SURVEYED = (
+    "place", "parent", "node", "start", "pages", "hits", "accessed", "created", "device", "host", "locks", "flags",
+)  # fmt: skip
+"""The columns of a `Survey`.
+
+`place` and `parent` are numbers of places, 0 for none; `node` is a handle; `start` and `pages` are in pages, `accessed`
+and `created` in ticks. `device` and `host` say whether the first component is absent (0), `IN_FLIGHT` or `PRESENT`
+there; `locks` are those of the device, retentions included. `flags`: 1 removed, 2 demoted, 4 retained on the device.
+"""
+
+
+class Survey(NamedTuple):
+    """What is at some of the places of a tree, for tools.
+
+    `rows` are int64 [nodes, len(SURVEYED)]: live nodes, and the root of each namespace as a node without pages.
+    `places` is the number of all places. `names` are the encoded namespaces, by the places of their roots.
+    """
+
+    rows: NDArray[np.int64]
+    places: int
+    names: dict[int, bytes]
+
+
 class Tree:
     """A radix tree from token sequences to page ids.
 
@@ -446,6 +469,22 @@ class Tree:
                     node, parent, name, start * self.page_size, pages * self.page_size, key, children,
                     created, accessed, hits, priority, views, removed,
                 )  # fmt: skip
+
+    def survey(self, first: int, count: int) -> Survey:
+        """Describes what is at the places [first, first + count), in no order.
+
+        A node stays at its place as long as it lives. The work is bounded by `count`, so that a large tree can be read
+        in slices, between which it may change.
+
+        Raises:
+            BadArgument: a number below 0.
+        """
+        first = check_integer("first", first, 0, _EVERYTHING)
+        count = check_integer("count", count, 0, _EVERYTHING)
+        rows = np.frombuffer(self.core.survey(first, count), np.int64).reshape(-1, len(SURVEYED))
+        roots = rows[(rows[:, 1] == 0) & (rows[:, 4] == 0), 0].tolist()
+        names = {place: self.core.name_at(place) for place in roots}
+        return Survey(rows, self.core.places(), names)
 
     def pretty(self, describe: Callable[[bytes], str] | None = None) -> str:
         """Returns the tree as text, one line per node: its length, first symbols, locks and hits.

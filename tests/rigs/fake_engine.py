@@ -30,6 +30,7 @@ from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLo
 from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
+from mainstem.tree import Survey, Tree
 
 
 class FakeTokenizer:
@@ -230,6 +231,8 @@ class FakeEngine:
         self.used: dict[bytes, OwnerUsage] = {}
         self.published: list[list[int]] = []
         self._seen: dict[str, list[np.ndarray]] = {}
+        self.shown = Tree(page_size=16, tiers=2)  # what `survey` describes
+        self.surveyed: list[int] = []
         self._lock = threading.Lock()
 
     def submit(self, request: Request, *, on_progress: Callable[[int, int], None] | None = None) -> FakeStream:
@@ -310,6 +313,10 @@ class FakeEngine:
 
     def tree(self) -> str:
         return "".join(f"{name}: {len(seen)} prompts\n" for name, seen in self._seen.items()) or "(empty)\n"
+
+    def survey(self, first: int, count: int) -> Survey:
+        self.surveyed.append(count)
+        return self.shown.survey(first, count)
 
     def generate(self, prompts: Sequence[str], params: SamplingParams) -> list[Completion]:
         requests = [Request(np.array(self.tokenizer.encode(prompt), dtype=np.int32), params) for prompt in prompts]

@@ -60,6 +60,7 @@ from mainstem.runtime.tiers import close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
+from mainstem.tree import Survey
 
 log = logging.getLogger(__name__)
 
@@ -456,6 +457,14 @@ class Engine:
         """
         return self._ask(self._show)
 
+    def survey(self, first: int, count: int) -> Survey:
+        """Describes some of the tree, in time bounded by `count`: see `Tree.survey`.
+
+        Raises:
+            EngineClosed: the engine is closed or has failed.
+        """
+        return self._ask(self._survey, first=first, count=count)
+
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests, and waits until those under way have ended; returns whether all have."""
         with self._changed:
@@ -635,6 +644,9 @@ class Engine:
 
     def _show(self) -> str:
         return self._cache.tree.pretty(self._describe)
+
+    def _survey(self, first: int, count: int) -> Survey:
+        return self._cache.tree.survey(first, count)
 
     def _load(self, name: str, files: AdapterFiles) -> None:
         self._model.adapters.add(name, files)

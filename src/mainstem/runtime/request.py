@@ -17,6 +17,7 @@ from mainstem.expected import check_next_use
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.retention import LEAST_S, Kept
+from mainstem.runtime.timeline import Phase
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -276,6 +277,7 @@ class Usage:
         ttft_s: from arrival to the first token; 0 if there was none.
         duration_s: from arrival to the end.
         prefixes: those that the request marks, each with how much of it the cache has in the end, and retains.
+        phases: what it did when, for traces.
     """
 
     prompt_tokens: int
@@ -287,6 +289,7 @@ class Usage:
     host_tokens: int = 0
     storage_tokens: int = 0
     prefixes: tuple[tuple[Prefix, Kept], ...] = ()
+    phases: tuple[Phase, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ from mainstem.runtime.sequence import Sequence, common_prefix, spliced_images
 from mainstem.runtime.sessions import Sessions
 from mainstem.runtime.sizing import window_pages
 from mainstem.runtime.text import Detokenizer, Tokenizer
+from mainstem.runtime.timeline import Timeline
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.load import Load
@@ -256,7 +257,9 @@ class Scheduler:
         sampler = Sampler(params, self._random, None if rules is None else LogitsProcessor(*rules))
         shown = (params.skip_special_tokens, params.include_stop_str_in_output, params.hidden_tokens)
         text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
-        self._waiting[id] = sequence = Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
+        timeline, arrival = Timeline(self._clock, arrived_s), self.totals.requests
+        sequence = Sequence(id, request, prompt, arrival, arrived_s, sampler, text, timeline)
+        self._waiting[id] = sequence
         self.totals.requests += 1
         self.totals.grammar_requests += params.grammar is not None
         self._idle = False
@@ -327,12 +330,17 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         log.info("out of pages: request %s is preempted at %d positions", sequence.id, sequence.computed)
-        del self._running[sequence.id]
         sequence.keep_state()
+        self._requeue(sequence)
+        self.totals.preemptions += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Lets a running request wait again, to be admitted before those that never ran."""
+        del self._running[sequence.id]
         sequence.close()
         sequence.was_preempted = True
+        sequence.timeline.begin("queue")
         self._waiting[sequence.id] = sequence
-        self.totals.preemptions += 1
 
     def _schedule_running(self) -> list[tuple[Sequence, int]]:
         """Schedules running requests, with the number of tokens of each: decodes first, then prefills, oldest first.
@@ -503,10 +511,8 @@ class Scheduler:
     def _prefetch(self, sequence: Sequence) -> None:
         """Starts to prefetch what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled and not sequence.scoring:
-            sequence.prefetch = self._tiers.prefetch(
-                sequence.encoded(self._cache.tree.keys), sequence.request.namespace, meets=True
-            )
-            sequence.prefetches += 1
+            key = sequence.encoded(self._cache.tree.keys)
+            sequence.begin_prefetch(self._tiers.prefetch(key, sequence.request.namespace, meets=True))
 
     def _awaits_prefetch(self, sequence: Sequence) -> bool:
         """Whether to wait, since storage may soon bring more of this request's prompt."""
@@ -518,7 +524,7 @@ class Scheduler:
             and prefetch.loaded
             and sequence.prefetches < _PREFETCHES
         ):
-            self._drop_prefetch(sequence)  # it was shared with another prompt, which may part from this one further on
+            sequence.drop_prefetch()  # it was shared with another prompt, which may part from this one further on
             self._prefetch(sequence)
         elif (
             prefetch is None
@@ -529,14 +535,6 @@ class Scheduler:
             self._prefetch(sequence)  # too many were under way
         return sequence.prefetch is not None and sequence.prefetch.waiting
 
-    def _drop_prefetch(self, sequence: Sequence) -> None:
-        if sequence.prefetch is not None:
-            if sequence.leads:
-                sequence.prefetch.stop_leading()
-            sequence.stored += sequence.prefetch.loaded
-            sequence.prefetch.revoke()
-            sequence.prefetch, sequence.leads = None, False
-
     def _meet(self, sequence: Sequence, prefetch: Prefetch) -> None:
         """Lets a request go on after the pages that have arrived: it is admitted again, before others."""
         assert self._tiers is not None
@@ -544,13 +542,11 @@ class Scheduler:
             keys, namespace = self._cache.tree.keys, sequence.request.namespace
             found = self._cache.peek(sequence.encoded(keys), namespace) - sequence.computed
             if found > 0 and found >= self._tiers.load_min_tokens():
-                del self._running[sequence.id]
-                sequence.close()
-                sequence.was_preempted = sequence.met = True
-                self._waiting[sequence.id] = sequence
+                self._requeue(sequence)
+                sequence.met = True
                 return
         if prefetch.ended:
-            self._drop_prefetch(sequence)
+            sequence.drop_prefetch()
 
     def _leads(self, sequence: Sequence, load: Load | None) -> bool:
         """Whether an admitted request computes while its prefetch goes on reading."""
@@ -565,6 +561,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
         request, reuse = sequence.request, not sequence.scoring
+        sequence.timeline.match()
         lease = self._cache.lease(sequence.key, request.namespace, priority=request.priority, reuse=reuse)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
         try:
@@ -575,9 +572,10 @@ class Scheduler:
             raise
         del self._waiting[sequence.id]
         self._running[sequence.id] = sequence
+        sequence.timeline.admitted(loads=load is not None)
         met = sequence.met
         if not self._leads(sequence, load):
-            self._drop_prefetch(sequence)
+            sequence.drop_prefetch()
         loaded = 0 if load is None else load.pages * self._cache.page_size
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock()
@@ -662,7 +660,7 @@ class Scheduler:
             if sequence.prefetch is not None:
                 sequence.prefetch.reached(sequence.computed)
                 if not sequence.prefilling:
-                    self._drop_prefetch(sequence)
+                    sequence.drop_prefetch()
         for sequence, choices_of in chosen.items():
             if choices_of[0] is None:
                 continue
@@ -691,7 +689,7 @@ class Scheduler:
             return scheduled, sampled, logits
         for sequence in failed:
             self._uncount_load(sequence)
-            self._drop_prefetch(sequence)  # what it brings cannot be used either
+            sequence.drop_prefetch()  # what it brings cannot be used either
         rows = torch.split(logits, [1 + len(sequence.draft) for sequence in sampled])
         good = [at for at, sequence in enumerate(sampled) if sequence not in failed]
         scheduled = [(sequence, n) for sequence, n in scheduled if sequence not in failed]
@@ -770,7 +768,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
         self._waiting.pop(sequence.id, None)
         self._running.pop(sequence.id, None)
-        self._drop_prefetch(sequence)
+        sequence.drop_prefetch()
         sequence.close()
         prefixes = sequence.settle(self._cache.retention, self._now_s, reason)
         self.totals.errors += error is not None

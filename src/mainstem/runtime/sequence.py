@@ -19,6 +19,7 @@ from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
 from mainstem.runtime.text import Detokenizer
+from mainstem.runtime.timeline import Timeline
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
 
@@ -41,8 +42,10 @@ class Sequence:
         arrived_s: float,
         sampler: Sampler,
         text: Detokenizer,
+        timeline: Timeline,
     ) -> None:
         self.id = id
+        self.timeline = timeline
         self.request = request
         self.namespace = encode_namespace(request.namespace)
         self.arrived_s = arrived_s
@@ -177,6 +180,23 @@ class Sequence:
         self._lease = self._load = None
         self.computed = 0
 
+    def begin_prefetch(self, prefetch: Prefetch | None) -> None:
+        """Takes over what reads storage for its prompt; None: nothing does."""
+        self.prefetch = prefetch
+        self.prefetches += 1
+        if prefetch is not None:
+            self.timeline.begin("prefetch")
+
+    def drop_prefetch(self) -> None:
+        """Reads storage no further, if it did; what has arrived stays."""
+        if self.prefetch is not None:
+            if self.leads:
+                self.prefetch.stop_leading()
+            self.stored += self.prefetch.loaded
+            self.prefetch.revoke()
+            self.prefetch, self.leads = None, False
+            self.timeline.end("prefetch")
+
     def chunk(self, budget: int) -> int:
         """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
         if not self.prefilling:
@@ -212,6 +232,8 @@ class Sequence:
     def finish_load(self) -> bool:
         """Returns whether all pages that a forward read had arrived. If not, computing restarts at the hit."""
         load, self._load = self._load, None
+        if load is not None:
+            self.timeline.end("load")
         if load is None or load.wait():
             self.counted = None
             return True
@@ -310,16 +332,20 @@ class Sequence:
     def append(self, token: int) -> None:
         """Appends a sampled token."""
         assert self._lease is not None and self.uncomputed == 0
+        self.timeline.generates()
         self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
         self._lease.append([token])
 
     def close(self) -> None:
         """Ends the lease, if there is one. What was computed stays in the cache, but nothing of a failed step."""
+        self.timeline.end("queue", "load", "prefill", "decode")
         if self._lease is not None and self._load is not None:
             self._lease.abort()  # nothing is computed yet
         elif self._lease is not None:
+            self.timeline.begin("store")
             self._lease.finish(self.kept)
+            self.timeline.end("store")
         self._lease = self._load = self.counted = None
 
     def keep_state(self) -> None:
@@ -360,6 +386,7 @@ class Sequence:
             host_tokens=self.host_tokens,
             storage_tokens=self.storage_tokens,
             prefixes=prefixes,
+            phases=self.timeline.phases(),
         )
 
 

@@ -5,10 +5,12 @@ Keys are compared and named by digests. It does not know routes or engines.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 
@@ -60,12 +62,21 @@ class Access:
         """Returns the key of a tenant."""
         return None if tenant is None else self._keys[tenant]
 
-    def require_admin(self, headers: Headers) -> None:
+    def require_admin(self, headers: Headers, *, browser: bool = False) -> None:
         """Requires the admin key, or the only API key if there is no admin key, for what concerns all clients.
+
+        Args:
+            headers: of the request.
+            browser: the key may also be the password that a person gave to a browser (HTTP Basic). Only for routes that
+                change nothing: browsers send it whichever page asks them to.
 
         Raises:
             ApiError: 401 for a missing or unknown key, 403 for a key without this right.
         """
+        if browser:
+            with _asking_a_person():
+                self.require_admin(_as_bearer(headers))
+            return
         if self._admin_key is None:
             self.tenant(headers)
             allowed = len(self._keys) <= 1
@@ -122,3 +133,28 @@ class Access:
     def _digest(self, key: bytes) -> bytes:
         # Keyed, because digests name the tenants' prefixes: a plain digest could be checked against likely keys.
         return hmac.digest(self._secret, key, "sha256")
+
+
+def _as_bearer(headers: Headers) -> Headers:
+    """Returns the headers with the password of HTTP Basic, if there is one, as a Bearer token."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return headers
+    try:
+        _, _, key = base64.b64decode(token.strip(), validate=True).decode().partition(":")
+    except ValueError:
+        key = ""
+    return Headers({"authorization": f"Bearer {key}"} if key.isprintable() and key.isascii() else {})
+
+
+@contextmanager
+def _asking_a_person() -> Iterator[None]:
+    """Makes a browser ask for the key."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status == 401:
+            error.headers = {
+                "WWW-Authenticate": 'Basic realm="Mainstem: the admin key is the password", charset="UTF-8"'
+            }
+        raise

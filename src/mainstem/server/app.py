@@ -18,11 +18,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import quote
 
 import anyio
@@ -38,7 +38,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
@@ -47,7 +47,7 @@ from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
-from mainstem.server import errors, management, message_reply, messages, openapi, replies, requests, tokenization
+from mainstem.server import errors, live, management, message_reply, messages, openapi, replies, requests, tokenization
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
@@ -62,7 +62,8 @@ from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
 from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.responses import Responses
-from mainstem.server.tenants import Tenancy
+from mainstem.server.tenants import Tenancy, show_owner
+from mainstem.server.tracing import Trace, Tracing, check_installed
 from mainstem.settings.server import RecordConfig, ServerConfig
 from mainstem.settings.tenants import read_tenants
 
@@ -89,6 +90,7 @@ def create_app(
     now: Callable[[], float] = time.time,
     secret: Callable[[int], bytes] | None = None,
     recorder: Recorder | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """Creates the ASGI application over one engine.
 
@@ -102,12 +104,13 @@ def create_app(
         secret: returns n random bytes, and is called once. API keys are identified by digests under this secret. None:
             derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
         recorder: records every request that the engine accepts; the caller closes it.
+        tracing: sends the traces of requests; the caller closes it.
 
     Raises:
         BadArgument: an adapter has one of the names in `config.served_model_name`.
     """
     known = engine.config.tiers.storage_secret
-    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder)
+    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing)
     app = Starlette(
         routes=service.routes(),
         middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config)],
@@ -144,8 +147,11 @@ def bind(config: ServerConfig) -> socket.socket:
     """Binds the port. Connections are refused until `serve` listens, so no client waits while the model loads.
 
     Raises:
+        BackendUnavailable: the settings ask for what is not installed.
         OSError: the address cannot be bound; `errno.EADDRINUSE` if another server uses it.
     """
+    if config.otlp is not None:
+        check_installed()
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     with ExitStack() as undo:
         undo.callback(listener.close)
@@ -172,8 +178,8 @@ def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None
         EngineClosed: the engine failed; another process has to take over.
         OSError: another server started to listen on the port after `bind`, or the recording cannot be written.
     """
-    with listener, _recorder(engine, config.record) as recorder:
-        _serve(engine, config, listener, recorder)
+    with listener, _recorder(engine, config.record) as recorder, _tracing(engine, config) as tracing:
+        _serve(engine, config, listener, create_app(engine, config, recorder=recorder, tracing=tracing))
     if engine.failure is not None:
         raise EngineClosed(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
 
@@ -184,8 +190,13 @@ def _recorder(engine: Engine, config: RecordConfig) -> AbstractContextManager[Re
     return Recorder(config, engine.name, lambda tokens: str(engine.tokenizer.decode(list(tokens))))
 
 
-def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, recorder: Recorder | None) -> None:
-    app = create_app(engine, config, recorder=recorder)
+def _tracing(engine: Engine, config: ServerConfig) -> AbstractContextManager[Tracing | None]:
+    if config.otlp is None:
+        return nullcontext()
+    return closing(Tracing(config.otlp, next(iter(config.served_model_name), engine.name)))
+
+
+def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, app: Starlette) -> None:
     # Without a log configuration of its own, uvicorn logs where the program does.
     settings = uvicorn.Config(
         app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
@@ -282,6 +293,7 @@ class _Service:
         now: Callable[[], float],
         secret: Callable[[int], bytes],
         recorder: Recorder | None,
+        tracing: Tracing | None,
     ) -> None:
         self.draining = False
         self._engine = engine
@@ -299,8 +311,10 @@ class _Service:
             for prefix in read_public_prefixes(config.public_prefix, self._preparation):
                 engine.publish_prefix(prefix)
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
-        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute)
-        self._recorder = recorder
+        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing)
+        self._recorder, self._tracing = recorder, tracing
+        name_of = show_owner if self._tenancy is None else self._tenancy.name
+        self._live = live.Live(engine, self._metrics, self.names[0], name_of, clock, now)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
         kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
         self._responses = Responses(kept, now, self._fingerprints)
@@ -327,6 +341,9 @@ class _Service:
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tenants", self._tenants, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/cache", self._live_page, methods=["GET"]),
+            Route("/cache/events", self._live_events, methods=["GET"]),
+            Route("/cache/sample", self._live_sample, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
@@ -352,15 +369,21 @@ class _Service:
         return await self._generate(http, _Kind(parse, message_reply.ID_PREFIX, "chat"))
 
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
+        trace = self._trace(http, kind)
         try:
             unknown: list[str] = []
-            made, run = await self._admit(http, kind, unknown)
+            made, run = await self._admit(http, kind, unknown, trace)
         except (ApiError, MainstemError) as error:
-            self._metrics.refused(_shown(error).status)
+            status = _shown(error).status
+            self._metrics.refused(status)
+            if trace is not None:
+                trace.refused(status)
             raise
         ask = made.task.request
         model = self._preparation.adapter(ask.model) or self.names[0]
         head = Head(f"{kind.id_prefix}{uuid.uuid4().hex}", int(self._now()), model)
+        if trace is not None:
+            trace.answers(head.id, model)
         counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
         reply = made.task.reply(head, self._prompts.spell, counted, made.extras, made.parser)
         if ask.stream:
@@ -374,7 +397,13 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return _warned(body, unknown)
 
-    async def _admit(self, http: HttpRequest, kind: _Kind, unknown: list[str]) -> tuple[Prepared, Run]:
+    def _trace(self, http: HttpRequest, kind: _Kind) -> Trace | None:
+        operation: Literal["chat", "text_completion"] = "chat" if kind.name == "chat" else "text_completion"
+        return None if self._tracing is None else self._tracing.begin(http.headers, operation)
+
+    async def _admit(
+        self, http: HttpRequest, kind: _Kind, unknown: list[str], trace: Trace | None
+    ) -> tuple[Prepared, Run]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
@@ -397,6 +426,9 @@ class _Service:
             self._precompute.give_way()
             if continues and ask.choices == 1 and ask.truncate_prompt_tokens is None:
                 watchers[0] += self._precompute.watchers(made.turn, made.requests[0], made.parser)
+        if trace is not None:
+            traced = trace.submitted(made.requests, ask.model, ask.choices, bool(ask.stream))
+            watchers = [[*watching, watch] for watching, watch in zip(watchers, traced, strict=True)]
         with errors.renamed(made.task.names):
             streams = self._submit(made.requests)
         return made, Run(streams, ask.choices, watchers, prompt_tokens)
@@ -574,6 +606,22 @@ class _Service:
     async def _tree(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
+
+    async def _live_page(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        return HTMLResponse(
+            live.page(), headers={"Content-Security-Policy": live.policy(), "Cache-Control": "no-store"}
+        )
+
+    async def _live_events(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        events = self._live.events(live.node_of(http.query_params), lambda: self.draining)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def _live_sample(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        body = await self._live.sample(live.node_of(http.query_params))
+        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         return await self._answer(http, lambda body: self._tokenized(tokenization.parse_tokenize(body)))

@@ -16,12 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mainstem.runtime.request import Delta
+from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine, EngineStats
     from mainstem.server.answers import Answers, AnswerStats
     from mainstem.server.precompute import Precompute, TurnStats
     from mainstem.server.recording import Recorder, RecordStats
+    from mainstem.server.tracing import SpanStats, Tracing
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
@@ -155,6 +157,10 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row("mainstem_precomputed_turns", COUNTER, "Next turns that could be computed, by outcome",
             _each("{}", "started", "unchanged", "skipped"), ("outcome",)),
     ),
+    "spans": (
+        Row("mainstem_spans", COUNTER, "Spans of requests for the collector of traces, by outcome",
+            _each("{}", "sent", "failed", "dropped"), ("outcome",)),
+    ),
 }  # fmt: skip
 """What is read at a scrape, by the part of the `Readings` that has it. A part that is None has no metrics."""
 
@@ -167,6 +173,7 @@ class Readings:
     recorder: RecordStats | None = None
     answers: AnswerStats | None = None
     turns: TurnStats | None = None
+    spans: SpanStats | None = None
 
 
 def read(stats: object, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -213,7 +220,7 @@ class Metrics:
     Args:
         engine: the engine whose statistics are exported.
         clock: returns seconds, monotonic; for the time between tokens.
-        recorder, answers, turns: whose counts are exported, too, if there are any.
+        recorder, answers, turns, spans: whose counts are exported, too, if there are any.
     """
 
     def __init__(
@@ -223,10 +230,11 @@ class Metrics:
         recorder: Recorder | None = None,
         answers: Answers | None = None,
         turns: Precompute | None = None,
+        spans: Tracing | None = None,
     ) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
-        parts = {"engine": engine, "recorder": recorder, "answers": answers, "turns": turns}
+        parts = {"engine": engine, "recorder": recorder, "answers": answers, "turns": turns, "spans": spans}
         sources = {name: part.stats for name, part in parts.items() if part is not None}
         self._registry.register(TableCollector(sources))
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
@@ -247,6 +255,11 @@ class Metrics:
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
         return generate_latest(self._registry)
+
+    def sample(self, at_s: float) -> Sample:
+        """Returns every value as it is now."""
+        found = [one for family in self._registry.collect() for one in family.samples]
+        return Sample(at_s, {(one.name, frozenset(one.labels.items())): one.value for one in found})
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)

@@ -13,6 +13,7 @@ import msgspec
 
 from mainstem import __version__
 from mainstem.server.errors import ErrorBody
+from mainstem.server.live import LiveSample
 from mainstem.server.management import (
     Flushed,
     Health,
@@ -78,6 +79,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/cache/stats"): Operation("The cache in numbers"),
     ("GET", "/v1/cache/tenants"): Operation("What each tenant has, and may have", None, Usage),
     ("GET", "/v1/cache/tree"): Operation("The tree of prefixes as text", None, str),
+    ("GET", "/cache"): Operation("The live page, for a browser", None, str),
+    ("GET", "/cache/events"): Operation(
+        "What the live page shows, as a stream of samples", None, LiveSample, LiveSample
+    ),
+    ("GET", "/cache/sample"): Operation("What the live page shows, once", None, LiveSample),
     ("POST", "/tokenize"): Operation("Tokenize a text or a chat", TokenizeRequest, Tokenized),
     ("POST", "/detokenize"): Operation("Return the text of tokens", DetokenizeRequest, Detokenized),
     ("GET", "/tokenizer_info"): Operation("Describe the tokenizer", None, TokenizerInfo),

@@ -44,6 +44,12 @@ class Usage(Struct):
     object: str = "list"
 
 
+def show_owner(owner: bytes) -> str:
+    """Returns what an owner is known by; a key by the beginning of its digest."""
+    text = owner[9:].decode("utf-8", "replace")
+    return f"key {text[:12]}" if owner[:1] == b"t" else f"salt {text}" if owner else "no salt"
+
+
 class Tenancy:
     """The tenants of one server.
 
@@ -88,14 +94,13 @@ class Tenancy:
             for tier, total in enumerate(sizes)
         ]
         host = tiers[1] if len(tiers) > 1 else None
-        return TenantUsage(self._name(owner), tiers[0], host, 0 if used is None else used.retained)
+        return TenantUsage(self.name(owner), tiers[0], host, 0 if used is None else used.retained)
 
-    def _name(self, owner: bytes) -> str:
+    def name(self, owner: bytes) -> str:
         """Returns the name of a table, or what its owner is known by; a key by the beginning of its digest."""
         if owner in self._names:
             return self._names[owner]
-        text = owner[9:].decode("utf-8", "replace")
-        return f"key {text[:12]}" if owner[:1] == b"t" else f"salt {text}" if owner else "no salt"
+        return show_owner(owner)
 
     def _of_key(self, key: str) -> Namespace:
         tenant = self._access.tenant_of(key)

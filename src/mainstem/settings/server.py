@@ -134,6 +134,9 @@ class PrefillConfig(Settings):
             self.refuse("--prefill-url")
 
 
+_COLLECTOR = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
+
+
 def _names_tenants(path: object) -> bool:
     """Reads the file; its errors name the place in it."""
     from mainstem.settings.tenants import read_tenants  # here, because help must not load what reads it
@@ -163,6 +166,8 @@ class ServerConfig(Settings):
         images: Where images of requests may come from, and how large they may be.
         record: What is recorded of requests.
         prefill: Where prompts are computed.
+        otlp: Address of an OpenTelemetry collector, such as http://127.0.0.1:4318. Each request is sent there as a
+            trace, over OTLP/HTTP; no text is in it. Needs mainstem[otlp].
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
             warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
         remember_answers: Memory for the tokens of answers, which are found again when a chat sends them back as text:
@@ -190,6 +195,10 @@ class ServerConfig(Settings):
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
     prefill: PrefillConfig = PrefillConfig()
+    otlp: str | None = setting(
+        None,
+        Range("http://HOST:PORT, perhaps with a path", lambda text: bool(_COLLECTOR.fullmatch(str(text)))),
+    )
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     precompute_turns: bool = setting(False, switch())

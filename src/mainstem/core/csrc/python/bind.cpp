@@ -503,6 +503,19 @@ NB_MODULE(_core, m) {
            "Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, "
            "ids) for each cell.")
       .def(
+          "survey",
+          [](const Tree& t, std::size_t first, std::size_t count) {
+            const std::vector<std::int64_t> rows = t.survey(first, count);
+            return nb::bytes(rows.data(), rows.size() * sizeof(rows[0]));
+          },
+          "first"_a, "count"_a,
+          "The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of "
+          "mainstem.tree.SURVEYED, 8 bytes each, native.")
+      .def(
+          "name_at", [](const Tree& t, std::size_t place) { return to_bytes(t.name_at(place)); }, "place"_a,
+          "The name of the namespace whose root is at a place.")
+      .def("places", &Tree::places, "Places that nodes have or had; that of number 0 is nobody's.")
+      .def(
           "counts",
           [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
             const CellCounts counts = t.counts(c, tier);

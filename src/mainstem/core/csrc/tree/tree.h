@@ -243,6 +243,12 @@ class Tree : private TreeShape {
   void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
   std::vector<std::string> namespaces() const;
   std::vector<NodeView> nodes(std::string_view ns) const;
+  // The numbers of the live nodes among `count` places from `first` on, kSurveyed of them each; roots are nodes here,
+  // of no pages. Its work is bounded by `count`, so a large tree can be read in slices.
+  std::vector<std::int64_t> survey(std::size_t first, std::size_t count) const;
+  std::size_t places() const { return nodes_.nodes().size(); }  // which nodes have or had; 0 is nobody's
+  static constexpr std::size_t kSurveyed = 12;
+  std::string name_at(std::size_t place) const;  // of the namespace whose root is there; "" if none is
   void check() const;
 
   // Notes from now on which pages come to a tier and leave it; see Journal. The tree must be empty, and its ids of the

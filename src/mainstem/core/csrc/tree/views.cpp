@@ -1,5 +1,6 @@
 // Views: read-only descriptions of the tree.
 #include <algorithm>
+#include <iterator>
 #include <tuple>
 
 #include "tree/tree.h"
@@ -132,6 +133,43 @@ std::vector<std::string> Tree::namespaces() const {
     if (nodes_[node].live && nodes_[node].root()) names.emplace_back(text(nodes_[node].key));
   std::sort(names.begin(), names.end());
   return names;
+}
+
+std::vector<std::int64_t> Tree::survey(std::size_t first, std::size_t count) const {
+  std::vector<std::int64_t> rows;
+  const std::size_t last = first + std::min(count, places() - std::min(first, places()));
+  const auto presence = [&](Index node, std::uint32_t tier) {
+    return tier < cells_.tiers ? static_cast<int>(cells_.cell(node, cells_.column_of(0, tier)).presence()) : 0;
+  };
+  for (std::size_t place = std::max<std::size_t>(first, 1); place < last; ++place) {
+    const auto node = static_cast<Index>(place);
+    const Node& n = nodes_[node];
+    if (!n.live) continue;
+    const std::size_t column = cells_.column_of(0, kDevice);
+    const bool retained = cells_.retained(node, column);
+    const int flags = (n.removed ? 1 : 0) | (n.demoted ? 2 : 0) | (retained ? 4 : 0);
+    const std::int64_t row[] = {static_cast<std::int64_t>(place),
+                                n.parent,
+                                static_cast<std::int64_t>(nodes_.handle(node)),
+                                n.start,
+                                n.pages,
+                                n.hits,
+                                static_cast<std::int64_t>(std::uint64_t{n.accessed}),
+                                static_cast<std::int64_t>(std::uint64_t{n.created}),
+                                presence(node, 0),
+                                presence(node, 1),
+                                cells_.cell(node, column).locks,
+                                flags};
+    static_assert(std::size(row) == kSurveyed);
+    rows.insert(rows.end(), std::begin(row), std::end(row));
+  }
+  return rows;
+}
+
+std::string Tree::name_at(std::size_t place) const {
+  if (place == 0 || place >= places()) return {};
+  const Node& n = nodes_[static_cast<Index>(place)];
+  return n.live && n.root() ? std::string(text(n.key)) : std::string();
 }
 
 NodeView Tree::view(Index node) const {
