@@ -8,9 +8,9 @@
 
 With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at half of the memory's speed. With
 many rows it computes. Some CPUs multiply bfloat16 at half of the speed of float32, so each weight is widened while it
-is used; others are four times as fast with it (`bfloat16_is_slow`). Where the CPU multiplies tiles of bfloat16 (AMX), so
-does the core: up to 32 rows take little longer than one. All are as exact as PyTorch's: sums are float32,
-and rounded once.
+is used; others are four times as fast with it (`bfloat16_is_slow`). Where the CPU multiplies tiles of bfloat16 (AMX),
+so does the core: up to 32 rows take little longer than one. All are as exact as PyTorch's: sums are float32, and
+rounded once.
 
 This module knows tensors. It does not know models.
 """
