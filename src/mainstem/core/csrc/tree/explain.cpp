@@ -36,11 +36,13 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
   std::uint32_t at = usable.pages + usable.host_pages;
   if (usable.pages) add(&found, {0, usable.pages, Cause::device});
   if (usable.host_pages) add(&found, {usable.pages, at, Cause::host});
-  const Cause missing = path.empty() ? Cause::forgotten : this->missing(path);
+  Cause missing = path.empty() ? Cause::forgotten : this->missing(path);
   for (const Step& step : path) {
     const std::uint32_t end = nodes_[step.node].start + step.pages;
     if (end <= at) continue;
-    add(&found, {at, end, cause_here(step.node, missing)});
+    const Cause cause = cause_here(step.node, missing);
+    if (cause == Cause::in_flight) missing = cause;  // what follows waits for it
+    add(&found, {at, end, cause});
     at = end;
   }
   if (at < pages) {
