@@ -19,7 +19,9 @@ generated (`runtime.cuts`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -190,6 +192,12 @@ class Prompts:
         marks = sorted({self._position(text, tokens, boundary) for boundary in boundaries})
         partings = [self._position(text, tokens, at) for at in self._partings(text, variants)]
         return PreparedPrompt(tokens, marks=tuple(marks), partings=tuple(partings))
+
+    def unlimited(self) -> Prompts:
+        """Returns the same for prompts of any length, which are cut or counted, not computed."""
+        other = copy(self)
+        other._max_context = other._max_bytes = sys.maxsize
+        return other
 
     @property
     def has_offsets(self) -> bool:

@@ -631,7 +631,7 @@ class _Service:
         if ask.messages is not None:
             made = self._preparation.chat(ask.messages, ask.tools, ask.template())
         else:
-            made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
+            made = self._preparation.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
         return tokenization.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 
@@ -641,7 +641,8 @@ class _Service:
     def _detokenized(self, ask: tokenization.DetokenizeRequest) -> tokenization.Detokenized:
         self._preparation.check_model(ask.model)
         self._prompts.check_length(len(ask.tokens), "tokens")
-        return tokenization.Detokenized(self._prompts.read(ask.tokens))
+        with errors.renamed({"prompt": "tokens"}):
+            return tokenization.Detokenized(self._prompts.read(ask.tokens))
 
     async def _answer(self, http: HttpRequest, answer: Callable[[bytes], msgspec.Struct]) -> Response:
         """Answers a client's body on a thread."""
