@@ -569,7 +569,7 @@ class _Service:
             advised.append(await anyio.to_thread.run_sync(advise))
         kept = max(advised, key=lambda each: (each.positions, each.cached))
         if kept.positions == 0:
-            raise errors.no_advice(ask.action, kept.cached)
+            raise errors.no_advice(ask.action, kept.cached, "prompt" if ask.messages is None else "messages")
         return _json(management.Hinted(ask.action, kept.positions, kept.cached))
 
     def _named(
