@@ -371,6 +371,9 @@ def test_an_unknown_field_is_refused_unless_warnings_were_chosen(ask: Any) -> No
         assert "did you mean" in error["message"]
         warned = ask(client(unknown_fields="warn"), **{name: value}).headers["X-Mainstem-Unknown-Fields"]
         assert warned == unknown
+    said = [{"role": "user", "content": "hi", "nmae": "x"}]
+    warned = chat(client(unknown_fields="warn"), messages=said).headers["X-Mainstem-Unknown-Fields"]
+    assert warned == "messages[0].nmae"
     assert "X-Mainstem-Unknown-Fields" not in ask(client(unknown_fields="warn")).headers
 
 

@@ -377,7 +377,7 @@ def test_max_completion_tokens_wins() -> None:
 def test_chat_logprobs() -> None:
     assert chat(logprobs=True).params(9, 0).logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).params(9, 0).logprobs == 4
-    with pytest.raises(BadArgument, match="^top_logprobs = 21: "):
+    with pytest.raises(BadArgument, match=r"^top_logprobs = 21: "):
         chat(logprobs=True, top_logprobs=21).params(9, 0)
     assert chat(logprobs=False).params(9, 0).logprobs is None
     with pytest.raises(ApiError, match="needs logprobs"):

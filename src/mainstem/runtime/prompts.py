@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -195,9 +194,7 @@ class Prompts:
 
     def unlimited(self) -> Prompts:
         """Returns the same for prompts of any length, which are cut or counted, not computed."""
-        other = copy(self)
-        other._max_context = other._max_bytes = sys.maxsize
-        return other
+        return Prompts(self._tokenizer, sys.maxsize, marks=self._marks)
 
     @property
     def has_offsets(self) -> bool:

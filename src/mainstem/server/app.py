@@ -693,7 +693,7 @@ def _lora_fields() -> Iterator[None]:
 def _warned(response: Response, unknown: Sequence[str]) -> Response:
     """Adds a header that names fields of the request that the server does not know."""
     if unknown:
-        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(map(quote, unknown))[:_MOST_NAMED]
+        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(quote(name, "[]") for name in unknown)[:_MOST_NAMED]
     return response
 
 
