@@ -209,7 +209,7 @@ class CostRouter:
             numbers = self._numbers(replicas)
             space, tokens, stay = self._read(prompt)
             ranked = self._core.estimates(space, tokens, numbers, stay, self._clock())
-            return [Estimate(self._by_number[number], *rest) for number, *rest in ranked]
+            return [Estimate(self._by_number[number], cost_s, s, cached) for number, cost_s, s, cached in ranked]
 
     def match(self, prompt: Prompt) -> dict[str, tuple[int, int, int]]:
         """Returns how many tokens of a prompt each replica has from the beginning, by name: on its device or expected
