@@ -112,6 +112,19 @@ class Tree:
     def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes:
         """At most `most` symbols that followed a key, in the sequence used last."""
 
+    def remember(self, pages: int) -> None:
+        """
+        Remembers from now on what is evicted or removed: so many pages. The tree must be empty.
+        """
+
+    def tick(self) -> int:
+        """The number of matches and insertions, and of ends of leases."""
+
+    def explain(self, ns: bytes, symbols: bytes, distances: bool) -> tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None]], int, bytes, int]:
+        """
+        Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks of the last use and of the departure, stack distance in pages or -1. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
+        """
+
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
         """
         The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.
