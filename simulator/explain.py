@@ -19,6 +19,7 @@ from simulator.world import World, require
 _NAMESPACES = (None, None, "one", "two")
 _VOCAB = 5000  # few prompts have a page in common by chance
 _MOST_PAGES = 8  # of a prompt
+_FILTERS = 8  # the memory of what was forgotten, in memories of what was evicted; there are two
 _LEAST_MISSES = 400  # before the share of what was forgotten is looked at
 
 
@@ -58,15 +59,14 @@ class Explain:
         self.times = random.choice((4, 4, 4, 0.2))
         tiers = random.choice((1, 1, 2))
         policy = random.choice(("lru", "lru", "lru", "lfu", "fifo", "slru"))
-        self.remembers = Tree(
-            self.size, tiers=tiers, policy=policy, explain_pages=max(1, int(self.capacity * self.times))
-        )
+        self.memory = max(1, int(self.capacity * self.times))
+        self.remembers = Tree(self.size, tiers=tiers, policy=policy, explain_pages=self.memory)
         self.plain = Tree(self.size, tiers=tiers, policy=policy)
         self.roots = {name: Page(name, None, (), -1) for name in set(_NAMESPACES)}
         self.by_id: dict[tuple[int, int], Page] = {}
         self.recent: list[tuple[str | None, list[int]]] = []
         self.next_id = 0
-        self.misses = self.forgotten = 0
+        self.misses = self.forgotten = self.departed = 0
 
     # ---------------------------------------------------------------- operations
 
@@ -157,6 +157,7 @@ class Explain:
             del page.ids[tier]
             if not page.ids:
                 page.gone, page.last = self.remembers.core.tick(), ("device", "host")[tier]
+        self.departed += len(freed[0])
         self.world.did("evict", len(freed[0]), tier)
 
     def _back_up(self, name: str | None, tokens: list[int]) -> None:
@@ -190,6 +191,7 @@ class Explain:
         ids = [[part.tolist() for tier in one for part in tier] for one in freed]
         require(ids[0] == ids[1], "other pages are removed with a memory")
         tick = self.remembers.core.tick()
+        self.departed += sum(len(parts[0]) for parts in freed[0])
         for tier, parts in enumerate(freed[0]):
             for id in parts[0].tolist():
                 page = self.by_id.pop((tier, id))
@@ -234,6 +236,8 @@ class Explain:
             at = stretch.end
             self._check_stretch(found, stretch, pages)
         require(at == len(pages) * self.size, "stretches cover all whole pages", at)
+        most = _FILTERS * self.memory
+        require(found.since_tick == 0 or self.departed > most, "nothing is lost so early", found.since_tick)
         counts: dict[str, int] = defaultdict(int)
         for stretch in found.stretches:
             counts[stretch.cause or stretch.tier or ""] += stretch.end - stretch.begin

@@ -147,12 +147,10 @@ class PrefixCache:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
         if not 0 <= retain_share <= 1:
             raise BadArgument("retain_share", retain_share, "a number from 0 to 1")
-        tiers = 1 if host is None else 2
-        self.tree = Tree(page_size, keys, tuple(sizes), tiers, policy, explain_pages)
+        self.tree = Tree(page_size, keys, tuple(sizes), 1 if host is None else 2, policy, explain_pages)
         self.pools = {name: Pool(sizes[row]) for name, row in by_name(sizes).items()}
         self.pool = next(iter(self.pools.values()))
-        self.page_size = page_size
-        self.enabled = enabled
+        self.page_size, self.enabled = page_size, enabled
         self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
         pools = tuple(self.pools.values())

@@ -8,9 +8,10 @@ Knows what the core remembers, and turns it into words. Changes nothing: neither
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal, get_args
 
 __all__ = ["CAUSES", "Cause", "Evicted", "Explanation", "Parted", "Stretch", "Timeline", "Why"]
@@ -125,37 +126,45 @@ class Explanation:
 
 
 class Timeline:
-    """Which tick was when, as far as somebody told: a bounded number of notes, the older ones farther apart."""
+    """Which tick was when, as far as somebody told: each of the last notes, and older ones at equal distances."""
 
     def __init__(self) -> None:
-        self._ticks: list[int] = []
-        self._times: list[float] = []
+        self._old: list[tuple[int, float]] = []
+        self._recent: list[tuple[int, float]] = []
+        self._apart = 1  # ticks between two old notes, at least
 
     def tell(self, tick: int, now_s: float) -> None:
         """Notes the time at which a tick had passed. Later ticks have later times."""
-        if self._ticks and self._ticks[-1] == tick:
-            self._times[-1] = now_s
+        if self._recent and self._recent[-1][0] == tick:
+            self._recent[-1] = (tick, now_s)
             return
-        self._ticks.append(tick)
-        self._times.append(now_s)
-        if len(self._ticks) > _MOST_NOTES:
-            self._ticks, self._times = self._ticks[::2], self._times[::2]
+        self._recent.append((tick, now_s))
+        if len(self._recent) <= _MOST_NOTES:
+            return
+        for note in self._recent[: _MOST_NOTES // 2]:
+            if not self._old or note[0] - self._old[-1][0] >= self._apart:
+                self._old.append(note)
+        del self._recent[: _MOST_NOTES // 2]
+        while len(self._old) > _MOST_NOTES:
+            self._old, self._apart = self._old[::2], 2 * self._apart
 
     def used_s(self, tick: int) -> float | None:
         """When a tick was: the last time told before it."""
-        return self._at(bisect_left(self._ticks, tick))
+        return self._before((tick, -inf))
 
     def left_s(self, tick: int) -> float | None:
         """When something happened after a tick and before the next one."""
-        return self._at(bisect_right(self._ticks, tick))
+        return self._before((tick, inf))
 
     @property
     def now_s(self) -> float | None:
         """The last time told."""
-        return self._at(len(self._times))
+        return self._recent[-1][1] if self._recent else None
 
-    def _at(self, notes: int) -> float | None:
-        return self._times[notes - 1] if notes else None
+    def _before(self, place: tuple[int, float]) -> float | None:
+        notes = self._recent if self._recent and self._recent[0] <= place else self._old
+        at = bisect_left(notes, place)
+        return notes[at - 1][1] if at else None
 
 
 def explain_runs(

@@ -82,8 +82,8 @@ Ghosts::Ghosts(const Structure& nodes, std::uint64_t seed, std::size_t pages)
       filter_(std::make_unique<Filter>(pages)) {
   require(pages >= 1 && pages <= (1u << 30), "pages", pages, "1 to 2**30");
   pending_.reserve(std::min(pages, kMostPending));
-  joins_.reserve(kMostPending);
-  gone_roots_.reserve(kMostPending);
+  joins_.reserve(pending_.capacity());
+  gone_roots_.reserve(pending_.capacity());
   table_.reserve(pages);
 }
 
@@ -250,14 +250,15 @@ void Ghosts::settle_all() {
   for (const Pending& each : pending_) {
     std::uint64_t name = 0;
     Departure departure = each.departure;
-    if (name_at(each.parent, each.start, &name, &departure.space))
+    const bool known = name_at(each.parent, each.start, &name, &departure.space);
+    horizon_ = std::max(horizon_, known ? 0 : departure.gone);
+    if (known)
       depart(departure, name, each.start, {symbols_.get() + each.at, std::size_t{each.pages} * nodes_.page_bytes});
-    else
-      horizon_ = std::max(horizon_, departure.gone);
   }
 }
 
-// The name of the page before page `depth` of the path to an end, and that of the namespace.
+// The name of the page before page `depth` of the path to an end, and that of the namespace. Returns whether there is a
+// note of that end; there always should be.
 bool Ghosts::name_at(Handle end, std::uint32_t depth, std::uint64_t* name, std::uint64_t* space) {
   struct Piece {
     Handle end;
@@ -265,11 +266,12 @@ bool Ghosts::name_at(Handle end, std::uint32_t depth, std::uint64_t* name, std::
     std::uint32_t from, to;
   };
   std::vector<Piece> pieces;  // from the end up
+  bool known = true;
   for (;;) {
-    const auto known = names_.find(end);
-    if (known != names_.end() && known->second.depth == depth) {
-      *name = known->second.name;
-      *space = known->second.space;
+    const auto named = names_.find(end);
+    if (named != names_.end() && named->second.depth == depth) {
+      *name = named->second.name;
+      *space = named->second.space;
       break;
     }
     if (const Index node = nodes_.find(end)) {
@@ -293,21 +295,21 @@ bool Ghosts::name_at(Handle end, std::uint32_t depth, std::uint64_t* name, std::
         depth = each.start;
       }
       end = each.parent;
-    } else if (const auto root = spaces_.find(end); root != spaces_.end()) {
-      *name = *space = root->second;
-      break;
     } else {
-      return false;
+      const auto root = spaces_.find(end);
+      known = root != spaces_.end();
+      *name = *space = known ? root->second : 0;
+      break;
     }
   }
   while (!pieces.empty()) {
     const Piece& piece = pieces.back();
     for (std::uint32_t page = 0; page < piece.to - piece.from; ++page)
       *name = name_after(*name, piece.key + std::size_t{page} * nodes_.page_bytes);
-    if (piece.end) names_[piece.end] = {piece.to, *name, *space};
+    if (piece.end && known) names_[piece.end] = {piece.to, *name, *space};
     pieces.pop_back();
   }
-  return true;
+  return known;
 }
 
 void Ghosts::depart(const Departure& departure, std::uint64_t before, std::uint32_t start, Bytes key) {
