@@ -71,6 +71,7 @@ _SAME = (
     "repetition_penalty",
     "cache_salt",
     "priority",
+    "explain",
 )
 """Fields that a chat has under the same name."""
 
@@ -221,6 +222,7 @@ class MessageRequest(CountRequest, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     diagnostics: Diagnostics | None = None
+    explain: bool | None = None
 
     def fields(self) -> dict[str, Any]:
         """See `CountRequest.fields`. The usage counts from the first event on, which says how long the prompt is."""

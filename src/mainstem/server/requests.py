@@ -95,6 +95,7 @@ class _Request(Structured, kw_only=True):
     cache_hints: CacheHints | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
+    explain: bool | None = None
 
     @property
     def kept(self) -> int:
