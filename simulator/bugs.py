@@ -1118,5 +1118,31 @@ NATIVE: tuple[Mutant, ...] = (
         "a join forgets where an end is", "-", _CORE + "tree/shape.cpp",
         "    ghosts_->joined(upper, lower);\n", "    {}\n", "explain",
     ),
+    # ---------------------------------------------------------------- the index of a router
+    _mutant(
+        "a page that was removed still counts", "-", _CORE + "routing/index.cpp",
+        "    unset(at, medium, worker);\n    unexpect(&of, worker, at);", "    unexpect(&of, worker, at);",
+        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+    ),
+    _mutant(
+        "what one worker removes, all have lost", "-", _CORE + "routing/index.cpp",
+        "[worker / 64] &= ~(std::uint64_t{1} << worker % 64);\n}\n\nBlockIndex", "[worker / 64] = 0;\n}\n\nBlockIndex",
+        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+    ),
+    _mutant(
+        "the index of a router leaves out the namespace", "-", _CORE + "routing/index.cpp",
+        "SipHash::of(key_, Digest{}, name.data(), name.size())", "SipHash::of(key_, Digest{}, name.data(), 0)",
+        "tests/test_fleet_routing.py::test_namespaces_never_cross",
+    ),
+    _mutant(
+        "the index of a router has no bound", "-", _CORE + "routing/index.cpp",
+        "while (pairs_ > capacity_) {", "while (pairs_ > capacity_ + 1000) {",
+        "tests/test_fleet_routing.py::test_a_full_index_forgets_and_finds_no_more_than_there_is",
+    ),
+    _mutant(
+        "a router does not see queues", "-", _CORE + "routing/ranking.cpp",
+        "std::max(0.0, of.free_s - now_s) + best.service_s", "best.service_s",
+        "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
+    ),
 )
 # fmt: on

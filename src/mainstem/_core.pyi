@@ -753,14 +753,29 @@ class Replay:
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.
     """
 
-    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None:
+    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: Sequence[float], parts: int) -> None:
         """
-        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts.
+        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts. With peers, each request is told who could give it more. Costs: token_s, pair_s, below_s, peer_s and block_tokens, see router.h. Parts: how many threads may serve.
         """
 
-    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
         """
-        Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.
+        Serves requests, one after another. Returns the blocks that each hit, [requests * tiers], the replica that served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.
+        """
+
+    def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+        """
+        Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.
+        """
+
+    def serve(self, part: int) -> None:
+        """
+        Serves the requests that were routed last to the replicas of a part, each part once; from any thread.
+        """
+
+    def learn(self, part: int) -> None:
+        """
+        After all parts have served: learns a part of what changed; from any thread.
         """
 
     def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], list[int], list[int]]:
@@ -786,3 +801,143 @@ class Optimum:
         """
         Returns the blocks that each request hits, and the number of blocks evicted.
         """
+
+class IndexCounts:
+    """What a routing index holds, and what it has seen."""
+
+    @property
+    def workers(self) -> int:
+        """Workers known."""
+
+    @property
+    def blocks(self) -> int:
+        """Distinct pages that anybody has, or is expected to have."""
+
+    @property
+    def held(self) -> int:
+        """Pages that workers have, each counted for each of them."""
+
+    @property
+    def expected(self) -> int:
+        """The same of pages that they were sent and are expected to have."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the index."""
+
+    @property
+    def stored(self) -> int:
+        """Pages that events stored."""
+
+    @property
+    def removed(self) -> int:
+        """Pages that events removed."""
+
+    @property
+    def cleared(self) -> int:
+        """Events that cleared all of a worker."""
+
+    @property
+    def orphans(self) -> int:
+        """Pages stored after one that is not known: ignored."""
+
+    @property
+    def unknown(self) -> int:
+        """Pages removed from where they were not: ignored."""
+
+    @property
+    def malformed(self) -> int:
+        """Events that make no sense: ignored."""
+
+    @property
+    def conflicts(self) -> int:
+        """
+        Pages whose hash names another page, or that have another hash, too: ignored.
+        """
+
+    @property
+    def expired(self) -> int:
+        """Expected pages that no event confirmed in time."""
+
+    @property
+    def forgotten(self) -> int:
+        """Pages forgotten because the index was full."""
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts, by name."""
+
+    def __repr__(self) -> str: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+class Routing:
+    """
+    Which worker has which page, and when each would answer; see src/mainstem/core/csrc/routing/index.h and ranking.h.
+    """
+
+    def __init__(self, key: bytes, page_tokens: int, capacity: int) -> None:
+        """
+        Takes a secret key of 16 bytes, the tokens of a page, and the pages of all workers together at most.
+        """
+
+    def add(self) -> int:
+        """Adds a worker, and returns its number."""
+
+    def drop(self, worker: int) -> None:
+        """Forgets a worker; its number may be another one's from now on."""
+
+    def expect_for(self, worker: int, seconds: float) -> None:
+        """Sets how long pages that a worker was sent count as soon to be there."""
+
+    def share_store(self, worker: int, store: int) -> None:
+        """Sets the store of a worker, by a number; 0: one of its own."""
+
+    def store(self, worker: int, medium: int, space: bytes, parent: object, hashes: object, tokens: object) -> None:
+        """Follows an event that stored pages. 0, 1, 2: device, host, storage."""
+
+    def remove(self, worker: int, medium: int, hashes: object) -> None:
+        """Follows an event that removed pages."""
+
+    def clear(self, worker: int) -> None:
+        """Follows an event that cleared all."""
+
+    def malformed(self, worker: int) -> None:
+        """Counts an event that makes no sense."""
+
+    def match(self, space: bytes, tokens: object) -> tuple[list[int], list[int], list[int]]:
+        """
+        Returns how many pages each worker has from the beginning: on its device or expected there; there or on its host; there or in storage.
+        """
+
+    def rank(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], stay: int | None, now_s: float) -> numpy.typing.NDArray[numpy.int32]:
+        """Returns workers, the best first."""
+
+    def estimates(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], stay: int | None, now_s: float) -> list[tuple[int, float, float, int]]:
+        """
+        Returns the same with what they are ordered by, the seconds until a first token, and the tokens that need not be computed.
+        """
+
+    def sent(self, worker: int, space: bytes, tokens: object, now_s: float) -> None:
+        """Takes into account that a request went to a worker."""
+
+    def ended(self, worker: int, now_s: float) -> None:
+        """Takes into account that a request of a worker has ended."""
+
+    def expire(self, now_s: float) -> None:
+        """Gives up what was expected for too long."""
+
+    def set_times(self, worker: int, prefill: tuple[float, float], host: tuple[float, float], storage: tuple[float, float], peer: tuple[float, float] | None) -> None:
+        """
+        Sets what a worker's time goes to, in seconds: for a token, and for each position that it attends to; then latency and time for a token of loads. No time for peers: it reads from none.
+        """
+
+    def set_queue(self, worker: int, tokens: float, now_s: float) -> None:
+        """Takes into account how many tokens a worker has still to compute."""
+
+    def counts(self) -> IndexCounts:
+        """Returns the counts."""
+
+    def check(self) -> None:
+        """Raises CorruptTree."""

@@ -334,6 +334,13 @@ class Engine:
         """Where events and their replays are published, with the ports taken; None: nowhere."""
         return None if self._publisher is None else (self._publisher.endpoint, self._publisher.replay)
 
+    @property
+    def costs(self) -> dict[str, tuple[float, float] | None] | None:
+        """What computing and loading take, as far as it is known: see `Costs.lines`. None: nothing measures it."""
+        if self._tiers is None:
+            return None
+        return self._tiers.costs.lines(self._tiers.host.memory.payload_bytes(0) / self.config.page_size)
+
     def stats(self) -> EngineStats:
         """Returns counts after the last step. Callable from any thread; does not block."""
         return self._stats

@@ -593,7 +593,7 @@ class _Service:
             advised.append(await anyio.to_thread.run_sync(advise))
         kept = max(advised, key=lambda each: (each.positions, each.cached))
         if kept.positions == 0:
-            raise errors.no_advice(ask.action, kept.cached)
+            raise errors.no_advice(ask.action, kept.cached, "prompt" if ask.messages is None else "messages")
         return _json(management.Hinted(ask.action, kept.positions, kept.cached))
 
     def _named(
@@ -655,7 +655,7 @@ class _Service:
         if ask.messages is not None:
             made = self._preparation.chat(ask.messages, ask.tools, ask.template())
         else:
-            made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
+            made = self._preparation.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
         return tokenization.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 
@@ -665,7 +665,8 @@ class _Service:
     def _detokenized(self, ask: tokenization.DetokenizeRequest) -> tokenization.Detokenized:
         self._preparation.check_model(ask.model)
         self._prompts.check_length(len(ask.tokens), "tokens")
-        return tokenization.Detokenized(self._prompts.read(ask.tokens))
+        with errors.renamed({"prompt": "tokens"}):
+            return tokenization.Detokenized(self._prompts.read(ask.tokens))
 
     async def _answer(self, http: HttpRequest, answer: Callable[[bytes], msgspec.Struct]) -> Response:
         """Answers a client's body on a thread."""
@@ -716,7 +717,7 @@ def _lora_fields() -> Iterator[None]:
 def _warned(response: Response, unknown: Sequence[str]) -> Response:
     """Adds a header that names fields of the request that the server does not know."""
     if unknown:
-        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(map(quote, unknown))[:_MOST_NAMED]
+        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(quote(name, "[]") for name in unknown)[:_MOST_NAMED]
     return response
 
 

@@ -275,7 +275,10 @@ def _turns(request: CountRequest) -> Turns:
     if request.system:
         _add_content(turns, "system", request.system, "system")
     for i, message in enumerate(request.messages):
-        _add_content(turns, message.role, message.content, f"messages[{i}].content")
+        at = f"messages[{i}].content"
+        if isinstance(message.content, list) and not message.content:
+            raise ApiError(400, f"{at}: must have at least one block", param=at)
+        _add_content(turns, message.role, message.content, at)
     _mark_last(turns, request)
     return turns
 

@@ -644,6 +644,7 @@ NB_MODULE(_core, m) {
   bind_entropy(m);
   bind_kernels(m);
   bind_replay(m);
+  bind_routing(m);
 }
 
 }  // namespace mainstem
