@@ -17,7 +17,7 @@ from mainstem.explain import Evicted, Parted
 from mainstem.replay.explain import explain_request
 from mainstem.replay.trace import Batch, Trace
 from mainstem.runtime.explaining import CAUSES, Stretch
-from mainstem.watch.told import why
+from mainstem.watch.wording import why
 
 PROMPT = "A prompt that is longer than some pages of sixteen letters each."
 

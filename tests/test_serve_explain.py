@@ -160,7 +160,7 @@ def test_a_template_that_trims(start: Start) -> None:
     assert first["cause"] == "parted" and first["parted"]["instead"].startswith(" <user>Really?")
 
 
-def test_a_token_border(start: Start) -> None:
+def test_a_token_boundary(start: Start) -> None:
     with start() as (server, _):
         complete(server, f"{RULES} What is a river's fl and so on")
         first, *_ = missed(complete(server, f"{RULES} What is a river's flow and so on"))

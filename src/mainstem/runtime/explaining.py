@@ -225,7 +225,7 @@ def _component(name: str | None) -> Cause:
 
 
 def _joined(parts: Iterator[Stretch]) -> Iterator[Stretch]:
-    """Yields stretches without borders that separate nothing."""
+    """Yields stretches without boundaries that separate nothing."""
     held: Stretch | None = None
     for part in parts:
         if held is not None and replace(held, end=part.end) == replace(part, begin=held.begin):

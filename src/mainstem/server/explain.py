@@ -63,9 +63,9 @@ _PROMPT_BYTES = 2000  # of what is kept of a prompt besides its tokens, about
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that was explained."""
+    """A prompt that was explained; of its request only the tokens are kept, and no images."""
 
-    request: Request
+    tokens: NDArray[np.int32]
     stretches: Stretches
 
     @property
@@ -82,7 +82,7 @@ class _Prompt:
 
 
 @dataclass(slots=True)
-class Told:
+class Account:
     """What is known of the prompts of one HTTP request: of several choices, the one that found the fewest counts.
 
     Args:
@@ -98,7 +98,7 @@ class Told:
 
     def add(self, prompt: int, request: Request, stretches: Stretches) -> None:
         """Adds what is known of a choice."""
-        made = _Prompt(request, stretches)
+        made = _Prompt(request.tokens, stretches)
         if prompt not in self.prompts or made.cached < self.prompts[prompt].cached:
             self.prompts[prompt] = made
 
@@ -106,15 +106,17 @@ class Told:
 class _Watch:
     """Waits for the end of one choice, whose usage has its explanation. A `Watcher`."""
 
-    def __init__(self, explanations: Explanations, told: Told, owner: Owner, prompt: int, request: Request) -> None:
-        self._explanations, self._told, self._owner = explanations, told, owner
+    def __init__(
+        self, explanations: Explanations, account: Account, owner: Owner, prompt: int, request: Request
+    ) -> None:
+        self._explanations, self._account, self._owner = explanations, account, owner
         self._prompt, self._request = prompt, request
 
     def see(self, delta: Delta) -> None:
         """Takes the last event into account."""
         if delta.usage is not None and delta.usage.explanation is not None:
-            self._told.add(self._prompt, self._request, delta.usage.explanation)
-            self._explanations.count(self._told, self._owner, self._request, delta.usage.explanation)
+            self._account.add(self._prompt, self._request, delta.usage.explanation)
+            self._explanations.count(self._account, self._owner, self._request, delta.usage.explanation)
 
     def close(self) -> None:
         """Does nothing: a request without a last event is not explained."""
@@ -149,7 +151,7 @@ class Explanations:
         self.on = engine.config.explain
         self._engine, self._access, self._preparation = engine, access, preparation
         self._name_of, self._parse, self._read, self._hides = name_of, parse, read, hides
-        self._kept = ResponseStore[Told](_KEPT_BYTES, _TTL_S, clock)
+        self._kept = ResponseStore[Account](_KEPT_BYTES, _TTL_S, clock)
         self._recent: deque[tuple[str, Owner]] = deque(maxlen=_RECENT)
         self._tenants: dict[bytes, tuple[Counter[str], Counter[str]]] = {}  # hits and length; misses
         self._lock = threading.Lock()
@@ -185,14 +187,14 @@ class Explanations:
             return made, [[] for _ in made.requests]
         ask, admin = made.task.request, self._access.is_admin(headers)
         size = sum(request.tokens.nbytes + _PROMPT_BYTES for request in made.requests[:: ask.choices])
-        told = Told(id, ENTRY_BYTES + size)
-        extras = replace(made.extras, explained=lambda: self.shown(told, admin=admin), explains=bool(ask.explain))
-        watchers = (_Watch(self, told, owner, i // ask.choices, request) for i, request in enumerate(made.requests))
+        account = Account(id, ENTRY_BYTES + size)
+        extras = replace(made.extras, explained=lambda: self.shown(account, admin=admin), explains=bool(ask.explain))
+        watchers = (_Watch(self, account, owner, i // ask.choices, request) for i, request in enumerate(made.requests))
         return replace(made, extras=extras), [[watcher] for watcher in watchers]
 
-    def count(self, told: Told, owner: Owner, request: Request, stretches: Stretches) -> None:
+    def count(self, account: Account, owner: Owner, request: Request, stretches: Stretches) -> None:
         """Keeps a request that has ended, and counts what it found."""
-        prompt = _Prompt(request, stretches)
+        prompt = _Prompt(request.tokens, stretches)
         tenant = owner_of(encode_namespace(request.namespace))
         with self._lock:
             if tenant not in self._tenants and len(self._tenants) >= _MOST_TENANTS:
@@ -200,20 +202,20 @@ class Explanations:
             sizes, missed = self._tenants.setdefault(tenant, (Counter(), Counter()))
             sizes.update(prompt_tokens=len(request.tokens), cached_tokens=prompt.cached)
             missed.update(prompt.missed)
-            if not told.kept:
-                told.kept = True
-                self._recent.append((told.id, owner))
-                self._kept.put(owner, told.id, told)
+            if not account.kept:
+                account.kept = True
+                self._recent.append((account.id, owner))
+                self._kept.put(owner, account.id, account)
 
-    def shown(self, told: Told, *, admin: bool) -> list[PromptExplained]:
+    def shown(self, account: Account, *, admin: bool) -> list[PromptExplained]:
         """Returns what a client may know of a request."""
-        return [self._shown(each, admin) for _, each in sorted(told.prompts.items())]
+        return [self._shown(each, admin) for _, each in sorted(account.prompts.items())]
 
     def recent(self) -> list[RecentMiss]:
         """Returns the latest requests, the newest last; for the admin."""
         with self._lock:
             latest = [(id, self._kept.get(owner, id)) for id, owner in self._recent]
-        return [_recent(told) for _, told in latest if told is not None]
+        return [_recent(account) for _, account in latest if account is not None]
 
     def tenants(self) -> list[TenantMisses]:
         """Returns what each tenant missed, the newest tenants last; for the admin."""
@@ -236,11 +238,11 @@ class Explanations:
 
     def _explain(self, task: Task, tenant: Owner, admin: bool) -> Explanation:
         made = self._preparation.prepare(task, tenant if self._access.separates else None)
-        told = Told("", 0)
+        account = Account("", 0)
         with renamed(task.names):
             for i, request in enumerate(made.requests[:: task.request.choices]):
-                told.add(i, request, self._engine.explain(request, distances=admin))
-        return Explanation(None, self.shown(told, admin=admin))
+                account.add(i, request, self._engine.explain(request, distances=admin))
+        return Explanation(None, self.shown(account, admin=admin))
 
     async def _of_id(self, http: HttpRequest) -> Response:
         admin = self._access.is_admin(http.headers)
@@ -255,11 +257,11 @@ class Explanations:
         if not self.on:
             raise _off()
         id = http.path_params["id"]
-        told = self._kept.find(id) if admin else self._kept.get(owner, id)
-        if told is None:
+        account = self._kept.find(id) if admin else self._kept.get(owner, id)
+        if account is None:
             message = f"No explanation of {id!r}: the newest requests are kept, by the ids of their answers."
             raise ApiError(404, message, param="id", code="explanation_not_found")
-        shown = await anyio.to_thread.run_sync(lambda: self.shown(told, admin=admin))
+        shown = await anyio.to_thread.run_sync(lambda: self.shown(account, admin=admin))
         return _json(Explanation(id, shown))
 
     async def _of_all(self, http: HttpRequest) -> Response:
@@ -271,14 +273,14 @@ class Explanations:
     # --- what is shown
 
     def _shown(self, prompt: _Prompt, admin: bool) -> PromptExplained:
-        stretches = [self._stretch(each, prompt.request, admin) for each in prompt.stretches]
-        return PromptExplained(len(prompt.request.tokens), prompt.cached, dict(prompt.missed), stretches)
+        stretches = [self._stretch(each, prompt.tokens, admin) for each in prompt.stretches]
+        return PromptExplained(len(prompt.tokens), prompt.cached, dict(prompt.missed), stretches)
 
-    def _stretch(self, stretch: Stretch, request: Request, admin: bool) -> StretchBody:
+    def _stretch(self, stretch: Stretch, tokens: NDArray[np.int32], admin: bool) -> StretchBody:
         shown = StretchBody(stretch.begin, stretch.end, stretch.tier or UNSET, stretch.cause or UNSET)
         shown.detail = stretch.detail or UNSET
         if stretch.cause is not None:
-            shown.text = self._text(request.tokens[stretch.begin : min(stretch.end, stretch.begin + _TOKENS_AFTER)])
+            shown.text = self._text(tokens[stretch.begin : min(stretch.end, stretch.begin + _TOKENS_AFTER)])
         if stretch.evicted is not None:
             shown.evicted = self._evicted(stretch.evicted, admin)
         if stretch.parted is not None:
@@ -303,11 +305,11 @@ class Explanations:
         return self._preparation.prompts.read(known.tolist())
 
 
-def _recent(told: Told) -> RecentMiss:
-    missed: Counter[str] = sum((each.missed for each in told.prompts.values()), Counter())
-    tokens = sum(len(each.request.tokens) for each in told.prompts.values())
-    cached = sum(each.cached for each in told.prompts.values())
-    return RecentMiss(told.id, tokens, cached, missed.most_common(1)[0][0] if missed else None)
+def _recent(account: Account) -> RecentMiss:
+    missed: Counter[str] = sum((each.missed for each in account.prompts.values()), Counter())
+    tokens = sum(len(each.tokens) for each in account.prompts.values())
+    cached = sum(each.cached for each in account.prompts.values())
+    return RecentMiss(account.id, tokens, cached, missed.most_common(1)[0][0] if missed else None)
 
 
 def _off(param: str | None = None) -> ApiError:

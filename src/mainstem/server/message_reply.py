@@ -125,8 +125,8 @@ class MessageReply(BlockReply):
         body = self.finish(usage)
         ended = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
         explained = {} if body.explanation is UNSET else {"explanation": body.explanation}
-        told = named_event("message_delta", {"delta": ended, "usage": body.usage, **explained})
-        return told + named_event("message_stop", {})
+        ending = named_event("message_delta", {"delta": ended, "usage": body.usage, **explained})
+        return ending + named_event("message_stop", {})
 
     def failing(self, error: ApiError) -> bytes:
         """See `Reply`."""
@@ -167,10 +167,10 @@ class MessageReply(BlockReply):
         self, content: list[dict[str, Any]], stop_reason: str | None, stop: str | None, usage: MessageUsage
     ) -> MessageBody:
         head = self._head
-        told: dict[str, Any] | UnsetType | None = UNSET
+        diagnostics: dict[str, Any] | UnsetType | None = UNSET
         if self._finding is not None:
-            told = _diagnostics(self._finding, usage, None if stop_reason is None else self._extras.missed)
-        made = MessageBody(head.id, head.model, content, stop_reason, stop, usage, diagnostics=told)
+            diagnostics = _diagnostics(self._finding, usage, None if stop_reason is None else self._extras.missed)
+        made = MessageBody(head.id, head.model, content, stop_reason, stop, usage, diagnostics=diagnostics)
         made.explanation = UNSET if stop_reason is None else self._extras.explanation
         return made
 

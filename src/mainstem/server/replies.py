@@ -321,8 +321,8 @@ class Extras:
     @property
     def missed(self) -> tuple[str, int] | None:
         """The first cause why something of its first prompt was not found, and its tokens; None: there is none."""
-        told = [] if self.explained is None else self.explained()
-        stretches = told[0].stretches if told else []
+        account = [] if self.explained is None else self.explained()
+        stretches = account[0].stretches if account else []
         causes = [(each.cause, each.end - each.begin) for each in stretches if each.cause is not UNSET]
         return next(((cause, tokens) for cause, tokens in causes if cause != "partial_page"), None)
 

@@ -164,7 +164,7 @@ def explain_request(
         return
     from rich.console import Console
 
-    from mainstem.watch.told import table
+    from mainstem.watch.wording import table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     for prompt in prompts:
@@ -212,7 +212,7 @@ def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dic
     from mainstem.replay.readers.open import open_trace
     from mainstem.replay.simulate.sweep import check_policy, parse_capacities
     from mainstem.settings.replay import TraceOptions
-    from mainstem.watch.told import shown
+    from mainstem.watch.wording import shown
 
     trace = open_trace(path)
     blocks = parse_capacities(capacity, trace)

@@ -60,12 +60,12 @@ def why(stretch: Mapping[str, Any]) -> str:
     """Returns where a stretch was found, or why it was computed."""
     if "tier" in stretch:
         return f"found {'in' if stretch['tier'] == 'storage' else 'on the'} {stretch['tier']}"
-    told = _WORDS.get(stretch["cause"], str(stretch["cause"]).replace("_", " "))
+    words = _WORDS.get(stretch["cause"], str(stretch["cause"]).replace("_", " "))
     if "parted" in stretch:
-        told += f" at token {stretch['parted']['at']:,}"
+        words += f" at token {stretch['parted']['at']:,}"
     if "detail" in stretch:
-        told += f" ({_DETAILS.get(stretch['detail'], stretch['detail'])})"
-    return "; ".join([told, *_eviction(stretch.get("evicted"))])
+        words += f" ({_DETAILS.get(stretch['detail'], stretch['detail'])})"
+    return "; ".join([words, *_eviction(stretch.get("evicted"))])
 
 
 def _eviction(gone: Mapping[str, Any] | None) -> Iterator[str]:
