@@ -411,7 +411,7 @@ def test_a_prompt_is_encoded_once_from_submit_to_its_end(
             encoded.append(len(tokens))
             return super().encode(tokens)
 
-    monkeypatch.setattr("mainstem.runtime.engine.TokenKeys", Counting)
+    monkeypatch.setattr("mainstem.runtime.assembly.TokenKeys", Counting)
     made = rig()
     assert made.submit(length=20, max_tokens=4).result(WAIT_S).finish_reason == "length"
     assert encoded == [20]
