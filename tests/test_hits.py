@@ -132,3 +132,22 @@ def test_without_explanations_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench.cache, "explain", None)  # calling it would fail
     bench.one(prompt(1, 22))
     assert bench.usage("r0").explanation is None
+
+
+def test_who_ends_before_the_prompt_is_computed_is_settled_too() -> None:
+    bench = Bench(64, explain=True, token_budget=3)
+    id = bench.add(prompt(1, 30), max_tokens=4)
+    bench.step(3)
+    assert sum(bench.scheduler.totals.missed.values()) == 0, "it is not known yet what it will meet"
+    bench.scheduler.cancel(id)
+    bench.run()
+    assert sum(bench.scheduler.totals.missed.values()) == 30
+    check(bench)
+
+
+def test_what_was_not_stored_as_asked_is_named() -> None:
+    bench = Bench(64, explain=True)
+    bench.cache.tree.core.remember(256)  # else it cannot know that nothing was evicted
+    bench.one(prompt(1, 30), hints=Hints(no_store=True))
+    again = causes_of(bench.usage(bench.one(prompt(1, 30))))
+    assert again[0] == (0, 28, "not_stored")
