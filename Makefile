@@ -280,6 +280,9 @@ bench-policies: $(VENV)/dev
 bench-agents: $(VENV)/dev
 	$(BIN)/python -m bench agents $(ARGS)
 
+bench-fleet: $(VENV)/dev
+	$(BIN)/python -m bench fleet $(ARGS)
+
 # The wheel is built from the source distribution, in an environment of its own, as an installer would build it. auditwheel
 # names the oldest Linux that it runs on.
 $(DIST)/ready: scripts/requirements-dist.txt

@@ -20,6 +20,7 @@ NAMES = (
     "core",
     "policies",
     "agents",
+    "fleet",
     "states",
     "marks",
     "tiers",
@@ -71,15 +72,19 @@ def _options() -> argparse.Namespace:
         help="index: run only these and Mainstem's leases",
     )
     parser.add_argument(
-        "--trace", nargs="+", default=[], metavar="FILE", help="policies, agents, states: also replay these traces"
+        "--trace",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="policies, agents, states: also replay these traces; fleet: these alone",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="date for the JSON")
     options = parser.parse_args()
-    with_traces = options.trace and options.benchmarks not in (["states"], ["agents"])
+    with_traces = options.trace and options.benchmarks not in (["states"], ["agents"], ["fleet"])
     partial = options.quick or options.only or options.systems or with_traces
     if options.record and partial:
-        allowed = "leave out --quick, --only, --systems, and --trace but for states and agents"
+        allowed = "leave out --quick, --only, --systems, and --trace but for states, agents and fleet"
         parser.error(f"only whole runs are recorded: {allowed}")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
@@ -106,6 +111,12 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
 
         all_jobs = agents.QUICK if report.quick else agents.Settings()
         agents.run(replace(all_jobs, traces=tuple(options.trace)), report)
+        return
+    if name == "fleet":
+        from bench import fleet
+
+        routed = fleet.QUICK if report.quick else fleet.Settings()
+        fleet.run(replace(routed, traces=tuple(options.trace)), report)
         return
     if name == "states":
         from bench import states

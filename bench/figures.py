@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    "README.md", "docs/models.md", "docs/numbers.md", "docs/performance.md", "docs/planning.md", "docs/policies.md",
-    "docs/serving.md", "docs/vllm.md",
+    "README.md", "docs/fleet.md", "docs/models.md", "docs/numbers.md", "docs/performance.md", "docs/planning.md",
+    "docs/policies.md", "docs/serving.md", "docs/vllm.md",
 )  # fmt: skip
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
@@ -502,6 +502,34 @@ def _short(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def _fleet(records: Records) -> str:
+    """Routers before several caches: hits as a share of those of one cache, balance, time to the first token."""
+    if "fleet" not in records:
+        return "Not recorded yet."
+    rows = {(row["trace"], row["router"], row["replicas"]): row for row in records["fleet"]["rows"]}
+    sizes = sorted({replicas for _, _, replicas in rows})
+
+    def cell(row: Row) -> str:
+        return f"{row['share']:.1f} / {row['balance']:.2f} / {row['first_s']:.1f}"
+
+    lines = [
+        [trace.removesuffix("_trace"), router, *(cell(rows[trace, router, size]) for size in sizes)]
+        for trace, router in dict.fromkeys((trace, router) for trace, router, _ in rows)
+    ]
+    return _table(["trace", "router", *(f"{size} replicas" for size in sizes)], lines)
+
+
+def _fleet_goals(records: Records) -> str:
+    """The goals of routing, and the measured values."""
+    if "fleet" not in records:
+        return "Not recorded yet."
+    goals = records["fleet"]["goals"]
+    return _table(
+        ["", "measured", "goal", ""],
+        ([goal["what"], _short(goal["measured"]), f"{goal['goal']:g}", goal["unit"]] for goal in goals),
+    )
+
+
 TABLES: Mapping[str, Callable[[Records], str]] = {
     "requests": _requests,
     "requests, main peers": lambda records: _requests(records, MAIN_PEERS),
@@ -516,6 +544,8 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "throughput": _throughput,
     "policies": _policies,
     "agents": _agents,
+    "fleet": _fleet,
+    "fleet goals": _fleet_goals,
     "plan": _plan,
     "attention": _attention,
     "codec": _codec,

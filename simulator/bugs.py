@@ -1084,5 +1084,65 @@ NATIVE: tuple[Mutant, ...] = (
         "node == wager ? stake :", "node == wager ? stake + 1000 :",
         "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
+    # ---------------------------------------------------------------- explanations
+    _mutant(
+        "what was forgotten is called never seen", "-", _CORE + "tree/ghosts.cpp",
+        "return {filter_->has(name) ? Known::may_have_been : Known::never};", "return {};", "explain",
+    ),
+    _mutant(
+        "a namespace sees what another has evicted", "-", _CORE + "tree/ghosts.cpp",
+        "return fold(name ^ seed_, kOdd ^ seed2_);", "return seed_;", "explain",
+    ),
+    _mutant(
+        "an eviction of the host counts as one of the device", "-", _CORE + "tree/evict.cpp",
+        "ghosts_->expect(reason(node, column, owner, want - asked.size()), tier);",
+        "ghosts_->expect(reason(node, column, owner, want - asked.size()), kDevice);", "explain",
+    ),
+    _mutant(
+        "a stack distance leaves out the page itself", "-", _CORE + "tree/explain.cpp",
+        "std::min(pages, run.end - start)", "std::min(pages, run.end - 1 - start)", "explain",
+    ),
+    _mutant(
+        "what came back counts twice in a stack distance", "-", _CORE + "tree/explain.cpp",
+        "  ghosts_->sweep(eviction_.tick());\n", "", "explain",
+    ),
+    _mutant(
+        "what was evicted again is said to have gone the first time", "-", _CORE + "tree/ghosts.cpp",
+        "  erase(page.name);\n  if (count_", "  if (place(page.name)) return;\n  if (count_", "explain",
+    ),
+    _mutant(
+        "what was removed is called never seen", "-", _CORE + "tree/shape.cpp",
+        "  if (ghosts_) ghosts_->removed(tops, why, eviction_.tick());\n", "", "explain",
+    ),
+    _mutant(
+        "a join forgets where an end is", "-", _CORE + "tree/shape.cpp",
+        "    ghosts_->joined(upper, lower);\n", "    {}\n", "explain",
+    ),
+    # ---------------------------------------------------------------- the index of a router
+    _mutant(
+        "a page that was removed still counts", "-", _CORE + "routing/index.cpp",
+        "    unset(at, medium, worker);\n    unexpect(&of, worker, at);", "    unexpect(&of, worker, at);",
+        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+    ),
+    _mutant(
+        "what one worker removes, all have lost", "-", _CORE + "routing/index.cpp",
+        "[worker / 64] &= ~(std::uint64_t{1} << worker % 64);\n}\n\nBlockIndex", "[worker / 64] = 0;\n}\n\nBlockIndex",
+        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+    ),
+    _mutant(
+        "the index of a router leaves out the namespace", "-", _CORE + "routing/index.cpp",
+        "SipHash::of(key_, Digest{}, name.data(), name.size())", "SipHash::of(key_, Digest{}, name.data(), 0)",
+        "tests/test_fleet_routing.py::test_namespaces_never_cross",
+    ),
+    _mutant(
+        "the index of a router has no bound", "-", _CORE + "routing/index.cpp",
+        "while (pairs_ > capacity_) {", "while (pairs_ > capacity_ + 1000) {",
+        "tests/test_fleet_routing.py::test_a_full_index_forgets_and_finds_no_more_than_there_is",
+    ),
+    _mutant(
+        "a router does not see queues", "-", _CORE + "routing/ranking.cpp",
+        "std::max(0.0, of.free_s - now_s) + best.service_s", "best.service_s",
+        "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
+    ),
 )
 # fmt: on

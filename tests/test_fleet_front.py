@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import anyio
 import httpx
-import numpy as np
 import pytest
 from rigs.fake_engine import FakeEngine, FakeTokenizer
 
-from mainstem.fleet.asking import Ask, Head, Prompt, ReplicaLost
+from mainstem.fleet.asking import Ask, Head, ReplicaLost
 from mainstem.fleet.front import Front, Homes
 from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import answered
-from mainstem.fleet.sessions import SessionRouter
 from mainstem.server.app import create_app
 from mainstem.settings.fleet import FleetConfig
 
@@ -181,36 +178,3 @@ def test_a_front_that_drains_refuses_generations_alone() -> None:
     assert post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."}).json()["error"]["code"] == "draining"
     assert calls(made, lambda client: client.get("/health")).status_code == 503
     assert calls(made, lambda client: client.get("/v1/models")).status_code == 200
-
-
-# ---------------------------------------------------------------- which replica
-
-
-def prompt(first: int, length: int = 200, **more: Any) -> Prompt:
-    return Prompt(np.arange(first, first + length, dtype=np.int32), **more)
-
-
-def test_the_longest_prefix_seen_goes_first() -> None:
-    router = SessionRouter()
-    router.sent(prompt(0), "b")
-    router.sent(prompt(1000), "a")
-    router.ended("a")
-    router.ended("b")
-    assert router.order(prompt(0, 100), ["a", "b"])[0] == "b"
-    assert router.order(prompt(1000, 300), ["a", "b"])[0] == "a"
-    assert json.dumps(router.order(prompt(5000), ["a", "b"])) == '["a", "b"]'
-
-
-def test_one_with_much_more_to_do_is_passed_over() -> None:
-    router = SessionRouter()
-    for _ in range(20):
-        router.sent(prompt(0), "b")
-    assert router.order(prompt(0), ["a", "b"]) == ["a", "b"]
-
-
-def test_a_session_and_a_kept_response_have_their_place() -> None:
-    router = SessionRouter()
-    router.sent(prompt(0, 3, session="s"), "b")
-    assert router.order(prompt(9, 3, session="s"), ["a", "b"])[0] == "b"
-    assert router.order(prompt(9, 3, replica="b"), ["a", "b"])[0] == "b"
-    assert router.order(prompt(9, 3, session="s"), ["a", "c"])[0] == "a"

@@ -22,7 +22,7 @@ LAYERS = [
     ("core", ["errors", "imports", "units", "_core", "core"]),
     ("rules", ["keys", "namespaces", "quotas", "components", "policies", "pool", "identity"]),
     ("settings", ["settings"]),
-    ("tree", ["tree"]),
+    ("tree", ["explain", "tree"]),
     ("events", ["events"]),
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
@@ -174,7 +174,7 @@ def code_lines(text: str) -> set[int]:
 # ---------------------------------------------------------------- the folders of the core
 
 CSRC = PACKAGE / "core" / "csrc"
-FOLDERS = ["structure", "residency", "eviction", "tree", "lease", "replay", "kernels", "python"]
+FOLDERS = ["structure", "residency", "eviction", "tree", "lease", "replay", "routing", "kernels", "python"]
 """Lowest first, as in docs/design.md."""
 TABLES = ("namespace", "struct", "class", "NB_MODULE", "void bind_")
 """What looks like a function and is none, or lists bindings."""

@@ -112,6 +112,19 @@ class Tree:
     def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes:
         """At most `most` symbols that followed a key, in the sequence used last."""
 
+    def remember(self, pages: int) -> None:
+        """
+        Remembers from now on what is evicted or removed: so many pages. The tree must be empty.
+        """
+
+    def tick(self) -> int:
+        """The number of matches and insertions, and of ends of leases."""
+
+    def explain(self, ns: bytes, symbols: bytes, distances: bool) -> tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None]], int, bytes, int]:
+        """
+        Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks of the last use (-1: not known) and of the departure, stack distance in pages or -1. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
+        """
+
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
         """
         The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.
@@ -788,3 +801,143 @@ class Optimum:
         """
         Returns the blocks that each request hits, and the number of blocks evicted.
         """
+
+class IndexCounts:
+    """What a routing index holds, and what it has seen."""
+
+    @property
+    def workers(self) -> int:
+        """Workers known."""
+
+    @property
+    def blocks(self) -> int:
+        """Distinct pages that anybody has, or is expected to have."""
+
+    @property
+    def held(self) -> int:
+        """Pages that workers have, each counted for each of them."""
+
+    @property
+    def expected(self) -> int:
+        """The same of pages that they were sent and are expected to have."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the index."""
+
+    @property
+    def stored(self) -> int:
+        """Pages that events stored."""
+
+    @property
+    def removed(self) -> int:
+        """Pages that events removed."""
+
+    @property
+    def cleared(self) -> int:
+        """Events that cleared all of a worker."""
+
+    @property
+    def orphans(self) -> int:
+        """Pages stored after one that is not known: ignored."""
+
+    @property
+    def unknown(self) -> int:
+        """Pages removed from where they were not: ignored."""
+
+    @property
+    def malformed(self) -> int:
+        """Events that make no sense: ignored."""
+
+    @property
+    def conflicts(self) -> int:
+        """
+        Pages whose hash names another page, or that have another hash, too: ignored.
+        """
+
+    @property
+    def expired(self) -> int:
+        """Expected pages that no event confirmed in time."""
+
+    @property
+    def forgotten(self) -> int:
+        """Pages forgotten because the index was full."""
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts, by name."""
+
+    def __repr__(self) -> str: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+class Routing:
+    """
+    Which worker has which page, and when each would answer; see src/mainstem/core/csrc/routing/index.h and ranking.h.
+    """
+
+    def __init__(self, key: bytes, page_tokens: int, capacity: int) -> None:
+        """
+        Takes a secret key of 16 bytes, the tokens of a page, and the pages of all workers together at most.
+        """
+
+    def add(self) -> int:
+        """Adds a worker, and returns its number."""
+
+    def drop(self, worker: int) -> None:
+        """Forgets a worker; its number may be another one's from now on."""
+
+    def expect_for(self, worker: int, seconds: float) -> None:
+        """Sets how long pages that a worker was sent count as soon to be there."""
+
+    def share_store(self, worker: int, store: int) -> None:
+        """Sets the store of a worker, by a number; 0: one of its own."""
+
+    def store(self, worker: int, medium: int, space: bytes, parent: object, hashes: object, tokens: object) -> None:
+        """Follows an event that stored pages. 0, 1, 2: device, host, storage."""
+
+    def remove(self, worker: int, medium: int, hashes: object) -> None:
+        """Follows an event that removed pages."""
+
+    def clear(self, worker: int) -> None:
+        """Follows an event that cleared all."""
+
+    def malformed(self, worker: int) -> None:
+        """Counts an event that makes no sense."""
+
+    def match(self, space: bytes, tokens: object) -> tuple[list[int], list[int], list[int]]:
+        """
+        Returns how many pages each worker has from the beginning: on its device or expected there; there or on its host; there or in storage.
+        """
+
+    def rank(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], stay: int | None, now_s: float) -> numpy.typing.NDArray[numpy.int32]:
+        """Returns workers, the best first."""
+
+    def estimates(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], stay: int | None, now_s: float) -> list[tuple[int, float, float, int]]:
+        """
+        Returns the same with what they are ordered by, the seconds until a first token, and the tokens that need not be computed.
+        """
+
+    def sent(self, worker: int, space: bytes, tokens: object, now_s: float) -> None:
+        """Takes into account that a request went to a worker."""
+
+    def ended(self, worker: int, now_s: float) -> None:
+        """Takes into account that a request of a worker has ended."""
+
+    def expire(self, now_s: float) -> None:
+        """Gives up what was expected for too long."""
+
+    def set_times(self, worker: int, prefill: tuple[float, float], host: tuple[float, float], storage: tuple[float, float], peer: tuple[float, float] | None) -> None:
+        """
+        Sets what a worker's time goes to, in seconds: for a token, and for each position that it attends to; then latency and time for a token of loads. No time for peers: it reads from none.
+        """
+
+    def set_queue(self, worker: int, tokens: float, now_s: float) -> None:
+        """Takes into account how many tokens a worker has still to compute."""
+
+    def counts(self) -> IndexCounts:
+        """Returns the counts."""
+
+    def check(self) -> None:
+        """Raises CorruptTree."""

@@ -76,6 +76,7 @@ void run_threads(std::uint64_t seeds, std::uint32_t operations) {
       random_components(seed * kThreads + thread, operations);
       random_tiers(seed * kThreads + thread, operations);
       random_replay(seed * kThreads + thread, operations);
+      random_routing(seed * kThreads + thread, operations);
     });
     random_peeks(seed, operations);
   }
@@ -89,6 +90,7 @@ void run(std::uint64_t seeds, std::uint32_t operations) {
     random_components(seed, operations);
     random_tiers(seed, operations);
     random_replay(seed, operations);
+    random_routing(seed, operations);
   }
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from mainstem.events.replica import Replica
 from mainstem.events.source import AllBlocksCleared, BlockStored, Event
@@ -85,15 +86,26 @@ def _in_steps(events: Iterable[Event], give_way: Callable[[], None]) -> Iterator
             pages = 0
 
 
+class Follows(Protocol):
+    """What follows events."""
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Follows events."""
+
+
 class Follower:
     """The receiver's end.
+
+    Args:
+        follows: what follows the events; default: `replica`.
 
     Attributes:
         replica: what the server holds, as far as it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follows: Follows | None = None) -> None:
         self.replica = Replica()
+        self._follows = self.replica if follows is None else follows
         self._last = -1
 
     def missing(self, number: int) -> int | None:
@@ -108,5 +120,5 @@ class Follower:
         """
         if number <= self._last:
             return
-        self.replica.apply(decode(payload).events)
+        self._follows.apply(decode(payload).events)
         self._last = number

@@ -93,8 +93,12 @@ class Replica:
     def where(self) -> dict[str, Any]:
         """Returns what a router needs to follow it."""
         live, replay = self._engine.event_endpoints or (None, None)
-        size = self._engine.config.page_size
-        return {"events": live, "replay": replay, "page_size": size, "draining": self.draining}
+        config = self._engine.config
+        shared = None if config.tiers.storage is None else "of the fleet"
+        return {
+            "events": live, "replay": replay, "page_size": config.page_size, "draining": self.draining,
+            "costs": self._engine.costs, "store": shared,
+        }  # fmt: skip
 
     def close(self) -> None:
         """Lets requests end, and writes to the store what it does not have."""

@@ -17,14 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from mainstem.events.source import PUBLIC_SECRET
 from mainstem.fleet import sessions
 from mainstem.fleet.asking import Ask, Head, ReplicaLost
+from mainstem.fleet.following import Following
 from mainstem.fleet.front import Front, Homes
 from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, Replica
-from mainstem.fleet.sessions import Chooser, SessionRouter
+from mainstem.fleet.routing import CostRouter
 from mainstem.imports import needs
 from mainstem.settings.fleet import FleetConfig
 
@@ -56,13 +58,16 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be insta
 
     def initialize_state(self, **options: Any) -> None:
         """Begins with nothing known."""
-        self._chooser: Chooser = SessionRouter()
+        self._chooser = CostRouter(time.monotonic, secret=sessions.SECRET[-1])
+        self._following = Following(self._chooser)
         sessions.ROUTERS.append(self)
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Takes the replicas there are."""
         super().update_replicas(replicas)
-        self._chooser.follow({each.replica_id.unique_id: each.routing_stats for each in replicas})
+        said = {each.replica_id.unique_id: each.routing_stats for each in replicas}
+        self._chooser.follow(said)
+        self._following.follow(said)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Returns replicas, the best first."""
@@ -84,6 +89,10 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be insta
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Takes into account that a request has ended."""
         self._chooser.ended(replica_id.unique_id)
+
+    def index(self) -> dict[str, int]:
+        """Returns what the index holds; see `CostRouter.stats`."""
+        return self._chooser.stats() | {"unreadable": self._following.bad}
 
     def awake(self) -> list[str]:
         """Returns the names of the replicas that take requests."""
@@ -151,6 +160,7 @@ class ServedFront:
         from mainstem.runtime.models import load_tokenizer
 
         _stay(config)
+        sessions.SECRET.append(config.engine.tiers.storage_secret or PUBLIC_SECRET)
         self._replicas, homes = _Served(engines), Homes()
         async for _ in self._replicas.ask(Ask("GET", "/version")):  # so that there is a replica when it is up
             pass
@@ -169,7 +179,14 @@ class ServedFront:
             name: {**stats, "served": counts.served[name]}
             for name, stats in ((key.unique_id, each.routing_stats) for key, each in _curr().items())
         }
-        return {"replicas": replicas, "running": self._front.running, "again": counts.again, "broken": counts.broken}
+        index = sessions.ROUTERS[-1].index() if sessions.ROUTERS else {}
+        return {
+            "replicas": replicas,
+            "index": index,
+            "running": self._front.running,
+            "again": counts.again,
+            "broken": counts.broken,
+        }
 
     async def drain(self, timeout_s: float) -> bool:
         """See `Front.drain`."""

@@ -59,6 +59,10 @@ class LoadCost:
         """Estimates the time until this many bytes have arrived; None before the first estimate."""
         return self._seconds(size) if self.known else None
 
+    def line(self) -> tuple[float, float] | None:
+        """Returns the latency, and the seconds for a byte; None before the first estimate."""
+        return self._line() if self.known else None
+
     def _forget(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over observations: bytes, seconds
 
@@ -109,6 +113,20 @@ class Costs:
     look_up: LoadCost = field(default_factory=LoadCost)
     read: LoadCost = field(default_factory=LoadCost)
     load: LoadCost = field(default_factory=LoadCost)
+
+    def lines(self, token_bytes: float) -> dict[str, tuple[float, float] | None]:
+        """Returns what routers ask for: the seconds of `prefill` for a token and for each position that it attends to;
+        latency and seconds for a token of `load` (host to device) and `read` (storage to host). None: not known yet."""
+
+        def of_tokens(line: tuple[float, float] | None, before_s: float) -> tuple[float, float] | None:
+            return None if line is None else (before_s + line[0], line[1] * token_bytes)
+
+        asked_s = self.look_up.seconds(1) or 0.0
+        return {
+            "prefill": self.prefill.line(),
+            "load": of_tokens(self.load.line(), 0.0),
+            "read": of_tokens(self.read.line(), asked_s),
+        }
 
     def load_min_pages(self, page_bytes: int, page_size: int) -> int | None:
         """Returns the fewest pages of a prompt's beginning that are loaded as soon as computed; None: not known."""

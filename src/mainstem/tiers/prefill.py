@@ -50,6 +50,13 @@ class PrefillCost:
         """Estimates the time to compute `tokens` after `context` positions; None before the first estimate."""
         return self._seconds(tokens, tokens * (context + tokens / 2)) if self._knows else None
 
+    def line(self) -> tuple[float, float] | None:
+        """Returns the seconds for a token, and for each position that it attends to; None before the estimate."""
+        if not self._knows:
+            return None
+        alone = self._at(0.0)
+        return alone, self._at(1.0) - alone
+
     def _begin(self, seen: float) -> None:
         """Starts from the first forwards, each clamped around the median cost of a token."""
         median, below = 0.0, 0.0

@@ -74,5 +74,6 @@ void bind_copy(nb::module_& m);
 void bind_entropy(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_replay(nb::module_& m);
+void bind_routing(nb::module_& m);
 
 }  // namespace mainstem

@@ -1,5 +1,5 @@
-// SipHash-1-3 (https://github.com/veorq/SipHash): a keyed hash of 64 bits, for names that nobody without the key can
-// make.
+// SipHash-1-3 (https://github.com/veorq/SipHash): a keyed hash of 64 or 128 bits, for names that nobody without the key
+// can make.
 #pragma once
 
 #include <bit>
@@ -13,17 +13,30 @@ struct SipKey {
   std::uint64_t one = 0, two = 0;
 };
 
+struct Digest {  // 128 bits
+  std::uint64_t one = 0, two = 0;
+  bool operator==(const Digest&) const = default;
+};
+
 class SipHash {
  public:
   // Of a word, followed by bytes.
   static std::uint64_t of(SipKey key, std::uint64_t before, const std::uint8_t* bytes, std::size_t size) {
     SipHash state(key);
     state.take(before);
-    const std::uint64_t length = (size + 8) << 56;
-    for (; size >= 8; size -= 8, bytes += 8)
-      state.take(load_word(bytes));
-    state.take(length | (size ? load_word(bytes, size) : 0));
-    return state.finish();
+    state.take(bytes, size, size + 8);
+    return state.finish(0xff);
+  }
+  // Of a digest, followed by bytes.
+  static Digest of(SipKey key, Digest before, const std::uint8_t* bytes, std::size_t size) {
+    SipHash state(key);
+    state.b_ ^= 0xee;
+    state.take(before.one);
+    state.take(before.two);
+    state.take(bytes, size, size + 16);
+    const std::uint64_t one = state.finish(0xee);
+    state.b_ ^= 0xdd;
+    return {one, state.finish(0)};
   }
 
  private:
@@ -38,8 +51,14 @@ class SipHash {
     round();
     a_ ^= word;
   }
-  std::uint64_t finish() {
-    c_ ^= 0xff;
+  // The last bytes, and the length of all.
+  void take(const std::uint8_t* bytes, std::size_t size, std::size_t length) {
+    for (; size >= 8; size -= 8, bytes += 8)
+      take(load_word(bytes));
+    take((std::uint64_t{length} << 56) | (size ? load_word(bytes, size) : 0));
+  }
+  std::uint64_t finish(std::uint64_t mark) {
+    c_ ^= mark;
     for (int i = 0; i < 3; ++i)
       round();
     return a_ ^ b_ ^ c_ ^ d_;

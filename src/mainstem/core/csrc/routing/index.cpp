@@ -1,0 +1,463 @@
+#include "routing/index.h"
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <cstring>
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::uint32_t kMostWorkers = 1 << 16, kMostStores = 1 << 12;
+
+const std::uint8_t* bytes_of(const std::uint32_t* tokens) {
+  return reinterpret_cast<const std::uint8_t*>(tokens);
+}
+
+bool any(const std::uint64_t* bits, std::size_t words) {
+  return std::any_of(bits, bits + words, [](std::uint64_t word) { return word != 0; });
+}
+
+}  // namespace
+
+RoutingIndex::RoutingIndex(SipKey key, std::uint32_t page_tokens, std::uint64_t capacity)
+    : key_(key), page_tokens_(page_tokens), capacity_(capacity), by_digest_(key.one) {
+  require(page_tokens > 0 && page_tokens <= 1 << 20, "page_tokens", page_tokens, "1 to 1048576");
+  require(capacity > 0 && capacity < kNoBlock, "capacity", capacity, "1 to 4294967294 pages");
+}
+
+// ---------------------------------------------------------------- workers
+
+const RoutingIndex::Worker& RoutingIndex::at(WorkerId worker) const {
+  require(known(worker), "worker", worker, "a worker that was added and not dropped");
+  return *workers_[worker];
+}
+
+WorkerId RoutingIndex::add() {
+  const auto free = std::find(workers_.begin(), workers_.end(), nullptr);
+  const auto id = static_cast<WorkerId>(free - workers_.begin());
+  require(id < kMostWorkers, "workers", id, "at most 65536");
+  auto made = std::make_unique<Worker>(key_.two ^ id);
+  widen(std::size_t{id} + 1);
+  if (free == workers_.end())
+    workers_.push_back(std::move(made));
+  else
+    *free = std::move(made);
+  ++counts_.workers;
+  return id;
+}
+
+void RoutingIndex::drop(WorkerId worker) {
+  const std::uint64_t cleared = counts_.cleared;
+  clear(worker);
+  counts_.cleared = cleared;  // by nobody's event
+  share_store(worker, 0);
+  workers_[worker] = nullptr;
+  --counts_.workers;
+}
+
+void RoutingIndex::share_store(WorkerId worker, std::uint32_t store) {
+  Worker& of = at(worker);
+  require(store < kMostStores, "store", store, "below 4096");
+  while (stores_.size() <= store)
+    stores_.emplace_back(wide_);
+  const std::uint64_t bit = std::uint64_t{1} << worker % 64;
+  stores_[of.store][worker / 64] &= ~bit;
+  of.store = store;
+  if (store) stores_[store][worker / 64] |= bit;
+}
+
+// Makes the bits of each block wide enough.
+void RoutingIndex::widen(std::size_t workers) {
+  if (workers <= wide_ * 64) return;
+  const std::size_t wide = wide_ * 2, stride = kHead + kColumns * wide;
+  std::vector<std::vector<std::uint64_t>> stores = stores_;
+  for (std::vector<std::uint64_t>& store : stores)
+    store.resize(wide);
+  Array<std::uint64_t> words;
+  const std::size_t blocks = words_.size() / stride_;
+  words.resize(blocks * stride, 0);
+  for (std::size_t b = 0; b < blocks; ++b) {
+    std::memcpy(&words[b * stride], &words_[b * stride_], sizeof(Block));
+    for (std::size_t place = 0; place < kColumns; ++place)
+      std::memcpy(&words[b * stride + kHead + place * wide], &words_[b * stride_ + kHead + place * wide_],
+                  wide_ * sizeof(std::uint64_t));
+  }
+  words_.swap(words);
+  stores_.swap(stores);
+  wide_ = wide;
+  stride_ = stride;
+}
+
+// ---------------------------------------------------------------- blocks
+
+Digest RoutingIndex::space(std::span<const std::uint8_t> name) const {
+  return SipHash::of(key_, Digest{}, name.data(), name.size());
+}
+
+Digest RoutingIndex::after(Digest before, const std::uint32_t* page) const {
+  return SipHash::of(key_, before, bytes_of(page), std::size_t{page_tokens_} * sizeof(std::uint32_t));
+}
+
+void RoutingIndex::set(BlockIndex block, Medium place, WorkerId worker) {
+  bits(block, place)[worker / 64] |= std::uint64_t{1} << worker % 64;
+}
+
+void RoutingIndex::unset(BlockIndex block, Medium place, WorkerId worker) {
+  bits(block, place)[worker / 64] &= ~(std::uint64_t{1} << worker % 64);
+}
+
+BlockIndex RoutingIndex::find(Digest digest) {
+  const BlockTable::Slot* slot =
+      by_digest_.find(digest.one, [&](const BlockTable::Slot& each) { return block(each.block).digest == digest; });
+  return slot ? slot->block : kNoBlock;
+}
+
+BlockIndex RoutingIndex::find_or_make(Digest digest, std::uint32_t depth, Digest space) {
+  BlockIndex at = find(digest);
+  if (at != kNoBlock) return at;
+  by_digest_.reserve();
+  if (free_ == kNoBlock) {
+    const std::size_t end = words_.size() + stride_;
+    if (end > words_.capacity()) words_.reserve(with_spare(end));
+    at = static_cast<BlockIndex>(words_.size() / stride_);
+    words_.resize(end, 0);
+  } else {
+    at = free_;
+    free_ = block(at).next;
+  }
+  block(at) = {digest, depth, static_cast<std::uint32_t>(space.one), 0, kNoBlock};
+  by_digest_.insert(digest.one, at, 0);
+  ++blocks_;
+  return at;
+}
+
+// Frees a block that nobody has.
+void RoutingIndex::release(BlockIndex at) noexcept {
+  if (any(bits(at, Medium::device), kColumns * wide_)) return;
+  BlockTable::Slot* slot =
+      by_digest_.find(block(at).digest.one, [at](const BlockTable::Slot& each) { return each.block == at; });
+  assert(slot);
+  by_digest_.erase(slot);
+  block(at).next = free_;
+  free_ = at;
+  --blocks_;
+}
+
+// ---------------------------------------------------------------- events
+
+void RoutingIndex::store(WorkerId worker, Medium medium, Digest space, std::optional<std::uint64_t> parent,
+                         std::span<const std::uint64_t> hashes, std::span<const std::uint32_t> tokens) {
+  Worker& to = at(worker);
+  assert(medium != Medium::expected);
+  if (tokens.size() != hashes.size() * page_tokens_) {
+    ++counts_.malformed;
+    return;
+  }
+  Digest before = space;
+  std::uint32_t depth = 0;
+  if (parent) {
+    const BlockTable::Slot* slot = to.held.find(*parent);
+    if (!slot) {
+      counts_.orphans += hashes.size();
+      return;
+    }
+    const Block& above = block(slot->block);
+    if (above.space != static_cast<std::uint32_t>(space.one)) {  // a page never continues one of another namespace
+      ++counts_.malformed;
+      return;
+    }
+    before = above.digest;
+    depth = above.depth + 1;
+  }
+  ++stamp_;
+  for (std::size_t page = 0; page < hashes.size(); ++page) {
+    before = after(before, tokens.data() + page * page_tokens_);
+    to.held.reserve();
+    const BlockIndex at = find_or_make(before, depth++, space);
+    if (!store_one(&to, worker, medium, hashes[page], at)) {
+      release(at);
+      counts_.conflicts += hashes.size() - page;
+      return;
+    }
+    forget_some();
+  }
+}
+
+// Returns whether the worker uses this hash for this block alone, and this block for this hash alone.
+bool RoutingIndex::store_one(Worker* to, WorkerId worker, Medium medium, std::uint64_t hash, BlockIndex at) {
+  BlockTable::Slot* slot = to->held.find(hash);
+  if (slot ? slot->block != at
+           : has(at, Medium::device, worker) || has(at, Medium::host, worker) || has(at, Medium::storage, worker))
+    return false;
+  if (!slot) {
+    slot = to->held.insert(hash, at, 0);
+    ++pairs_;
+  }
+  slot->more |= 1u << static_cast<std::uint32_t>(medium);
+  set(at, medium, worker);
+  block(at).stamp = stamp_;
+  unexpect(to, worker, at);
+  ++counts_.stored;
+  return true;
+}
+
+void RoutingIndex::remove(WorkerId worker, Medium medium, std::span<const std::uint64_t> hashes) {
+  Worker& of = at(worker);
+  assert(medium != Medium::expected);
+  const std::uint32_t bit = 1u << static_cast<std::uint32_t>(medium);
+  for (const std::uint64_t hash : hashes) {
+    BlockTable::Slot* slot = of.held.find(hash);
+    if (!slot || !(slot->more & bit)) {
+      ++counts_.unknown;
+      continue;
+    }
+    const BlockIndex at = slot->block;
+    slot->more &= ~bit;
+    if (!slot->more) {
+      of.held.erase(slot);
+      --pairs_;
+    }
+    unset(at, medium, worker);
+    unexpect(&of, worker, at);
+    release(at);
+    ++counts_.removed;
+  }
+}
+
+void RoutingIndex::clear(WorkerId worker) {
+  Worker& of = at(worker);
+  for (const BlockTable::Slot& slot : of.held.slots()) {
+    if (slot.block == kNoBlock) continue;
+    for (const Medium medium : {Medium::device, Medium::host, Medium::storage})
+      unset(slot.block, medium, worker);
+    release(slot.block);
+  }
+  for (const BlockTable::Slot& slot : of.expected.slots()) {
+    if (slot.block == kNoBlock) continue;
+    unset(slot.block, Medium::expected, worker);
+    release(slot.block);
+  }
+  pairs_ -= of.held.size() + (of.dues.size() - of.first);
+  of.held.clear();
+  of.expected.clear();
+  of.dues.clear();
+  of.first = 0;
+  ++counts_.cleared;
+}
+
+// ---------------------------------------------------------------- what is expected
+
+void RoutingIndex::expect(WorkerId worker, Digest space, std::span<const std::uint32_t> tokens, double now_s) {
+  Worker& to = at(worker);
+  Digest before = space;
+  ++stamp_;
+  const std::size_t pages = tokens.size() / page_tokens_;
+  for (std::size_t page = 0; page < pages; ++page) {
+    before = after(before, tokens.data() + page * page_tokens_);
+    to.expected.reserve();
+    if (to.dues.size() == to.dues.capacity()) to.dues.reserve(with_spare(to.dues.size() + 1));
+    const BlockIndex at = find_or_make(before, static_cast<std::uint32_t>(page), space);
+    block(at).stamp = stamp_;
+    if (has(at, Medium::device, worker)) continue;  // as events say
+    to.dues.push_back({now_s, at, ++to.number});
+    ++pairs_;
+    BlockTable::Slot* slot = to.expected.find(at);
+    if (slot)
+      slot->more = to.number;
+    else
+      to.expected.insert(at, at, to.number);
+    set(at, Medium::expected, worker);
+    forget_some();
+  }
+}
+
+void RoutingIndex::unexpect(Worker* of, WorkerId worker, BlockIndex at) noexcept {
+  if (!has(at, Medium::expected, worker)) return;
+  of->expected.erase(of->expected.find(at));
+  unset(at, Medium::expected, worker);
+}
+
+void RoutingIndex::expire(double now_s) {
+  for (WorkerId worker = 0; worker < workers_.size(); ++worker) {
+    Worker* of = workers_[worker].get();
+    while (of && of->first < of->dues.size() && of->dues[of->first].sent_s + of->expect_s <= now_s)
+      pop_due(of, worker, &counts_.expired);
+  }
+}
+
+// Takes the oldest due away. What it expected ends, unless an event came, or the page was sent again.
+void RoutingIndex::pop_due(Worker* of, WorkerId worker, std::uint64_t* count) noexcept {
+  const Due due = of->dues[of->first++];
+  --pairs_;
+  if (of->first * 2 > of->dues.size()) {
+    of->dues.erase(of->dues.begin(), of->dues.begin() + static_cast<std::ptrdiff_t>(of->first));
+    of->first = 0;
+  }
+  const BlockTable::Slot* slot = of->expected.find(due.block);
+  if (!slot || slot->more != due.number) return;
+  unexpect(of, worker, due.block);
+  release(due.block);
+  ++*count;
+}
+
+// ---------------------------------------------------------------- forgetting
+
+void RoutingIndex::forget_some() noexcept {
+  while (pairs_ > capacity_) {
+    Worker* most = nullptr;
+    WorkerId id = 0;
+    std::size_t largest = 0;
+    for (WorkerId worker = 0; worker < workers_.size(); ++worker) {
+      Worker* one = workers_[worker].get();
+      const std::size_t size = one ? std::max(one->held.size(), one->dues.size() - one->first) : 0;
+      if (size <= largest) continue;
+      most = one;
+      id = worker;
+      largest = size;
+    }
+    assert(most);
+    if (most->held.size() < largest)
+      pop_due(most, id, &counts_.forgotten);
+    else
+      forget_held(most, id);
+  }
+}
+
+// Of some pages, forgets the one that was stored or sent longest ago; of one request's, the last.
+void RoutingIndex::forget_held(Worker* of, WorkerId worker) noexcept {
+  BlockTable::Slot* worst = nullptr;
+  for (std::size_t i = 0; i < kSampled; ++i) {
+    BlockTable::Slot* slot = of->held.used_from(of->hand);
+    of->hand = of->held.place_of(slot) + 1;
+    if (worst) {
+      const Block &one = block(slot->block), &other = block(worst->block);
+      const std::uint32_t age = stamp_ - one.stamp, oldest = stamp_ - other.stamp;
+      if (age < oldest || (age == oldest && one.depth <= other.depth)) continue;
+    }
+    worst = slot;
+  }
+  const BlockIndex at = worst->block;
+  of->held.erase(worst);
+  --pairs_;
+  for (const Medium medium : {Medium::device, Medium::host, Medium::storage})
+    unset(at, medium, worker);
+  release(at);
+  ++counts_.forgotten;
+}
+
+// ---------------------------------------------------------------- requests
+
+// Digests first, then slots, then blocks: each of a few pages together, so that memory answers for all of them at once.
+void RoutingIndex::match(Digest space, std::span<const std::uint32_t> tokens, Depths* found) {
+  const std::size_t pages = tokens.size() / page_tokens_;
+  for (std::vector<std::uint32_t>& depths : found->pages)
+    depths.assign(workers_.size(), 0);
+  std::array<std::vector<std::uint64_t>, kMedia>& alive = alive_;
+  for (std::vector<std::uint64_t>& bits : alive)
+    bits.assign(wide_, 0);
+  for (WorkerId worker = 0; worker < workers_.size(); ++worker)
+    for (std::vector<std::uint64_t>& bits : alive)
+      if (workers_[worker]) bits[worker / 64] |= std::uint64_t{1} << worker % 64;
+  Digest before = space;
+  std::array<Digest, kAhead> digests;
+  std::array<BlockIndex, kAhead> blocks;
+  std::size_t page = 0;
+  while (page < pages && any(alive[kMedia - 1].data(), wide_)) {
+    const std::size_t n = std::min(kAhead, pages - page);
+    for (std::size_t i = 0; i < n; ++i) {
+      digests[i] = before = after(before, tokens.data() + (page + i) * page_tokens_);
+      by_digest_.prefetch(before.one);
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+      const BlockTable::Slot* slot = by_digest_.find(digests[i].one);  // another one of the same word is seen below
+      blocks[i] = slot ? slot->block : kNoBlock;
+      if (slot) __builtin_prefetch(&words_[slot->block * stride_]);
+    }
+    for (std::size_t i = 0; i < n; ++i, ++page) {
+      if (blocks[i] != kNoBlock && block(blocks[i]).digest != digests[i]) blocks[i] = find(digests[i]);
+      end_where_missing(blocks[i], page, found);
+    }
+  }
+  for (std::size_t place = 0; place < kMedia; ++place)
+    for (WorkerId worker = 0; worker < workers_.size(); ++worker)
+      if (alive[place][worker / 64] >> worker % 64 & 1) found->pages[place][worker] = static_cast<std::uint32_t>(pages);
+}
+
+// Ends the prefixes of workers that lack a block, which is the page with this number.
+void RoutingIndex::end_where_missing(BlockIndex at, std::size_t page, Depths* found) {
+  for (std::size_t word = 0; word < wide_; ++word) {
+    std::array<std::uint64_t, kMedia> there{};
+    if (at != kNoBlock) {
+      there[0] = bits(at, Medium::device)[word] | bits(at, Medium::expected)[word];
+      there[1] = there[0] | bits(at, Medium::host)[word];
+      there[2] = there[1] | bits(at, Medium::storage)[word];
+      for (const std::vector<std::uint64_t>& store : stores_)
+        if (store[word] & ~there[2] && shared(at, store)) there[2] |= store[word];
+    }
+    for (std::size_t place = 0; place < kMedia; ++place) {
+      for (std::uint64_t gone = alive_[place][word] & ~there[place]; gone; gone &= gone - 1)
+        found->pages[place][word * 64 + std::countr_zero(gone)] = static_cast<std::uint32_t>(page);
+      alive_[place][word] &= there[place];
+    }
+  }
+}
+
+// Whether any of the workers of a store has a block there.
+bool RoutingIndex::shared(BlockIndex at, const std::vector<std::uint64_t>& store) {
+  const std::uint64_t* stored = bits(at, Medium::storage);
+  for (std::size_t word = 0; word < wide_; ++word)
+    if (stored[word] & store[word]) return true;
+  return false;
+}
+
+// ---------------------------------------------------------------- counts and check
+
+IndexCounts RoutingIndex::counts() const {
+  IndexCounts counts = counts_;
+  counts.blocks = blocks_;
+  counts.bytes = words_.bytes() + by_digest_.bytes();
+  for (const std::unique_ptr<Worker>& worker : workers_) {
+    if (!worker) continue;
+    counts.held += worker->held.size();
+    counts.expected += worker->expected.size();
+    counts.bytes += worker->held.bytes() + worker->expected.bytes() + worker->dues.capacity() * sizeof(Due);
+  }
+  return counts;
+}
+
+void RoutingIndex::check() const {
+  const auto fail = [](const char* what) { throw Corrupt{std::string("index: ") + what}; };
+  const std::size_t made = words_.size() / stride_;
+  std::vector<std::uint64_t> bits(made * kColumns * wide_);
+  std::uint64_t pairs = 0;
+  const auto note = [&](BlockIndex at, std::size_t place, WorkerId worker) {
+    if (at >= made) fail("a worker has no block");
+    bits[(at * kColumns + place) * wide_ + worker / 64] |= std::uint64_t{1} << worker % 64;
+  };
+  for (WorkerId worker = 0; worker < workers_.size(); ++worker) {
+    if (!workers_[worker]) continue;
+    const Worker& of = *workers_[worker];
+    pairs += of.held.size() + (of.dues.size() - of.first);
+    for (const BlockTable::Slot& slot : of.held.slots())
+      for (std::size_t place = 0; slot.block != kNoBlock && place < kMedia; ++place)
+        if (slot.more >> place & 1) note(slot.block, place, worker);
+    for (const BlockTable::Slot& slot : of.expected.slots())
+      if (slot.block != kNoBlock) note(slot.block, kMedia, worker);
+  }
+  if (pairs != pairs_ || pairs > capacity_) fail("pairs are not what workers have, or more than the capacity");
+  std::size_t used = 0;
+  for (std::size_t at = 0; at < made; ++at) {
+    const std::uint64_t* own = &words_[at * stride_ + kHead];
+    if (!std::equal(own, own + kColumns * wide_, bits.begin() + static_cast<std::ptrdiff_t>(at * kColumns * wide_)))
+      fail("the bits of a block are not what workers have");
+    used += any(own, kColumns * wide_);
+  }
+  std::size_t listed = 0;
+  for (const BlockTable::Slot& slot : by_digest_.slots())
+    if (slot.block != kNoBlock && slot.word == block(slot.block).digest.one) ++listed;
+  if (used != blocks_ || listed != blocks_ || by_digest_.size() != blocks_) fail("blocks in use are not those listed");
+}
+
+}  // namespace mainstem
