@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    "README.md", "docs/fleet.md", "docs/models.md", "docs/numbers.md", "docs/performance.md", "docs/planning.md", "docs/policies.md",
-    "docs/serving.md", "docs/vllm.md",
+    "README.md", "docs/fleet.md", "docs/models.md", "docs/numbers.md", "docs/performance.md", "docs/planning.md",
+    "docs/policies.md", "docs/serving.md", "docs/vllm.md",
 )  # fmt: skip
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
