@@ -70,10 +70,25 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Found, by server", "percentunit", {"{{instance}}": _ratio(
             _rate("mainstem_cached_tokens_total", "instance"), _rate("mainstem_prompt_tokens_total", "instance"))}),
     ),
+    "Why the rest was computed": (
+        Panel("Prompt tokens computed, by cause (--explain)", "short",
+              {"{{cause}}": _rate("mainstem_misses_tokens_total", "cause")}, stacked=True),
+        Panel("Regret: evicted and asked for again", "short",
+              {"{{tier}}: {{why}}": _rate("mainstem_regret_tokens_total", "tier", "why")}, stacked=True),
+        Panel("Ages", "s", {
+            "asked for again after its eviction, p50": _quantile(0.5, "mainstem_regret_seconds"),
+            "unused before that eviction, p50": _quantile(0.5, "mainstem_regret_idle_seconds")}),
+        Panel("Wait for storage", "s", {
+            f"p{round(100 * q)}": _quantile(q, "mainstem_storage_wait_seconds") for q in (0.5, 0.9, 0.99)}),
+        Panel("Computing saved, as a part of one machine", "percentunit",
+              {"{{instance}}": _rate("mainstem_saved_seconds_total", "instance")}),
+        Panel("Operations saved a second", "flops", {"{{instance}}": _rate("mainstem_saved_flops_total", "instance")}),
+    ),
     "What users wait for": (
         _latency("Time to the first token", "mainstem_time_to_first_token_seconds"),
         _latency("Time to the next token", "mainstem_inter_token_latency_seconds"),
         _latency("Time to the last token", "mainstem_e2e_request_latency_seconds"),
+        _latency("Time per output token, by answer", "mainstem_time_per_output_token_seconds"),
         Panel("Requests, by outcome", "reqps",
               {"{{outcome}}": _rate("mainstem_requests_total", "outcome")}, stacked=True),
         Panel("Requests running and waiting", "short", {

@@ -1084,6 +1084,40 @@ NATIVE: tuple[Mutant, ...] = (
         "node == wager ? stake :", "node == wager ? stake + 1000 :",
         "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
+    # ---------------------------------------------------------------- explanations
+    _mutant(
+        "what was forgotten is called never seen", "-", _CORE + "tree/ghosts.cpp",
+        "return {filter_->has(name) ? Known::may_have_been : Known::never};", "return {};", "explain",
+    ),
+    _mutant(
+        "a namespace sees what another has evicted", "-", _CORE + "tree/ghosts.cpp",
+        "return fold(name ^ seed_, kOdd ^ seed2_);", "return seed_;", "explain",
+    ),
+    _mutant(
+        "an eviction of the host counts as one of the device", "-", _CORE + "tree/evict.cpp",
+        "ghosts_->expect(reason(node, column, owner, want - asked.size()), tier);",
+        "ghosts_->expect(reason(node, column, owner, want - asked.size()), kDevice);", "explain",
+    ),
+    _mutant(
+        "a stack distance leaves out the page itself", "-", _CORE + "tree/explain.cpp",
+        "std::min(pages, run.end - start)", "std::min(pages, run.end - 1 - start)", "explain",
+    ),
+    _mutant(
+        "what came back counts twice in a stack distance", "-", _CORE + "tree/explain.cpp",
+        "  ghosts_->sweep(eviction_.tick());\n", "", "explain",
+    ),
+    _mutant(
+        "what was evicted again is said to have gone the first time", "-", _CORE + "tree/ghosts.cpp",
+        "  erase(page.name);\n  if (count_", "  if (place(page.name)) return;\n  if (count_", "explain",
+    ),
+    _mutant(
+        "what was removed is called never seen", "-", _CORE + "tree/shape.cpp",
+        "  if (ghosts_) ghosts_->removed(tops, why, eviction_.tick());\n", "", "explain",
+    ),
+    _mutant(
+        "a join forgets where an end is", "-", _CORE + "tree/shape.cpp",
+        "    ghosts_->joined(upper, lower);\n", "    {}\n", "explain",
+    ),
     # ---------------------------------------------------------------- the index of a router
     _mutant(
         "a page that was removed still counts", "-", _CORE + "routing/index.cpp",

@@ -49,6 +49,10 @@ def find_profile(name: str) -> type[Profile]:
         from simulator.quotas import Tenants
 
         return Tenants
+    if name == "explain":
+        from simulator.explain import Explain
+
+        return Explain
     if name == "components":
         from simulator.components import Components
 
@@ -71,6 +75,7 @@ SHARES = {
     "ranks": 1,
     "advice": 1,
     "quotas": 1,
+    "explain": 1,
 }
 """Relative number of seeds of each profile in a campaign."""
 

@@ -239,6 +239,8 @@ def test_each_action_does_what_it_says() -> None:
     assert cache.retention.stats().prefixes == 0
     assert apply(advice, "prefetch") == Kept(8, 8)  # it is there
     assert apply(advice, "prefetch", [5, 5]) == apply(advice, "demote", [5, 5]) == Kept(0, 0)
+    assert apply(advice, "prefetch", P[:3]) == Kept(2, 2), "whole pages"
+    assert apply(advice, "prefetch", [P[0], 99]) == Kept(0, 0)
 
 
 @pytest.mark.parametrize("ttl_s", [None, 0.0, -1.0, 101.0, float("nan")])

@@ -358,6 +358,22 @@ def test_an_unknown_field_is_refused_unless_warnings_were_chosen(ask: Any) -> No
         response = ask(client(unknown_fields="warn"), tempreature=0, **{"a\r\nb": 1}, stream=stream)
         assert response.status_code == 200
         assert response.headers["X-Mainstem-Unknown-Fields"] == "tempreature, a%0D%0Ab"
+    inside: dict[str, Any] = {
+        "stream_options": {"include_usages": True},
+        "response_format": {"type": "text", "json_shema": {}},
+        "structured_outputs": {"choices": ["a"]},
+        "cache_hints": {"oneshot": True},
+    }
+    for name, value in inside.items():
+        unknown = f"{name}.{[*value][-1]}"
+        error = error_of(ask(client(), **{name: value}), 400)
+        assert (error["param"], error["code"]) == (unknown, "unknown_field")
+        assert "did you mean" in error["message"]
+        warned = ask(client(unknown_fields="warn"), **{name: value}).headers["X-Mainstem-Unknown-Fields"]
+        assert warned == unknown
+    said = [{"role": "user", "content": "hi", "nmae": "x"}]
+    warned = chat(client(unknown_fields="warn"), messages=said).headers["X-Mainstem-Unknown-Fields"]
+    assert warned == "messages[0].nmae"
     assert "X-Mainstem-Unknown-Fields" not in ask(client(unknown_fields="warn")).headers
 
 
@@ -367,6 +383,17 @@ def test_the_end_of_a_prompt_can_be_kept_alone() -> None:
     assert body["usage"]["prompt_tokens"] == 2
     body = complete(client(FakeEngine(lambda prompt: f"[{prompt}]")), "abcdef", truncate_prompt_tokens=9).json()
     assert body["choices"][0]["text"] == "[abcdef]"
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_a_prompt_that_is_cut_may_be_longer_than_the_context_before(ask: Any) -> None:
+    engine = FakeEngine(max_context=60)
+    server, long = client(engine), "a" * 200 + "end"
+    body = ask(server, long, truncate_prompt_tokens=30, max_tokens=5).json()
+    assert body["usage"]["prompt_tokens"] == 30
+    assert "end" in engine.tokenizer.decode(engine.streams[-1].request.tokens)
+    assert ask(server, long, truncate_prompt_tokens=61, max_tokens=5).status_code == 400
+    assert error_of(ask(server, long, max_tokens=5), 400)["param"] == ("prompt" if ask is complete else "messages")
 
 
 def test_a_chat_can_continue_its_last_message_and_set_variables_of_the_template() -> None:
@@ -1200,6 +1227,14 @@ def test_a_hint_reaches_the_engine_for_the_prefix_it_names() -> None:
     assert engine.tokenizer.decode(engine.advised[1][1]) == "<user>hi\n"
 
 
+def test_an_unknown_field_in_a_hint_is_refused_wherever_it_is() -> None:
+    engine = FakeEngine()
+    said = [{"role": "user", "content": "hi", "nmae": "x"}]
+    error = error_of(client(engine).post(HINTS, json={"action": "pin", "messages": said}), 400)
+    assert (error["param"], error["code"]) == ("messages[0].nmae", "unknown_field")
+    assert not engine.advised
+
+
 def test_when_a_prefix_is_used_next_reaches_the_engine() -> None:
     engine = FakeEngine()
     server = client(engine)
@@ -1261,7 +1296,7 @@ def test_a_hint_that_concerns_nothing_says_why(kept: Kept, action: str, status: 
         ({"prompt": [1]}, "action"),
         ({"action": "keep", "prompt": [1]}, "action"),
         ({"action": "pin"}, "prompt"),
-        ({"action": "pin", "prompt": [1], "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"action": "pin", "prompt": [1], "messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"action": "pin", "prompt": [1], "ttl": 5}, "ttl"),
         ({"action": "pin", "prompt": [1], "api_key": "k"}, "api_key"),
     ],

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from rigs.clients import served
 from rigs.fake_engine import FakeEngine
 from rigs.full_stats import filled
 
+from mainstem.explain import Evicted
 from mainstem.runtime.engine import EngineStats
+from mainstem.runtime.explaining import Stretch
+from mainstem.runtime.timeline import Phase
 from mainstem.server.metrics import OUTCOMES, TABLE
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +37,10 @@ PANELS = [
 EXPRESSIONS = {
     f"{panel['title']}: {target['legendFormat']}": target["expr"] for panel in PANELS for target in panel["targets"]
 }
-HISTOGRAMS = {"time_to_first_token", "inter_token_latency", "e2e_request_latency"}
+HISTOGRAMS = {
+    *("time_to_first_token", "inter_token_latency", "e2e_request_latency", "time_per_output_token", "storage_wait"),
+    *("regret", "regret_idle"),
+}
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="no prometheus: apt-get install prometheus"
@@ -53,7 +60,9 @@ def test_the_dashboard_is_what_the_script_writes() -> None:
 def test_only_metrics_that_servers_have_are_asked_for() -> None:
     kinds = {row.name: row.kind.__name__ for rows in TABLE.values() for row in rows}
     known = {name + "_total" * kind.startswith("Counter") for name, kind in kinds.items()}
-    known |= {"mainstem_requests_total"} | {f"mainstem_{name}_seconds_bucket" for name in HISTOGRAMS}
+    known |= {"mainstem_requests_total", "mainstem_regret_tokens_total"} | {
+        f"mainstem_{name}_seconds_bucket" for name in HISTOGRAMS
+    }
     asked = set(re.findall(r"\bmainstem_\w+", " ".join([*EXPRESSIONS.values(), *alerts().values()])))
     assert asked <= known
     assert len(asked) > 20
@@ -72,6 +81,13 @@ class FullEngine(FakeEngine):
     """Everything is there and grows: every number of its statistics is another at each scrape."""
 
     scrapes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = replace(self.config, explain=True)
+        gone = Evicted("policy", "device", "lru", 1, 60.0, 5.0, 60, 7)
+        self.why = {cached: Stretch(0, 0, cause="evicted", evicted=gone) for cached in range(0, 48, 16)}
+        self.phases = (Phase("prefetch", 0.0, 0.002),)
 
     def stats(self) -> Any:
         self.scrapes += 1
@@ -159,6 +175,15 @@ BAD: dict[str, dict[str, str]] = {
     "MainstemHitRateFell": {
         'mainstem_prompt_tokens_total{instance="a"}': "0+100x2000",
         'mainstem_cached_tokens_total{instance="a",tier="device"}': "0+80x1900 152000+0x100",
+    },
+    "MainstemMissesChanged": {
+        'mainstem_prompt_tokens_total{instance="a"}': "0+100x2000",
+        'mainstem_misses_tokens_total{instance="a",cause="parted"}': "0+5x1900 9500+80x100",
+        'mainstem_misses_tokens_total{instance="a",cause="never_seen"}': "0+5x2000",
+    },
+    "MainstemRegret": {
+        'mainstem_prompt_tokens_total{instance="a"}': "0+100x2000",
+        'mainstem_regret_tokens_total{instance="a",tier="device",why="policy"}': "0+40x2000",
     },
     "MainstemTurnsRequestsAway": {
         'mainstem_requests_total{instance="a",outcome="stop"}': "0+90x2000",

@@ -491,6 +491,9 @@ def test_a_stop_text_ends_an_answer_inside_its_grammar() -> None:
 
 def test_a_scheduler_refuses_a_grammar_that_does_not_compile() -> None:
     bench = Bench()
+    for nothing in (schema({"$ref": "#"}), Grammar("regex", r"[^\s\S]")):
+        with pytest.raises(BadArgument, match="nothing fits it"):
+            small().compile(nothing)
     with pytest.raises(BadArgument, match="a regular expression") as caught:
         bench.add([1], grammar=Grammar("regex", "(A"))
     assert caught.value.name == "grammar"

@@ -22,7 +22,7 @@ LAYERS = [
     ("core", ["errors", "imports", "units", "_core", "core"]),
     ("rules", ["keys", "namespaces", "quotas", "components", "policies", "pool", "identity"]),
     ("settings", ["settings"]),
-    ("tree", ["tree"]),
+    ("tree", ["explain", "tree"]),
     ("events", ["events"]),
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),

@@ -9,8 +9,10 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from machine import eventually, patience
@@ -20,7 +22,9 @@ from rigs.servers import free_port
 from rigs.serving import tiny_folder
 from starlette.testclient import TestClient
 
+from mainstem.explain import Parted
 from mainstem.runtime.engine import Engine
+from mainstem.runtime.explaining import Stretch
 from mainstem.runtime.models import load_model
 from mainstem.server.app import create_app
 from mainstem.server.live import TREE_COLUMNS, LiveSample, page
@@ -270,3 +274,29 @@ def test_a_browser_without_events_asks_instead_and_says_so_once(browser: Page) -
         browser.until("document.querySelector('#main')?.dataset.samples >= 2", 60)
         assert "no server-sent events" in browser.run("document.querySelector('#link').textContent")
         assert any(url.endswith("/cache/sample") for url in browser.requests)
+
+
+@pytest.mark.deadline
+def test_a_request_is_explained_by_the_id_of_its_answer(browser: Page) -> None:
+    engine = FakeEngine()
+    engine.config = replace(engine.config, explain=True)
+    other = b"".join(letter.to_bytes(4, "little") for letter in b"the 24th")
+    engine.why = {0: Stretch(0, 0, cause="parted", parted=Parted(7, other))}
+    with served(engine, admin_key="root", api_key=("one", "two")) as address:
+        body = {"model": "fake", "prompt": "It is <b>the 25th</b> of a month."}
+        reply = httpx.post(f"http://{address}/v1/completions", json=body, headers={"x-api-key": "one"})
+        browser.open(f"http://admin:root@{address}/cache")
+        latest = "document.querySelector('#why-recent button')?.textContent"
+        browser.until(f"{latest} === {json.dumps(reply.json()['id'])}", 60)
+        browser.run("document.querySelector('#why-recent button').click()")
+        browser.until("document.querySelector('#why-rows').rows.length === 1", 60)
+        cells = json.loads(
+            browser.run(
+                "JSON.stringify([...document.querySelector('#why-rows').rows[0].cells].map(c => c.textContent))"
+            )
+        )
+        assert cells[1:] == ["parted, at token 7", "It is <b>the 25t", "the 24th"]
+        browser.run("document.querySelector('#why-id').value = 'cmpl-0'")
+        browser.run("document.querySelector('#why-form').requestSubmit()")
+        browser.until("document.querySelector('#why-told').textContent.includes('No explanation of')", 60)
+    assert not [error for error in browser.errors if "404" not in error and "CONNECTION" not in error]

@@ -21,13 +21,16 @@ from mainstem.runtime.request import Delta, Usage
 from mainstem.runtime.vision import VisionStats
 from mainstem.server.answers import AnswerStats
 from mainstem.server.app import create_app
-from mainstem.server.metrics import OUTCOMES, TABLE, Metrics
+from mainstem.server.metrics import OUTCOMES, TABLE, Metrics, SavingStats
 from mainstem.server.precompute import TurnStats
 from mainstem.server.recording import RecordStats
 from mainstem.server.tracing import SpanStats
 
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
-READ = {"engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats, "spans": SpanStats}
+READ = {
+    "engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats, "spans": SpanStats,
+    "savings": SavingStats,
+}  # fmt: skip
 NOT_EXPORTED = {
     "engine.totals": {"requests", "cached_tokens", "computed_tokens", "errors"},
     "engine.cache.leases": {"open", "partial_hit", "partial_missed", "duplicate_pages", "host_hit"},
@@ -74,8 +77,13 @@ def everything() -> tuple[EngineStats, RecordStats, dict[str, float]]:
 
 
 def exposition(engine: EngineStats, recorder: RecordStats) -> str:
-    stats = {"engine": engine, "recorder": recorder, "answers": AnswerStats(1, 2, 3, 4), "turns": TurnStats(5, 6, 7)}
-    stats["spans"] = SpanStats(8, 9, 10)
+    stats: dict[str, Any] = {
+        "engine": engine,
+        "recorder": recorder,
+        "answers": AnswerStats(1, 2, 3, 4),
+        "turns": TurnStats(5, 6, 7),
+    }
+    stats |= {"spans": SpanStats(8, 9, 10), "savings": SavingStats(11.0, 12.0)}
     parts: Any = {name: SimpleNamespace(stats=lambda part=part: part) for name, part in stats.items()}
     return Metrics(**parts).exposition().decode()
 

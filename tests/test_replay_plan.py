@@ -23,7 +23,7 @@ from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan, waits
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.simulate.sweep import hit_blocks, replay
 from mainstem.replay.trace import Batch, Trace
-from mainstem.settings.replay import Assumptions, Memory, Setup
+from mainstem.settings.replay import Assumptions, Fleet, Memory, Setup
 from mainstem.units import show_bytes
 
 # One layer: 8 numbers a token in bf16 are 16 bytes; 100 parameters; no cost of attention; logits of 2 x 4 x 5 FLOPs.
@@ -578,7 +578,8 @@ def test_the_page_has_every_option_and_the_figures_of_the_code() -> None:
     ]
     rows = {row[0].partition(" ")[0]: row[1:] for row in cells}
     for name, device in DEVICES.items():
-        memory, rate, bf16, fp8, link = rows[name]
+        memory, rate, bf16, fp8, link, power, rent = rows[name]
+        assert (power, rent) == (f"{device.watts:,.0f} W", f"${device.dollars_per_h:.2f}")
         assert (memory, link) == (f"{device.memory_bytes / 1e9:.0f} GB", f"{device.host_bytes_per_s / 1e9:.0f} GB/s")
         assert rate == f"{device.memory_bytes_per_s / 1e12:.3g} TB/s"
         assert (bf16, fp8) == tuple(
@@ -596,5 +597,5 @@ def test_the_page_has_every_option_and_the_figures_of_the_code() -> None:
         assert defaults[f"`--{name.replace('_', '-')}`"][0] == getattr(plain, name), name
     assert defaults["`--gain`, `--steps`"] == [plain.gain, plain.steps]
     assert defaults["`--overhead`"] == [plain.overhead]
-    for field in fields(Assumptions):
+    for field in (*fields(Assumptions), *fields(Fleet)):
         assert f"--{field.name.replace('_', '-')}" in page, field.name

@@ -24,6 +24,7 @@ from mainstem.settings.replay import Setup
 from mainstem.tree import Tree
 
 Path = tuple[int, ...]
+ALONE = (False, [0.0, 0.0, 0.0, 0.0, 1.0], 1)  # no peers, no costs, one thread
 
 # Ranks by creation, hits and last use of a block, in requests.
 RULES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
@@ -296,9 +297,11 @@ def test_by_prefix_the_longest_wins_and_then_the_least_loaded() -> None:
         time_s=[0, 0, 1, 2, 3, 3],
         input_tokens=[200, 100, 200, 300, 100, 100],
     )
-    replay_of = _core.Replay([Tree(1, HashKeys(8)).core for _ in range(2)], [100], math.inf, "prefix", [None, None])
+    replay_of = _core.Replay(
+        [Tree(1, HashKeys(8)).core for _ in range(2)], [100], math.inf, "prefix", [None, None], *ALONE
+    )
     tokens = batch.input_tokens.copy()
-    hits, replicas = replay_of.feed(batch.time_s, tokens, batch.offsets, batch.blocks)
+    hits, replicas, _, _ = replay_of.feed(batch.time_s, tokens, batch.offsets, batch.blocks)
     #        idle: 0   1: less   prefix  prefix  0 and 1 have 400: the first, then the other
     assert replicas.tolist() == [0, 1, 0, 1, 0, 1]
     assert hits.tolist() == [0, 0, 1, 1, 0, 0]
@@ -367,7 +370,7 @@ def test_by_prefix_each_request_goes_where_the_model_says(seed: int) -> None:
     tokens = [choose.choice([1, 5, 40]) * max(1, len(path)) for path in paths]
     batch = Batch.of(paths, time_s=times, input_tokens=tokens)
     trees = [Tree(1, HashKeys(8)).core for _ in range(3)]
-    replicas = _core.Replay(trees, [15], 50.0, "prefix", [None] * 3).feed(
+    replicas = _core.Replay(trees, [15], 50.0, "prefix", [None] * 3, *ALONE).feed(
         times, batch.input_tokens, batch.offsets, batch.blocks
     )[1]
     router = Router([Model("lru", [15], 50.0) for _ in range(3)])
@@ -472,9 +475,9 @@ def test_the_median_of_a_histogram_is_the_power_of_two_that_half_is_below(
 
 def test_batches_make_no_difference() -> None:
     trace, paths, _ = some_trace(2)
-    caches = [_core.Replay([Tree(1, HashKeys(8)).core], [7], math.inf, "prefix", [None]) for _ in range(2)]
+    caches = [_core.Replay([Tree(1, HashKeys(8)).core], [7], math.inf, "prefix", [None], *ALONE) for _ in range(2)]
     whole = trace.whole
-    once, _ = caches[0].feed(whole.time_s, whole.input_tokens, whole.offsets, whole.blocks)
+    once, *_ = caches[0].feed(whole.time_s, whole.input_tokens, whole.offsets, whole.blocks)
     often = []
     for start, stop in pairwise([0, 1, 9, 40, len(paths)]):
         part = whole.slice(start, stop)
@@ -504,7 +507,7 @@ def test_memory_grows_with_distinct_blocks(new_blocks: int, at_most: float) -> N
     blocks = np.random.default_rng(1).integers(2**63, size=requests * new_blocks, dtype=np.uint64)
     offsets = np.arange(requests + 1, dtype=np.uint64) * np.uint64(new_blocks)
     tree = Tree(1, HashKeys(8))
-    core = _core.Replay([tree.core], [10**9], math.inf, "prefix", [None])
+    core = _core.Replay([tree.core], [10**9], math.inf, "prefix", [None], *ALONE)
     peak = 0.0
     for start in range(0, requests, 1000):
         stop = start + 1000
@@ -555,18 +558,18 @@ def test_bad_replays() -> None:
 
 def test_the_core_checks_its_columns() -> None:
     batch = Batch.of([[1, 2], [3]])
-    core = _core.Replay([Tree(1, HashKeys(8)).core], [7], math.inf, "prefix", [None])
+    core = _core.Replay([Tree(1, HashKeys(8)).core], [7], math.inf, "prefix", [None], *ALONE)
     for offsets in ([0, 2], [1, 2, 3], [0, 3, 2], [0, 2, 4], []):
         broken = batch.offsets[:0] if not offsets else Batch.of([[]] * (len(offsets) - 1)).offsets.copy()
         broken[:] = offsets
         with pytest.raises(BadArgument):
             core.feed(batch.time_s, batch.input_tokens, broken, batch.blocks)
     with pytest.raises(BadArgument):
-        _core.Replay([Tree(4, HashKeys(8)).core], [7], math.inf, "prefix", [None])
+        _core.Replay([Tree(4, HashKeys(8)).core], [7], math.inf, "prefix", [None], *ALONE)
     with pytest.raises(BadArgument):
-        _core.Replay([Tree(1, HashKeys(8)).core], [7, 8], math.inf, "prefix", [None])
+        _core.Replay([Tree(1, HashKeys(8)).core], [7, 8], math.inf, "prefix", [None], *ALONE)
     with pytest.raises(BadArgument):
-        _core.Replay([], [7], math.inf, "prefix", [])
+        _core.Replay([], [7], math.inf, "prefix", [], *ALONE)
 
 
 # --- capacities ---------------------------------------------------------------------------------------------------

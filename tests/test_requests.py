@@ -148,6 +148,7 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [tool("")]}, "tools[0].function.name"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("a\n")]}, "tools[0].function.name"),
         ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools[2].function.name"),
         ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters"),
@@ -376,6 +377,8 @@ def test_max_completion_tokens_wins() -> None:
 def test_chat_logprobs() -> None:
     assert chat(logprobs=True).params(9, 0).logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).params(9, 0).logprobs == 4
+    with pytest.raises(BadArgument, match=r"^top_logprobs = 21: "):
+        chat(logprobs=True, top_logprobs=21).params(9, 0)
     assert chat(logprobs=False).params(9, 0).logprobs is None
     with pytest.raises(ApiError, match="needs logprobs"):
         chat(top_logprobs=4).params(9, 0)
@@ -413,7 +416,7 @@ def test_prompt_logprobs_have_a_range_and_no_stream(k: int) -> None:
             ask(prompt_logprobs=0, stream=True).params(9, 0)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"max_tokens": -1}, {"top_k": -1}])
+@pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"max_tokens": -1}, {"top_k": -2}])
 def test_ranges_are_those_of_the_sampler(fields: dict[str, Any]) -> None:
     with pytest.raises(BadArgument) as caught:
         completion(**fields).params(100, 0)

@@ -389,7 +389,7 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
         ),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "cannot read"),
         ({"input": [{"role": "user", "content": "x", "txet": 1}]}, "input[0].txet", "unknown field"),
-        ({"input": "x" * 5000}, None, "input: "),
+        ({"input": "x" * 5000}, "input", "input: "),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"max_output_tokens": 9999}, None, "9999"),
         ({"temperature": -1}, "temperature", "must be"),

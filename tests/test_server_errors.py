@@ -43,7 +43,7 @@ NAMES = {"messages": "input", "messages[1]": "input[4]", "messages[1].content[0]
         (ApiError(400, "bad", param="messages[1].content[0].url"), "bad", "input[4].source"),
         (ApiError(400, "maximum: no", param="maximum"), "maximum: no", "maximum"),
         (BadArgument("max", 3, "2: max"), "most = 3: must be 2: max", "most"),
-        (RequestTooLong("messages: 9 are too many"), "input: 9 are too many", None),
+        (RequestTooLong("messages: 9 are too many"), "input: 9 are too many", "input"),
         (RequestTooLong("3 tokens and max = 4 make 7"), "3 tokens and most = 4 make 7", None),
     ],
 )

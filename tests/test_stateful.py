@@ -69,7 +69,8 @@ class TreeWorld:
 
     def __init__(self, size: int, policy: str, python: bool = False) -> None:
         self.size = size
-        self.tree = Tree(page_size=size, policy=policy_of(policy, python))
+        # A memory of evictions changes nothing: where there is one, all else is as the model says.
+        self.tree = Tree(page_size=size, policy=policy_of(policy, python), explain_pages=20 if size > 1 else None)
         self.joins = not python and policy not in ("fifo", "filo")
         self.model = ReferenceTree(size, policy)
         self.places: list[Place] = []
@@ -251,7 +252,8 @@ class CacheWorld:
         self.content: dict[tuple[int, int], tuple[Any, tuple[int, ...]]] = {}
         copy: Callable[[int, int, int], None] | None = self.copy if copies else None
         options: dict[str, Any] = {"enabled": enabled, "copy_page": copy, "retain_share": SHARE}
-        self.cache = PrefixCache(pages, size, policy=policy_of(policy, python), **options)
+        memory = 20 if size > 1 else None
+        self.cache = PrefixCache(pages, size, policy=policy_of(policy, python), explain_pages=memory, **options)
         self.model = ReferenceCache(pages, ReferenceTree(size, policy), enabled, copies, SHARE)
         self.now = 0.0
         self.runs: list[Run] = []

@@ -47,7 +47,8 @@ def test_a_chat_is_rendered_as_for_an_answer() -> None:
         ("/tokenize", {"prompt": "a", "promt": 1}, "promt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/detokenize", {"tokens": [256]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a", "nmae": "b"}]}, "messages[0].nmae"),
+        ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {}, "tokens"),
@@ -67,11 +68,14 @@ def test_another_model_and_a_missing_key_are_refused(route: str) -> None:
     assert post(route, key="wrong", **body).status_code == 401
 
 
-def test_what_cannot_fit_is_refused() -> None:
+def test_what_cannot_fit_is_counted_but_not_read() -> None:
     length = FakeEngine().max_context + 1
-    for route, body in (("/tokenize", {"prompt": "a" * length}), ("/detokenize", {"tokens": [97] * length})):
-        response = post(route, **body)
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    for body in ({"prompt": "a" * length}, {"messages": [{"role": "user", "content": "a" * length}]}):
+        counted = post("/tokenize", **body).json()
+        assert counted["count"] == len(counted["tokens"]) >= length > counted["max_model_len"]
+    response = post("/detokenize", tokens=[97] * length)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert response.json()["error"]["param"] == "tokens"
 
 
 def test_the_version() -> None:

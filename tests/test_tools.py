@@ -458,6 +458,17 @@ def grammar(format: CallFormat, tooling: Tooling, special: dict[str, int] = {}) 
 REQUIRED = Tooling(TOOLS.tools, "required")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_of_calls_has_no_text_wherever_it_is_cut(name: str) -> None:
+    whole = FORMATS[name].written([ROME, TIME])
+    named = 0
+    for end in range(len(whole) + 1):
+        shown, calls = parsed(name, whole[:end], tooling=REQUIRED)
+        assert not any(isinstance(each, str) for each in shown), whole[:end]
+        named = max(named, len(calls))
+    assert named == 2
+
+
 @pytest.mark.parametrize("name", IN_JSON)
 def test_grammars_take_calls_as_the_format_writes_them(name: str) -> None:
     format = FORMATS[name]

@@ -1,5 +1,5 @@
 // A fixed run of the core for bench/native/instructions.py, which counts its instructions: `instructions RUN`, where
-// RUN is the page size of the chats, or "long". Prints the number of requests counted. Only the code inside counted()
+// RUN is the page size of the chats, with a + if what is evicted is remembered for explanations, or "long". Prints the number of requests counted. Only the code inside counted()
 // is counted; prompts are made before.
 #include <cstdlib>
 #include <cstring>
@@ -49,9 +49,10 @@ std::vector<Tokens> chats() {
   return prompts;
 }
 
-std::size_t run_chats(std::uint32_t page_size) {
+std::size_t run_chats(std::uint32_t page_size, bool remembers) {
   const std::vector<Tokens> prompts = chats();
   Tree tree(4, page_size, kFull, 1, "lru", 12345);
+  if (remembers) tree.remember(4 * kCapacity / page_size);
   Pool pool(kCapacity / page_size);
   Cache cache(tree, pool, true);
   const std::function<void()> run = [&] {
@@ -93,12 +94,13 @@ std::size_t run_long() {
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    std::fprintf(stderr, "usage: %s PAGE_SIZE | long\n", argv[0]);
+    std::fprintf(stderr, "usage: %s PAGE_SIZE[+] | long\n", argv[0]);
     return 2;
   }
   const bool is_long = std::strcmp(argv[1], "long") == 0;
-  const std::size_t requests =
-      is_long ? mainstem::run_long() : mainstem::run_chats(static_cast<std::uint32_t>(std::atoi(argv[1])));
+  const auto page_size = static_cast<std::uint32_t>(std::atoi(argv[1]));
+  const bool remembers = std::strchr(argv[1], '+') != nullptr;
+  const std::size_t requests = is_long ? mainstem::run_long() : mainstem::run_chats(page_size, remembers);
   std::printf("%zu\n", requests);
   return 0;
 }

@@ -28,7 +28,10 @@ from rich.table import Table
 from bench.native import CORE, ROOT, build, compiler_version
 
 KEPT = ROOT / "bench" / "instructions.json"
-RUNS = {"chats, page 1": "1", "chats, page 16": "16", "chats, page 64": "64", "128k in 1,024 nodes": "long"}
+RUNS = {
+    "chats, page 1": "1", "chats, page 16": "16", "chats, page 64": "64", "128k in 1,024 nodes": "long",
+    "chats, page 16, remembering": "16+",
+}  # fmt: skip
 """What is counted, and the program's argument for it."""
 TOTAL = "total"
 STANDARD = "standard library"

@@ -112,6 +112,19 @@ class Tree:
     def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes:
         """At most `most` symbols that followed a key, in the sequence used last."""
 
+    def remember(self, pages: int) -> None:
+        """
+        Remembers from now on what is evicted or removed: so many pages. The tree must be empty.
+        """
+
+    def tick(self) -> int:
+        """The number of matches and insertions, and of ends of leases."""
+
+    def explain(self, ns: bytes, symbols: bytes, distances: bool) -> tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None]], int, bytes, int]:
+        """
+        Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks of the last use (-1: not known) and of the departure, stack distance in pages or -1. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
+        """
+
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
         """
         The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.
@@ -740,14 +753,29 @@ class Replay:
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.
     """
 
-    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None:
+    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: Sequence[float], parts: int) -> None:
         """
-        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts.
+        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts. With peers, each request is told who could give it more. Costs: token_s, pair_s, below_s, peer_s and block_tokens, see router.h. Parts: how many threads may serve.
         """
 
-    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
         """
-        Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.
+        Serves requests, one after another. Returns the blocks that each hit, [requests * tiers], the replica that served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.
+        """
+
+    def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+        """
+        Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.
+        """
+
+    def serve(self, part: int) -> None:
+        """
+        Serves the requests that were routed last to the replicas of a part, each part once; from any thread.
+        """
+
+    def learn(self, part: int) -> None:
+        """
+        After all parts have served: learns a part of what changed; from any thread.
         """
 
     def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], list[int], list[int]]:

@@ -25,6 +25,7 @@ from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
 from mainstem.expected import Expected
+from mainstem.explain import Explanation, Stretch, within
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
@@ -99,6 +100,7 @@ class PrefixCache:
         reserve: ids of each component, by name, that nobody may retain, or be guaranteed, on the device; by default
             half of each.
         quotas: how much of each tier each tenant has, see `Tenants.set_quotas`.
+        explain_pages: how many evicted pages are remembered for `explain`, see there; None: none.
 
     Attributes:
         retention: what is kept for a time, or pinned.
@@ -133,6 +135,7 @@ class PrefixCache:
         retain_share: float = 0.25,
         reserve: Mapping[str, int] | None = None,
         quotas: Quotas | None = None,
+        explain_pages: int | None = None,
     ) -> None:
         sizes = _sizes(pages)
         for name, function in (("copy_page", copy_page), ("copy_state", copy_state), ("on_event", on_event)):
@@ -144,11 +147,10 @@ class PrefixCache:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
         if not 0 <= retain_share <= 1:
             raise BadArgument("retain_share", retain_share, "a number from 0 to 1")
-        self.tree = Tree(page_size, keys, components=tuple(sizes), tiers=1 if host is None else 2, policy=policy)
+        self.tree = Tree(page_size, keys, tuple(sizes), 1 if host is None else 2, policy, explain_pages)
         self.pools = {name: Pool(sizes[row]) for name, row in by_name(sizes).items()}
         self.pool = next(iter(self.pools.values()))
-        self.page_size = page_size
-        self.enabled = enabled
+        self.page_size, self.enabled = page_size, enabled
         self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
         pools = tuple(self.pools.values())
@@ -262,6 +264,45 @@ class PrefixCache:
             if hit >= boundary:
                 return hit
             # The match ends inside a token that must not be cut: match again, up to the beginning of that token.
+
+    def explain(
+        self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None, *, distances: bool = False
+    ) -> Explanation:
+        """Says of each stretch of a prompt where a lease would find it now, or why it would not. Changes nothing.
+
+        Of what is not cached, it knows what was evicted: the last `explain_pages` pages of that. Of what went before
+        it knows that it may have been there (`forgotten`, of the last 64 capacities or so); with no memory, everything
+        that is not cached is `forgotten`. It keeps no tokens of what is gone, only keyed hashes.
+
+        What it says depends on the prompt's namespace alone, see `Tree.explain`.
+
+        Args:
+            tokens: the prompt.
+            namespace: its namespace.
+            distances: also count `Evicted.distance_pages`, see `Tree.explain`.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        encoded = tokens if isinstance(tokens, Encoded) else Encoded.of(self.tree.keys, tokens)
+        end = len(encoded.symbols) // self.tree.keys.symbol_bytes
+        if not self.enabled:
+            return Explanation((Stretch(0, end, cause="disabled"),) if end else ())
+        found = self.peek(encoded, namespace)
+        boundary, positions, host = self.tree.core.peek(
+            encode_namespace(namespace), encoded.symbols, 0, self._copy_page is not None, -1
+        )
+        device = min(found, boundary + (0 if host and host >= positions else positions))
+        whole = self.tree.explain(encoded.symbols, namespace, encoded=True, distances=distances)
+        return within(whole, device, found, end)
+
+    def tell_time(self, now_s: float) -> None:
+        """Tells what time it is, so that `explain` can say when something was evicted. A scheduler does it once a step.
+
+        Args:
+            now_s: seconds, by any clock that never goes back.
+        """
+        self.tree.tell_time(now_s)
 
     def continuation(self, symbols: NDArray[np.int32], most: int, namespace: NamespaceLike = None) -> NDArray[np.int32]:
         """Returns what followed these tokens, in the sequence used last among those that begin with them.

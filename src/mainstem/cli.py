@@ -1,4 +1,4 @@
-"""The `mainstem` command: serve, generate, demo, calibrate, fleet, storage, store, replay, plan, trace, lint, top.
+"""The `mainstem` command: serve, generate, demo, calibrate, fleet, storage, store, replay, plan, trace, and so on.
 
 Parses arguments and prints, nothing else. The commands import heavy packages (torch, transformers, starlette) when they
 run, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
@@ -382,6 +382,7 @@ app.command(
     "mainstem.replay.commands.trace:trace", name="trace", help="Inspect, convert and generate traces of requests."
 )
 app.command("mainstem.tiers.commands:storage", name="storage", help="Inspect, verify, move, empty and test stores.")
+app.command("mainstem.watch.commands:explain", name="explain", help="Say why a prompt would be found in part only.")
 app.command("mainstem.watch.commands:lint", name="lint", help="Find what keeps prompts from sharing their prefixes.")
 app.command("mainstem.watch.commands:top", name="top", help="Watch what servers find in their caches, as it happens.")
 

@@ -21,6 +21,7 @@ from mainstem import _core
 from mainstem._core import TreeStats
 from mainstem.components import Component, Full, by_name
 from mainstem.errors import BadArgument, BadTokens, check_integer
+from mainstem.explain import Explanation, Timeline, explain_runs
 from mainstem.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
 from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
 from mainstem.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, Rank, find_policy
@@ -30,6 +31,7 @@ Ids = NDArray[np.int32]
 DEVICE, HOST = 0, 1  # tiers
 IN_FLIGHT = 1
 PRESENT = 2
+MOST_EXPLAINED = 2**30  # pages
 _EVERYTHING = 2**62
 _SHOWN_SYMBOLS = 8
 
@@ -134,6 +136,7 @@ class Tree:
         components: what is kept for a prefix; the first is the main one. Methods take them by name, see `names`.
         tiers: 1 for the device alone, 2 with host memory, 3 with storage (in a replay).
         policy: see `mainstem.policies.find_policy`.
+        explain_pages: how many evicted pages are remembered for `explain`; None: none.
 
     Raises:
         BadArgument: an argument out of range.
@@ -153,6 +156,7 @@ class Tree:
         components: Items[Component] = (Full(),),
         tiers: int = 1,
         policy: str | Policy = "lru",
+        explain_pages: int | None = None,
     ) -> None:
         self.keys = keys if keys is not None else TokenKeys()
         self.page_size = check_integer("page_size", page_size, 1, 2**20)
@@ -178,6 +182,9 @@ class Tree:
             self.keys.block_tokens if isinstance(self.keys, HashKeys) else 1,
             self.policy.protected_hits if isinstance(self.policy, BuiltIn) else SLRU_PROTECTED_HITS,
         )
+        if remembered := check_integer("explain_pages", explain_pages or 0, 0, MOST_EXPLAINED):
+            self.core.remember(remembered)
+        self._timeline = Timeline()
 
     def match(self, tokens: TokenLike, namespace: NamespaceLike = None, *, partial: bool = False) -> Match:
         """Returns the longest present prefix. Splits the node it ends in, refreshes what it returns, creates nothing.
@@ -199,6 +206,35 @@ class Tree:
         """
         key, limit = self._key(tokens)
         return self.core.peek(encode_namespace(namespace), key, limit, False)[0]
+
+    def explain(
+        self, tokens: TokenLike, namespace: NamespaceLike = None, *, encoded: bool = False, distances: bool = False
+    ) -> Explanation:
+        """Says of the whole pages of a key where they are, and why the others are nowhere. Changes nothing.
+
+        What it says depends on this namespace alone: what another one has is `never_seen` here. Namespaces share the
+        memory as they share the pages, so the evictions of one make others `forgotten` sooner.
+
+        Args:
+            tokens: the whole key, from the root.
+            encoded: the key is given as its symbols, in bytes, which are not checked.
+            distances: also count `Evicted.distance_pages`, for which every node is visited. They count pages of all
+                namespaces, so they are for whoever may know about those.
+
+        Raises:
+            BadTokens: see `KeyKind.encode`.
+        """
+        symbols = bytes(tokens) if encoded else self.keys.encode(tokens)
+        runs, parted, other, horizon = self.core.explain(encode_namespace(namespace), symbols, bool(distances))
+        return explain_runs(runs, parted, other, horizon, policy=self.policy.name, timeline=self._timeline)
+
+    def tell_time(self, now_s: float) -> None:
+        """Tells what time it is, so that `explain` can say when something was evicted. A scheduler does it once a step.
+
+        Args:
+            now_s: seconds, by any clock that never goes back.
+        """
+        self._timeline.tell(self.core.tick(), now_s)
 
     def continuation(
         self, tokens: TokenLike, most: int, namespace: NamespaceLike = None, *, encoded: bool = False

@@ -64,6 +64,7 @@ const char* policy = "lru";
 
 struct Forest {
   explicit Forest(const std::vector<Component>& rows) : rows(rows), tree(4, 1, rows, 2, policy, 42) {
+    tree.remember(64);
     insert("b", run_of(30));
     tree.evict(10, 0, 0);  // there is something to remember
     node = insert("a", run_of(300));
@@ -135,6 +136,7 @@ const std::vector<Operation> kOperations{
     {"match with a split", nothing, [](Forest& f) { f.tree.match("a", bytes_of(run_of(120)), true); }},
     {"match on two tiers", [](Forest& f) { f.insert("a", run_of(350), 0, true, 1); },
      [](Forest& f) { f.tree.match("a", bytes_of(run_of(320)), true); }},
+    {"explain", nothing, [](Forest& f) { f.tree.explain("b", bytes_of(run_of(60)), true); }},
     {"views", nothing,
      [](Forest& f) {
        for (const std::string& ns : f.tree.namespaces())

@@ -70,11 +70,13 @@ class TreeWorld : Paging {
         tree_(shape.symbol_bytes, shape.page_size, shape.rows, shape.tiers, shape.policy, seed) {
     // With shares that bind nobody everything is as without: their orders are kept beside the others.
     if (choose_.below(2)) tree_.share_out(Shares(columns_), {});
+    // A memory of evictions changes nothing.
+    if (choose_.below(2)) tree_.remember(choose_.of<std::size_t>({1, 3, 20, 200}));
   }
 
   void step() {
     if (model_.size() > 60 || holds_.size() > 6 || flights_.size() > 3) tidy();
-    switch (choose_.below(17)) {
+    switch (choose_.below(18)) {
       case 0:
       case 1:
         match();
@@ -116,6 +118,9 @@ class TreeWorld : Paging {
         break;
       case 15:
         advise();
+        break;
+      case 16:
+        explain();
         break;
       default:
         refuse();
@@ -173,6 +178,54 @@ class TreeWorld : Paging {
   void doing(const char* what, const Path& path, Numbers... numbers) {
     doing_ = std::string(what) + " \"" + path.first + "\", " + std::to_string(pages_of(path.second)) + " pages";
     ((doing_ += ", " + std::to_string(numbers)), ...);
+  }
+
+  // ---------------------------------------------------------------- explanations
+
+  bool present(const Path& path) const {
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+      if (cell(path, column_of(0, tier)).presence == Presence::present) return true;
+    return false;
+  }
+
+  // Whether a page of a path is in flight.
+  bool flies(const Path& path) const {
+    for (std::uint32_t page = 1; page <= pages_of(path.second); ++page)
+      for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+        if (cell(front(path, page), column_of(0, tier)).presence == Presence::in_flight) return true;
+    return false;
+  }
+
+  // No cause may be wrong. What a page was evicted for is checked by the simulator, which has a log of it.
+  void explain() {
+    const Path path = some_path();
+    doing("explain", path);
+    const PeekResult peeked = tree_.peek(path.first, bytes_of(path.second), false);
+    const Explanation found = tree_.explain(path.first, bytes_of(path.second), choose_.one_in(2));
+    std::uint32_t at = 0, here = 0;
+    for (const Explained& run : found.runs) {
+      expect_equal(run.begin, at, "the first page of a run");
+      expect(run.begin < run.end, "a run has a page");
+      at = run.end;
+      if (run.cause == Cause::device || run.cause == Cause::host) here += run.end - run.begin;
+      for (std::uint32_t page = run.begin; page < run.end; ++page) {
+        const Path upto = front(path, page + 1);
+        const bool seen = ever_.contains(upto);
+        if (run.cause == Cause::never_seen || run.cause == Cause::parted)
+          expect(!seen || found.horizon, "a page that was never seen");
+        if (run.cause == Cause::departed) expect(seen && !present(upto), "a page that was evicted");
+        if (run.cause == Cause::forgotten) expect(!present(upto), "a page that was forgotten is not here");
+        if (run.cause == Cause::state_missing || run.cause == Cause::window_missing)
+          expect(rows_.size() > 1 && present(upto), "a page that lacks another component");
+        if (run.cause == Cause::in_flight) expect(flies(upto), "a page in flight, or after one");
+      }
+    }
+    expect_equal(at, pages_of(path.second), "pages explained");
+    expect_equal(here, peeked.pages + peeked.host_pages, "pages found");
+  }
+  void note_seen() {
+    for (const auto& [path, cells] : model_)
+      if (present(path)) ever_.insert(path);
   }
 
   // ---------------------------------------------------------------- invariants
@@ -234,6 +287,7 @@ class TreeWorld : Paging {
 
   void compare() {
     tree_.check();
+    note_seen();
     Uses uses;
     const Contents held = contents_of(tree_, rows_, tiers_, &uses);
     expect(held == model_, "the tree holds what the model holds" + first_difference(held));
@@ -969,6 +1023,7 @@ class TreeWorld : Paging {
   const std::size_t columns_;
   Tree tree_;
   Contents model_;
+  std::set<Path> ever_;  // present at some time
   Uses uses_;
   double now_ = 0;
   bool advised_ = false;

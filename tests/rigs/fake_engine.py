@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,12 @@ from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, Re
 from mainstem.events.publisher import EventStats
 from mainstem.quotas import Quotas
 from mainstem.retention import Kept, RetentionStats
+from mainstem.runtime.explaining import Stretch, Stretches
 from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.memory import OwnerUsage
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLogprob, Usage
+from mainstem.runtime.timeline import Phase
 from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
@@ -177,7 +179,13 @@ class FakeStream:
 
     def _last(self, reason: str, made: int, error: str | None = None, stop: str | None = None) -> Delta:
         self.ended = True
-        usage = Usage(len(self.request.tokens), self._cached, made, 0.001, 0.02, 0.04, prefixes=self._prefixes())
+        engine, request = self._engine, self.request
+        explanation = engine.stretches(request, self._cached) if engine.config.explain else None
+        times = (0.001, 0.02, 0.04)
+        usage = Usage(
+            len(request.tokens), self._cached, made, *times, prefixes=self._prefixes(), phases=engine.phases,
+            explanation=explanation,
+        )  # fmt: skip
         return Delta("", (), (), reason, usage, error, stop)
 
     def _prefixes(self) -> tuple[tuple[Prefix, Kept], ...]:
@@ -233,6 +241,8 @@ class FakeEngine:
         self._seen: dict[str, list[np.ndarray]] = {}
         self.shown = Tree(page_size=16, tiers=2)  # what `survey` describes
         self.surveyed: list[int] = []
+        self.why: dict[int, Stretch] = {}  # how what is missed from a position on is explained, by the position
+        self.phases: tuple[Phase, ...] = ()
         self._lock = threading.Lock()
 
     def submit(self, request: Request, *, on_progress: Callable[[int, int], None] | None = None) -> FakeStream:
@@ -267,6 +277,17 @@ class FakeEngine:
             compiled_grammars=self.grammars.compiled,
             vision=self.images,
         )
+
+    def stretches(self, request: Request, cached: int) -> Stretches:
+        end = len(request.tokens)
+        found = [Stretch(0, cached, "device")] if cached else []
+        why = self.why.get(cached, Stretch(cached, end, cause="never_seen"))
+        return (*found, replace(why, begin=cached, end=end))
+
+    def explain(self, request: Request, *, distances: bool = False) -> Stretches:
+        seen = self._seen.get(repr(request.namespace), [])
+        best = max((_common(tokens, request.tokens[:-1]) for tokens in seen), default=0)
+        return self.stretches(request, best - best % self.config.page_size)
 
     def flush(self) -> int:
         pages = sum(len(tokens) // self.config.page_size for seen in self._seen.values() for tokens in seen)

@@ -213,6 +213,7 @@ class Trace:
         tenants: Iterable[str] = ("",),
         kinds: Iterable[str] = ("",),
         notes: Iterable[str] = (),
+        distinct_blocks: int | None = None,
     ) -> Self:
         """Creates a trace from batches, which are read once and kept in a temporary file.
 
@@ -225,6 +226,7 @@ class Trace:
             tenants: names of tenants. This and the next two are read after the last batch, so they may grow until then.
             kinds: names of kinds of requests.
             notes: sentences.
+            distinct_blocks: number of distinct blocks, where it is known; None: it is counted when it is asked for.
 
         Raises:
             BadArgument: a column is too short or too long.
@@ -240,7 +242,7 @@ class Trace:
             columns["offsets"] = np.concatenate([[0], np.cumsum(_mapped(lengths, np.dtype("<i8")))]).astype("<i8")
             text = _Text(name, tuple(tenants), tuple(kinds), tuple(notes))
             file = stack.enter_context(tempfile.TemporaryFile())
-            _write(file, Batch(**columns), block_size, text)
+            _write(file, Batch(**columns), block_size, text, distinct_blocks)
             return cls.read(file, name or "batches")
 
     @classmethod
@@ -485,13 +487,15 @@ def _mapped(file: IO[bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
 
 
-def _write(file: IO[bytes], batch: Batch, block_size: int, text: _Text) -> None:
+def _write(file: IO[bytes], batch: Batch, block_size: int, text: _Text, distinct: int | None) -> None:
     """Writes a trace: sorts requests by time, and counts times from the first."""
     time_s = batch.time_s
     unsorted = int((time_s < np.maximum.accumulate(time_s)).sum()) if len(batch) else 0
     if unsorted:
         text = replace(text, notes=(*text.notes, f"Requests that were out of order, and sorted by time: {unsorted}."))
-    file.write(_Header(block_size, len(batch), len(batch.blocks), _UNKNOWN, text).encode())
+    file.write(
+        _Header(block_size, len(batch), len(batch.blocks), _UNKNOWN if distinct is None else distinct, text).encode()
+    )
     order = np.argsort(time_s, kind="stable") if unsorted else None
     for name, dtype in _COLUMNS.items():
         size = sum(file.write(column.data) for column in _pieces(batch, name, order))

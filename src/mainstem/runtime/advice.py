@@ -124,13 +124,13 @@ class Advice:
 
     def _prefetch(self, tokens: NDArray[np.int32], namespace: NamespaceLike) -> Kept:
         prompt = np.append(tokens, np.int32(0))  # of which the last token is not brought up
-        there = self._cache.peek(prompt, namespace)
+        there = self._cache.peek(prompt, namespace) // self._cache.page_size * self._cache.page_size
         if self._cache.tiers is None:
             return Kept(there, there)
         if len(self._prefetches) >= _MOST_PREFETCHES:
             return Kept(0, there)
         each = BringUp(self._cache, prompt, namespace)
-        asked = len(tokens) if each.reading else 0
+        asked = len(tokens) // self._cache.page_size * self._cache.page_size if each.reading else 0
         if each.go_on():
             self._prefetches.append(each)
         return Kept(max(there, asked), there)

@@ -27,37 +27,38 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mainstem.cache import CacheStats, PrefixCache
-from mainstem.components import Component, Full, State
+from mainstem.cache import CacheStats
+from mainstem.components import Full, State
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RankFailed, UnsupportedModel
-from mainstem.events.publisher import EventStats, Publisher
+from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
-from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
+from mainstem.keys import MAX_TOKEN, Encoded, TokenLike
 from mainstem.namespaces import Namespace
 from mainstem.quotas import Quotas
 from mainstem.retention import Kept
-from mainstem.runtime import scheduler
-from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
+from mainstem.runtime.adapters import Adapter, AdapterFiles, check_name, read_adapter
 from mainstem.runtime.advice import Action, Advice
+from mainstem.runtime.assembly import EngineRunner, make_cache, make_publisher, make_scheduler
+from mainstem.runtime.explaining import Stretches
 from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.handover import Handover
 from mainstem.runtime.memory import OwnerUsage, TierMemory
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pools import HasPools, build_cache, counts_of, id_bytes, pool_sizes
+from mainstem.runtime.pools import counts_of, id_bytes, pool_sizes
 from mainstem.runtime.public import Publication, PublicPrefixes
 from mainstem.runtime.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
 from mainstem.runtime.runner import ModelRunner
 from mainstem.runtime.stream import Stream, closed_by
 from mainstem.runtime.tiers import close_tiers
-from mainstem.runtime.vision import Vision, VisionStats
+from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
 from mainstem.tree import Survey
@@ -80,26 +81,6 @@ class _Command:
 
     method: str
     arguments: Mapping[str, Any]
-
-
-class EngineRunner(scheduler.Runner, HasPools, Protocol):
-    """What the engine needs of a model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The upper bound of token ids, exclusive."""
-
-    @property
-    def computation(self) -> tuple[str, ...]:
-        """How it computes; see `tiers.Computes`."""
-
-    @property
-    def adapters(self) -> Adapters:
-        """The model's adapters."""
-
-    @property
-    def vision(self) -> Vision | None:
-        """Encodes images; None: the model takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +163,9 @@ class Engine:
         self.vision = model.vision
         if config.tiers.exist:
             report("tiers", 0, 1)
-        self._publisher = _publisher(loaded, config)
+        self._publisher = make_publisher(loaded, config)
         self._unpublished = False  # there are more events, even if nothing happens
-        self._cache = _cache(loaded, config, model, sizes, clock, self._publisher)
+        self._cache = make_cache(loaded, config, model, sizes, clock, self._publisher)
         self._tiers = self._cache.tiers
         self._memory = TierMemory(self._cache, id_bytes(loaded, config, sizes))
         self._now_s = self._remembered_s = clock()  # the time of this step, the same on all ranks
@@ -193,7 +174,7 @@ class Engine:
             self._tiers.enter_identity()
             if config.tiers.warm:
                 self._tiers.warm()
-        self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
+        self._scheduler = make_scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
         if self._tiers is not None and self._tiers.store is not None:
             report("measure", 0, 1)
             self._scheduler.measure()
@@ -472,6 +453,26 @@ class Engine:
         """
         return self._ask(self._survey, first=first, count=count)
 
+    def explain(self, request: Request, *, distances: bool = False) -> Stretches:
+        """Returns where the prompt of a request would be found now, and why the rest would be computed; runs nothing.
+
+        Storage is not asked.
+
+        Args:
+            request: the request.
+            distances: also say how much memory would have kept what was evicted, for which the whole tree is read.
+
+        Raises:
+            BadArgument: the engine does not explain, or see `submit`.
+            RequestTooLong, BadTokens, UnsupportedModel: see `submit`.
+            EngineClosed: the engine is closed or has failed.
+        """
+        if not self.config.explain:
+            raise BadArgument("explain", self.config.explain, "set: the engine was started without it")
+        request = self._resolve(request)
+        prompt = self._scheduler.check(request)
+        return self._ask(self._explain, request=request, prompt=prompt, distances=distances)
+
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests, and waits until those under way have ended; returns whether all have."""
         with self._changed:
@@ -655,6 +656,9 @@ class Engine:
     def _survey(self, first: int, count: int) -> Survey:
         return self._cache.tree.survey(first, count)
 
+    def _explain(self, request: Request, prompt: Encoded, distances: bool) -> Stretches:
+        return self._scheduler.hits.look(request, prompt, distances=distances)
+
     def _load(self, name: str, files: AdapterFiles) -> None:
         self._model.adapters.add(name, files)
 
@@ -739,63 +743,3 @@ class Engine:
             vision=None if self.vision is None else self.vision.stats(),
             events=None if self._publisher is None else self._publisher.stats(self._cache.events_dropped),
         )
-
-
-def _publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | None:
-    """Makes the publisher of events, on rank 0."""
-    where = config.events
-    if where.kv_events is None or loaded.ranks.rank > 0:
-        return None
-    if config.tiers.storage_secret is None:
-        log.warning("KV events have no secret: who reads them can guess salts")
-    publisher = Publisher(where.kv_events, where.kv_events_replay, where.kv_events_keys, adapter_name=name_of)
-    log.info("KV events at %s%s", publisher.endpoint, f", replays at {publisher.replay}" if publisher.replay else "")
-    return publisher
-
-
-def _cache(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    model: EngineRunner,
-    sizes: Mapping[Component, int],
-    clock: Callable[[], float],
-    publisher: Publisher | None,
-) -> PrefixCache:
-    """Makes the cache over a runner's pools. If it fails, it closes the publisher."""
-    keys = TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size)
-    try:
-        return build_cache(loaded, config, model, keys, sizes, clock, None if publisher is None else publisher.put)
-    except BaseException:
-        if publisher is not None:
-            publisher.close()
-        raise
-
-
-def _scheduler(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    model: EngineRunner,
-    cache: PrefixCache,
-    clock: Callable[[], float],
-    random: random_module.Random,
-) -> scheduler.Scheduler:
-    context, ends = loaded.max_context, _eos_tokens(loaded)
-    return scheduler.Scheduler(
-        cache,
-        model,
-        loaded.tokenizer,
-        config,
-        max_context=context,
-        eos=ends,
-        clock=clock,
-        random=random,
-        ranks=loaded.ranks,
-    )
-
-
-def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:
-    """Returns the end tokens of the model's generation settings and of its tokenizer."""
-    given = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
-    ends = set(given) if isinstance(given, list) else {given}
-    ends.add(loaded.tokenizer.eos_token_id)
-    return frozenset(int(token) for token in ends if token is not None)

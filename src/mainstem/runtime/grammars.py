@@ -246,6 +246,8 @@ def _texts(grammar: Grammar) -> Sequence[str]:
 
 
 def _brief(problem: str) -> str:
+    if problem.startswith("NoExtensionBias"):  # llguidance's word for it
+        return "nothing fits it"
     line = " ".join(problem.removesuffix("<non-verbose/>").split())
     return line if len(line) <= _SAID else line[:_SAID] + "…"
 

@@ -11,6 +11,26 @@ from mainstem.runtime.sequence import Sequence
 from mainstem.tiers.prefill import PrefillCost
 
 
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of a prefill.
+
+    Args:
+        token: of a token, whatever it attends to.
+        pair: of each position that a token attends to, over all layers.
+    """
+
+    token: float = 0.0
+    pair: float = 0.0
+
+    def of(self, tokens: int) -> float:
+        """Returns those of the first tokens of a prompt."""
+        return self.token * tokens + self.pair * tokens * (tokens + 1) / 2
+
+
+NO_FLOPS = Flops()
+
+
 @dataclass(slots=True)
 class Totals:
     """Counters since the start.
@@ -28,6 +48,9 @@ class Totals:
         stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
         grammar_requests: added with a grammar.
         checkpoints: states kept at planned positions of prompts, by reason.
+        missed: prompt tokens that were computed, by cause, of prompts that are settled (`hits`); none unless misses are
+            explained.
+        saved_flops, saved_s: operations, and the estimated time, of computing what was cached.
         session_prefetches: sessions that were to be brought up, by what came of it; see `sessions`.
     """
 
@@ -46,6 +69,9 @@ class Totals:
     grammar_requests: int = 0
     checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
     session_prefetches: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
+    saved_flops: float = 0.0
+    saved_s: float = 0.0
 
     @property
     def device_tokens(self) -> int:
@@ -60,11 +86,11 @@ class Meter:
     that of the next forward that samples.
 
     Args:
-        prefill: learns from the measurements; None: nothing does.
+        prefill: learns from the measurements.
         clock: monotonic, in seconds.
     """
 
-    def __init__(self, prefill: PrefillCost | None, clock: abc.Callable[[], float]) -> None:
+    def __init__(self, prefill: PrefillCost, clock: abc.Callable[[], float]) -> None:
         self._prefill, self._clock = prefill, clock
         self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
         self._began_s = 0.0
@@ -80,8 +106,7 @@ class Meter:
 
     def end(self) -> None:
         """Takes the time: the forward has ended."""
-        if self._prefill is not None:
-            self._prefill.observe(self._parts, self._clock() - self._began_s)
+        self._prefill.observe(self._parts, self._clock() - self._began_s)
         self.drop()
 
     def drop(self) -> None:

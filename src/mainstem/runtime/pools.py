@@ -181,6 +181,7 @@ def build_cache(
             event_secret=config.tiers.storage_secret or PUBLIC_SECRET,
             retain_share=config.retain_share,
             reserve=_reserve(loaded, config, sizes),
+            explain_pages=_remembered(sizes, host) if config.explain else None,
         )
         if config.overwrite_freed:
             _overwrite_freed(cache, pools, host)
@@ -189,6 +190,12 @@ def build_cache(
         if host is not None:
             close_tiers(host, store)
         raise
+
+
+def _remembered(sizes: Mapping[Component, int], host: HostTier | None) -> int:
+    """Returns how many evicted pages are remembered: four times what device and host hold."""
+    kept = 0 if host is None else (host.pages or (host.memory.pages,))[0]
+    return 4 * (next(iter(sizes.values())) + kept)
 
 
 def _cleared(memory: HostPool, row: int, store: Store | None) -> Callable[[NDArray[np.int32]], object]:

@@ -19,6 +19,7 @@ generated (`runtime.cuts`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -190,6 +191,10 @@ class Prompts:
         marks = sorted({self._position(text, tokens, boundary) for boundary in boundaries})
         partings = [self._position(text, tokens, at) for at in self._partings(text, variants)]
         return PreparedPrompt(tokens, marks=tuple(marks), partings=tuple(partings))
+
+    def unlimited(self) -> Prompts:
+        """Returns the same for prompts of any length, which are cut or counted, not computed."""
+        return Prompts(self._tokenizer, sys.maxsize, marks=self._marks)
 
     @property
     def has_offsets(self) -> bool:

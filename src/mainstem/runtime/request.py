@@ -17,6 +17,7 @@ from mainstem.expected import check_next_use
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.retention import LEAST_S, Kept
+from mainstem.runtime.explaining import Stretches
 from mainstem.runtime.timeline import Phase
 from mainstem.settings.engine import SamplingParams
 
@@ -278,6 +279,7 @@ class Usage:
         duration_s: from arrival to the end.
         prefixes: those that the request marks, each with how much of it the cache has in the end, and retains.
         phases: what it did when, for traces.
+        explanation: where its prompt was found, and why the rest was computed; None: this was not asked for.
     """
 
     prompt_tokens: int
@@ -290,6 +292,7 @@ class Usage:
     storage_tokens: int = 0
     prefixes: tuple[tuple[Prefix, Kept], ...] = ()
     phases: tuple[Phase, ...] = field(default=(), compare=False, repr=False)
+    explanation: Stretches | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import begin_with, look_up
 from mainstem.runtime.grammars import CompiledGrammar, Grammars
-from mainstem.runtime.meter import Meter, Totals
+from mainstem.runtime.hits import Hits
+from mainstem.runtime.meter import NO_FLOPS, Flops, Meter, Totals
 from mainstem.runtime.processor import Ended, LogitsProcessor, check_rules
 from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
@@ -77,6 +78,7 @@ from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +130,11 @@ class Scheduler:
         clock: monotonic, in seconds.
         random: the source of seeds for requests without one.
         ranks: the processes that serve the model together: each schedules the same, and rank 0 samples for all.
+        flops: of the model, to count what is saved.
 
     Attributes:
         grammars: of requests; only rank 0 compiles any.
+        hits: counts and explains what prompts find.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class Scheduler:
         clock: abc.Callable[[], float],
         random: random_module.Random,
         ranks: Ranks = ONE_RANK,
+        flops: Flops = NO_FLOPS,
     ) -> None:
         self.totals = Totals()
         self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
@@ -165,7 +170,9 @@ class Scheduler:
         self._most_rows = self._rows = max(1, _MOST_LOGITS // runner.vocab_size)  # of prompts; left in this step
         self._sessions = Sessions(cache, limits.prefetch_sessions)
         self.totals.session_prefetches = self._sessions.counts
-        self._meter = Meter(None if self._tiers is None else self._tiers.prefill, clock)
+        prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
+        self._meter = Meter(prefill, clock)
+        self.hits = Hits(cache, self.totals, prefill, flops, explains=limits.explain)
 
     @property
     def idle_s(self) -> float | None:
@@ -308,6 +315,8 @@ class Scheduler:
         """
         self._now_s = self._clock() if now_s is None else now_s
         self._rows = self._most_rows
+        if self._limits.explain:
+            self._cache.tell_time(self._now_s)
         if self._tiers is not None:
             self._tiers.poll()
         self._cache.retention.poll(self._now_s)
@@ -512,7 +521,8 @@ class Scheduler:
         """Starts to prefetch what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled and not sequence.scoring:
             key = sequence.encoded(self._cache.tree.keys)
-            sequence.begin_prefetch(self._tiers.prefetch(key, sequence.request.namespace, meets=True))
+            prefetch = self._tiers.prefetch(key, sequence.request.namespace, meets=True)
+            sequence.begin_prefetch(prefetch, self._tiers.declined)
 
     def _awaits_prefetch(self, sequence: Sequence) -> bool:
         """Whether to wait, since storage may soon bring more of this request's prompt."""
@@ -562,6 +572,7 @@ class Scheduler:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
         request, reuse = sequence.request, not sequence.scoring
         sequence.timeline.match()
+        self.hits.before(sequence)
         lease = self._cache.lease(sequence.key, request.namespace, priority=request.priority, reuse=reuse)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
         try:
@@ -573,19 +584,9 @@ class Scheduler:
         del self._waiting[sequence.id]
         self._running[sequence.id] = sequence
         sequence.timeline.admitted(loads=load is not None)
-        met = sequence.met
+        self.hits.admitted(sequence, lease, load, self._clock())
         if not self._leads(sequence, load):
             sequence.drop_prefetch()
-        loaded = 0 if load is None else load.pages * self._cache.page_size
-        if sequence.admitted_s is None:
-            sequence.admitted_s = self._clock()
-            sequence.cached_tokens = sequence.computed - loaded
-            self.totals.prompt_tokens += len(sequence.request.tokens)
-            self.totals.cached_tokens += sequence.cached_tokens
-            self._count_load(sequence, load, loaded)
-            self.totals.stateless_tokens += max(0, lease.reach - sequence.computed) if reuse else 0
-        elif met:
-            self._count_load(sequence, load, loaded)
         self._report_progress(sequence)
 
     def _checkpoints(self, sequence: Sequence, lease: Lease) -> list[Checkpoint]:
@@ -603,21 +604,6 @@ class Scheduler:
             limit=limits.states_per_path,
             atomic=sequence.atomic,
         )
-
-    def _count_load(self, sequence: Sequence, load: Load | None, loaded: int) -> None:
-        """Counts what is loaded for a request as cached tokens, by tier: at its first admission, and when it meets."""
-        stored = sequence.stored + (0 if sequence.prefetch is None else sequence.prefetch.loaded)
-        storage = min(stored - sequence.storage_tokens, loaded)
-        sequence.counted = None if load is None else (loaded - storage, storage)
-        self._add_cached(sequence, loaded - storage, storage)
-
-    def _add_cached(self, sequence: Sequence, host: int, storage: int) -> None:
-        sequence.cached_tokens += host + storage
-        sequence.host_tokens += host
-        sequence.storage_tokens += storage
-        self.totals.cached_tokens += host + storage
-        self.totals.host_tokens += host
-        self.totals.storage_tokens += storage
 
     def _forward(self, scheduled: list[tuple[Sequence, int]]) -> None:
         scheduled = [
@@ -661,6 +647,8 @@ class Scheduler:
                 sequence.prefetch.reached(sequence.computed)
                 if not sequence.prefilling:
                     sequence.drop_prefetch()
+            if not sequence.prefilling:
+                self.hits.settle(sequence)
         for sequence, choices_of in chosen.items():
             if choices_of[0] is None:
                 continue
@@ -688,7 +676,7 @@ class Scheduler:
         if not failed:
             return scheduled, sampled, logits
         for sequence in failed:
-            self._uncount_load(sequence)
+            self.hits.load_failed(sequence)
             sequence.drop_prefetch()  # what it brings cannot be used either
         rows = torch.split(logits, [1 + len(sequence.draft) for sequence in sampled])
         good = [at for at, sequence in enumerate(sampled) if sequence not in failed]
@@ -701,13 +689,6 @@ class Scheduler:
             return True  # window pages are allocated chunk by chunk
         size = self._cache.page_size
         return -(-sequence.length // size) - lease.hit // size <= self._room()[0]
-
-    def _uncount_load(self, sequence: Sequence) -> None:
-        if sequence.counted is None:
-            return  # it failed at an admission that did not count
-        host, storage = sequence.counted
-        sequence.counted = None
-        self._add_cached(sequence, -host, -storage)
 
     def _report_progress(self, sequence: Sequence) -> None:
         if not sequence.generated:
@@ -769,6 +750,7 @@ class Scheduler:
         self._waiting.pop(sequence.id, None)
         self._running.pop(sequence.id, None)
         sequence.drop_prefetch()
+        self.hits.ended(sequence)
         sequence.close()
         prefixes = sequence.settle(self._cache.retention, self._now_s, reason)
         self.totals.errors += error is not None

@@ -15,6 +15,7 @@ from mainstem.namespaces import encode_namespace
 from mainstem.retention import Kept, Retention
 from mainstem.runtime.checkpoints import Checkpoint, Reason, Span, chunk_end
 from mainstem.runtime.drafts import Pace
+from mainstem.runtime.explaining import Explained, Stretches
 from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
@@ -22,6 +23,7 @@ from mainstem.runtime.text import Detokenizer
 from mainstem.runtime.timeline import Timeline
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.waits import Missed
 
 
 class Sequence:
@@ -61,10 +63,15 @@ class Sequence:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
+        self.cached_end = 0  # how far the device had it when it was first admitted
         self.was_preempted = False
         self.prefetch: Prefetch | None = None
         self.prefetches = 0  # number begun
         self.stored = 0  # positions that they loaded
+        self.missed: list[Missed] = []  # what storage has, or may have, and they did not bring
+        self.explained: Explained | None = None  # why its prompt is computed, as far as it is known yet
+        self.explanation: Stretches | None = None  # once it is
+        self.settled = False  # whether its misses are counted
         self.leads = False  # whether it computes while `prefetch` goes on
         self.met = False  # whether it waits to be admitted again, after pages that have arrived
         self.counted: tuple[int, int] | None = None  # tokens of the load that count as cached: on the host, in storage
@@ -180,9 +187,10 @@ class Sequence:
         self._lease = self._load = None
         self.computed = 0
 
-    def begin_prefetch(self, prefetch: Prefetch | None) -> None:
-        """Takes over what reads storage for its prompt; None: nothing does."""
+    def begin_prefetch(self, prefetch: Prefetch | None, declined: Missed | None) -> None:
+        """Takes over what reads storage for its prompt; None: nothing does, for the reason `declined`."""
         self.prefetch = prefetch
+        self.missed += [] if prefetch is not None or declined is None else [declined]
         self.prefetches += 1
         if prefetch is not None:
             self.timeline.begin("prefetch")
@@ -193,6 +201,7 @@ class Sequence:
             if self.leads:
                 self.prefetch.stop_leading()
             self.stored += self.prefetch.loaded
+            self.missed += self.prefetch.missed(self._encoded.symbols)
             self.prefetch.revoke()
             self.prefetch, self.leads = None, False
             self.timeline.end("prefetch")
@@ -387,6 +396,7 @@ class Sequence:
             storage_tokens=self.storage_tokens,
             prefixes=prefixes,
             phases=self.timeline.phases(),
+            explanation=self.explanation,
         )
 
 

@@ -86,6 +86,14 @@ class Access:
             message = "This route concerns all clients of the server and needs its admin key (option --admin-key)."
             raise ApiError(403, message, type="permission_error", code="admin_key_needed")
 
+    def is_admin(self, headers: Headers) -> bool:
+        """Whether a client may know what concerns all clients; see `require_admin`."""
+        try:
+            self.require_admin(headers)
+        except ApiError:
+            return False
+        return True
+
     def remover(self, headers: Headers) -> tuple[bytes | None, bool]:
         """Returns the tenant whose prefixes a client may remove, and whether the client is the admin.
 

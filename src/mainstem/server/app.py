@@ -51,8 +51,9 @@ from mainstem.server import errors, live, management, message_reply, messages, o
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
+from mainstem.server.explain import Explanations
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
-from mainstem.server.metrics import Metrics
+from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.precompute import Precompute
 from mainstem.server.prefill import PrefillFirst
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
@@ -311,10 +312,15 @@ class _Service:
             for prefix in read_public_prefixes(config.public_prefix, self._preparation):
                 engine.publish_prefix(prefix)
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
-        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing)
+        savings = Savings(engine, config.savings) if config.savings.exist else None
+        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing, savings)
         self._recorder, self._tracing = recorder, tracing
         name_of = show_owner if self._tenancy is None else self._tenancy.name
-        self._live = live.Live(engine, self._metrics, self.names[0], name_of, clock, now)
+        self._explain = Explanations(
+            engine, self._access, self._preparation, name_of, self._parse, self._parsed, clock,
+            hides=config.public_prefix is not None,
+        )  # fmt: skip
+        self._live = live.Live(engine, self._metrics, self.names[0], name_of, clock, now, self._explain)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
         kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
         self._responses = Responses(kept, now, self._fingerprints)
@@ -341,6 +347,7 @@ class _Service:
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tenants", self._tenants, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            *self._explain.routes(),
             Route("/cache", self._live_page, methods=["GET"]),
             Route("/cache/events", self._live_events, methods=["GET"]),
             Route("/cache/sample", self._live_sample, methods=["GET"]),
@@ -363,16 +370,29 @@ class _Service:
         return await self._generate(http, _Kind(self._responses.parse, ID_PREFIX, "chat"))
 
     async def _message(self, http: HttpRequest) -> Response:
-        def parse(body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
-            return messages.parse(body, unknown, Earlier(self._fingerprints, owner))
+        return await self._generate(http, _Kind(self._parse_message, message_reply.ID_PREFIX, "chat"))
 
-        return await self._generate(http, _Kind(parse, message_reply.ID_PREFIX, "chat"))
+    def _parse_message(self, body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
+        return messages.parse(body, unknown, Earlier(self._fingerprints, owner))
+
+    def _parse(self, route: str, body: bytes, owner: Owner) -> Task:
+        """Parses the body of a request to one of the routes that generate."""
+        kinds = {
+            "/v1/completions": _COMPLETION.parse,
+            "/v1/chat/completions": _CHAT.parse,
+            "/v1/responses": self._responses.parse,
+            message_reply.PATH: self._parse_message,
+        }
+        if route not in kinds:
+            raise ApiError(400, f"route: must be one of {', '.join(kinds)}", param="route")
+        return kinds[route](body, self._tolerated([]), owner)
 
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         trace = self._trace(http, kind)
         try:
             unknown: list[str] = []
-            made, run = await self._admit(http, kind, unknown, trace)
+            id = f"{kind.id_prefix}{uuid.uuid4().hex}"
+            made, run = await self._admit(http, kind, id, unknown, trace)
         except (ApiError, MainstemError) as error:
             status = _shown(error).status
             self._metrics.refused(status)
@@ -381,7 +401,7 @@ class _Service:
             raise
         ask = made.task.request
         model = self._preparation.adapter(ask.model) or self.names[0]
-        head = Head(f"{kind.id_prefix}{uuid.uuid4().hex}", int(self._now()), model)
+        head = Head(id, int(self._now()), model)
         if trace is not None:
             trace.answers(head.id, model)
         counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
@@ -402,7 +422,7 @@ class _Service:
         return None if self._tracing is None else self._tracing.begin(http.headers, operation)
 
     async def _admit(
-        self, http: HttpRequest, kind: _Kind, unknown: list[str], trace: Trace | None
+        self, http: HttpRequest, kind: _Kind, id: str, unknown: list[str], trace: Trace | None
     ) -> tuple[Prepared, Run]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
@@ -416,7 +436,11 @@ class _Service:
             limiter=limiter,
         )
         ask = made.task.request
-        watchers = [self._watchers(ask, request, kind, tenant) for request in made.requests]
+        with errors.renamed(made.task.names):
+            self._explain.check(ask.explain)
+        made, watchers = self._explain.follow(id, http.headers, tenant, made)
+        for watching, request in zip(watchers, made.requests, strict=True):
+            watching.extend(self._watchers(ask, request, kind, tenant))
         prompt_tokens = sum(len(request.tokens) for request in made.requests[:: ask.choices])
         hints = made.requests[0].hints
         continues = not (hints.no_store or hints.one_shot)  # else nothing is kept that only a next turn would use
@@ -569,7 +593,7 @@ class _Service:
             advised.append(await anyio.to_thread.run_sync(advise))
         kept = max(advised, key=lambda each: (each.positions, each.cached))
         if kept.positions == 0:
-            raise errors.no_advice(ask.action, kept.cached)
+            raise errors.no_advice(ask.action, kept.cached, "prompt" if ask.messages is None else "messages")
         return _json(management.Hinted(ask.action, kept.positions, kept.cached))
 
     def _named(
@@ -631,7 +655,7 @@ class _Service:
         if ask.messages is not None:
             made = self._preparation.chat(ask.messages, ask.tools, ask.template())
         else:
-            made = self._prompts.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
+            made = self._preparation.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
         spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
         return tokenization.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 
@@ -641,7 +665,8 @@ class _Service:
     def _detokenized(self, ask: tokenization.DetokenizeRequest) -> tokenization.Detokenized:
         self._preparation.check_model(ask.model)
         self._prompts.check_length(len(ask.tokens), "tokens")
-        return tokenization.Detokenized(self._prompts.read(ask.tokens))
+        with errors.renamed({"prompt": "tokens"}):
+            return tokenization.Detokenized(self._prompts.read(ask.tokens))
 
     async def _answer(self, http: HttpRequest, answer: Callable[[bytes], msgspec.Struct]) -> Response:
         """Answers a client's body on a thread."""
@@ -692,7 +717,7 @@ def _lora_fields() -> Iterator[None]:
 def _warned(response: Response, unknown: Sequence[str]) -> Response:
     """Adds a header that names fields of the request that the server does not know."""
     if unknown:
-        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(map(quote, unknown))[:_MOST_NAMED]
+        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(quote(name, "[]") for name in unknown)[:_MOST_NAMED]
     return response
 
 

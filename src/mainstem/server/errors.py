@@ -78,7 +78,8 @@ def api_error(error: MainstemError) -> ApiError:
         case BadTokens():
             return ApiError(400, message, param="prompt")
         case RequestTooLong():
-            return ApiError(400, message, code="context_length_exceeded")
+            named = re.match(r"[\w.\[\]]+(?=: )", message)
+            return ApiError(400, message, param=named and named[0], code="context_length_exceeded")
         case EngineFull():
             headers = {"Retry-After": "1"}
             return ApiError(429, message, type="rate_limit_error", code="engine_full", headers=headers)
@@ -120,15 +121,21 @@ def text_only(at: str) -> ApiError:
     return ApiError(400, f"{at}: this model accepts text only", param=at, code="unsupported_content")
 
 
-def no_advice(action: str, cached: int) -> ApiError:
-    """Returns the error for a hint that concerns nothing; `cached`: tokens of the prefix that are cached."""
+def no_advice(action: str, cached: int, param: str) -> ApiError:
+    """Returns the error for a hint that concerns nothing.
+
+    Args:
+        action: of the hint.
+        cached: tokens of the prefix that are cached.
+        param: the field that names the prefix.
+    """
     if cached:
         problem = (
             "too much else is under way" if action == "prefetch" else "nothing more fits within the tenant's bound"
         )
         return ApiError(409, f"{action}: {problem}; {cached} tokens of the prefix are cached", code="hint_limit")
     what = "is pinned" if action == "unpin" else "is cached"
-    return ApiError(404, f"{action}: nothing of this prefix {what}", param="prompt", code="prefix_not_found")
+    return ApiError(404, f"{action}: nothing of this prefix {what}", param=param, code="prefix_not_found")
 
 
 def draining() -> ApiError:

@@ -30,11 +30,13 @@ from numpy.typing import NDArray
 from mainstem.errors import EngineClosed
 from mainstem.namespaces import owner_of
 from mainstem.server.errors import ApiError
+from mainstem.server.explained import RecentMiss
 from mainstem.watch.outline import Nodes, Numbers, left_device, read
 from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
+    from mainstem.server.explain import Explanations
     from mainstem.server.metrics import Metrics
 
 EVERY_S = 1.0
@@ -103,6 +105,8 @@ class LeftSample(Struct):
 class LiveSample(Struct):
     """One sample. Counters are since the start; `cached_tokens` by tier, `missed_tokens` by cause, where it is known.
 
+    `regret_tokens`: those that had been evicted. `requests`: the latest, where they are explained.
+
     `at_s`: since the epoch. `every_s`: until the next one. `took_s`: to take it. `transfers`: pages under way, by kind.
     """
 
@@ -117,6 +121,7 @@ class LiveSample(Struct):
     generated_tokens: int
     cached_tokens: dict[str, int]
     missed_tokens: dict[str, int]
+    regret_tokens: int
     evicted_pages: int
     moved_pages: dict[str, int]
     late_pages: int
@@ -124,6 +129,7 @@ class LiveSample(Struct):
     pools: list[PoolSample]
     tenants: list[TenantSample]
     left: LeftSample
+    requests: list[RecentMiss]
     tree: TreeSample
 
 
@@ -188,6 +194,7 @@ class Live:
         name_of: what an owner of prefixes is called.
         clock: returns seconds, monotonic.
         now: returns seconds since the epoch.
+        explanations: of the latest requests, if there are any.
     """
 
     def __init__(
@@ -198,7 +205,9 @@ class Live:
         name_of: Callable[[bytes], str],
         clock: Callable[[], float],
         now: Callable[[], float],
+        explanations: Explanations | None = None,
     ) -> None:
+        self._explanations = explanations
         self._engine, self._metrics, self._model, self._name_of = engine, metrics, model, name_of
         self._clock, self._now = clock, now
         self._page_size = engine.config.page_size
@@ -296,6 +305,7 @@ class Live:
                 generated_tokens=count("mainstem_generation_tokens_total"),
                 cached_tokens=_by(look.counters, "mainstem_cached_tokens_total", "tier"),
                 missed_tokens=_by(look.counters, "mainstem_misses_tokens_total", "cause"),
+                regret_tokens=count("mainstem_regret_tokens_total"),
                 evicted_pages=count("mainstem_evicted_pages_total"),
                 moved_pages=_moved(look.counters),
                 late_pages=count("mainstem_late_pages_total"),
@@ -303,6 +313,7 @@ class Live:
                 pools=_pools(look.counters),
                 tenants=tenants,
                 left=look.left,
+                requests=[] if self._explanations is None else self._explanations.recent(),
                 tree=self._tree(look, node, owners, index),
             )
         )

@@ -104,10 +104,10 @@ def parse_hint(body: bytes) -> HintRequest:
     Raises:
         ApiError: 400; malformed JSON, a wrong type, an unknown field, or not exactly one prefix.
     """
-    request = decode(body, HintRequest)
+    request = decode_known(body, HintRequest)
     if (request.prompt is None) == (request.messages is None):
-        given = "none" if request.prompt is None else "both"
-        raise ApiError(400, f"the body must have exactly one of prompt and messages, got {given}", param="prompt")
+        given, name = ("none", "prompt") if request.prompt is None else ("both", "messages")
+        raise ApiError(400, f"{name}: the body must have exactly one of prompt and messages, got {given}", param=name)
     return request
 
 
@@ -121,10 +121,9 @@ def parse_remove(body: bytes) -> RemoveRequest:
     ways = {"prompt": request.prompt is not None, "messages": request.messages is not None, "all": request.all}
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) != 1:
-        message = (
-            f"the body must have exactly one of prompt, messages and all = true, got {' and '.join(given) or 'none'}"
-        )
-        raise ApiError(400, message, param=given[-1] if given else "prompt")
+        name, got = given[-1] if given else "prompt", " and ".join(given) or "none"
+        message = f"{name}: the body must have exactly one of prompt, messages and all = true, got {got}"
+        raise ApiError(400, message, param=name)
     return request
 
 

@@ -23,7 +23,7 @@ from mainstem.server.blocks import Block, BlockReply, named_event
 from mainstem.server.diagnosis import Finding
 from mainstem.server.errors import ApiError
 from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
-from mainstem.server.replies import ChunkUsage, Head, UsageBody
+from mainstem.server.replies import NO_EXTRAS, ChunkUsage, Explained, Extras, Head, UsageBody
 
 PATH = "/v1/messages"
 ID_PREFIX = "msg_"
@@ -86,6 +86,7 @@ class MessageBody(Struct):
     type: str = "message"
     role: str = "assistant"
     diagnostics: dict[str, Any] | UnsetType | None = UNSET
+    explanation: Explained = UNSET
 
 
 class MessageReply(BlockReply):
@@ -95,7 +96,7 @@ class MessageReply(BlockReply):
         head: id and model of the message.
         spell: returns the text of one token; not used, since this API has no log-probabilities.
         usage: says how long the prompt is, before the first event.
-        extras: not used: this API shows nothing besides answers.
+        extras: of these only the explanation is shown.
         parser: returns what finds the pieces of the answer.
         finding: of the comparison with another request; None: none was asked for.
     """
@@ -105,13 +106,12 @@ class MessageReply(BlockReply):
         head: Head,
         spell: object,
         usage: ChunkUsage,
-        extras: object = None,
+        extras: Extras = NO_EXTRAS,
         parser: Callable[[], OutputParser] = PlainText,
         finding: Finding | None = None,
     ) -> None:
         super().__init__(parser())
-        self._head, self._usage = head, usage
-        self._diagnostics = UNSET if finding is None else _diagnostics(finding)
+        self._head, self._usage, self._extras, self._finding = head, usage, extras, finding
 
     def opening(self) -> bytes:
         """See `Reply`."""
@@ -124,7 +124,9 @@ class MessageReply(BlockReply):
         """See `Reply`."""
         body = self.finish(usage)
         ended = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
-        return named_event("message_delta", {"delta": ended, "usage": body.usage}) + named_event("message_stop", {})
+        explained = {} if body.explanation is UNSET else {"explanation": body.explanation}
+        ending = named_event("message_delta", {"delta": ended, "usage": body.usage, **explained})
+        return ending + named_event("message_stop", {})
 
     def failing(self, error: ApiError) -> bytes:
         """See `Reply`."""
@@ -165,7 +167,12 @@ class MessageReply(BlockReply):
         self, content: list[dict[str, Any]], stop_reason: str | None, stop: str | None, usage: MessageUsage
     ) -> MessageBody:
         head = self._head
-        return MessageBody(head.id, head.model, content, stop_reason, stop, usage, diagnostics=self._diagnostics)
+        diagnostics: dict[str, Any] | UnsetType | None = UNSET
+        if self._finding is not None:
+            diagnostics = _diagnostics(self._finding, usage, None if stop_reason is None else self._extras.missed)
+        made = MessageBody(head.id, head.model, content, stop_reason, stop, usage, diagnostics=diagnostics)
+        made.explanation = UNSET if stop_reason is None else self._extras.explanation
+        return made
 
     def _stop_reason(self) -> str:
         if self.last.finish_reason == "length":
@@ -183,14 +190,24 @@ _REASONS = {
 }
 
 
-def _diagnostics(finding: Finding) -> dict[str, Any] | None:
-    """Returns `diagnostics`; None: nothing has changed."""
+def _diagnostics(finding: Finding, usage: MessageUsage, missed: tuple[str, int] | None) -> dict[str, Any] | None:
+    """Returns `diagnostics`; None: nothing has changed, and what could be used was found.
+
+    Args:
+        finding: of the comparison.
+        usage: of the message.
+        missed: the cause of the first miss, and tokens of it, where the server explains; in the last event only.
+    """
+    why = {} if missed is None else {"mainstem_cause": missed[0], "cache_missed_input_tokens": missed[1]}
     if finding.cause == "same":
-        return None
+        short = bool(why) and (usage.cache_read_input_tokens or 0) < finding.reusable
+        return {"cache_miss_reason": {"type": "unavailable", **why}} if short else None
     if finding.cause in _REASONS:
         reason = {"type": _REASONS[finding.cause], "cache_missed_input_tokens": finding.missed}
     else:
-        reason = {"type": "previous_message_not_found" if finding.cause == "not_found" else "unavailable"}
+        reason = (
+            {"type": "previous_message_not_found"} if finding.cause == "not_found" else {"type": "unavailable", **why}
+        )
     return {"cache_miss_reason": reason}
 
 

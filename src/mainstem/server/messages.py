@@ -71,6 +71,7 @@ _SAME = (
     "repetition_penalty",
     "cache_salt",
     "priority",
+    "explain",
 )
 """Fields that a chat has under the same name."""
 
@@ -221,6 +222,7 @@ class MessageRequest(CountRequest, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     diagnostics: Diagnostics | None = None
+    explain: bool | None = None
 
     def fields(self) -> dict[str, Any]:
         """See `CountRequest.fields`. The usage counts from the first event on, which says how long the prompt is."""
@@ -273,7 +275,10 @@ def _turns(request: CountRequest) -> Turns:
     if request.system:
         _add_content(turns, "system", request.system, "system")
     for i, message in enumerate(request.messages):
-        _add_content(turns, message.role, message.content, f"messages[{i}].content")
+        at = f"messages[{i}].content"
+        if isinstance(message.content, list) and not message.content:
+            raise ApiError(400, f"{at}: must have at least one block", param=at)
+        _add_content(turns, message.role, message.content, at)
     _mark_last(turns, request)
     return turns
 

@@ -7,7 +7,7 @@ nothing in between. Each `Metrics` has its own registry, so that two servers in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mainstem.runtime.request import Delta
+from mainstem.runtime.explaining import Stretch
+from mainstem.runtime.request import Delta, Usage
+from mainstem.settings.server import SavingsConfig
 from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
+_WAIT_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_AGE_BUCKETS_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
@@ -78,6 +82,11 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
             {("*",): "totals.checkpoints.*"}, ("reason",)),
         Row("mainstem_session_prefetches", COUNTER, "Sessions to be brought to the device ahead, by what came of it",
             {("*",): "totals.session_prefetches.*"}, ("outcome",)),
+        Row("mainstem_misses_tokens", COUNTER, "Prompt tokens computed, by cause; only with --explain",
+            {("*",): "totals.missed.*"}, ("cause",)),
+        Row("mainstem_saved_flops", COUNTER, "Floating-point operations of computing what was cached",
+            "totals.saved_flops"),
+        Row("mainstem_saved_seconds", COUNTER, "Estimated time of computing what was cached", "totals.saved_s"),
         Row("mainstem_stateless_tokens", COUNTER,
             "Prompt tokens computed again: their KV was cached, but no state or window", "totals.stateless_tokens"),
         Row("mainstem_grammar_requests", COUNTER, "Requests with a grammar", "totals.grammar_requests"),
@@ -157,12 +166,41 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row("mainstem_precomputed_turns", COUNTER, "Next turns that could be computed, by outcome",
             _each("{}", "started", "unchanged", "skipped"), ("outcome",)),
     ),
+    "savings": (
+        Row("mainstem_saved_joules", COUNTER, "The saved time, at the power of --watts", "joules"),
+        Row("mainstem_saved_cost", COUNTER, "The saved time, at the price of --price-per-hour", "cost"),
+    ),
     "spans": (
         Row("mainstem_spans", COUNTER, "Spans of requests for the collector of traces, by outcome",
             _each("{}", "sent", "failed", "dropped"), ("outcome",)),
     ),
 }  # fmt: skip
 """What is read at a scrape, by the part of the `Readings` that has it. A part that is None has no metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingStats:
+    """What the saved time is worth, in joules and in the currency of the price."""
+
+    joules: float
+    cost: float
+
+
+class Savings:
+    """Values the time that an engine saves.
+
+    Args:
+        engine: whose time.
+        assumed: what time is worth.
+    """
+
+    def __init__(self, engine: Engine, assumed: SavingsConfig) -> None:
+        self._engine, self._assumed = engine, assumed
+
+    def stats(self) -> SavingStats:
+        """Returns what was saved since the start; 0 of what nothing is assumed."""
+        saved_s, assumed = self._engine.stats().totals.saved_s, self._assumed
+        return SavingStats(saved_s * (assumed.watts or 0.0), saved_s * (assumed.price_per_hour or 0.0) / 3600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +212,7 @@ class Readings:
     answers: AnswerStats | None = None
     turns: TurnStats | None = None
     spans: SpanStats | None = None
+    savings: SavingStats | None = None
 
 
 def read(stats: object, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -220,7 +259,7 @@ class Metrics:
     Args:
         engine: the engine whose statistics are exported.
         clock: returns seconds, monotonic; for the time between tokens.
-        recorder, answers, turns, spans: whose counts are exported, too, if there are any.
+        recorder, answers, turns, spans, savings: whose counts are exported, too, if there are any.
     """
 
     def __init__(
@@ -231,10 +270,12 @@ class Metrics:
         answers: Answers | None = None,
         turns: Precompute | None = None,
         spans: Tracing | None = None,
+        savings: Savings | None = None,
     ) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
-        parts = {"engine": engine, "recorder": recorder, "answers": answers, "turns": turns, "spans": spans}
+        parts: dict[str, Any] = {"engine": engine, "recorder": recorder, "answers": answers}
+        parts |= {"turns": turns, "spans": spans, "savings": savings}
         sources = {name: part.stats for name, part in parts.items() if part is not None}
         self._registry.register(TableCollector(sources))
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
@@ -243,6 +284,13 @@ class Metrics:
         self._ttft = self._histogram("time_to_first_token", "Time from submit to the first token", _TTFT_BUCKETS_S)
         self._gap = self._histogram("inter_token_latency", "Time between one token and the next", _TOKEN_BUCKETS_S)
         self._e2e = self._histogram("e2e_request_latency", "Time from submit to the last token", _E2E_BUCKETS_S)
+        self._tpot = self._histogram(
+            "time_per_output_token", "Mean time of an answer's tokens but the first", _TOKEN_BUCKETS_S
+        )
+        self._wait = self._histogram(
+            "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
+        )
+        self._regret = Regret(self._registry)
 
     def refused(self, status: int) -> None:
         """Counts a request that never reached the engine, by its HTTP status."""
@@ -250,7 +298,8 @@ class Metrics:
 
     def meter(self) -> RequestMeter:
         """Returns a meter for one generation."""
-        return RequestMeter(self._clock, self._requests, self._ttft, self._gap, self._e2e)
+        latencies = Latencies(self._ttft, self._gap, self._e2e, self._tpot, self._wait)
+        return RequestMeter(self._clock, self._requests, latencies, self._regret)
 
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
@@ -265,17 +314,60 @@ class Metrics:
         return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)
 
 
+class Regret:
+    """Counts what was evicted and asked for again, and how long it had been unused; of explained requests.
+
+    Args:
+        registry: of the metrics.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "Prompt tokens that had been evicted, by the tier that they left and why; only with --explain"
+        self._tokens = Counter("mainstem_regret_tokens", text, ["tier", "why"], registry=registry)
+        text = "Time from an eviction until it was asked for again"
+        self._gone = Histogram("mainstem_regret_seconds", text, buckets=_AGE_BUCKETS_S, registry=registry)
+        text = "How long what was asked for again had not been used when it was evicted"
+        self._idle = Histogram("mainstem_regret_idle_seconds", text, buckets=_AGE_BUCKETS_S, registry=registry)
+
+    def observe(self, stretches: Iterable[Stretch]) -> None:
+        """Takes one request into account."""
+        for each in stretches:
+            if each.evicted is not None and each.cause is not None:
+                self._tokens.labels(each.evicted.tier, each.evicted.why).inc(each.end - each.begin)
+                self._gone.observe(each.evicted.ago_s or 0.0)
+                self._idle.observe(each.evicted.idle_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """The histograms of one request: to the first token, from token to token, to the last, a token, for storage."""
+
+    ttft: Histogram
+    gap: Histogram
+    e2e: Histogram
+    per_token: Histogram
+    storage: Histogram
+
+    def observe(self, usage: Usage) -> None:
+        """Takes a request into account that has ended."""
+        if usage.completion_tokens:
+            self.ttft.observe(usage.ttft_s)
+            self.e2e.observe(usage.duration_s)
+        if usage.completion_tokens > 1:
+            self.per_token.observe((usage.duration_s - usage.ttft_s) / (usage.completion_tokens - 1))
+        asked_s = next((phase.begin_s for phase in usage.phases if phase.stage == "prefetch"), None)
+        if asked_s is not None:  # it may go on while the prompt is computed
+            ended_s = max(phase.end_s for phase in usage.phases if phase.stage == "prefetch")
+            self.storage.observe(max(min(ended_s, usage.queue_s) - asked_s, 0.0))
+
+
 class RequestMeter:
     """Watches the events of one generation. Made by `Metrics.meter`."""
 
-    def __init__(
-        self, clock: Callable[[], float], requests: Counter, ttft: Histogram, gap: Histogram, e2e: Histogram
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, regret: Regret) -> None:
         self._clock = clock
         self._requests = requests
-        self._ttft = ttft
-        self._gap = gap
-        self._e2e = e2e
+        self._latencies, self._regret = latencies, regret
         self._last_s: float | None = None
         self._ended = False
 
@@ -285,9 +377,9 @@ class RequestMeter:
             self._tokens(len(delta.tokens))
         if delta.finish_reason is not None:
             self._end(delta.finish_reason)
-            if delta.usage is not None and delta.usage.completion_tokens:
-                self._ttft.observe(delta.usage.ttft_s)
-                self._e2e.observe(delta.usage.duration_s)
+            if delta.usage is not None:
+                self._latencies.observe(delta.usage)
+                self._regret.observe(delta.usage.explanation or ())
 
     def close(self) -> None:
         """Ends the watch: without a last event the generation counts as cancelled. A second call does nothing."""
@@ -297,7 +389,7 @@ class RequestMeter:
         now_s = self._clock()
         if self._last_s is not None:
             for _ in range(count):
-                self._gap.observe((now_s - self._last_s) / count)
+                self._latencies.gap.observe((now_s - self._last_s) / count)
         self._last_s = now_s
 
     def _end(self, outcome: str) -> None:

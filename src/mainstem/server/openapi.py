@@ -13,6 +13,7 @@ import msgspec
 
 from mainstem import __version__
 from mainstem.server.errors import ErrorBody
+from mainstem.server.explained import Explanation, Misses
 from mainstem.server.live import LiveSample
 from mainstem.server.management import (
     Flushed,
@@ -76,6 +77,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/cache/flush"): Operation("Forget every prefix that no request uses", None, Flushed),
     ("POST", "/v1/cache/remove"): Operation("Forget a prefix", RemoveRequest, Flushed),
     ("POST", "/v1/cache/hints"): Operation("Say what will become of a prefix", HintRequest, Hinted),
+    ("POST", "/v1/cache/explain"): Operation("Why a body's prompts would be found in part only", dict, Explanation),
+    ("GET", "/v1/cache/explain"): Operation("Misses by tenant and cause, and the latest requests", None, Misses),
+    ("GET", "/v1/cache/explain/{id}"): Operation("Why an earlier request was found in part only", None, Explanation),
+    ("GET", "/cache/explain/{id}"): Operation("The same for the live page", None, Explanation),
     ("GET", "/v1/cache/stats"): Operation("The cache in numbers"),
     ("GET", "/v1/cache/tenants"): Operation("What each tenant has, and may have", None, Usage),
     ("GET", "/v1/cache/tree"): Operation("The tree of prefixes as text", None, str),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.errors import BadArgument
+from mainstem.errors import BadArgument, RequestTooLong
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template, Variant
 from mainstem.runtime.request import Hints, PreparedPrompt, Request
@@ -38,7 +38,7 @@ from mainstem.server.requests import (
     template_input,
     tools_of,
 )
-from mainstem.server.tools import NO_TOOLS, Tool, Tooling
+from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -91,6 +91,7 @@ class Preparation:
         if taken is not None:
             raise BadArgument("served_model_name", taken, "a name that no adapter has")
         self.prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
+        self._unlimited = self.prompts.unlimited()
         self.answers = Answers(self.prompts, engine.tokenizer, config.remember_answers)
         self._dialect = speaking(self.prompts, engine.tokenizer, config)
         self._pictures, self._max_images = Pictures(config.images), config.images.max_images
@@ -111,7 +112,7 @@ class Preparation:
             self._check_grammar(ask)
             namespace = self.namespace(ask.model, ask.cache_salt, tenant)
             turn = Turn(self.answers, self.prompts, namespace)
-            prompts = [_truncated(prompt, ask.truncate_prompt_tokens) for prompt in self._read(ask, turn)]
+            prompts = self._truncated(ask, turn)
             made = [request for prompt in prompts for request in self._choices(ask, prompt, namespace)]
             extras = self._extras(ask, prompts)
             if task.shape is not None:
@@ -122,29 +123,33 @@ class Preparation:
     def addressed(self, task: Task, tenant: bytes | None) -> tuple[Tokens, Namespace | None]:
         """Returns the tokens of a task's first prompt and its namespace, for routers; raises what `prepare` raises."""
         namespace = self.namespace(task.request.model, task.request.cache_salt, tenant)
-        return self._read(task.request)[0].tokens, namespace
+        return self._read(task.request, self.prompts)[0].tokens, namespace
 
     def count(self, task: Task) -> int:
-        """Returns the number of tokens of a task's prompts; raises what `prepare` raises."""
+        """Returns the number of tokens of a task's prompts, however long; raises what else `prepare` raises."""
         with errors.renamed(task.names):
             self.check_model(task.request.model)
-            return sum(len(prompt.tokens) for prompt in self._read(task.request))
+            return sum(len(prompt.tokens) for prompt in self._read(task.request, self._unlimited))
 
     def tokens(self, prompt: str | list[int]) -> Tokens:
         """Returns the tokens of a prompt; see `Prompts`."""
-        return self.prompts.text(prompt) if isinstance(prompt, str) else self.prompts.tokens(prompt)
+        return _tokens(prompt, self.prompts)
+
+    def text(self, prompt: str, *, special_tokens: bool) -> Tokens:
+        """Returns the tokens of a text of any length; see `Prompts.text`."""
+        return self._unlimited.text(prompt, special_tokens=special_tokens)
 
     def chat(self, messages: Messages, tools: Sequence[ToolSpec] | None, template: Template) -> Tokens:
-        """Returns the tokens of a chat, as its template renders it."""
-        return self._conversation(template_input(messages), template, Tooling(tools_of(tools))).tokens
+        """Returns the tokens of a chat of any length, as its template renders it."""
+        return self._conversation(template_input(messages), template, Tooling(tools_of(tools)), self._unlimited).tokens
 
     def prefixes(
         self, messages: Messages, tools: Sequence[ToolSpec] | None, namespace: Namespace | None
     ) -> list[Tokens]:
         """Returns the prefixes as which a chat may be cached: with the tokens of its answers, and without them."""
-        turns = (Turn(self.answers, self.prompts, namespace), None)
+        makers = (Turn(self.answers, self.prompts, namespace), self.prompts)
         given, tooling = template_input(messages), Tooling(tools_of(tools))
-        answered, plain = (self._conversation(given, WHOLE, tooling, turn).tokens for turn in turns)
+        answered, plain = (self._conversation(given, WHOLE, tooling, maker).tokens for maker in makers)
         return [plain] if np.array_equal(answered, plain) else [answered, plain]
 
     def check_model(self, name: str | None) -> None:
@@ -171,22 +176,38 @@ class Preparation:
 
     # ---- prompts
 
-    def _read(self, ask: Ask, turn: Turn | None = None) -> list[PreparedPrompt]:
+    def _truncated(self, ask: Ask, turn: Turn) -> list[PreparedPrompt]:
+        """Returns the prompts of a request; one that is to be cut may be longer than the context before."""
+        most = ask.truncate_prompt_tokens
+        if most is None:
+            return self._read(ask, turn, marked=True)
+        try:
+            prompts = self._read(ask, turn, marked=True)
+        except RequestTooLong:  # no answers are looked for in one that is too long
+            prompts = self._read(ask, self._unlimited, marked=True)
+        return [_truncated(prompt, most) for prompt in prompts]
+
+    def _read(self, ask: Ask, maker: Turn | Prompts, *, marked: bool = False) -> list[PreparedPrompt]:
+        """Makes the prompts of a request; `marked`: also finds its breakpoints."""
         if isinstance(ask, ChatRequest):
-            marks = [] if turn is None else ask.marks()
-            return [self._conversation(ask.conversation(), ask.template(), ask.tooling(), turn, marks)]
+            marks = ask.marks() if marked else ()
+            return [self._conversation(ask.conversation(), ask.template(), ask.tooling(), maker, marks)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > MAX_CHOICES:
             name = "n" if ask.best_of is None else "best_of"
             raise ApiError(400, f"{name}: at most {MAX_CHOICES} choices over all prompts", param=name)
-        return [PreparedPrompt(self.tokens(prompt)) for prompt in prompts]
+        return [PreparedPrompt(_tokens(prompt, self._plain(maker))) for prompt in prompts]
+
+    def _plain(self, maker: Turn | Prompts) -> Prompts:
+        """Returns what makes prompts of the same lengths without answers."""
+        return self.prompts if isinstance(maker, Turn) else maker
 
     def _conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         template: Template,
-        tooling: Tooling = NO_TOOLS,
-        turn: Turn | None = None,
+        tooling: Tooling,
+        maker: Turn | Prompts,
         marks: Sequence[Mark] = (),
     ) -> PreparedPrompt:
         """Makes the prompt of a conversation, in a turn with the tokens of its answers.
@@ -207,13 +228,13 @@ class Preparation:
         if vision is None:
             if images:
                 raise errors.text_only(images[0]["at"])
-            return (turn or self.prompts).prepare(messages, template, variants)
-        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
-        self.prompts.check_length(len(messages), "messages")
-        self.prompts.check_size(texts + [part["text"] for part in parts(messages, "text")], "messages")
+            return maker.prepare(messages, template, variants)
+        texts, plain = [each["content"] for each in messages if isinstance(each["content"], str)], self._plain(maker)
+        plain.check_length(len(messages), "messages")
+        plain.check_size(texts + [part["text"] for part in parts(messages, "text")], "messages")
         self._load(images)
         prompt = vision.prepare(messages, template, variants)
-        self.prompts.check_length(len(prompt.tokens), "messages")
+        plain.check_length(len(prompt.tokens), "messages")
         return prompt
 
     def _load(self, images: Sequence[dict[str, Any]]) -> None:
@@ -328,9 +349,13 @@ class Preparation:
         return Echo(text, tokens, self.prompts.offsets(tokens, text), ask.logprobs)
 
 
-def _truncated(prompt: PreparedPrompt, most: int | None) -> PreparedPrompt:
+def _tokens(prompt: str | list[int], prompts: Prompts) -> Tokens:
+    return prompts.text(prompt) if isinstance(prompt, str) else prompts.tokens(prompt)
+
+
+def _truncated(prompt: PreparedPrompt, most: int) -> PreparedPrompt:
     """Returns the last tokens of a prompt."""
-    cut = 0 if most is None else len(prompt.tokens) - most
+    cut = len(prompt.tokens) - most
     if cut <= 0:
         return prompt
     if prompt.images:

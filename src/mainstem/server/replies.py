@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server.diagnosis import Fingerprint
 from mainstem.server.errors import ApiError, ErrorBody
+from mainstem.server.explained import PromptExplained
 from mainstem.server.output import Arguments, Call, OutputParser, Piece, PlainText, Reasoning, Text, joined
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
@@ -155,6 +156,10 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 """For each token of a prompt, itself and the alternatives, by their ids; None for the first token."""
 
 
+Explained: TypeAlias = list[PromptExplained] | UnsetType
+"""Why each prompt of a request was found in part only, if it asked for that."""
+
+
 class CompletionChoice(Struct):
     """One answer of /v1/completions, or a piece of it."""
 
@@ -175,6 +180,7 @@ class CompletionBody(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    explanation: Explained = UNSET
     object: str = "text_completion"
 
 
@@ -232,6 +238,7 @@ class ChatBody(Struct):
     usage: UsageBody
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    explanation: Explained = UNSET
     object: str = "chat.completion"
 
 
@@ -254,6 +261,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    explanation: Explained = UNSET
     object: str = "chat.completion.chunk"
 
 
@@ -295,6 +303,9 @@ class Extras:
         prompt_tokens: the ids of each prompt, if ids are shown, of answers, too.
         ids_for_names: whether tokens are named by their ids in log-probabilities.
         fingerprint: of the request, if a diagnosis compares it.
+        explained: returns why its prompts were found in part only, once it has ended; None: the server does not
+            explain.
+        explains: whether the client asks for that.
     """
 
     choices: int = 1
@@ -304,6 +315,24 @@ class Extras:
     prompt_tokens: Sequence[list[int]] = ()
     ids_for_names: bool = False
     fingerprint: Fingerprint | None = None
+    explained: Callable[[], list[PromptExplained]] | None = None
+    explains: bool = False
+
+    @property
+    def missed(self) -> tuple[str, int] | None:
+        """The first cause why something of its first prompt was not found, and its tokens; None: there is none."""
+        account = [] if self.explained is None else self.explained()
+        stretches = account[0].stretches if account else []
+        causes = [(each.cause, each.end - each.begin) for each in stretches if each.cause is not UNSET]
+        return next(((cause, tokens) for cause, tokens in causes if cause != "partial_page"), None)
+
+    @property
+    def explanation(self) -> Explained:
+        """Why its prompts were found in part only, if it asked for that; once it has ended."""
+        return self.explained() if self.explains and self.explained is not None else UNSET
+
+
+NO_EXTRAS = Extras()
 
 
 class ChunkUsage:
@@ -347,6 +376,9 @@ class Reply(Protocol):
         """Returns a response with all answers, each given as its events."""
 
 
+Body = TypeVar("Body", CompletionBody, ChatBody, ChatChunk)
+
+
 class _Chunks(ABC):
     """What is common to the streams of completions and chats: chunks of one form, the last one with the usage.
 
@@ -385,7 +417,8 @@ class _Chunks(ABC):
 
     def closing(self, usage: UsageBody) -> bytes:
         """See `Reply`."""
-        return (event(self.last(usage)) if self._usage.include else b"") + DONE
+        last = self.last(usage)
+        return (event(last) if self._usage.include or last.explanation else b"") + DONE
 
     def failing(self, error: ApiError) -> bytes:
         """See `Reply`."""
@@ -395,6 +428,11 @@ class _Chunks(ABC):
         """Returns whether an event has anything for the client, beside what it `said`."""
         shown = said or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
         return bool(shown or (self._extras.prompt_tokens and delta.tokens))
+
+    def _explained(self, body: Body) -> Body:
+        """Adds the explanation to a body."""
+        body.explanation = self._extras.explanation
+        return body
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._extras.ids_for_names else self._spell(token)
@@ -424,8 +462,8 @@ class _Chunks(ABC):
         """Returns the chunk of one event, or None if there is nothing to send."""
 
     @abstractmethod
-    def last(self, usage: UsageBody) -> Struct:
-        """Returns the last chunk, which carries the usage."""
+    def last(self, usage: UsageBody) -> CompletionBody | ChatChunk:
+        """Returns the last chunk, which carries the usage and the explanation."""
 
 
 class CompletionReply(_Chunks):
@@ -440,11 +478,11 @@ class CompletionReply(_Chunks):
 
     def last(self, usage: UsageBody) -> CompletionBody:
         """See `_Chunks.last`."""
-        return self._body([], usage)
+        return self._explained(self._body([], usage))
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> CompletionBody:
         """See `Reply`."""
-        return self._body([self._choice(index, deltas) for index, deltas in enumerate(answers)], usage)
+        return self._explained(self._body([self._choice(index, deltas) for index, deltas in enumerate(answers)], usage))
 
     def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> CompletionBody:
         return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage)
@@ -530,13 +568,13 @@ class ChatReply(_Chunks):
 
     def last(self, usage: UsageBody) -> ChatChunk:
         """See `_Chunks.last`."""
-        return self._chunk([], usage)
+        return self._explained(self._chunk([], usage))
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
         """See `Reply`."""
         choices = [self._choice(index, deltas) for index, deltas in enumerate(answers)]
         head, prompt = self._head, self._prompt_logprobs(answers[0])
-        return ChatBody(head.id, head.created, head.model, choices, usage, prompt, self._prompt_ids(0))
+        return self._explained(ChatBody(head.id, head.created, head.model, choices, usage, prompt, self._prompt_ids(0)))
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
         pieces = joined([piece for delta in deltas for piece in self._parse(index, delta)])

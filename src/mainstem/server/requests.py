@@ -40,7 +40,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Decoded = TypeVar("Decoded", bound=Struct)
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(Struct):
     """`stream_options`: whether a last chunk carries the usage, and the others what was used so far.
 
     `include_obfuscation` pads chunks at OpenAI, against who reads their lengths on the network; it is ignored.
@@ -51,7 +51,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class CacheHints(Struct, forbid_unknown_fields=True):
+class CacheHints(Struct):
     """`cache_hints`: what is known of how the KV of a request will be used again; see `runtime.request.Hints`."""
 
     retain_s: float | None = None
@@ -95,6 +95,7 @@ class _Request(Structured, kw_only=True):
     cache_hints: CacheHints | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
+    explain: bool | None = None
 
     @property
     def kept(self) -> int:
@@ -164,7 +165,7 @@ class _Request(Structured, kw_only=True):
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
             min_p=self.min_p or 0.0,
             seed=None if self.seed is None else self.seed + choice,  # so that the choices of one request differ
             stop=tuple(text for text in stop if text),
@@ -396,7 +397,7 @@ def template_of(
 class FunctionSpec(Struct):
     """A function that the model may call. Arguments are held to the schema where it is strict or calls are required."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -544,7 +545,12 @@ class ChatRequest(_Request, kw_only=True):
             raise ApiError(400, "top_logprobs: needs logprobs = true", param="top_logprobs")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._params(max(room, 1) if asked is None else asked, logprobs, choice)
+        try:
+            return self._params(max(room, 1) if asked is None else asked, logprobs, choice)
+        except BadArgument as error:
+            if error.name != "logprobs":
+                raise
+            raise BadArgument("top_logprobs", error.value, error.allowed) from error
 
 
 def parse_completion(body: bytes, tolerated: list[str] | None = None) -> CompletionRequest:

@@ -24,7 +24,7 @@ from mainstem.server.blocks import Block, BlockReply, named_event
 from mainstem.server.diagnosis import Finding
 from mainstem.server.errors import ApiError
 from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
-from mainstem.server.replies import Head, PromptTokensDetails, UsageBody, chosen_token
+from mainstem.server.replies import NO_EXTRAS, Explained, Extras, Head, PromptTokensDetails, UsageBody, chosen_token
 
 if TYPE_CHECKING:
     from mainstem.server.responses import ResponseCacheOptions, ResponseRequest
@@ -107,6 +107,7 @@ class ResponseBody(Struct):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_diagnostics: dict[str, Any] | None = None
+    explanation: Explained = UNSET
     truncation: str = "disabled"
     background: bool = False
     object: str = "response"
@@ -123,6 +124,7 @@ class ResponseReply(BlockReply):
         parser: returns what finds the pieces of the answer.
         now: returns seconds since the epoch.
         finding: of the comparison with another request; None: there is none.
+        extras: of these only the explanation is shown.
     """
 
     def __init__(
@@ -134,8 +136,10 @@ class ResponseReply(BlockReply):
         parser: Callable[[], OutputParser] = PlainText,
         now: Callable[[], float] = time.time,
         finding: Finding | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         super().__init__(parser())
+        self._extras = extras
         self._head, self._spell, self._request, self._keep, self._now = head, spell, request, keep, now
         self._finding = finding
         self._number = 0  # of the next event
@@ -192,7 +196,8 @@ class ResponseReply(BlockReply):
         body.incomplete_details = Reason("max_output_tokens") if body.status == "incomplete" else None
         details = _input_details(usage.prompt_tokens_details)
         if self._finding is not None:
-            body.prompt_cache_diagnostics = _diagnostics(self._finding, details.cached_tokens)
+            body.prompt_cache_diagnostics = _diagnostics(self._finding, details.cached_tokens, self._extras.missed)
+        body.explanation = self._extras.explanation
         body.usage = ResponseUsage(
             usage.prompt_tokens,
             details,
@@ -279,8 +284,14 @@ _REASONS = {
 }
 
 
-def _diagnostics(finding: Finding, cached: int) -> dict[str, Any]:
-    """Returns `prompt_cache_diagnostics`; `cached`: tokens that were found in the cache."""
+def _diagnostics(finding: Finding, cached: int, missed: tuple[str, int] | None) -> dict[str, Any]:
+    """Returns `prompt_cache_diagnostics`.
+
+    Args:
+        finding: of the comparison.
+        cached: tokens that were found in the cache.
+        missed: the cause of the first miss, and tokens of it, where the server explains.
+    """
     if finding.cause == "not_found":
         return {"type": "comparison_response_not_found"}
     if finding.cause in _REASONS:
@@ -290,9 +301,11 @@ def _diagnostics(finding: Finding, cached: int) -> dict[str, Any]:
             "cache_missed_tokens": finding.missed,
             "comparison_reusable_tokens": finding.reusable,
         }
-    # What is the same and was not found has been evicted, and this API has no word for it.
-    found = finding.cause == "same" and cached >= finding.reusable
-    return {"type": "cache_hit" if found else "unavailable"}
+    if finding.cause == "same" and cached >= finding.reusable:
+        return {"type": "cache_hit"}
+    # What is the same and was not found has been evicted, mostly; this API has no word for it, so there is one of ours.
+    why = {} if missed is None else {"mainstem_cause": missed[0], "cache_missed_tokens": missed[1]}
+    return {"type": "unavailable", **why}
 
 
 def _input_details(found: PromptTokensDetails | UnsetType) -> InputDetails:

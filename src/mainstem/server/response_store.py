@@ -88,6 +88,12 @@ class ResponseStore(Generic[Kind]):
             entry = self._owners.get(owner, {}).get(id)
             return None if entry is None else entry[1]
 
+    def find(self, id: str) -> Kind | None:
+        """Returns a response, whoever its owner is."""
+        with self._lock:
+            self._expire()
+            return next((entries[id][1] for entries in self._owners.values() if id in entries), None)
+
     def delete(self, owner: Owner, id: str) -> bool:
         """Forgets a response, and returns whether it was there."""
         with self._lock:

@@ -90,6 +90,7 @@ _SAME = (
     "stream",
     "parallel_tool_calls",
     "prompt_cache_key",
+    "explain",
 )
 """Fields that a chat has under the same name."""
 
@@ -260,6 +261,7 @@ class ResponseRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: ResponseCacheOptions | None = None
+    explain: bool | None = None
 
     @property
     def prewarms(self) -> bool:
@@ -490,7 +492,7 @@ class Responses:
         ) -> ResponseReply:
             kept = keep if request.store is not False else None
             finding = self._diagnosed(request, head.id, extras.fingerprint, owner)
-            return ResponseReply(head, spell, request, kept, parser, self._now, finding)
+            return ResponseReply(head, spell, request, kept, parser, self._now, finding, extras)
 
         return reply
 

@@ -39,6 +39,9 @@ class CallScanner(Scanner):
     def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
         self._names = {tool.name for tool in tooling.callable}
         self._most = None if tooling.parallel else 1
+        self._calls_alone = (
+            tooling.choice == "required"
+        )  # then what is no call is the beginning of one that was cut off
         self._new_id = new_id
         self._calls = 0
         self._taken = [""]  # what was read of a call that may still turn out to be text
@@ -65,7 +68,7 @@ class CallScanner(Scanner):
 
     def _say(self, text: str) -> None:
         """Adds text. White space waits for what follows."""
-        for character in text:
+        for character in () if self._calls_alone else text:
             if not character.isspace():
                 self._pieces.append(Text(self._held + character))
                 self._after_call, self._held = False, ""

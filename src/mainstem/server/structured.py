@@ -19,7 +19,7 @@ Choices = Annotated[list[str], Meta(min_length=1)]
 _FORMATS = ("text", "json_object", "json_schema")
 
 
-class JsonSchema(Struct, forbid_unknown_fields=True):
+class JsonSchema(Struct):
     """`response_format.json_schema`. The schema is held in any case, whatever `strict` says."""
 
     schema: Raw = msgspec.field(default_factory=Raw)
@@ -28,14 +28,14 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, forbid_unknown_fields=True):
+class ResponseFormat(Struct):
     """`response_format`, as in the OpenAI API reference."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Struct, forbid_unknown_fields=True):
+class StructuredOutputs(Struct):
     """`structured_outputs` of vLLM. Its other fields are refused."""
 
     json: Raw = msgspec.field(default_factory=Raw)

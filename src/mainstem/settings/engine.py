@@ -210,6 +210,8 @@ class Limits(Settings):
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
         prefetch_sessions: Part of the device's pages for sessions that are expected back soon: what the host and
             storage have of one is brought up before its next turn comes. Up to 1; 0 turns this off.
+        explain: Say of each prompt why it was computed, where it was not found: in answers that ask for it, at
+            /v1/cache/explain, and in metrics.
     """
 
     checkpoint_tokens: int = setting(1024, integer(0))
@@ -221,6 +223,7 @@ class Limits(Settings):
         30.0, Range("a number, 0 or more", lambda value: value == math.inf or number(0).holds(value)), flag=False
     )
     prefetch_sessions: float = setting(0.0, number(0, 1))
+    explain: bool = setting(False, switch())
 
 
 @dataclass(frozen=True)

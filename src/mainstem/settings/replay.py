@@ -6,11 +6,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mainstem.errors import BadArgument
-from mainstem.settings.fields import INT32_MAX, Range, Settings, instance, integer, number, one_of, setting, switch
+from mainstem.settings.fields import (
+    INT32_MAX,
+    INT64_MAX,
+    Range,
+    Settings,
+    instance,
+    integer,
+    number,
+    one_of,
+    setting,
+    switch,
+)
 from mainstem.units import DTYPE_BYTES, RATE, SIZE, TIME
 
 MAX_GPUS = 1024
 """Maximum number of devices in one replica."""
+
+MAX_REPLICAS = 4096
+"""Maximum number of replicas, and of machines."""
 
 MAX_BLOCKS = 2**62
 """Maximum capacity of a tier."""
@@ -19,8 +33,8 @@ _MIN, _MAX = 1e-3, 1e24  # sizes and rates: a value outside is a typo, and would
 
 TraceFormat = Literal["auto", "mooncake", "bailian", "tokens", "openai", "recording", "mstrace"]
 OnBad = Literal["stop", "skip"]
-Routing = Literal["round-robin", "prefix", "hash"]
-PlanRouting = Literal["shared", "prefix", "hash", "round-robin"]
+Routing = Literal["round-robin", "two-choices", "hash", "consistent-hash", "prefix", "cost"]
+PlanRouting = Literal["shared", "round-robin", "two-choices", "hash", "consistent-hash", "prefix", "cost"]
 
 DTYPE = Range(f"one of {', '.join(DTYPE_BYTES)}", lambda dtype: dtype in DTYPE_BYTES)
 _AMOUNT = number(_MIN, _MAX)
@@ -45,6 +59,25 @@ class TraceOptions(Settings):
 
 
 @dataclass(frozen=True)
+class Growth(Settings):
+    """How a trace is grown; see `mainstem.replay.grow`.
+
+    Args:
+        seed: Seed of the draws; 0 or more.
+        shift: Maximum shift in time of a session, such as 60s or 5m; never beyond the ends of the trace.
+        new_prompts: Probability that a population has prompts of its own in place of a shared one.
+        shared_by: Different continuations from which a block counts as shared, as that of a system prompt.
+
+    `shift` is in seconds.
+    """
+
+    seed: int = setting(0, integer(0, INT64_MAX))
+    shift: float = setting(60.0, number(0), unit=TIME)
+    new_prompts: float = setting(0.1, number(0, 1))
+    shared_by: int = setting(16, integer(2, INT32_MAX))
+
+
+@dataclass(frozen=True)
 class Setup(Settings):
     """Lower tiers, time to live and replicas, besides the cache on the device.
 
@@ -54,19 +87,29 @@ class Setup(Settings):
         storage_blocks: The same for storage, below the host or directly below the device.
         ttl: Blocks unused for longer than this expire: 300s, 5m.
         replicas: Number of independent caches of this capacity; 1 or more.
-        routing: Which replica gets a request: each in turn (round-robin); the one with the longest prefix that is not
-            busy (prefix); or by its first block (hash).
+        routing: Which replica gets a request: each in turn (round-robin); of two drawn at random the less loaded
+            (two-choices); by its first block, modulo the replicas (hash) or so that few move when one is added
+            (consistent-hash); the one with the longest prefix that is not busy (prefix); or the one with the least
+            expected time to the first token (cost).
+        router_lag: Time after which a router knows what came to a replica or left it, such as 50ms; for prefix and
+            cost. With 0 it knows at once, and one core serves them.
+        prefill_rate: Tokens per second that a replica computes, for routing by cost.
+        load_rate: Tokens per second that a replica loads from its lower tiers, for routing by cost.
 
-    `ttl` is in seconds. By prefix, a replica gets a request if it has half of it; of equals, the one with the fewest
-    recent prompt tokens (halved every 60 s). Skipped are replicas with more than 1.5 times the mean and 32 average
-    requests above it.
+    `ttl` and `router_lag` are in seconds. A load is the recent prompt tokens, halved every 60 s. By prefix, a replica
+    gets a request if it has half of it; of equals, the one with the least load. Skipped are replicas with more than 1.5
+    times the mean and 32 average requests above it. By cost, the expected time is that of the queue, of computing and
+    of loading (core/csrc/replay/router.h).
     """
 
     host_blocks: int | None = setting(None, integer(1, MAX_BLOCKS), flag=False)
     storage_blocks: int | None = setting(None, integer(1, MAX_BLOCKS), flag=False)
     ttl: float | None = setting(None, number(0), unit=TIME)
-    replicas: int = setting(1, integer(1, 1024))
+    replicas: int = setting(1, integer(1, MAX_REPLICAS))
     routing: Routing = setting("prefix", one_of(Routing))
+    router_lag: float = setting(0.0, number(0, 1e6), unit=TIME)
+    prefill_rate: float = setting(10_000.0, number(1e-3, 1e12))
+    load_rate: float = setting(100_000.0, number(1e-3, 1e12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +120,8 @@ class Assumptions(Settings):
         gpus: Devices per replica. Default: the fewest that hold the weights.
         replicas: Copies of the model; memory and storage are totals over all of them.
         routing: Replicas find what any of them keeps (shared). Otherwise each has its part of every tier, and requests
-            are routed by longest cached prefix (prefix), by first block (hash) or in turn (round-robin).
+            are routed by longest cached prefix (prefix), expected time (cost), first block (hash, consistent-hash),
+            to the less loaded of two (two-choices) or in turn (round-robin).
         kv_copies: Devices of a replica that keep the same KV. Default: as tensor parallelism repeats KV heads.
         mfu: Fraction of the peak rate that prefill reaches; above 0, up to 1.
         memory_share: Fraction of device memory for weights and KV; the rest is for activations.
@@ -103,7 +147,7 @@ class Assumptions(Settings):
     """
 
     gpus: int | None = setting(None, integer(1, MAX_GPUS))
-    replicas: int = setting(1, integer(1, 1024))
+    replicas: int = setting(1, integer(1, MAX_REPLICAS))
     routing: PlanRouting = setting("shared", one_of(PlanRouting))
     kv_copies: int | None = setting(None, integer(1, MAX_GPUS))
     mfu: float = setting(0.4, _FRACTION)
@@ -127,6 +171,54 @@ class Assumptions(Settings):
     steps: int = setting(3, integer(1, 16))
     slo_share: float = setting(0.9, _FRACTION)
     most_busy: float = setting(0.7, _FRACTION)
+
+
+@dataclass(frozen=True)
+class Fleet(Settings):
+    """Many machines, each a replica with its devices, host memory and link, and what they cost.
+
+    Args:
+        machines: Most machines to try; also tried are halves of it, and the fewest that carry the load.
+        machine_memory: Host memory for KV of one machine, such as 1TB.
+        network: Rate at which one machine reads from others and from the shared store, such as 50GB/s. Default:
+            machines do not read from each other.
+        router_lag: Time after which the router knows what came to a machine or left it.
+        interval: Length of the intervals in which bytes are counted, for peaks.
+        machine_gain: Percent of prefill FLOPs that another machine must save at the knee.
+        device_price: Dollars per hour of a device with its share of a machine. Default: from the device table.
+        memory_price: Dollars a month of a gigabyte of host memory for KV.
+        store_price: Dollars a month of a gigabyte of the shared store.
+        energy_price: Dollars of a kilowatt-hour, where the price of a device does not include it.
+        device_power: Watts of a busy device. Default: from the device table.
+        idle_power: Share of that power that a device draws when it computes no prefill.
+        machine_power: Watts of the rest of a machine, for each device.
+        store_power: Watts of a terabyte of the shared store.
+        pue: Energy of the whole building, relative to that of the machines.
+
+    Sizes are in bytes, rates in bytes per second, times in seconds.
+    """
+
+    machines: int = setting(16, integer(1, MAX_REPLICAS))
+    machine_memory: int = setting(0, integer(0, 1 << 62), unit=SIZE)
+    network: float | None = setting(None, _AMOUNT, unit=RATE)
+    router_lag: float = setting(0.05, number(0, 1e6), unit=TIME)
+    interval: float = setting(10.0, number(1e-3, 1e9), unit=TIME)
+    machine_gain: float = setting(0.1, number(0))
+    device_price: float | None = setting(None, number(0))
+    memory_price: float = setting(0.2, number(0))
+    store_price: float = setting(0.05, number(0))
+    energy_price: float = setting(0.0, number(0))
+    device_power: float | None = setting(None, number(0))
+    idle_power: float = setting(0.3, number(0, 1))
+    machine_power: float = setting(575.0, number(0))
+    store_power: float = setting(1.0, number(0))
+    pue: float = setting(1.3, number(1, 10))
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that a network has two ends."""
+        super().__post_init__()
+        if self.network is not None and self.machines < 2:
+            raise BadArgument("network", self.network, "left out with one machine: there is nobody to read from")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mainstem.settings.fields import (
     Settings,
     instance,
     integer,
+    number,
     one_of,
     seconds,
     secret_bytes,
@@ -134,6 +135,24 @@ class PrefillConfig(Settings):
             self.refuse("--prefill-url")
 
 
+@dataclass(frozen=True)
+class SavingsConfig(Settings):
+    """What computing is assumed to take, so that metrics show what the cache saves.
+
+    Args:
+        watts: Power that the machine draws while it computes prompts. Above 0.
+        price_per_hour: What an hour of the machine costs, in any currency. Above 0.
+    """
+
+    watts: float | None = setting(None, number(0, above=True))
+    price_per_hour: float | None = setting(None, number(0, above=True))
+
+    @property
+    def exist(self) -> bool:
+        """Whether anything is assumed."""
+        return self.watts is not None or self.price_per_hour is not None
+
+
 _COLLECTOR = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
@@ -166,6 +185,7 @@ class ServerConfig(Settings):
         images: Where images of requests may come from, and how large they may be.
         record: What is recorded of requests.
         prefill: Where prompts are computed.
+        savings: What computing is assumed to take.
         otlp: Address of an OpenTelemetry collector, such as http://127.0.0.1:4318. Each request is sent there as a
             trace, over OTLP/HTTP; no text is in it. Needs mainstem[otlp].
         unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
@@ -195,6 +215,7 @@ class ServerConfig(Settings):
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
     prefill: PrefillConfig = PrefillConfig()
+    savings: SavingsConfig = SavingsConfig()
     otlp: str | None = setting(
         None,
         Range("http://HOST:PORT, perhaps with a path", lambda text: bool(_COLLECTOR.fullmatch(str(text)))),

@@ -117,6 +117,14 @@ class Anchor:
         """Whether a prompt begins with this one's pages."""
         return key.startswith(self._key)
 
+    def shared(self, key: bytes) -> int:
+        """Returns how many whole pages a prompt has in common with this one."""
+        n, page_bytes = min(len(key), len(self._key)), self._tree.page_bytes
+        if key[:n] != self._key[:n]:
+            ours, theirs = (np.frombuffer(each, np.uint8, n) for each in (self._key, key))
+            n = int(np.flatnonzero(ours != theirs)[0])
+        return n // page_bytes
+
     def release(self) -> None:
         """Unlocks the node."""
         self._core.unlock(self.node, HOST)

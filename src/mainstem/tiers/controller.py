@@ -39,7 +39,7 @@ from mainstem.tiers.load import Load
 from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.prefetch import Prefetch, Prefetches
 from mainstem.tiers.store import Store
-from mainstem.tiers.waits import LATE
+from mainstem.tiers.waits import LATE, Missed
 from mainstem.tiers.warm import Warming
 from mainstem.tiers.write import Writes
 from mainstem.tree import Tree
@@ -182,6 +182,11 @@ class Tiers:
     def can_prefetch(self) -> bool:
         """Whether there is storage, and fewer than `max_prefetches` are under way."""
         return self._prefetches is not None and not self._prefetches.full
+
+    @property
+    def declined(self) -> Missed | None:
+        """Why the last call of `prefetch` that returned None did; None: nothing was missing."""
+        return None if self._prefetches is None else self._prefetches.declined
 
     @property
     def copying(self) -> bool:

@@ -32,7 +32,7 @@ from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.plan import Plan
 from mainstem.tiers.rows import Row
 from mainstem.tiers.store import Store, StoreCall
-from mainstem.tiers.waits import ANY, Cause, Wait
+from mainstem.tiers.waits import ANY, Cause, Missed, Wait
 from mainstem.tree import Ids
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class Prefetch:
         self._led = False  # whether one does
         self._counted = False  # whether what is late has been counted
         self._meanwhile = 0  # pages that it computed
+        self._missed: list[Missed] = []
+        self._fault: str | None = None  # of the last page that did not arrive
         self._positions = 0  # that it computes before it looks again
         self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
         every_end = not (prefetches.pending.alone or plan.any_end)
@@ -159,6 +161,7 @@ class Prefetch:
             front, self._meeting.front = self._meeting.front, computed // self._page_size
             end = self._promised if self._looked_up else self._plan.pages
             self._meanwhile += max(0, min(self._meeting.front, end) - front)
+            self._miss(front, min(self._meeting.front, end), "meanwhile" if self._looked_up else self._why())
 
     def ahead(self, computed: int) -> int | None:
         """Returns how many positions the leader computes next at most; None: as many as it likes.
@@ -179,6 +182,22 @@ class Prefetch:
     def usable(self) -> int:
         """Positions of the prompt up to the end of what it has added to the tree."""
         return self._anchor.pages * self._page_size
+
+    def missed(self, key: bytes) -> list[Missed]:
+        """Returns what a request could not use so far, each page with the first cause.
+
+        Args:
+            key: the symbols of its prompt; only pages that it shares with the one that is read count.
+        """
+        shared, found = self._anchor.shared(key), [*self._missed]
+        if not found and not self.ended:
+            found.append(Missed(self._usable, self._promised if self._looked_up else self._plan.pages, "meanwhile"))
+        cut = (each._replace(end=min(each.end, shared)) for each in found)
+        return [each for each in cut if each.begin < each.end]
+
+    def _miss(self, begin: int, end: int, cause: Cause) -> None:
+        if begin < end:
+            self._missed.append(Missed(begin, end, cause, self._fault if cause == "fault" else None))
 
     def stop_leading(self) -> None:
         """Notes that the leader has computed its prompt, or has ended. Counts what it computed meanwhile."""
@@ -229,8 +248,9 @@ class Prefetch:
         if read.good:
             meeting.add(read.begin, read.page_ids[: read.good])
         if lost < end:
-            self._faulty = True
+            self._note_fault(read)
             self._prefetches.late["fault"] += end - lost if read.failed else 1
+            self._miss(lost, end if read.failed else lost + 1, "fault")
             self._plan.stored[0][lost] = False
             if lost + 1 < end and not read.failed:
                 self._left = deque(sorted([*self._left, (0, lost + 1, end)]))
@@ -274,6 +294,7 @@ class Prefetch:
             self._counted = True
             end = self._promised if self._looked_up and not self._lookup.refused else self._plan.pages
             self._prefetches.late[self._why()] += end - self._usable
+            self._miss(self._usable, end, self._why())
         if self.wanted and not self._looked_up:
             self._store.gave_up(self._wait.waited_s)
 
@@ -314,6 +335,9 @@ class Prefetch:
     def _found(self, outcome: int) -> None:
         """Takes the result of the lookup."""
         self._looked_up = True
+        if self._lookup.failed:
+            self._fault = self._lookup.fault
+            self._miss(self._plan.have, self._plan.pages, "breaker" if self._lookup.refused else "fault")
         self._wait.answered(outcome - 1 - self._plan.have, self._lookup.took_s)
         self._agreed(self._plan.pages, outcome)
 
@@ -338,8 +362,12 @@ class Prefetch:
         """Begins to read what an end needs."""
         if not self._aimed:
             self._aimed = True
-            self._prefetches.note_short(self._plan, depth)
+            pages, component = self._prefetches.note_short(self._plan, depth)
+            if pages:
+                self._missed.append(Missed(depth, depth + pages, "component", component))
             if depth - self._plan.have < self._min_pages:
+                if depth > self._plan.have:
+                    self._missed.append(Missed(self._plan.have, depth, "too_few"))
                 depth = self._plan.have
             self._promised = depth
             if self.meets and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
@@ -418,13 +446,18 @@ class Prefetch:
                 self.loaded += ours * self._page_size
             host.pools[read.row].release(read.page_ids[good:])
             if kept < len(read.page_ids) and not self._broken:
-                self._broken = self._faulty = True
+                self._broken = True
+                self._note_fault(read)
                 self._plan.stored[read.row][read.begin + kept] = False
                 self._lost = kept == good  # else the host has lost what is before it
         if self._broken and not self._reads:
             self._aim_again()
         else:
             self._go_on()
+
+    def _note_fault(self, read: _Read) -> None:
+        """Notes that a page did not arrive."""
+        self._faulty, self._fault = True, None if read.call is None else read.call.fault
 
     def _aim_again(self) -> None:
         """Aims at what is left without a page that did not arrive."""
@@ -442,6 +475,7 @@ class Prefetch:
         most = self._anchor.pages if row == 0 and self._anchor.connected else self._plan.have
         if self.wanted and not self._expired:
             self._prefetches.late["host_room"] += self._depth - most
+            self._miss(most, self._depth, "host_room")
         self._promised, self._crowded = most, True
         self._propose(most)
 
@@ -461,6 +495,7 @@ class Prefetches:
     Attributes:
         late: pages that were computed although storage has them, or may have them, by cause.
         short: pages that the first component alone could have gone further, by the component that stood in the way.
+        declined: why the last request to `ask` got no prefetch: what of its prompt is missing; None: nothing is.
         host, backups, store, rows, pending: as given, for its prefetches.
     """
 
@@ -476,6 +511,7 @@ class Prefetches:
     ) -> None:
         self.late: Counter[Cause] = Counter()
         self.short: Counter[str] = Counter()
+        self.declined: Missed | None = None
         self.host, self.store, self.rows, self.pending = host, store, tuple(rows), pending
         self.backups = backups
         self._tree, self._names, self._costs = host.tree, names, costs
@@ -504,7 +540,9 @@ class Prefetches:
         """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
         missing, have = self._missing(namespace, key)
         pages = len(key) // self._tree.page_bytes
+        self.declined = None
         if pages - have < min_pages:
+            self.declined = Missed(have, pages, "unasked") if have < pages else None
             return None
         # A prefetch of the same missing page serves both.
         if (same := self._under_way.get(missing)) is not None:
@@ -514,6 +552,7 @@ class Prefetches:
         if self.full:
             self.pending.counts["prefetch_skipped"] += 1
             self.late["limit"] += pages - have
+            self.declined = Missed(have, pages, "limit")
             return None
         known = have if len(self._tree.components) == 1 else self._tree.core.extent(namespace, key)
         anchor = Anchor(self.host, self._names, namespace, key, known)
@@ -575,15 +614,19 @@ class Prefetches:
             return None
         return self.store.read(stored, names, self.host.memory.slots(row, page_ids.tolist()))
 
-    def note_short(self, plan: Plan, depth: int) -> None:
-        """Counts what stood in the way where the first component alone would have gone further."""
+    def note_short(self, plan: Plan, depth: int) -> tuple[int, str]:
+        """Counts what stood in the way where the first component alone would have gone further.
+
+        Returns how many pages further, and the component in the way.
+        """
         pages, row = plan.in_the_way(depth)
         if not pages:
-            return
+            return 0, ""
         name = self._tree.names[row]
         if name not in self.short:
             log.info("storage has %d pages further than its %s allows; more of this is only counted", pages, name)
         self.short[name] += pages
+        return pages, name
 
     def end(self, missing: Missing) -> None:
         """Notes that a prefetch has ended."""

@@ -71,6 +71,7 @@ class StoreCall(Generic[T]):
         self._reported = call is None
         self.value = nothing
         self.failed = call is None  # as a whole; valid once it is done
+        self.fault = "breaker" if call is None else None  # what went wrong, if anything did
         self.took_s = self.ended_s = math.inf  # once it has returned
 
     def done(self) -> bool:
@@ -93,7 +94,7 @@ class StoreCall(Generic[T]):
         if not self._overdue and self._call is not None and not self._call.done():
             if self._store.clock() < self._deadline_s():
                 return False
-            self._overdue = True
+            self._overdue, self.fault = True, "timeout"
             self._store.timed_out()
         return self._overdue
 
@@ -103,6 +104,7 @@ class StoreCall(Generic[T]):
         self._reported = True
         answer = call.result()
         self.value, self.failed = answer.value, answer.failed
+        self.fault = self.fault or next(iter(answer.causes), None)
         self.took_s, self.ended_s = answer.took_s, answer.ended_s
         self._store.returned(answer, late=self._overdue)
 

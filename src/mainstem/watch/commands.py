@@ -1,9 +1,11 @@
-"""`mainstem top` and `mainstem lint`, which `mainstem.cli` mounts. Arguments, files, HTTP and printing only."""
+"""`mainstem top`, `lint` and `explain`, which `mainstem.cli` mounts. Arguments, files, HTTP and printing only."""
 
 from __future__ import annotations
 
 import sys
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -39,6 +41,18 @@ Examples:
   mainstem lint requests.jsonl.zst --tokenizer ./my-model --prefill-tokens-per-s 20000
   zcat log.gz | mainstem lint - --on-bad skip --json"""
 
+_EXPLAIN_EXAMPLES = """\
+Examples:
+
+  mainstem explain request.json
+  mainstem explain request.json --server https://kv.example.com --route /v1/messages --json
+  mainstem explain 1234 --trace requests.jsonl --capacity 40%
+  mainstem explain request.json --trace prompts.jsonl --capacity 2Mtok --policy slru
+
+A server explains if it was started with --explain. Capacities are blocks (1000), tokens (2Mtok) or percentages of the
+trace's distinct blocks (5%)."""
+
+explain = cyclopts.App(name="explain", help_epilogue=_EXPLAIN_EXAMPLES, help_format="plaintext")
 top = cyclopts.App(name="top", help_epilogue=_TOP_EXAMPLES, help_format="plaintext")
 lint = cyclopts.App(name="lint", help_epilogue=_LINT_EXAMPLES, help_format="plaintext")
 
@@ -113,6 +127,110 @@ def lint_requests(
         print(dumps({**asdict(report), "findings": findings, "skipped": skipped}, ensure_ascii=False))
     else:
         _print(report, skipped, prefill_tokens_per_s)
+
+
+Route = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+
+
+@explain.default
+def explain_request(
+    request: Annotated[str, Parameter(help="File with the body of a request; with --trace also the number of one.")],
+    *,
+    server: str = "127.0.0.1:8000",
+    route: Route | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="MAINSTEM_API_KEY")] = None,
+    trace: str | None = None,
+    capacity: str = "10%",
+    policy: str = "lru",
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Say where a prompt would be found, and why the rest would be computed. Nothing is run.
+
+    Args:
+        server: URL or HOST:PORT of `mainstem serve`.
+        route: What the body is for. Default: as its fields say.
+        api_key: Key of the server.
+        trace: Ask a cache that has served this trace or recording instead of a server.
+        capacity: Size of that cache.
+        policy: Its eviction policy.
+        json: Print one JSON object.
+    """
+    if trace is not None:
+        prompts = [_explain_offline(request, trace, capacity, policy)]
+    else:
+        prompts = _explain_online(_read_body(request), server, route, api_key)
+    if json:
+        print(dumps({"prompts": prompts}, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    from mainstem.watch.wording import table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    for prompt in prompts:
+        console.print(f"{prompt['cached_tokens']:,} of {prompt['prompt_tokens']:,} tokens are cached.")
+        console.print(table(prompt["stretches"]))
+
+
+def _read_body(path: str) -> dict[str, Any]:
+    from mainstem.watch.lint import BadRequestBody
+
+    try:
+        with open(path, "rb") as file:
+            return _body(file.read())[0]
+    except BadRequestBody as error:
+        raise MainstemError(f"{path}: {error}") from None
+
+
+def _explain_online(body: dict[str, Any], server: str, route: str | None, api_key: str | None) -> list[dict[str, Any]]:
+    from mainstem.watch.top import address
+
+    if route is None:
+        fields = {"prompt": "/v1/completions", "input": "/v1/responses", "system": "/v1/messages"}
+        route = next((fields[name] for name in fields if name in body), "/v1/chat/completions")
+    url = f"{address(server)}/v1/cache/explain?{urllib.parse.urlencode({'route': route})}"
+    headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    asked = urllib.request.Request(url, dumps(body).encode(), headers)  # http or https, see `address`
+    try:
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
+            found: list[dict[str, Any]] = loads(answer.read())["prompts"]
+            return found
+    except urllib.error.HTTPError as error:
+        raise MainstemError(_said(error)) from None
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """Returns the message of a server's error."""
+    try:
+        return str(loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {error.code}: is it mainstem serve?"
+
+
+def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dict[str, Any]:
+    from mainstem.replay.explain import explain_request
+    from mainstem.replay.readers.open import open_trace
+    from mainstem.replay.simulate.sweep import check_policy, parse_capacities
+    from mainstem.settings.replay import TraceOptions
+    from mainstem.watch.wording import shown
+
+    trace = open_trace(path)
+    blocks = parse_capacities(capacity, trace)
+    if len(blocks) != 1:
+        raise BadArgument("capacity", capacity, "one capacity")
+    check_policy(policy)
+    number = int(request) if request.isascii() and request.isdecimal() else None
+    own = open_trace(request, TraceOptions(block_size=trace.block_size)) if number is None else None
+    found = explain_request(trace, number, blocks[0], policy, own)
+    size = trace.block_size
+    stretches = [shown(each, size) for each in found.stretches]
+    cached = sum(each.end - each.begin for each in found.stretches if each.tier is not None)
+    return {
+        "request": found.number,
+        "prompt_tokens": found.tokens,
+        "cached_tokens": cached,
+        "stretches": stretches,
+    }
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:

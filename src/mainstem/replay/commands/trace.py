@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
 from mainstem.settings.flags import takes_settings
-from mainstem.settings.replay import TraceOptions
+from mainstem.settings.replay import Growth, TraceOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,12 @@ Examples:
   mainstem trace generate documents --requests 10000 -o documents.mstrace
   mainstem trace generate chat=3,agents=1 --requests 50000 --seed 1 --set agents.steps=40 -o mix.mstrace"""
 
+_GROW_EXAMPLES = """\
+Examples:
+
+  mainstem trace grow conversation_trace.jsonl.xz --times 350 -o fleet.mstrace
+  mainstem trace grow day.mstrace --times 20 --seed 1 --shift 5m --new-prompts 0.5 -o many.mstrace"""
+
 _KINDS_EXAMPLES = """\
 Examples:
 
@@ -59,6 +65,7 @@ Examples:
   mainstem trace info conversation_trace.jsonl.xz
   mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
   mainstem trace generate chat=3,agents=1 --requests 50000 -o mix.mstrace
+  mainstem trace grow conversation.mstrace --times 20 -o many.mstrace
 
 A trace is a .mstrace file or lines of JSON: the Mooncake or Qwen-Bailian
 format, token ids, bodies of OpenAI requests, or a recording made by
@@ -122,7 +129,7 @@ def check_output(name: str, path: Path, *others: str | Path) -> None:
 
 trace = cyclopts.App(
     name="trace",
-    help="Inspect, convert and generate traces of requests.",
+    help="Inspect, convert, generate and grow traces of requests.",
     help_epilogue=_TRACE_EXAMPLES,
     help_format="plaintext",
 )
@@ -200,6 +207,10 @@ def trace_generate(
         raise BadArgument("output", str(output), f"a file that ends in {SUFFIX}")
     check_output("output", output)
     made = generate(parse_workload(kind, dict(map(_setting, set))), requests, seed=seed, block_size=block_size)
+    _save(made, output, json)
+
+
+def _save(made: Trace, output: Path, json: bool) -> None:
     made.save(output)
     facts = {
         "trace": made.name,
@@ -214,6 +225,33 @@ def trace_generate(
     else:
         print(f"{output}: {len(made):,} requests, {facts['blocks']:,} blocks, {facts['distinct_blocks']:,} distinct")
         print("".join(f"{printable(note)}\n" for note in made.notes), end="")
+
+
+@trace.command(name="grow", help_epilogue=_GROW_EXAMPLES)
+@takes_settings
+def trace_grow(
+    path: TracePath,
+    *,
+    times: int,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])],
+    growth: Growth = Growth(),
+    options: TraceOptions = TraceOptions(),
+    json: Json = False,
+) -> None:
+    """Grow a trace: the same time with many times as many users, by a model of them (docs/replay.md).
+
+    Args:
+        times: Populations of the recorded users; the result has as many times the requests and block accesses.
+        output: The file to write, .mstrace.
+        json: Print one JSON object.
+    """
+    from mainstem.replay.grow import grow
+    from mainstem.replay.trace import SUFFIX
+
+    if output.suffix != SUFFIX:
+        raise BadArgument("output", str(output), f"a file that ends in {SUFFIX}")
+    check_output("output", output, *([] if path == "-" else [path]))
+    _save(grow(read_trace(path, options), times, growth), output, json)
 
 
 @trace.command(name="kinds", help_epilogue=_KINDS_EXAMPLES)

@@ -210,10 +210,10 @@ def plan(
         raise BadArgument("trace", trace.name, "a trace with 1 request or more")
     if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
         raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
-    load = _Load.of(trace)
-    engine = _engine(load, model, device, memory, given)
+    load = Load.of(trace)
+    engine = engine_of(load, model, device, memory, given)
     enough = everything(load.distinct_blocks, engine, given)
-    reaches = _Reaches(hits or _replays(trace, given), load, engine, given)
+    reaches = _Reaches(hits or _replays(trace, given, model, engine), load, engine, given)
     mixes = [mix for mix in _mixes(memory, given.steps, enough) if reaches.pays(mix)]
     sizes = _curve_sizes(memory, mixes, given.write_policy, enough)
     reaches.replay([*mixes, *(Mix(size, 0) for size in sizes)], progress)
@@ -253,14 +253,16 @@ def _parts(given: Assumptions) -> int:
     return 1 if given.routing == "shared" else given.replicas
 
 
-def _replays(trace: Trace, given: Assumptions) -> Hits:
+def _replays(trace: Trace, given: Assumptions, model: ModelShape, engine: Engine) -> Hits:
     from mainstem.replay.simulate.sweep import ONE_CACHE, hit_blocks
     from mainstem.settings.replay import Setup
 
     if given.routing == "shared" or given.replicas == 1:
         setup = ONE_CACHE
     else:
-        setup = Setup(replicas=given.replicas, routing=given.routing)
+        rate = engine.flops_per_s / (2 * model.active_parameters)
+        load = engine.host_bytes_per_s / max(engine.token_bytes, 1.0)
+        setup = Setup(replicas=given.replicas, routing=given.routing, prefill_rate=rate, load_rate=load)
     return lambda capacity_blocks: hit_blocks(trace, given.policy, capacity_blocks, setup=setup)
 
 
@@ -282,7 +284,7 @@ def _price(size: int, gain: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class Load:
     """The requests of a trace as columns."""
 
     time_s: Floats
@@ -292,7 +294,7 @@ class _Load:
     distinct_blocks: int
 
     @classmethod
-    def of(cls, trace: Trace) -> _Load:
+    def of(cls, trace: Trace) -> Load:
         batches = list(trace.batches())
         return cls(
             np.concatenate([batch.time_s for batch in batches]),
@@ -347,7 +349,7 @@ def _curve_sizes(memory: Memory, mixes: list[Mix], write_policy: str, enough: fl
 class _Reaches:
     """The blocks of each request that are found within the reach of each tier. Replays each capacity once."""
 
-    def __init__(self, hits: Hits, load: _Load, engine: Engine, given: Assumptions) -> None:
+    def __init__(self, hits: Hits, load: Load, engine: Engine, given: Assumptions) -> None:
         self._hits, self._engine = hits, engine
         self._copies = given.write_policy == "write_through"
         self._block_bytes = engine.block_bytes * _parts(given)
@@ -401,7 +403,12 @@ class _Reaches:
 # ---- the engine
 
 
-def _engine(load: _Load, model: ModelShape, device: Device, memory: Memory, given: Assumptions) -> Engine:
+def engine_of(load: Load, model: ModelShape, device: Device, memory: Memory, given: Assumptions) -> Engine:
+    """Returns the model on its devices.
+
+    Raises:
+        BadArgument: the weights do not fit, or more devices have the same KV than a replica has.
+    """
     weights = model.weights_bytes(given.weights_dtype)
     usable = (given.device_memory or device.memory_bytes) * given.memory_share
     gpus = given.gpus or _fewest(weights, usable, model.name, device.name)
@@ -438,7 +445,7 @@ def _fewest(weights: float, usable: float, model: str, device: str) -> int:
     return gpus
 
 
-def _cached_bytes(load: _Load, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
+def _cached_bytes(load: Load, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
     """Returns the bytes of a token, of a prompt's end, and of a block with its share of ends.
 
     The end of each request keeps its windows and a checkpoint of the states. A block has as many ends as the trace has
@@ -461,7 +468,7 @@ def _cached_bytes(load: _Load, model: ModelShape, given: Assumptions) -> tuple[f
 class _Study:
     """A trace on an engine: computes the value of hits."""
 
-    load: _Load
+    load: Load
     model: ModelShape
     engine: Engine
     given: Assumptions

@@ -8,10 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainstem.replay.plan.plan import Knee, Plan, PlanRow, everything
+from mainstem.settings.replay import Assumptions
 from mainstem.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from mainstem.replay.plan.fleet import FleetPlan
 
 
 class Stated(NamedTuple):
@@ -34,10 +38,11 @@ class Stated(NamedTuple):
 
 def assumptions(plan: Plan) -> tuple[Stated, ...]:
     """Returns every assumption that the figures of a plan depend on."""
-    return tuple(_of_the_model(plan) + _of_the_device(plan) + _of_the_cache(plan))
+    return tuple(of_the_model(plan) + _of_the_replicas(plan) + of_the_device(plan) + _of_the_cache(plan))
 
 
-def _of_the_model(plan: Plan) -> list[Stated]:
+def of_the_model(plan: Plan | FleetPlan) -> list[Stated]:
+    """Returns what the plan assumes of the model."""
     given, model, engine = plan.given, plan.model, plan.engine
     dtype = given.weights_dtype or model.weights_dtype
     size = model.weights_bytes(dtype)
@@ -60,7 +65,16 @@ def _of_the_model(plan: Plan) -> list[Stated]:
     ]
 
 
-def _of_the_device(plan: Plan) -> list[Stated]:
+def _of_the_replicas(plan: Plan) -> list[Stated]:
+    given = plan.given
+    return [
+        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "memory is a total over all of them"),
+        Stated("routing", given.routing, given.routing, "--routing", _SHARING[given.routing == "shared"]),
+    ]
+
+
+def of_the_device(plan: Plan | FleetPlan) -> list[Stated]:
+    """Returns what the plan assumes of the devices of one replica, or of all."""
     given, device, engine = plan.given, plan.device, plan.engine
     peak = given.flops or device.flops_per_s(given.weights_dtype or plan.model.weights_dtype)
     memory = given.device_memory or device.memory_bytes
@@ -74,8 +88,6 @@ def _of_the_device(plan: Plan) -> list[Stated]:
 
     return [
         Stated("devices per replica", engine.gpus, f"{engine.gpus} x {device.name}", "--gpus", fewest),
-        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "memory is a total over all of them"),
-        Stated("routing", given.routing, given.routing, "--routing", _SHARING[given.routing == "shared"]),
         Stated("devices with the same KV", engine.kv_copies, str(engine.kv_copies), "--kv-copies", _copies(plan)),
         Stated("memory", memory, show_bytes(memory), "--device-memory", source(given.device_memory)),
         Stated(
@@ -96,7 +108,7 @@ def _of_the_device(plan: Plan) -> list[Stated]:
 _SHARING = ("each replica has its part of every tier", "every replica finds what any of them keeps")
 
 
-def _copies(plan: Plan) -> str:
+def _copies(plan: Plan | FleetPlan) -> str:
     if plan.given.kv_copies is not None:
         return "as given"
     return "enough KV heads" if plan.engine.kv_copies == 1 else "tensor parallelism over fewer KV heads"
@@ -104,11 +116,18 @@ def _copies(plan: Plan) -> str:
 
 def _of_the_cache(plan: Plan) -> list[Stated]:
     given, rate = plan.given, plan.engine.storage_bytes_per_s
+    return [
+        Stated("from storage", rate, f"{show_bytes(rate)}/s" if rate else "none", "--storage", "as given"),
+        *of_the_rules(given),
+    ]
+
+
+def of_the_rules(given: Assumptions) -> list[Stated]:
+    """Returns what the plan assumes of the rules of caches, and its conventions."""
     held = "copies of what is above" if given.write_policy == "write_through" else "what was evicted from above"
     queue = ("counted", "--no-queue") if given.queue else ("not counted", "--queue")
     price = f"{given.gain:g} % of prefill FLOPs per GB"
     return [
-        Stated("from storage", rate, f"{show_bytes(rate)}/s" if rate else "none", "--storage", "as given"),
         Stated("lower tiers hold", given.write_policy, given.write_policy, "--write-policy", held),
         Stated("eviction", given.policy, given.policy, "--policy", "hits by tier are exact for lru"),
         Stated("overhead per request", given.overhead, show_seconds(given.overhead), "--overhead", "added to the rest"),
@@ -264,11 +283,11 @@ def show_plan(plan: Plan) -> str:
     gpus = plan.engine.gpus
     rows = [("no cache", "", *_cells(plan.bare, gpus)[2:]), *(_cells(row, gpus) for row in plan.rows)]
     marks = ["", "", "", *(_mark(row, plan) for row in plan.rows)]
-    lines = zip(_table(rows).split("\n"), marks, strict=True)
-    table = "\n".join(f"{line}  {mark}".rstrip() for line, mark in lines)
+    lines = zip(table(rows, _HEAD).split("\n"), marks, strict=True)
+    shown = "\n".join(f"{line}  {mark}".rstrip() for line, mark in lines)
     stated = [(each.what, each.shown, each.option, each.source) for each in assumptions(plan)]
     title = "Assumptions, and the options that change them:\n"
-    return "\n\n".join((head, table, "\n".join(notes(plan)), title + _aligned(stated, left=4)))
+    return "\n\n".join((head, shown, "\n".join(notes(plan)), title + aligned(stated, left=4)))
 
 
 def _mark(row: PlanRow, plan: Plan) -> str:
@@ -295,12 +314,12 @@ def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]], head: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     """Formats rows below two header lines: groups of columns, and columns."""
-    lines = _aligned([tuple(name for _, names in _HEAD for name in names), *rows]).split("\n")
+    lines = aligned([tuple(name for _, names in head for name in names), *rows]).split("\n")
     groups, column, place = "", 0, 0
     ends = _ends(lines[0])
-    for title, names in _HEAD:
+    for title, names in head:
         column += len(names)
         groups += title.rjust(ends[column - 1] - place)
         place = max(len(groups), ends[column - 1])
@@ -312,7 +331,7 @@ def _ends(line: str) -> list[int]:
     return [match.end() for match in re.finditer(r"\S+(?: \S+)*", line)]
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
+def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
     """Aligns columns two spaces apart, the first `left` to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (

@@ -18,20 +18,17 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
 from threading import Event, Lock
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem import _core
 from mainstem.errors import BadArgument, check_integer
-from mainstem.keys import HashKeys
 from mainstem.policies import Policy, find_policy
 from mainstem.replay.simulate import optimum
-from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierCounts, TierRow, Timeline
-from mainstem.replay.trace import Batch, Trace
+from mainstem.replay.simulate.caches import Caches
+from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierRow, Timeline
+from mainstem.replay.trace import Trace
 from mainstem.settings.replay import MAX_BLOCKS, Setup
-from mainstem.tree import Tree
 from mainstem.units import parse_bytes
 
 __all__ = [
@@ -82,6 +79,7 @@ def replay(
     setup: Setup = ONE_CACHE,
     flops: Flops | None = None,
     bytes_per_token: float | None = None,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Row:
     """Replays a trace with one policy at one capacity.
@@ -94,6 +92,7 @@ def replay(
         setup: lower tiers, replicas, time to live.
         flops: cost of prefill, to count the FLOPs saved.
         bytes_per_token: bytes of a token, to count bytes moved.
+        workers: threads among which replicas are divided.
         progress: called now and then.
 
     Raises:
@@ -110,14 +109,16 @@ def replay(
         if progress is not None:
             progress(len(trace), len(trace))
         return row
-    caches = _Caches(policy, tiers_of(setup, capacity_blocks), setup, trace.block_size)
-    tally = Tally(trace, caches.tiers, setup.replicas, flops)
+    tiers = tiers_of(setup, capacity_blocks)
+    tally = Tally(trace, tiers, setup.replicas, flops)
     done = 0
-    for batch in trace.batches():
-        tally.add(batch, *caches.feed(batch))
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(trace))
+    with Caches(policy, tiers, setup, trace.block_size, workers=workers) as caches:
+        for batch in trace.batches():
+            served = caches.feed(batch)
+            tally.add(batch, served.hits, served.replica)
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(trace))
     return tally.row(
         caches.policy,
         caches.counts(),
@@ -128,14 +129,14 @@ def replay(
 
 
 def hit_blocks(
-    trace: Trace, policy: str | Policy, capacity_blocks: int, *, setup: Setup = ONE_CACHE
+    trace: Trace, policy: str | Policy, capacity_blocks: int, *, setup: Setup = ONE_CACHE, workers: int = 1
 ) -> NDArray[np.int64]:
     """Returns [requests] blocks that each request hits on any tier; otherwise like `replay`."""
     check_policy(policy, setup)
     if policy == optimum.NAME:
         return optimum.Optimum(trace).hit_blocks(capacity_blocks)
-    caches = _Caches(policy, tiers_of(setup, capacity_blocks), setup, trace.block_size)
-    found = [caches.feed(batch)[0].sum(axis=1, dtype=np.int64) for batch in trace.batches()]
+    with Caches(policy, tiers_of(setup, capacity_blocks), setup, trace.block_size, workers=workers) as caches:
+        found = [caches.feed(batch).hits.sum(axis=1, dtype=np.int64) for batch in trace.batches()]
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
@@ -169,6 +170,7 @@ def sweep(
         check_policy(policy, setup)
     best = optimum.Optimum(trace) if optimum.NAME in policies else None
     cells = list(product(policies, capacities))
+    threads = max(1, workers // max(1, len(cells)))  # of each cell
     watch = _Watch(progress, len(trace) * len(cells))
 
     def one(policy: str | Policy, capacity: int) -> Row:
@@ -178,7 +180,16 @@ def sweep(
             report(len(trace), len(trace))
             return row
         own = copy.deepcopy(policy)
-        return replay(trace, own, capacity, setup=setup, flops=flops, bytes_per_token=bytes_per_token, progress=report)
+        return replay(
+            trace,
+            own,
+            capacity,
+            setup=setup,
+            flops=flops,
+            bytes_per_token=bytes_per_token,
+            workers=threads,
+            progress=report,
+        )
 
     with ThreadPoolExecutor(workers, thread_name_prefix="replay") as pool:
         running = [pool.submit(one, policy, capacity) for policy, capacity in cells]
@@ -224,53 +235,6 @@ class _Watch:
 
     def stop(self) -> None:
         self._stopped.set()
-
-
-class _Caches:
-    """The replicas of one setup, and the loop that feeds them."""
-
-    def __init__(self, policy: str | Policy, tiers: list[tuple[str, int]], setup: Setup, block_size: int) -> None:
-        self.tiers = tiers
-        self._replicas = setup.replicas
-        trees = [
-            Tree(1, HashKeys(8, block_size), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
-            for number in range(setup.replicas)
-        ]
-        self.policy = trees[0].policy.name
-        self._core = _core.Replay(
-            [tree.core for tree in trees],
-            [capacity for _, capacity in tiers],
-            math.inf if setup.ttl is None else setup.ttl,
-            setup.routing,
-            [_evictor(tree) if tree.ranks_outside else None for tree in trees],
-        )
-
-    def feed(self, batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Serves a batch; returns [requests, tiers] blocks found and [requests] the serving replica."""
-        hits, replicas = self._core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks)
-        return hits.reshape(len(batch), len(self.tiers)), replicas
-
-    def counts(self) -> list[TierCounts]:
-        """Returns the counts of each tier, over all replicas."""
-        return [_sum([self._core.totals(r, tier) for r in range(self._replicas)]) for tier in range(len(self.tiers))]
-
-
-def _evictor(tree: Tree) -> Callable[[int, int], list[NDArray[np.int32]]]:
-    return lambda pages, tier: tree.evict(pages, tier=tier)
-
-
-_Totals: TypeAlias = tuple[int, int, int, int, int, list[int], list[int], list[int], list[int]]
-
-
-def _sum(totals: Sequence[_Totals]) -> TierCounts:
-    _, loaded, written, evicted, expired = (sum(column) for column in zip(*(one[:5] for one in totals), strict=True))
-    histograms = map(_sum_histograms, zip(*(one[5:] for one in totals), strict=True))
-    return TierCounts(loaded, written, evicted, expired, tuple(histograms))
-
-
-def _sum_histograms(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    longest = max(map(len, histograms))
-    return tuple(sum(one[i] for one in histograms if i < len(one)) for i in range(longest))
 
 
 def check_policy(policy: str | Policy, setup: Setup = ONE_CACHE) -> None:

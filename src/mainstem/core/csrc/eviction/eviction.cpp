@@ -48,6 +48,11 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
   inflation_.resize(cells.columns);
 }
 
+bool Eviction::tells_recency() const {
+  if (remembers_ || !cells_.component(0).leaf_only()) return false;
+  return !policy_.rank || policy_.rank(Node{}, 1, 1) != policy_.rank(Node{}, 2, 1);
+}
+
 std::size_t Eviction::bytes() const {
   std::size_t total = standings_.bytes() + names_.bytes() + (expected_ ? expected_->bytes() : 0);
   for (const Order& order : orders_)

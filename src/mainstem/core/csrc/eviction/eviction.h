@@ -52,6 +52,9 @@ class Eviction {
   bool listens() const { return remembers_ || expected_; }  // asked() wants to know
   bool has_standings() const { return has_standings_; }
   void advance() { ++tick_; }  // a match or an insertion begins
+  std::uint64_t tick() const { return tick_; }
+  // Whether `accessed` is when each node was last used: a join may not mix two of them.
+  bool tells_recency() const;
 
   // ---- owners, where each has its share (residency/owners.h)
   void share_out();  // they have other shares from now on

@@ -173,6 +173,11 @@ class ShareOrders {
     const std::uint64_t spare = owners().beyond_guarantee(owner, column);
     return over ? std::min(want, over) : spare ? std::min(want, spare) : want;
   }
+  // Whether a victim goes because its owner has, or asks for, more than its maximum.
+  bool is_beyond(Index node, std::size_t column, std::uint64_t want, OwnerId asker) const {
+    const OwnerId owner = owners().of(node);
+    return owners().beyond_maximum(owner, column, owner == asker ? want : 0) > 0;
+  }
   // An owner that has more than its maximum, and how many ids of that can be evicted; 0: there is none.
   std::pair<OwnerId, std::uint64_t> beyond_maximum(std::size_t column) const {
     const Order& over = orders_[column].over();

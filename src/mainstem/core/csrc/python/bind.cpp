@@ -125,6 +125,24 @@ nb::bytes continuation(const Tree& tree, const nb::bytes& ns, nb::handle tokens,
   return to_bytes(tree.continuation(view(ns), key.bytes(), most));
 }
 
+// Runs of pages in symbols; see Tree::explain.
+nb::tuple explain(Tree& tree, const nb::bytes& ns, const nb::bytes& symbols, bool distances) {
+  const Explanation found = tree.explain(view(ns), View(symbols).bytes(), distances);
+  nb::list runs;
+  for (const Explained& run : found.runs) {
+    const Departure& gone = run.departure;
+    nb::object departure = nb::none();
+    if (run.cause == Cause::departed)
+      departure =
+          nb::make_tuple(kWhyNames[static_cast<std::size_t>(gone.why)], gone.tier, gone.hits,
+                         tree.tells_recency() ? static_cast<std::int64_t>(gone.accessed) : -1, gone.gone, run.distance);
+    const auto positions = [&](std::uint32_t pages) { return std::uint64_t{pages} * tree.page_size(); };
+    runs.append(nb::make_tuple(positions(run.begin), positions(run.end),
+                               kCauseNames[static_cast<std::size_t>(run.cause)], departure));
+  }
+  return nb::make_tuple(runs, found.parted, to_bytes(found.other), found.horizon);
+}
+
 nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
                  std::int32_t priority, std::uint32_t tier, bool ready, bool past_flights) {
   const Key key(tokens, limit);
@@ -274,6 +292,16 @@ NB_MODULE(_core, m) {
       .def("continuation", &continuation, "ns"_a, "tokens"_a.none(), "limit"_a, "most"_a,
            nb::sig("def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes"),
            "At most `most` symbols that followed a key, in the sequence used last.")
+      .def("remember", &Tree::remember, "pages"_a,
+           "Remembers from now on what is evicted or removed: so many pages. The tree must be empty.")
+      .def("tick", &Tree::tick, "The number of matches and insertions, and of ends of leases.")
+      .def("explain", &explain, "ns"_a, "symbols"_a, "distances"_a,
+           nb::sig("def explain(self, ns: bytes, symbols: bytes, distances: bool) -> "
+                   "tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None]], int, bytes, int]"),
+           "Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks "
+           "of the last use (-1: not known) and of the departure, stack distance in pages or -1. Then how many symbols "
+           "of the last run "
+           "agree with the nearest key, how that goes on, and the tick before which nothing may be known.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
            "ready"_a, "past_flights"_a = false,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "

@@ -45,6 +45,42 @@ struct Requests {
   Blocks blocks;
 };
 
+// Columns of requests, and of what became of them.
+struct Window {
+  Window(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, std::uint32_t tiers)
+      : time_view(times),
+        token_view(tokens),
+        offset_view(offsets),
+        block_view(blocks),
+        requests(offset_view, block_view),
+        times_s(column<double>(time_view, "times")),
+        lengths(column<std::int64_t>(token_view, "tokens")) {
+    require(times_s.size() == size(), "times", times_s.size(), "one per request");
+    require(lengths.size() == size(), "tokens", lengths.size(), "one per request");
+    hit_ids = new_ids(size() * tiers, &hits);
+    replica_ids = new_ids(size(), &replicas);
+    peer_ids = new_ids(size(), &peers);
+    reach_ids = new_ids(size(), &reaches);
+  }
+  std::size_t size() const { return requests.size(); }
+  std::uint64_t tokens(std::size_t i) const {
+    return static_cast<std::uint64_t>(std::max<std::int64_t>(0, lengths[i]));
+  }
+  void note(std::size_t i, const Choice& choice) {
+    replicas[i] = static_cast<std::int32_t>(choice.replica);
+    peers[i] = static_cast<std::int32_t>(choice.peer);
+    reaches[i] = static_cast<std::int32_t>(choice.peer_reach);
+  }
+  nb::tuple columns() const { return nb::make_tuple(hit_ids, replica_ids, peer_ids, reach_ids); }
+
+  const View time_view, token_view, offset_view, block_view;
+  const Requests requests;
+  std::span<const double> times_s;
+  std::span<const std::int64_t> lengths;
+  std::int32_t *hits = nullptr, *replicas = nullptr, *peers = nullptr, *reaches = nullptr;
+  nb::object hit_ids, replica_ids, peer_ids, reach_ids;
+};
+
 Replica::Evict evict_by_order(Tree* tree) {
   return [tree](std::uint64_t pages, std::uint32_t tier) { return std::move(tree->evict(pages, 0, tier)[0]); };
 }
@@ -61,8 +97,10 @@ Replica::Evict evict_by_call(const std::shared_ptr<nb::object>& evict) {
 class PyReplay {
  public:
   PyReplay(nb::sequence trees, const std::vector<std::uint64_t>& capacities, double ttl_s, const std::string& routing,
-           nb::sequence evictions)
-      : replay_(replicas(trees, capacities, ttl_s, evictions), parse(routing)) {
+           nb::sequence evictions, bool peers, const std::vector<double>& costs, std::uint32_t parts)
+      : replay_(replicas(trees, capacities, ttl_s, evictions),
+                Router(parse_routing(routing), static_cast<std::uint32_t>(nb::len(trees)), peers, parse(costs)),
+                parts) {
     for (nb::handle tree : trees)
       trees_.push_back(nb::borrow(tree));
   }
@@ -70,24 +108,41 @@ class PyReplay {
   PyReplay& operator=(const PyReplay&) = delete;
 
   nb::tuple feed(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks) {
-    const View time_view(times), token_view(tokens), offset_view(offsets), block_view(blocks);
-    const Requests requests(offset_view, block_view);
-    const auto at_s = column<double>(time_view, "times");
-    const auto lengths = column<std::int64_t>(token_view, "tokens");
-    require(at_s.size() == requests.size(), "times", at_s.size(), "one per request");
-    require(lengths.size() == requests.size(), "tokens", lengths.size(), "one per request");
-    const std::size_t tiers = replay_.replicas().front().tiers();
-    std::int32_t *hits = nullptr, *replicas = nullptr;
-    nb::object hit_ids = new_ids(requests.size() * tiers, &hits);
-    nb::object replica_ids = new_ids(requests.size(), &replicas);
+    Window window(times, tokens, offsets, blocks, tiers());
     {
       const nb::gil_scoped_release unlocked;
-      for (std::size_t i = 0; i < requests.size(); ++i)
-        replicas[i] = static_cast<std::int32_t>(
-            replay_.serve(at_s[i], static_cast<std::uint64_t>(std::max<std::int64_t>(0, lengths[i])), requests.of(i),
-                          hits + i * tiers));
+      for (std::size_t i = 0; i < window.size(); ++i)
+        window.note(i, replay_.serve_one(window.times_s[i], window.tokens(i), window.requests.of(i),
+                                         window.hits + i * tiers()));
     }
-    return nb::make_tuple(hit_ids, replica_ids);
+    return window.columns();
+  }
+
+  nb::tuple route(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks) {
+    window_ = std::make_unique<Window>(times, tokens, offsets, blocks, tiers());
+    Window& window = *window_;
+    {
+      const nb::gil_scoped_release unlocked;
+      if (window.size() > 0) replay_.begin(window.times_s[0]);
+      for (std::size_t i = 0; i < window.size(); ++i)
+        window.note(i, replay_.route(window.times_s[i], window.tokens(i), window.requests.of(i)));
+    }
+    return window.columns();
+  }
+
+  void serve(std::uint32_t part) {
+    require(part < replay_.parts(), "part", part, "below the number of parts");
+    require(window_ != nullptr, "window", 0, "routed before it is served");
+    const Window& window = *window_;
+    const nb::gil_scoped_release unlocked;
+    replay_.serve(part, {window.times_s, window.requests.offsets, window.requests.blocks,
+                         std::span<const std::int32_t>(window.replicas, window.size()), window.hits});
+  }
+
+  void learn(std::uint32_t part) {
+    require(part < replay_.parts(), "part", part, "below the number of parts");
+    const nb::gil_scoped_release unlocked;
+    replay_.learn(part);
   }
 
   auto totals(std::size_t replica, std::uint32_t tier) const {
@@ -99,12 +154,7 @@ class PyReplay {
                       shown(t.idle_s));
   }
 
-  std::size_t bytes() const {
-    std::size_t total = 0;
-    for (const Replica& replica : replay_.replicas())
-      total += replica.bytes();
-    return total;
-  }
+  std::size_t bytes() const { return replay_.bytes(); }
 
  private:
   static std::vector<Replica> replicas(nb::sequence trees, const std::vector<std::uint64_t>& capacities, double ttl_s,
@@ -120,12 +170,11 @@ class PyReplay {
     }
     return made;
   }
-  static Routing parse(const std::string& name) {
-    if (name == "round-robin") return Routing::round_robin;
-    if (name == "prefix") return Routing::prefix;
-    if (name == "hash") return Routing::hash;
-    throw BadValue{"routing", name, "round-robin, prefix or hash"};
+  static RouterCosts parse(const std::vector<double>& costs) {
+    require(costs.size() == 5, "costs", costs.size(), "token_s, pair_s, below_s, peer_s and block_tokens");
+    return {costs[0], costs[1], costs[2], costs[3], costs[4]};
   }
+  std::uint32_t tiers() const { return replay_.replicas().front().tiers(); }
   static std::vector<std::uint64_t> shown(const Histogram& histogram) {  // without the zeros at the end
     std::vector<std::uint64_t> counts(histogram.counts.begin(), histogram.counts.end());
     while (!counts.empty() && counts.back() == 0)
@@ -135,6 +184,7 @@ class PyReplay {
 
   std::vector<nb::object> trees_;
   Replay replay_;
+  std::unique_ptr<Window> window_;  // that was routed last
 };
 
 void add(Optimum& optimum, nb::handle offsets, nb::handle blocks) {
@@ -162,20 +212,36 @@ void bind_replay(nb::module_& m) {
   nb::class_<PyReplay>(m, "Replay",
                        "Serves the requests of a trace with real trees, which nothing else may use from then on; see "
                        "src/mainstem/core/csrc/replay/replay.h.")
-      .def(nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence>(),
-           "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a,
+      .def(nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence, bool,
+                    const std::vector<double>&, std::uint32_t>(),
+           "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a, "peers"_a, "costs"_a, "parts"_a,
            nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "
                    "collections.abc.Sequence[int], ttl_s: float, routing: str, evictions: "
                    "collections.abc.Sequence[collections.abc.Callable[[int, int], "
-                   "list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None"),
+                   "list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: "
+                   "collections.abc.Sequence[float], parts: int) -> None"),
            "Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) "
-           "evicts.")
+           "evicts. With peers, each request is told who could give it more. Costs: token_s, pair_s, below_s, peer_s "
+           "and block_tokens, see router.h. Parts: how many threads may serve.")
       .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
            nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
                    "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
                    "numpy.typing.NDArray[numpy.int32]]"),
-           "Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.")
+           "Serves requests, one after another. Returns the blocks that each hit, [requests * tiers], the replica that "
+           "served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.")
+      .def("route", &PyReplay::route, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
+           nb::sig("def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
+                   "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
+                   "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32]]"),
+           "Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.")
+      .def("serve", &PyReplay::serve, "part"_a,
+           "Serves the requests that were routed last to the replicas of a part, each part once; from any thread.")
+      .def("learn", &PyReplay::learn, "part"_a,
+           "After all parts have served: learns a part of what changed; from any thread.")
       .def("totals", &PyReplay::totals, "replica"_a, "tier"_a,
            "Blocks hit, loaded, written, evicted and expired; age and idle time of evicted blocks, in accesses and in "
            "seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).")

@@ -32,9 +32,9 @@ Replica::Replica(Tree* tree, const std::vector<std::uint64_t>& capacities, doubl
     if (ttl_s_ < kNoTtl) tier.links.push_back({0, -1, -1, -1});
 }
 
-std::uint32_t Replica::peek(Blocks blocks) const {
-  const PeekResult found = tree_->peek("", key_of(blocks), false);
-  return found.pages + found.host_pages;
+void Replica::report_to(Changes* changes, std::uint32_t replica) {
+  changes_ = changes;
+  number_ = replica;
 }
 
 void Replica::serve(double now_s, Blocks blocks, std::int32_t* hits) {
@@ -109,7 +109,20 @@ void Replica::store(const MatchResult& match, Blocks blocks, std::uint32_t t) {
         tree_->insert("", t == 0 ? match.node : 0, {key_of(blocks.subspan(begin)), {&ids, 1}}, 0, t, true);
     assert(stored.pages == blocks.size());
   }
+  if (changes_) report_arrivals(t, blocks);
   if (!tier.links.empty()) note_use(&tier, blocks);
+}
+
+void Replica::report_arrivals(std::uint32_t t, Blocks blocks) {
+  Tier& tier = tiers_[t];
+  tier.names.resize(std::max(tier.names.size(), tier.stamps.size()), 0);
+  std::uint64_t name = 0;
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    name = path_name(name, blocks[i]);
+    if (i < tier.held) continue;
+    tier.names[static_cast<std::size_t>(tier.path[i])] = name;
+    changes_->add({name, number_, static_cast<std::uint8_t>(t), true});
+  }
 }
 
 void Replica::count(std::uint32_t found, std::uint32_t n, std::int32_t* hits) {
@@ -137,7 +150,7 @@ void Replica::trim(std::uint32_t t) {
     tier.totals.idle.add(now_ - used.at);
     tier.totals.age_s.add(whole_seconds(born.at_s, now_s_));
     tier.totals.idle_s.add(whole_seconds(used.at_s, now_s_));
-    retire(&tier, page);
+    retire(t, page);
   }
   tier.totals.evicted += freed.size();
 }
@@ -154,17 +167,20 @@ std::int32_t Replica::take(Tier* tier) const {
   return page;
 }
 
-void Replica::retire(Tier* tier, std::int32_t page) {
-  tier->free.push_back(page);
-  if (tier->links.empty()) return;
-  tier->unlink(page);
-  tier->link(page).newer = tier->link(page).older = page;
+void Replica::retire(std::uint32_t t, std::int32_t page) {
+  Tier& tier = tiers_[t];
+  tier.free.push_back(page);
+  if (changes_)
+    changes_->add({tier.names[static_cast<std::size_t>(page)], number_, static_cast<std::uint8_t>(t), false});
+  if (tier.links.empty()) return;
+  tier.unlink(page);
+  tier.link(page).newer = tier.link(page).older = page;
 }
 
 std::size_t Replica::bytes() const {
   std::size_t total = recent_.size() * sizeof(recent_[0]) + visits_.bytes();
   for (const Tier& tier : tiers_)
-    total += tier.stamps.bytes() + tier.links.capacity() * sizeof(Link) +
+    total += tier.stamps.bytes() + tier.names.bytes() + tier.links.capacity() * sizeof(Link) +
              (tier.free.capacity() + tier.path.capacity()) * sizeof(std::int32_t);
   return total;
 }
@@ -223,7 +239,7 @@ void Replica::expire_run(std::uint32_t t) {
     const std::uint64_t pages = std::min<std::uint64_t>(run, depth - tree_->start(node));
     for (const std::int32_t page : tree_->drop(node, pages, t)) {
       require(expired(tier, page), "page expired", static_cast<std::uint64_t>(page), "the least recently used one");
-      retire(&tier, page);
+      retire(t, page);
     }
     tier.totals.expired += pages;
     depth -= static_cast<std::uint32_t>(pages);
@@ -233,49 +249,52 @@ void Replica::expire_run(std::uint32_t t) {
 
 // ---------------------------------------------------------------- replicas
 
-double Replay::Load::at(double now_s) const {
-  return tokens * std::exp2((at_s - now_s) / kHalfLife_s);
+Replay::Replay(std::vector<Replica> replicas, Router router, std::uint32_t parts)
+    : replicas_(std::move(replicas)), router_(std::move(router)), changes_(parts) {
+  require(parts > 0, "parts", parts, "1 or more");
+  for (std::uint32_t i = 0; router_.looks_at_blocks() && i < replicas_.size(); ++i)
+    replicas_[i].report_to(&changes_[part(i)], i);
 }
 
-std::uint32_t Replay::route(double now_s, Blocks blocks) {
-  const auto n = static_cast<std::uint32_t>(replicas_.size());
-  if (n == 1) return 0;
-  if (routing_ == Routing::round_robin || blocks.empty()) return static_cast<std::uint32_t>(served_ % n);
-  if (routing_ == Routing::hash) return static_cast<std::uint32_t>(fold(blocks[0], 0x9E3779B97F4A7C15ull) % n);
-  return route_by_prefix(now_s, blocks);
+void Replay::begin(double now_s) {
+  if (!router_.looks_at_blocks() || !replicas_.front().expires()) return;  // a replica expires what it has as it serves
+  for (Replica& replica : replicas_)
+    replica.expire(now_s);
+  for (std::uint32_t i = 0; i < parts(); ++i)
+    learn(i);
 }
 
-// A prefix counts if it covers half of the request, and busy replicas are skipped: otherwise a prefix that all prompts
-// share would send them all to one replica.
-std::uint32_t Replay::route_by_prefix(double now_s, Blocks blocks) {
-  const double n = number(replicas_.size());
-  double mean = 0;
-  for (const Load& load : loads_)
-    mean += load.at(now_s) / n;
-  const double request = number(tokens_) / number(std::max<std::uint64_t>(served_, 1));
-  const double limit = std::max(kBusy * mean, mean + kBusyRequests * request);
-  std::uint32_t best = 0, longest = 0;
-  double least = std::numeric_limits<double>::infinity();
-  for (std::uint32_t i = 0; i < replicas_.size(); ++i) {
-    replicas_[i].expire(now_s);
-    const std::uint32_t peeked = replicas_[i].peek(blocks);
-    const std::uint32_t found = peeked * kWorth < blocks.size() ? 0 : peeked;
-    const double load = loads_[i].at(now_s);
-    if (load > limit || found < longest || (found == longest && load >= least)) continue;
-    best = i;
-    longest = found;
-    least = load;
+void Replay::serve(std::uint32_t part, const Served& window) {
+  const std::uint32_t tiers = replicas_.front().tiers();
+  for (std::size_t i = 0; i < window.replicas.size(); ++i) {
+    const auto replica = static_cast<std::uint32_t>(window.replicas[i]);
+    if (this->part(replica) != part) continue;
+    const Blocks blocks = window.blocks.subspan(window.offsets[i], window.offsets[i + 1] - window.offsets[i]);
+    replicas_[replica].serve(window.times_s[i], blocks, window.hits + i * tiers);
   }
-  return best;
 }
 
-std::uint32_t Replay::serve(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits) {
-  const std::uint32_t replica = route(now_s, blocks);
-  loads_[replica] = {loads_[replica].at(now_s) + static_cast<double>(tokens), now_s};
-  ++served_;
-  tokens_ += tokens;
-  replicas_[replica].serve(now_s, blocks, hits);
-  return replica;
+void Replay::learn(std::uint32_t part) {
+  if (!router_.looks_at_blocks()) return;
+  for (std::size_t shard = part; shard < Changes::kShards; shard += parts())
+    for (Changes& changes : changes_)
+      holders_.apply(shard, &changes.of(shard));
+}
+
+Choice Replay::serve_one(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits) {
+  begin(now_s);
+  const Choice choice = route(now_s, tokens, blocks);
+  replicas_[choice.replica].serve(now_s, blocks, hits);
+  for (std::uint32_t i = 0; i < parts(); ++i)
+    learn(i);
+  return choice;
+}
+
+std::size_t Replay::bytes() const {
+  std::size_t total = holders_.bytes();
+  for (const Replica& replica : replicas_)
+    total += replica.bytes();
+  return total;
 }
 
 }  // namespace mainstem

@@ -17,11 +17,11 @@
 #include <span>
 #include <vector>
 
+#include "replay/holders.h"
+#include "replay/router.h"
 #include "tree/tree.h"
 
 namespace mainstem {
-
-using Blocks = std::span<const std::uint64_t>;
 
 // Counts by powers of two: [0] counts zeros, [i] counts numbers in [2^(i-1), 2^i).
 struct Histogram {
@@ -45,13 +45,15 @@ class Replica {
   // The tree must have full attention only, pages of one 8-byte symbol, and a tier for each capacity.
   Replica(Tree* tree, const std::vector<std::uint64_t>& capacities, double ttl_s, Evict evict);
 
-  std::uint32_t peek(Blocks blocks) const;  // blocks that any tier has
+  // From now on, notes what comes to its tiers and what leaves them as changes of this replica.
+  void report_to(Changes* changes, std::uint32_t replica);
   // Drops blocks that were not used for longer than the time to live. Times must not decrease.
   void expire(double now_s);
   // Looks a request up, stores the missing blocks, trims. Writes the blocks found, by tier, to `hits`.
   void serve(double now_s, Blocks blocks, std::int32_t* hits);
 
   std::uint32_t tiers() const { return static_cast<std::uint32_t>(tiers_.size()); }
+  bool expires() const { return ttl_s_ < kNoTtl; }
   const TierTotals& totals(std::uint32_t tier) const { return tiers_[tier].totals; }
   std::size_t bytes() const;  // without the tree
 
@@ -72,7 +74,8 @@ class Replica {
     std::uint64_t capacity;
     TierTotals totals;
     Array<Stamp> stamps;
-    std::vector<Link> links;  // the last one closes the ring
+    Array<std::uint64_t> names;  // of the pages' blocks, while changes are reported
+    std::vector<Link> links;     // the last one closes the ring
     Ids free;
     Ids path;  // page ids of the current request
     std::uint32_t held = 0;
@@ -92,7 +95,8 @@ class Replica {
   void count(std::uint32_t found, std::uint32_t n, std::int32_t* hits);
   void trim(std::uint32_t tier);
   std::int32_t take(Tier* tier) const;
-  void retire(Tier* tier, std::int32_t page);
+  void retire(std::uint32_t tier, std::int32_t page);
+  void report_arrivals(std::uint32_t tier, Blocks blocks);
   void note_use(Tier* tier, Blocks blocks) const;
   bool expired(Tier& tier, std::int32_t page) const;
   void expire_run(std::uint32_t tier);
@@ -101,6 +105,8 @@ class Replica {
   Evict evict_;
   double ttl_s_;
   std::vector<Tier> tiers_;
+  Changes* changes_ = nullptr;  // none: nobody asks
+  std::uint32_t number_ = 0;
   Array<Visit> visits_;  // those that pages refer to, and some obsolete ones
   std::size_t max_visits_ = kFewVisits;
   std::uint32_t now_ = 0;  // accesses so far
@@ -110,36 +116,50 @@ class Replica {
   bool any_expired_ = false;
 };
 
-enum class Routing { round_robin, prefix, hash };
+// Requests of a batch, and what became of them; one entry for each, `tiers` for each in `hits`.
+struct Served {
+  std::span<const double> times_s;
+  std::span<const std::uint64_t> offsets;
+  Blocks blocks;
+  std::span<const std::int32_t> replicas;
+  std::int32_t* hits;
+};
 
-// Independent caches, and the routing of requests to them.
+// Independent caches, and a router before them.
+//
+//   route(window)      -> serve(part 0) | serve(part 1) | ...      -> learn(part 0) | learn(part 1) | ...
+//   one after another     replicas with number % parts == part        shards of what the router knows
+//
+// What the router knows of the replicas' blocks is of the end of the window before, for any number of parts: events
+// reach a router late. `serve_one` is a window of one request.
 class Replay {
  public:
-  static constexpr double kHalfLife_s = 60;   // of a replica's load
-  static constexpr std::uint32_t kWorth = 2;  // a prefix counts if it is at least 1 / kWorth of the request
-  // Routing by prefix skips a replica whose load exceeds both kBusy times the mean and the mean plus kBusyRequests.
-  static constexpr double kBusy = 1.5, kBusyRequests = 32;
+  Replay(std::vector<Replica> replicas, Router router, std::uint32_t parts);
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
 
-  Replay(std::vector<Replica> replicas, Routing routing)
-      : replicas_(std::move(replicas)), loads_(replicas_.size()), routing_(routing) {}
-
-  // Serves a request of `tokens` tokens. Returns the replica that served it.
-  std::uint32_t serve(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits);
+  // Starts a window: drops what has expired by now.
+  void begin(double now_s);
+  Choice route(double now_s, std::uint64_t tokens, Blocks blocks) {
+    return router_.route(now_s, tokens, blocks, holders_);
+  }
+  // Serves the requests of the window that were routed to the replicas of a part. Threads may serve different parts.
+  void serve(std::uint32_t part, const Served& window);
+  void learn(std::uint32_t part);
+  Choice serve_one(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits);
 
   const std::vector<Replica>& replicas() const { return replicas_; }
+  const Router& router() const { return router_; }
+  std::uint32_t parts() const { return static_cast<std::uint32_t>(changes_.size()); }
+  std::size_t bytes() const;
 
  private:
-  struct Load {  // recent tokens, halved every kHalfLife_s
-    double tokens = 0, at_s = 0;
-    double at(double now_s) const;
-  };
-  std::uint32_t route(double now_s, Blocks blocks);
-  std::uint32_t route_by_prefix(double now_s, Blocks blocks);
+  std::uint32_t part(std::uint32_t replica) const { return replica % parts(); }
 
   std::vector<Replica> replicas_;
-  std::vector<Load> loads_;
-  Routing routing_;
-  std::uint64_t served_ = 0, tokens_ = 0;
+  Router router_;
+  Holders holders_;
+  std::vector<Changes> changes_;  // by part
 };
 
 }  // namespace mainstem

@@ -53,6 +53,12 @@ class Structure {
   // ---- addresses
   Handle handle(Index node) const;
   Index resolve(Handle handle) const;  // kNone for 0
+  // The same for roots, too; kNone if the node is gone.
+  Handle identity(Index node) const { return Handle{nodes_[node].generation} << 32 | Handle{node}; }
+  Index find(Handle identity) const {
+    const auto node = static_cast<Index>(identity);
+    return node < nodes_.size() && nodes_[node].live && this->identity(node) == identity ? node : kNone;
+  }
   Index find_root(std::string_view ns) const;
   Index root_of(Index node) const;
   std::uint32_t whole_pages(Bytes key) const;

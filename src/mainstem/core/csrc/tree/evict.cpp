@@ -29,9 +29,20 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
       vacate_into(node, column, &(*freed)[c]);
   }
   eviction_.trim(node, tier, pages);
+  const bool noted = ghosts_ && ghosts_->trimmed(node, pages, eviction_.tick());
   nodes_.drop_back(node, pages);
+  if (noted) [[unlikely]]
+    ghosts_->ends_earlier(node);
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
     eviction_.refresh(node, cells_.column_of(c, tier));
+}
+
+// Why the next victim goes.
+Why Tree::reason(Index node, std::size_t column, OwnerId owner, std::uint64_t want) const {
+  if (owner == kEverybody) return Why::flushed;
+  if (nodes_[node].removed) return Why::removed;
+  if (cells_.tier_of(column) < nodes_[node].demoted) return Why::demoted;
+  return eviction_.shares() && eviction_.shares()->is_beyond(node, column, want, owner) ? Why::quota : Why::policy;
 }
 
 // Takes at most `want` ids of a component from a node. Full attention goes from the end of the node, with the other
@@ -86,6 +97,8 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
     const Index node = eviction_.victim(column, owner, want - asked.size());
     if (node == kNone) break;
     eviction_.evicted(node, column);
+    if (ghosts_) [[unlikely]]
+      ghosts_->expect(reason(node, column, owner, want - asked.size()), tier);
     try {
       evict_one(node, eviction_.at_once(node, column, want - asked.size(), owner), component, tier, &freed);
     } catch (const std::bad_alloc&) {
@@ -93,6 +106,8 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
       break;  // keep what was freed before
     }
   }
+  if (ghosts_) [[unlikely]]
+    ghosts_->expect(Why::unknown, tier);
   counters_.evicted_pages += asked.size();
   if (!asked.empty()) eviction_.done(column);
   return freed;
@@ -104,7 +119,9 @@ Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
   if (node == kNone || !cells_.candidate(node, cells_.column_of(0, tier)))
     throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
   std::vector<Ids> freed(cells_.components());
+  if (ghosts_) ghosts_->expect(Why::dropped, tier);
   if (pages) evict_one(node, pages, 0, tier, &freed);
+  if (ghosts_) ghosts_->expect(Why::unknown, tier);
   counters_.evicted_pages += freed[0].size();
   return std::move(freed[0]);
 }

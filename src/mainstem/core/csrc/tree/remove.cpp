@@ -19,6 +19,8 @@ std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   const std::uint32_t pages = nodes_.whole_pages(key);
   const Bytes tail = key.subspan(std::size_t{pages} * page_bytes);
   const std::uint32_t kept = tail.empty() && pages ? pages - 1 : pages;  // before the page that the key ends in
+  if (ghosts_ && key.empty()) ghosts_->removed_space(ns);
+  if (ghosts_ && pages && tail.empty()) ghosts_->removed_page(ns, key);
   const Index root = nodes_.find_root(ns);
   Walk path;
   nodes_.walk(root, key, pages, &path, {});
@@ -36,7 +38,7 @@ std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   } else {
     going = children_like(above, first);
   }
-  return detach(going);
+  return detach(going, Why::removed);
 }
 
 // Removed nodes come first in their order, so this stops at the first other one.

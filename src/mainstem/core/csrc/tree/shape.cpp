@@ -10,7 +10,8 @@ TreeShape::TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::v
                      std::uint32_t protected_hits)
     : nodes_(symbol_bytes, page_size, hash_seed),
       cells_(nodes_, std::move(components), tiers),
-      eviction_(nodes_, cells_, policy, symbol_tokens, protected_hits) {
+      eviction_(nodes_, cells_, policy, symbol_tokens, protected_hits),
+      seed_(hash_seed) {
   reserve(1);
   nodes_.new_node();  // index 0 is no node
 }
@@ -23,6 +24,7 @@ void TreeShape::reserve(std::size_t count) {
   if (!room) return;
   cells_.reserve(room);
   eviction_.reserve(room);
+  if (ghosts_) ghosts_->reserve(room);
   nodes_.reserve(room);  // last: it says that there is room everywhere
 }
 
@@ -86,6 +88,8 @@ void TreeShape::join(Index lower) noexcept {
   } catch (const std::bad_alloc&) {
     return;
   }
+  if (ghosts_) [[unlikely]]
+    ghosts_->joined(upper, lower);
   nodes_.join(lower, std::move(room));
   eviction_.join(upper, lower);
   cells_.join(upper, lower);
@@ -112,6 +116,8 @@ void TreeShape::reap(Index node) noexcept {
       unpinned = true;
     }
     const std::uint64_t accessed = nodes_[node].accessed;
+    if (ghosts_) [[unlikely]]
+      ghosts_->reaped(node, eviction_.tick());
     cells_.free(node);
     nodes_.remove(node);
     node = parent;
@@ -123,9 +129,10 @@ void TreeShape::reap(Index node) noexcept {
 // A removed node may be in use: it keeps its contents and its parent, but the parent and the child table do not refer
 // to it any more. So the parent may get another child that begins with the same page. The first removed node of a path
 // is called detached; it pins its parent, which therefore outlives it.
-std::uint64_t TreeShape::detach(const std::vector<Index>& tops) {
+std::uint64_t TreeShape::detach(const std::vector<Index>& tops, Why why) {
   for (const Index node : tops)
     cells_.expect_detached(nodes_[node].parent);
+  if (ghosts_) ghosts_->removed(tops, why, eviction_.tick());
   std::uint64_t pages = 0;
   for (const Index node : tops) {  // nothing below can fail
     cells_.pin_for_detached(nodes_[node].parent);

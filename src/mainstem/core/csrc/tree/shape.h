@@ -15,6 +15,7 @@
 #include "residency/residency.h"
 #include "structure/counters.h"
 #include "structure/structure.h"
+#include "tree/ghosts.h"
 #include "tree/journal.h"
 
 namespace mainstem {
@@ -58,7 +59,7 @@ class TreeShape {
   // Frees a node that holds nothing, and every ancestor that is then empty, too; a root goes with its last child.
   void reap(Index node) noexcept;
   // Removes nodes and all below them, none of which is below another. Returns the number of pages.
-  std::uint64_t detach(const std::vector<Index>& tops);
+  std::uint64_t detach(const std::vector<Index>& tops, Why why);
 
   // ---- cells
   void occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, Index transfer) noexcept {
@@ -94,6 +95,8 @@ class TreeShape {
   Eviction eviction_;
   TreeCounters counters_;
   std::unique_ptr<Journal> journal_;  // none: nobody listens
+  std::unique_ptr<Ghosts> ghosts_;    // none: what is gone is not remembered
+  const std::uint64_t seed_;
 };
 
 }  // namespace mainstem

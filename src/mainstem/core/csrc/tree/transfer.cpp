@@ -84,7 +84,7 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
     }
     freed[c].reserve(ids);
   }
-  detach(below);  // nothing below can fail
+  detach(below, Why::unknown);  // nothing below can fail
   end_transfer(node, tier, [&](Index at, std::size_t column) {
     const Run<std::int32_t> ids = vacate(at, column);
     Ids& of_component = freed[cells_.component_index(column)];

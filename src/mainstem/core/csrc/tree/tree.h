@@ -80,6 +80,40 @@ struct NodeView {
   std::vector<CellView> cells;
 };
 
+// Why pages are not used by a match, or where they are.
+enum class Cause : std::uint8_t {
+  device,
+  host,
+  never_seen,
+  parted,
+  departed,
+  forgotten,
+  in_flight,
+  window_missing,
+  state_missing,
+  partial_page
+};
+
+inline constexpr const char* kCauseNames[] = {"device",        "host",        "never_seen", "parted",
+                                              "departed",      "forgotten",   "in_flight",  "window_missing",
+                                              "state_missing", "partial_page"};
+
+// Consecutive pages of a prompt, with one cause.
+struct Explained {
+  std::uint32_t begin, end;  // in pages
+  Cause cause;
+  std::uint32_t number = 0;    // of the departure
+  Departure departure{};       // for Cause::departed
+  std::int64_t distance = -1;  // its stack distance in pages; -1: not asked for, or not known
+};
+
+struct Explanation {
+  std::vector<Explained> runs;
+  std::uint32_t parted = 0;  // symbols of the first page of the last run that agree with the nearest key
+  std::string other;         // how that key goes on from there
+  std::uint64_t horizon = 0, tick = 0;
+};
+
 // A span of pages of one path. It continues an earlier span: it starts after page `at` of the path that ends with the
 // span `from`. The first span of a namespace continues none (-1) and holds the name of the namespace.
 struct PathSpan {
@@ -111,6 +145,19 @@ class Tree : private TreeShape {
   // The symbols after a key, at most `most`, of the sequence used last among those that begin with the key; whether or
   // not any tier still has their pages. Of nodes that part inside a page, only the youngest are looked at.
   std::string continuation(std::string_view ns, Bytes key, std::size_t most) const;
+
+  // From now on, what is evicted or removed is remembered, so many pages of it. The tree must be empty.
+  void remember(std::size_t pages) {
+    require(nodes_.size() == 0, "nodes", nodes_.size(), "none: a memory begins with an empty tree");
+    auto ghosts = std::make_unique<Ghosts>(nodes_, seed_, pages);
+    ghosts->reserve(nodes_.nodes().capacity());
+    ghosts_ = std::move(ghosts);
+  }
+  // Where the pages of a key are, and why the others are nowhere. Changes nothing that another call shows. `distances`:
+  // also the stack distances of what was evicted, for which every node is visited.
+  Explanation explain(std::string_view ns, Bytes key, bool distances);
+  std::uint64_t tick() const { return eviction_.tick(); }
+  bool tells_recency() const { return eviction_.tells_recency(); }
 
   // Inserts after the root of a namespace, or after a node (the namespace is then ignored). The caller ensures that the
   // node is on the path of the whole key; see `lies_on`. With `to_be_locked` nodes are split so that a lock at the end
@@ -277,7 +324,9 @@ class Tree : private TreeShape {
     return cells_.counts(cells_.find_column(component, tier));
   }
   std::size_t size() const { return nodes_.size(); }
-  std::size_t bytes() const { return nodes_.bytes() + cells_.bytes() + eviction_.bytes(); }
+  std::size_t bytes() const {
+    return nodes_.bytes() + cells_.bytes() + eviction_.bytes() + (ghosts_ ? ghosts_->bytes() : 0);
+  }
 
   std::uint32_t symbol_bytes() const { return nodes_.symbol_bytes; }
   std::uint32_t page_size() const { return nodes_.page_size; }
@@ -315,6 +364,13 @@ class Tree : private TreeShape {
   template <class Each>
   void end_transfer(Index node, std::uint32_t tier, Each each);
   std::vector<Index> inserted_after(Index node, std::uint32_t tier) const;
+  Why reason(Index node, std::size_t column, OwnerId owner, std::uint64_t want) const;
+  Cause cause_here(Index node, Cause missing) const;
+  Cause missing(const Walk& path) const;
+  void explain_gone(Bytes key, std::uint64_t name, std::uint32_t from, Explanation* to);
+  void explain_parting(Index root, const Walk& path, Bytes key, Explanation* to) const;
+  void measure(Explanation* of);
+  std::vector<std::uint64_t> last_uses() const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);

@@ -1,0 +1,240 @@
+"""Why a prompt missed: stretch by stretch, where it is, or why it must be computed.
+
+    tokens   |<--- found on the device --->|<- host ->|<-- evicted -->|<------ parted, never seen ------>|
+             0                                                        ^ where it parts from the nearest prompt
+
+Knows what the core remembers, and turns it into words. Changes nothing: neither recency nor what is evicted next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal, get_args
+
+__all__ = ["CAUSES", "Cause", "Evicted", "Explanation", "Parted", "Stretch", "Timeline", "Why"]
+
+Cause = Literal[
+    "never_seen", "parted", "evicted", "removed", "forgotten", "in_flight", "partial_page", "window_missing",
+    "state_missing", "disabled",
+]  # fmt: skip
+"""Why a stretch is not found.
+
+- `never_seen`: it was never in the cache, of this namespace. What another namespace has looks the same.
+- `parted`: the same, and the cache has a prompt that agrees up to here, or to a position in the first page from here.
+- `evicted`: it was here; see `Evicted`.
+- `removed`: it was here, and was removed.
+- `forgotten`: it may have been here; the memory of evictions cannot know.
+- `in_flight`: it is being copied or computed at this moment.
+- `partial_page`: too few tokens for a page; and the last token, which is always computed.
+- `window_missing`, `state_missing`: its pages of full attention are here, but not what other layers need to go on.
+- `disabled`: the cache is off.
+"""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+Why = Literal["policy", "quota", "demoted", "dropped", "flushed"]
+"""What made it go: the policy's order; its owner had more than its quota; it was demoted, dropped or flushed."""
+
+TIERS: tuple[Literal["device"], Literal["host"], Literal["storage"]] = ("device", "host", "storage")
+_MOST_NOTES = 4096
+
+Departed = tuple[str, int, int, int, int, int]  # of the core: why, tier, hits, last use, departure, distance
+Run = tuple[int, int, str, Departed | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """How a stretch was evicted.
+
+    `tier` is the last one that had it. Seconds are None where no clock was told, ticks count matches and insertions.
+
+    Attributes:
+        why: what made it go.
+        tier: the tier that it was evicted from last.
+        policy: the policy of the tree.
+        uses: the matches that found it.
+        ago_s: seconds since the eviction.
+        idle_s: seconds from its last use to the eviction. None also where the policy does not keep track of uses.
+        idle_ticks: the same in ticks.
+        distance_pages: its LRU stack distance: the pages that LRU would have to hold to have it still, itself included.
+            They are of all namespaces. None: not asked for, or not known.
+    """
+
+    why: Why
+    tier: Literal["device", "host", "storage"]
+    policy: str
+    uses: int
+    ago_s: float | None
+    idle_s: float | None
+    idle_ticks: int | None
+    distance_pages: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """Where a prompt parts from the nearest one that the tree has.
+
+    Attributes:
+        at: the position of the first token that differs.
+        other: the symbols of the nearest prompt from there on, a few, in bytes; not for everybody to see.
+    """
+
+    at: int
+    other: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive positions of a prompt, [begin, end).
+
+    Attributes:
+        tier: where they were found; None: they must be computed, or read from storage.
+        cause: why they were not found; None where they were.
+        eviction: for "evicted".
+        parted: for "parted".
+    """
+
+    begin: int
+    end: int
+    tier: Literal["device", "host"] | None = None
+    cause: Cause | None = None
+    eviction: Evicted | None = None
+    parted: Parted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a prompt is, and why the rest must be computed.
+
+    Attributes:
+        stretches: they cover the prompt, in order, with one cause each.
+        since_tick: what is called never seen, or parted, is so since this tick; before it, nothing may be known. 0:
+            since the cache was made.
+        since_s: the same in seconds before now; None: since the cache was made, or no clock was told.
+    """
+
+    stretches: tuple[Stretch, ...]
+    since_tick: int = 0
+    since_s: float | None = None
+
+    @property
+    def found(self) -> int:
+        """The positions that need not be computed."""
+        return sum(part.end - part.begin for part in self.stretches if part.tier is not None)
+
+
+class Timeline:
+    """Which tick was when, as far as somebody told: each of the last notes, and older ones at equal distances."""
+
+    def __init__(self) -> None:
+        self._old: list[tuple[int, float]] = []
+        self._recent: list[tuple[int, float]] = []
+        self._apart = 1  # ticks between two old notes, at least
+
+    def tell(self, tick: int, now_s: float) -> None:
+        """Notes the time at which a tick had passed. Later ticks have later times."""
+        if self._recent and self._recent[-1][0] == tick:
+            self._recent[-1] = (tick, now_s)
+            return
+        self._recent.append((tick, now_s))
+        if len(self._recent) <= _MOST_NOTES:
+            return
+        for note in self._recent[: _MOST_NOTES // 2]:
+            if not self._old or note[0] - self._old[-1][0] >= self._apart:
+                self._old.append(note)
+        del self._recent[: _MOST_NOTES // 2]
+        while len(self._old) > _MOST_NOTES:
+            self._old, self._apart = self._old[::2], 2 * self._apart
+
+    def used_s(self, tick: int) -> float | None:
+        """When a tick was: the last time told before it."""
+        return self._before((tick, -inf))
+
+    def left_s(self, tick: int) -> float | None:
+        """When something happened after a tick and before the next one."""
+        return self._before((tick, inf))
+
+    @property
+    def now_s(self) -> float | None:
+        """The last time told."""
+        return self._recent[-1][1] if self._recent else None
+
+    def _before(self, place: tuple[int, float]) -> float | None:
+        notes = self._recent if self._recent and self._recent[0] <= place else self._old
+        at = bisect_left(notes, place)
+        return notes[at - 1][1] if at else None
+
+
+def explain_runs(
+    runs: list[Run], parted: int, other: bytes, horizon: int, *, policy: str, timeline: Timeline
+) -> Explanation:
+    """Makes an explanation of what the core says about whole pages, in symbols."""
+    stretches = []
+    for begin, end, cause, departed in runs:
+        if cause in ("device", "host"):
+            stretches.append(Stretch(begin, end, tier=cause))  # type: ignore[arg-type]
+        elif departed is not None:
+            gone = _evicted(departed, policy, timeline)
+            stretches.append(Stretch(begin, end, cause="removed" if gone is None else "evicted", eviction=gone))
+        else:
+            place = Parted(begin + parted, other) if cause == "parted" else None
+            stretches.append(Stretch(begin, end, cause=cause, parted=place))  # type: ignore[arg-type]
+    return Explanation(
+        tuple(_merge(stretches)), horizon, _since(timeline.left_s(horizon), timeline) if horizon else None
+    )
+
+
+def within(whole: Explanation, device: int, host: int, end: int) -> Explanation:
+    """Fits an explanation of whole pages to a lease, whose hit may end inside a page.
+
+    Args:
+        whole: of the whole pages of a prompt.
+        device: positions that the lease finds on the device.
+        host: positions that it finds there or further on the host.
+        end: all positions of the prompt.
+    """
+    stretches = [Stretch(0, device, tier="device"), Stretch(device, host, tier="host")]
+    at = host
+    for part in whole.stretches:
+        if part.end > at:
+            here = replace(part, begin=at)
+            stretches.append(replace(here, tier=None, cause="partial_page") if part.tier else here)
+            at = part.end
+    last = stretches[-1]
+    if last.cause in ("never_seen", "parted"):
+        stretches[-1] = replace(last, end=max(end, last.end))
+    else:
+        stretches.append(Stretch(at, end, cause="partial_page"))
+    return replace(whole, stretches=tuple(_merge(part for part in stretches if part.begin < part.end)))
+
+
+def _merge(stretches: Iterator[Stretch] | list[Stretch]) -> Iterator[Stretch]:
+    """Joins consecutive stretches that differ only in where they are."""
+    last: Stretch | None = None
+    for part in stretches:
+        if last is not None and replace(part, begin=0, end=0) == replace(last, begin=0, end=0):
+            last = replace(last, end=part.end)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last
+
+
+def _evicted(departed: Departed, policy: str, timeline: Timeline) -> Evicted | None:
+    why, tier, hits, accessed, gone, distance = departed
+    if why == "removed":
+        return None
+    left, used = timeline.left_s(gone), None if accessed < 0 else timeline.used_s(accessed)
+    return Evicted(
+        why,  # type: ignore[arg-type]
+        TIERS[tier], policy, hits, _since(left, timeline), None if left is None or used is None else left - used,
+        None if accessed < 0 else gone - accessed, None if distance < 0 else distance,
+    )  # fmt: skip
+
+
+def _since(then: float | None, timeline: Timeline) -> float | None:
+    return None if then is None or timeline.now_s is None else timeline.now_s - then

@@ -1,0 +1,104 @@
+"""Makes the parts of an engine from its model and settings: the publisher of events, the cache, the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import random as random_module
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from mainstem.cache import PrefixCache
+from mainstem.components import Component
+from mainstem.events.publisher import Publisher
+from mainstem.keys import TokenKeys, TypedKeys
+from mainstem.runtime.adapters import Adapters, name_of
+from mainstem.runtime.flops import flops_of
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.pools import HasPools, build_cache
+from mainstem.runtime.scheduler import Runner, Scheduler
+from mainstem.runtime.vision import Vision
+from mainstem.settings.engine import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+class EngineRunner(Runner, HasPools, Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The upper bound of token ids, exclusive."""
+
+    @property
+    def computation(self) -> tuple[str, ...]:
+        """How it computes; see `tiers.Computes`."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters."""
+
+    @property
+    def vision(self) -> Vision | None:
+        """Encodes images; None: the model takes none."""
+
+
+def make_publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | None:
+    """Makes the publisher of events, on rank 0."""
+    where = config.events
+    if where.kv_events is None or loaded.ranks.rank > 0:
+        return None
+    if config.tiers.storage_secret is None:
+        log.warning("KV events have no secret: who reads them can guess salts")
+    publisher = Publisher(where.kv_events, where.kv_events_replay, where.kv_events_keys, adapter_name=name_of)
+    log.info("KV events at %s%s", publisher.endpoint, f", replays at {publisher.replay}" if publisher.replay else "")
+    return publisher
+
+
+def make_cache(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    model: EngineRunner,
+    sizes: Mapping[Component, int],
+    clock: Callable[[], float],
+    publisher: Publisher | None,
+) -> PrefixCache:
+    """Makes the cache over a runner's pools. If it fails, it closes the publisher."""
+    keys = TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size)
+    try:
+        return build_cache(loaded, config, model, keys, sizes, clock, None if publisher is None else publisher.put)
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
+
+
+def make_scheduler(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    model: EngineRunner,
+    cache: PrefixCache,
+    clock: Callable[[], float],
+    random: random_module.Random,
+) -> Scheduler:
+    """Makes the scheduler of an engine."""
+    context, ends = loaded.max_context, _eos_tokens(loaded)
+    return Scheduler(
+        cache,
+        model,
+        loaded.tokenizer,
+        config,
+        max_context=context,
+        eos=ends,
+        clock=clock,
+        random=random,
+        ranks=loaded.ranks,
+        flops=flops_of(loaded.model),
+    )
+
+
+def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:
+    """Returns the end tokens of the model's generation settings and of its tokenizer."""
+    given = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
+    ends = set(given) if isinstance(given, list) else {given}
+    ends.add(loaded.tokenizer.eos_token_id)
+    return frozenset(int(token) for token in ends if token is not None)
