@@ -69,11 +69,11 @@ Estimate Ranking::estimate(WorkerId worker, std::uint32_t tokens, std::uint32_t 
   };
   const auto on = [&](Medium place) { return known(depths_.pages[static_cast<std::size_t>(place)][worker]); };
   const std::uint32_t device = on(Medium::device), host = on(Medium::host), storage = on(Medium::storage);
-  const auto rest_s = [&](std::uint32_t from) { return compute_s(of.times, tokens - from, from); };
-  Estimate best{worker, 0, 0, rest_s(device), device, of.work(now_s)};
+  const auto left_s = [&](std::uint32_t from) { return compute_s(of.times, tokens - from, from); };
+  Estimate best{worker, 0, 0, left_s(device), device, of.work(now_s)};
   const auto consider = [&](std::uint32_t cached, double seconds) {
-    if (cached > device && seconds + rest_s(cached) < best.service_s)
-      best = {worker, 0, 0, seconds + rest_s(cached), cached, best.work_s};
+    if (cached > device && seconds + left_s(cached) < best.service_s)
+      best = {worker, 0, 0, seconds + left_s(cached), cached, best.work_s};
   };
   const double from_host_s = load_s(of.times.host, host - device);
   consider(host, from_host_s);
