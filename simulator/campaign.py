@@ -53,6 +53,10 @@ def find_profile(name: str) -> type[Profile]:
         from simulator.components import Components
 
         return Components
+    if name == "fleet":
+        from simulator.fleet import Fleet
+
+        return Fleet
     if name == "ranks":
         from simulator.ranks import Ranks
 
@@ -71,6 +75,7 @@ SHARES = {
     "ranks": 1,
     "advice": 1,
     "quotas": 1,
+    "fleet": 1,
 }
 """Relative number of seeds of each profile in a campaign."""
 

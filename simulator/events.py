@@ -51,6 +51,21 @@ def listed(tree: Tree, namespaces: Sequence[NamespaceLike], secret: bytes = PUBL
     return pages
 
 
+def compare(known: Replica, sent: Replica, tree: Tree, namespaces: Sequence[NamespaceLike]) -> Counter[Page]:
+    """Checks that a replica knows exactly what can be found in a tree; returns the pages.
+
+    Args:
+        known: what the replica has followed.
+        sent: the same of one that has lost nothing.
+        tree: of the server.
+        namespaces: that it may have.
+    """
+    pages, wanted = followed(known), listed(tree, namespaces)
+    require(pages == wanted, "events tell another state", _apart(pages, wanted))
+    require(_stored(known) == _stored(sent), "events tell of other pages in storage")
+    return pages
+
+
 class Listener:
     """A router and its connection to a server, which may begin anew.
 
@@ -98,10 +113,8 @@ class Listener:
         while self._source.waiting:
             self._send(0.0)
         self._receive(len(self._channel), 0.0)
-        known, wanted = followed(self._follower.replica), listed(cache.tree, namespaces)
+        known = compare(self._follower.replica, self._sent, cache.tree, namespaces)
         self._world.seen["followed pages"] += known.total()
-        require(known == wanted, "events tell another state", _apart(known, wanted))
-        require(_stored(self._follower.replica) == _stored(self._sent), "events tell of other pages in storage")
         for lora, salt, medium, path in known if cache.tree.components == (Full(),) else ():
             name = next(each for each in namespaces if (_adapter(each), salt_id(each)) == (lora, salt))
             key = np.array(path, np.int32).tobytes()

@@ -92,6 +92,7 @@ class Front:
         wait_s: how long a request waits for a replica that takes it.
         clock: returns seconds, monotonic.
         sleep: waits for a number of seconds.
+        thread: calls a function with arguments on another thread.
 
     Attributes:
         draining: whether new generations are refused.
@@ -109,10 +110,11 @@ class Front:
         wait_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        thread: Callable[..., Awaitable[Any]] = anyio.to_thread.run_sync,
     ) -> None:
         self._replicas, self._read, self._homes = replicas, read, homes
         self._max_body_bytes, self._wait_s = max_body_bytes, wait_s
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._thread = clock, sleep, thread
         self.draining, self.running = False, 0
         self.counts = Counts(Counter())
 
@@ -188,7 +190,7 @@ class Front:
         self.running += 1
         try:
             headers = Headers(raw=list(ask.headers))
-            prompt = await anyio.to_thread.run_sync(self._read, ask.path, headers, ask.body)
+            prompt = await self._thread(self._read, ask.path, headers, ask.body)
             await self._one(replace(ask, prompt=prompt), sender)
         finally:
             self.running -= 1
