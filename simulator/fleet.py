@@ -36,7 +36,8 @@ from simulator.world import World, require
 _STORE, _CONTROLLER = "store", "controller"
 _PORT = 7100
 _MOST_DEATHS = 3
-_QUIET_S = 10.0  # until everything has arrived, once faults have stopped
+_QUIET_S = 4.0  # until everything has arrived, once faults have stopped: two heartbeats and an answer
+_BOUND_S = 120.0
 
 
 class Fleet:
@@ -47,7 +48,7 @@ class Fleet:
 
     def __init__(self, world: World) -> None:
         random = world.random
-        self.world, self.network, self.loop = world, Network(world), Loop(world)
+        self.world, self.network, self.loop = world, Network(world), Loop(world)  # type: ignore[abstract]  # what is left out is never called
         self.page_size = random.choice((1, 2, 3, 4))
         self.disk = Disk(world, random.choice((20, 200, 1000)))
         self.shared = random.random() < 0.5  # else each machine has a store of its own, and peers are all there is
@@ -70,6 +71,7 @@ class Fleet:
         self.fronts: dict[int, Router] = {}
         self._numbered = 0
         self.restarts: list[Machine] = []
+        self.ended: list[int] = []
         self.machines: list[Machine] = []
         self.chooser, self.wait_s = random.choice(self.choosers), random.choice((2.0, 10.0))
         self.routers = [self._route(f"f{at}") for at in range(random.choice((1, 1, 2)))]
@@ -233,15 +235,16 @@ class Fleet:
 
     def _publish(self, engine: Engine) -> None:
         sent = engine.publish()
-        for router in self.routers if sent is not None else ():
-            self.network.cast(engine.machine.name, router.name, partial(router.arrive, sent))
+        if sent is not None:
+            for router in self.routers:
+                self.network.cast(engine.machine.name, router.name, partial(router.arrive, sent))
 
     def _arrive(self) -> None:
         random = self.world.random
         tokens = self.prompts.draw()
         tokens = tokens[: random.randint(max(1, len(tokens) - 3), len(tokens))]
         room = self.page_size * self.pages[0] - len(tokens)
-        body = {
+        body: dict[str, Any] = {
             "prompt": tokens,
             "max_tokens": random.randint(1, max(1, min(6, room))),
             "ignore_eos": random.random() < 0.5,
@@ -252,14 +255,13 @@ class Fleet:
         }
         request = request_of(body)
         origin = self.origin(body["namespace"])
-        call = Call(
-            self._numbered, body, answer_of(origin, tokens, request.params), self.loop, self.world.now_s
-        )
+        call = Call(self._numbered, body, answer_of(origin, tokens, request.params), self.loop, self.world.now_s)
         self._numbered += 1
         self.calls[call.number] = call
         router = self.fronts[call.number] = random.choice(self.routers)
         self.world.did("request", call.number, router.name, len(tokens))
-        router.open(call)
+        task = router.open(call)
+        task.add_done_callback(lambda _: self.ended.append(call.number))
 
     def origin(self, namespace: int) -> Any:
         """Returns the salt of a namespace by its number; see `Process.origin_of`."""
@@ -280,7 +282,8 @@ class Fleet:
         elif kind == 5:
             self._disk_of(machine.name).decay()
         elif kind == 6:
-            self._disk_of(machine.name).outage = random.choice((*[None] * 9, "dead", "full", "hangs")) if world.rate else None
+            disk = self._disk_of(machine.name)
+            disk.outage = random.choice((*[None] * 9, "dead", "full", "hangs")) if world.rate else None
         elif kind == 7:
             process.tiers.remember()
         elif kind == 8:
@@ -293,7 +296,8 @@ class Fleet:
         world, random = self.world, self.world.random
         machine, kind = random.choice(self.machines), random.randrange(12)
         if kind < 5:
-            places = [*(each.name for each in (*self.machines, *self.routers)), _STORE, _CONTROLLER]
+            names = [each.name for each in self.machines] + [each.name for each in self.routers]
+            places = [*names, _STORE, _CONTROLLER]
             self.network.cut(random.choice(places), random.choice(places), random.choice((0.05, 1.0, 5.0)))
         elif kind < 7:
             machine.freeze(random.choice((0.05, 0.5, 3.0)))
@@ -321,9 +325,8 @@ class Fleet:
 
     def _collect(self) -> None:
         """Takes the requests that have ended, and checks how."""
-        ended = [call for call in self.calls.values() if call.task is not None and call.task.done()]
-        for call in ended:
-            del self.calls[call.number]
+        while self.ended:
+            call = self.calls.pop(self.ended.pop(0))
             router = self.fronts.pop(call.number)
             if router.alive:
                 error = None if call.task is None or call.task.cancelled() else call.task.exception()
@@ -350,9 +353,10 @@ class Fleet:
                 break
             self._round(0.05)
         require(not self.calls, "requests that never end", list(self.calls))
-        until_s = world.now_s + _QUIET_S
-        while world.now_s < until_s or any(machine.engine is None for machine in self.machines):
-            self._round(0.2)
+        begin_s = world.now_s
+        while world.now_s < self._quiet_s(begin_s) or any(machine.engine is None for machine in self.machines):
+            self._round(0.25)
+            require(world.now_s < begin_s + _BOUND_S, "a fleet never comes to rest")
         engines = [machine.engine for machine in self.machines if machine.engine is not None]
         for router in self.routers:
             self._check_router(router, engines)
@@ -361,11 +365,16 @@ class Fleet:
             engine.process.drain()
         until_s = world.now_s + _QUIET_S
         while world.now_s < until_s:
-            self._pass(0.2)
+            self._pass(0.25)
             self._exchange()
         for router in self.routers:
             for engine in engines:
                 require(not router.pages(engine.name), "a router knows pages of a cache that has none", engine.name)
+
+    def _quiet_s(self, begin_s: float) -> float:
+        """Returns when everything that was published will have arrived."""
+        changes = (machine.engine.changed_s for machine in self.machines if machine.engine is not None)
+        return max(begin_s, *changes) + _QUIET_S
 
     def _round(self, seconds: float) -> None:
         """Lets every machine do what it has to do."""
@@ -374,8 +383,9 @@ class Fleet:
             engine = machine.engine
             if engine is None:
                 continue
-            engine.step()
-            if engine.draining and engine.idle and not engine.scheduler.busy:
+            if not engine.idle or engine.scheduler.busy or engine.process.tiers.busy:
+                engine.step()
+            elif engine.draining:
                 self._gone(machine)
         self._exchange()
 
@@ -438,5 +448,6 @@ def _check_answer(call: Call) -> str:
         return "whole"
     require(errors == values[-1:], "an error is not the end", call.number, call.received)
     require(tokens == call.wanted[: len(tokens)], "WRONG ANSWER", call.number, tokens, call.wanted)
-    require(call.failed or (call.lost > 0 and bool(tokens)), "a stream breaks for no reason", call.number, call.received)
+    broken = call.lost > 0 and bool(tokens)
+    require(broken or call.failed, "a stream breaks for no reason", call.number, call.received)
     return "broken"

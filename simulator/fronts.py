@@ -1,4 +1,4 @@
-"""The fronts of a fleet: the real front over a network, what its router knows of replicas, and the clients' requests."""
+"""The fronts of a fleet: the real front over a network, what its router knows of replicas, and clients' requests."""
 
 from __future__ import annotations
 
@@ -228,9 +228,10 @@ class Router:
 
     # ---------------------------------------------------------------- requests
 
-    def open(self, call: Call) -> None:
+    def open(self, call: Call) -> asyncio.Task[None]:
         """Begins a request."""
         call.task = self._loop.create_task(self.front(call.scope, call.receive, call.send))
+        return call.task
 
     def names(self) -> Sequence[str]:
         """See `Replicas`."""
@@ -268,9 +269,7 @@ class Router:
             if engine is not None:
                 self.world.at(self.network.delay_s(), lambda: engine.leave(sent))
 
-    def _connect(
-        self, sent: str, ask: Ask, name: str, pieces: asyncio.Queue[Part | ReplicaLost]
-    ) -> list[Link[Any]]:
+    def _connect(self, sent: str, ask: Ask, name: str, pieces: asyncio.Queue[Part | ReplicaLost]) -> list[Link[Any]]:
         """Sends a request to a replica, whose answer will arrive in a queue."""
         engine = self._engine_of(name)
         machine = engine.machine.name if engine is not None else name

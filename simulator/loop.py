@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from simulator.world import World, require
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 
 class Loop(asyncio.AbstractEventLoop):
@@ -38,20 +41,26 @@ class Loop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self._world.now_s
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self._world.at(max(0.0, when - self._world.now_s), lambda: self._ready.append(handle))
         return handle
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: *_Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self._world.now_s + delay, callback, *args, context=context)
 
@@ -59,8 +68,12 @@ class Loop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(
-        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
-    ) -> asyncio.Task[Any]:  # type: ignore[override]
+        self,
+        coro: Generator[Any, None, _T] | Coroutine[Any, Any, _T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[_T]:
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The replicas of a fleet: machines with clocks of their own, on which engines start, freeze, drain, die and start anew."""
+"""The replicas of a fleet: machines with their own clocks, on which engines start, freeze, drain, die, start anew."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +71,7 @@ class Engine(Server):
     Attributes:
         alive: whether its process is there.
         draining: whether it refuses requests.
-        failed: requests whose forward failed.
+        changed_s: when it last published events.
     """
 
     def __init__(self, machine: Machine, name: str, process: Process, limits: Limits, shelf: Shelf) -> None:
@@ -77,7 +79,6 @@ class Engine(Server):
         self.machine, self.name = machine, name
         self.alive, self.draining = True, False
         self.giver = Giver(process.world, shelf)
-        self.failed: set[str] = set()
         self.sent = Replica()  # what one who has lost nothing knows
         self._replies: dict[str, Reply] = {}
         self._inbox: deque[tuple[str, Ask, Link[Part]]] = deque()
@@ -87,6 +88,7 @@ class Engine(Server):
         self._source = Source(process.cache.tree, places, limit=limit, step_pages=4)
         self._feed = Feed(machine.wall_s(), process.world.random.choice((0, 2000, 1 << 20)))
         self._published_s = -1.0
+        self.changed_s = 0.0
         self._max_waiting = process.world.random.choice((2, 8, 8))
 
     @property
@@ -125,7 +127,6 @@ class Engine(Server):
         if event.finish_reason is not None:
             del self._replies[name]
         if event.finish_reason == "error":
-            self.failed.add(name)
             self._fail(reply)
         elif reply.stream:
             self._begin(reply)
@@ -150,6 +151,7 @@ class Engine(Server):
             require(parent is None or parent in self.sent.blocks, "a page comes before its parent", event)
             self.sent.apply([event])
         self._published_s = now_s
+        self.changed_s = now_s if events else self.changed_s
         return (self.name, *self._feed.publish(events, self.machine.wall_s()), bool(events))
 
     @property
@@ -203,11 +205,15 @@ class Engine(Server):
         reply.link.send(None)
 
 
-def request_of(body: dict[str, object]) -> Request:
+def request_of(body: dict[str, Any]) -> Request:
     """Returns the request in a body."""
-    params = SamplingParams(max_tokens=int(str(body["max_tokens"])), ignore_eos=bool(body["ignore_eos"]))
-    tokens = np.array(body["prompt"], np.int32)
-    return Request(tokens, params, NAMESPACES[int(str(body["namespace"]))], 0)
+    params = _params(body["max_tokens"], body["ignore_eos"])
+    return Request(np.array(body["prompt"], np.int32), params, NAMESPACES[body["namespace"]], 0)
+
+
+@lru_cache
+def _params(max_tokens: int, ignore_eos: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 class Machine:

@@ -1,7 +1,7 @@
-"""`Network`: messages between machines. They are late, lost, sent twice, out of order; any two machines may be cut apart.
+"""`Network`: messages between machines. They are late, lost, twice, out of order; any two machines may be cut apart.
 
-    cast     a message of its own, as a publisher sends it
-    Link     a connection: what is sent arrives once and in order, or the connection breaks
+cast     a message of its own, as a publisher sends it
+Link     a connection: what is sent arrives once and in order, or the connection breaks
 """
 
 from __future__ import annotations
@@ -69,8 +69,15 @@ class Network:
             return
         copies = 1 + (not world.calm and world.chance(self._twice))
         world.faults["network: twice"] += copies > 1
+
+        def deliver() -> None:
+            reaches = self.reaches(one, other)
+            world.did("message", one, other, reaches)
+            if reaches:
+                arrive()
+
         for _ in range(copies):
-            world.at(self.delay_s(), lambda: arrive() if self.reaches(one, other) else None)
+            world.at(self.delay_s(), deliver)
 
 
 class Link(Generic[T]):
@@ -131,6 +138,7 @@ class Link(Generic[T]):
             return
         self._cut_s = None
         while self._waiting and not self.closed:
+            network.world.did("piece", *self._ends)
             self._take(self._waiting.popleft())
         if self._reset and not self.closed:
             self._break()

@@ -38,7 +38,7 @@ class Giver:
         """Returns the parts of an answer."""
         head, values = self._giving.answer(parts, lambda: _IN_FLIGHT_BYTES)
         self._world.seen["pulled from a peer"] += len(values)
-        return [memoryview(part) for part in (*head, *values)]
+        return [memoryview(part) for part in [*head, *map(bytes, values)]]
 
     def _clock(self) -> float:
         self._spent_s += _TICK_S

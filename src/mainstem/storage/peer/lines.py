@@ -1,4 +1,4 @@
-"""Lines: connections to peers. A peer's server listens on ZeroMQ; whoever replaces it, such as a simulator, brings others."""
+"""Lines: connections to peers, over ZeroMQ. Who replaces a peer's server, such as a simulator, brings others."""
 
 from __future__ import annotations
 
