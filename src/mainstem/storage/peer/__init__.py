@@ -5,6 +5,7 @@ Pages come and go as they are stored, sealed, and the reader verifies them: a pe
 
 from mainstem.storage.peer.beside import Beside
 from mainstem.storage.peer.client import NO_SECRET, PeerBackend
+from mainstem.storage.peer.peering import Peering
 from mainstem.storage.peer.server import PeerServer, Share, Source
 
-__all__ = ["NO_SECRET", "Beside", "PeerBackend", "PeerServer", "Share", "Source"]
+__all__ = ["NO_SECRET", "Beside", "PeerBackend", "PeerServer", "Peering", "Share", "Source"]
