@@ -18,9 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from mainstem.fleet import sessions
-from mainstem.fleet.asking import Ask, Head, ReplicaLost
+from mainstem.fleet.asking import Ask, Head, Part, ReplicaLost
 from mainstem.fleet.front import Front, Homes
 from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
+from mainstem.fleet.peers import Introductions
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, Replica
@@ -39,12 +40,15 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     from ray.serve.exceptions import RayServeException
     from ray.serve.request_router import RequestRouter
 
+log = logging.getLogger(__name__)
+
 APP, ENGINE, FRONT = "mainstem", "engine", "front"
 _LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)
 _LEAST_CPUS = 0.01  # of replicas that share the machine's cores
 _MOST_ONGOING = 10_000
 _END_S = 15.0  # for an engine that writes what it has, after its requests
 _POLL_S = 0.25
+_INTRODUCE_S = 1.0
 _ANSWER_S = 10.0
 
 
@@ -97,7 +101,7 @@ def _asked(pending_request: Any) -> Ask | None:
 
 
 def _stay(config: FleetConfig) -> None:
-    if config.node_host == "127.0.0.1" and config.address is None:
+    if config.on_this_machine:
         listen_on_loopback()
 
 
@@ -106,7 +110,8 @@ class ServedReplica(Replica):
 
     def __init__(self, config: FleetConfig, threads: int) -> None:
         _stay(config)
-        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads)
+        host = "127.0.0.1" if config.on_this_machine else ray.util.get_node_ip_address()
+        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Returns what routers get of it."""
@@ -127,7 +132,7 @@ class _Served:
         """See `Replicas`."""
         return sessions.ROUTERS[-1].awake() if sessions.ROUTERS else []
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """See `Replicas`."""
         pieces = self._engines.ask.remote(ask)
         try:
@@ -157,6 +162,16 @@ class ServedFront:
         loaded = await asyncio.to_thread(load_tokenizer, config.model, config.load.max_context)
         reading = Reading(config, *loaded, homes.get)
         self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
+        self._introducing = asyncio.create_task(self._introduce(Introductions(self._replicas)))
+
+    async def _introduce(self, introductions: Introductions) -> None:
+        """Tells replicas of each other, as long as the front lives."""
+        while True:
+            await asyncio.sleep(_INTRODUCE_S)
+            try:
+                await introductions.tell({key.unique_id: each.routing_stats for key, each in _curr().items()})
+            except Exception:
+                log.exception("replicas were not told of each other")
 
     def __serve_build_asgi_app__(self) -> Front:
         """Returns the application; Serve calls it."""

@@ -59,6 +59,7 @@ from mainstem.runtime.stream import Stream, closed_by
 from mainstem.runtime.tiers import close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.storage.peer import Peering
 from mainstem.tiers.controller import TierStats
 from mainstem.tree import Survey
 
@@ -352,6 +353,11 @@ class Engine:
     def event_endpoints(self) -> tuple[str, str | None] | None:
         """Where events and their replays are published, with the ports taken; None: nowhere."""
         return None if self._publisher is None else (self._publisher.endpoint, self._publisher.replay)
+
+    @property
+    def peering(self) -> Peering | None:
+        """Where peers read its pages, and whose it reads; None: it has no peers."""
+        return None if self._tiers is None or self._tiers.store is None else self._tiers.store.peering
 
     def stats(self) -> EngineStats:
         """Returns counts after the last step. Callable from any thread; does not block."""

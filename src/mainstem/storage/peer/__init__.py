@@ -7,6 +7,9 @@ Pages come and go as they are stored, sealed, and the reader verifies them: a pe
 from mainstem.storage.peer.beside import Beside
 from mainstem.storage.peer.client import NO_SECRET, PeerBackend
 from mainstem.storage.peer.lines import Line, Lines
+from mainstem.storage.peer.peering import Peering
 from mainstem.storage.peer.server import Giving, PeerServer, Share, Source
 
-__all__ = ["NO_SECRET", "Beside", "Giving", "Line", "Lines", "PeerBackend", "PeerServer", "Share", "Source"]
+__all__ = [
+    "NO_SECRET", "Beside", "Giving", "Line", "Lines", "PeerBackend", "PeerServer", "Peering", "Share", "Source",
+]  # fmt: skip

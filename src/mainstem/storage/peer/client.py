@@ -128,9 +128,7 @@ class PeerBackend(Backend):
         lines: Lines | None = None,
     ) -> None:
         for address in addresses:
-            found = ADDRESS.fullmatch(address)
-            if found is None or not 0 < int(found["port"]) < 1 << 16:
-                raise BadArgument("peer", address, "HOST:PORT, such as 10.0.0.2:7100")
+            _check(address)
         self._lines = lines or ZmqLines()
         self._key, self._timeout_s, self._clock = key_of(secret or NO_SECRET), timeout_s, clock
         self._fixed = [address for address in addresses if not address.startswith("dns:")]
@@ -161,6 +159,17 @@ class PeerBackend(Backend):
         if not addresses:
             raise BadArgument("storage address", address, "//HOST:PORT, or several with commas")
         return cls(addresses, _secret(options), parse_timeout("timeout", options.get("timeout", "1s")))
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Takes these peers in place of those that were named before; what names have stays. Any thread may call it.
+
+        Raises:
+            BadArgument: an address is none; then nothing changes.
+        """
+        for address in addresses:
+            _check(address)
+        self._fixed = [*addresses]
+        self._look_up()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -414,6 +423,12 @@ class _Running:
 
     def __exit__(self, *_: object) -> None:
         self._leave()
+
+
+def _check(address: str) -> None:
+    found = ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise BadArgument("peer", address, "HOST:PORT, such as 10.0.0.2:7100")
 
 
 def _secret(options: Mapping[str, str]) -> bytes | None:
