@@ -338,6 +338,7 @@ class Fleet:
             self.world.did("answer", call.number, call.status, len(call.received), outcome)
             self.world.seen[f"answers: {outcome}"] += 1
             self.world.seen["sent again"] += max(0, call.sent - 1)
+            self.world.seen["gone on with elsewhere"] += call.continued
 
     # ---------------------------------------------------------------- the end
 
@@ -374,7 +375,7 @@ class Fleet:
     def _quiet_s(self, begin_s: float) -> float:
         """Returns when everything that was published will have arrived."""
         changes = (machine.engine.changed_s for machine in self.machines if machine.engine is not None)
-        return max(begin_s, *changes) + _QUIET_S
+        return max([begin_s, *changes]) + _QUIET_S
 
     def _round(self, seconds: float) -> None:
         """Lets every machine do what it has to do."""
@@ -419,7 +420,7 @@ def check(call: Call, names: Sequence[str], late_s: float) -> str:
     """
     require(call.whole, "an answer has no end", call.number)
     if call.status == 200:
-        return _check_answer(call)
+        return _check_answer(call, waited=call.began_s <= late_s)
     if call.status == 429:
         require(set(names) <= call.met, "refused, though not all are full", call.number, names, call.met)
         return "refused"
@@ -432,7 +433,7 @@ def check(call: Call, names: Sequence[str], late_s: float) -> str:
     return "given up"
 
 
-def _check_answer(call: Call) -> str:
+def _check_answer(call: Call, *, waited: bool) -> str:
     events = call.received.split(b"\n\n")
     if not call.body["stream"] and len(events) == 1:
         require(json.loads(call.received) == call.wanted, "WRONG ANSWER", call.number, call.received, call.wanted)
@@ -448,6 +449,6 @@ def _check_answer(call: Call) -> str:
         return "whole"
     require(errors == values[-1:], "an error is not the end", call.number, call.received)
     require(tokens == call.wanted[: len(tokens)], "WRONG ANSWER", call.number, tokens, call.wanted)
-    broken = call.lost > 0 and bool(tokens)
+    broken = bool(tokens) and (call.lost >= _MOST_DEATHS or waited or (call.lost > 0 and not call.body["stream"]))
     require(broken or call.failed, "a stream breaks for no reason", call.number, call.received)
     return "broken"

@@ -13,7 +13,7 @@ import numpy as np
 from starlette.datastructures import Headers
 
 from mainstem.events.feed import Follower
-from mainstem.fleet.asking import Ask, Head, Prompt, ReplicaLost
+from mainstem.fleet.asking import Ask, Head, Piece, Prompt, ReplicaLost
 from mainstem.fleet.front import Front, Homes
 from mainstem.fleet.sessions import Chooser
 from mainstem.namespaces import Namespace
@@ -47,7 +47,7 @@ class Call:
 
     def __init__(self, number: int, body: dict[str, Any], wanted: Sequence[int], loop: Loop, now_s: float) -> None:
         self.number, self.body, self.wanted, self.began_s = number, body, list(wanted), now_s
-        self.sent = 0
+        self.sent = self.continued = 0
         self.met: set[str] = set()
         self.lost = 0
         self.failed = self.left = False
@@ -64,11 +64,21 @@ class Call:
         if not self._gone.done():
             self._gone.set_result(None)
 
-    def note(self, piece: Head | bytes) -> None:
+    def check_sent(self, ask: Ask) -> None:
+        """Checks that it is sent again only as it goes on from what the client has."""
+        require(self.body["stream"] or not self.received, "a request is sent again after its answer", self.number)
+        events = [event.removeprefix(b"data: ") for event in self.received.split(b"\n\n")[:-1]]
+        known = [token for event in events if event != b"[DONE]" for token in json.loads(event)]
+        said = [] if ask.begun is None else ask.begun.answers[0].tokens
+        require(known == said, "a request is sent again from elsewhere than the client's last token", known, said)
+        self.sent += 1
+        self.continued += bool(said)
+
+    def note(self, piece: Head | Piece | bytes) -> None:
         """Takes into account what a replica has sent."""
         if isinstance(piece, bytes):
             self.failed |= b"the engine failed" in piece
-        elif piece.status != 200:
+        elif isinstance(piece, Head) and piece.status != 200:
             self.met.add(piece.replica)
             self.failed |= piece.status == _FAILED
 
@@ -237,10 +247,10 @@ class Router:
         """See `Replicas`."""
         return list(self._awake)
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: Ask) -> AsyncGenerator[Head | Piece | bytes, None]:
         """See `Replicas`."""
         call = self._calls[int(dict(ask.headers)[b"x-request-id"])]
-        require(not call.received, "a request is sent again after its first token", call.number)
+        call.check_sent(ask)
         while not (awake := self.names()):
             await asyncio.sleep(_WAIT_S)  # as Serve does
         fresh = [name for name in awake if name not in ask.avoid] or awake
@@ -248,7 +258,6 @@ class Router:
         require(name in fresh, "a replica is chosen that is none", name, fresh)
         self.chooser.sent(ask.prompt, name)
         self._sends += 1
-        call.sent += 1
         sent = f"{call.number}/{self.name}/{self._sends}"
         self.world.did("route", sent, name)
         pieces: asyncio.Queue[Part | ReplicaLost] = asyncio.Queue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 from mainstem.events.feed import Feed
 from mainstem.events.replica import Replica
 from mainstem.events.source import BlockStored, Source
-from mainstem.fleet.asking import Ask, Head
+from mainstem.fleet.asking import Ask, Head, Piece
 from mainstem.runtime.request import Delta, Request
+from mainstem.server.continuing import Answer, Begun, Said
 from mainstem.settings.engine import Limits, SamplingParams
 from mainstem.tiers.shelf import Shelf
 from simulator.network import Link, Network
@@ -28,7 +29,7 @@ _EPOCH_S = 1e6
 _HEARTBEAT_S = 1.0
 _MISDIRECTED, _FULL, _DRAINING, _FAILED = 421, 429, 503, 500
 
-Part = Head | bytes | None
+Part = Head | Piece | bytes | None
 """Of an answer; None: its end."""
 
 Sent = tuple[str, int, bytes, bool]
@@ -42,13 +43,15 @@ class Reply:
     Args:
         link: to the front.
         stream: whether each token is sent at once.
-        early: whether the head is sent before the first token.
+        head: its begin.
+        repeated: tokens of it that another replica has sent.
         tokens: generated so far.
     """
 
     link: Link[Part]
     stream: bool
-    early: bool
+    head: Head
+    repeated: int = 0
     begun: bool = False
     tokens: list[int] = field(default_factory=list)
 
@@ -130,8 +133,10 @@ class Engine(Server):
             self._fail(reply)
         elif reply.stream:
             self._begin(reply)
-            if event.tokens:
-                reply.link.send(in_stream(event.tokens))
+            new = event.tokens[max(0, reply.repeated - len(reply.tokens) + len(event.tokens)) :]
+            if new:
+                said = Said(0, tuple(new), ended=event.finish_reason is not None)
+                reply.link.send(Piece(in_stream(new), said))
             if event.finish_reason is not None:
                 reply.link.send(in_stream("[DONE]"))
                 reply.link.send(None)
@@ -186,15 +191,20 @@ class Engine(Server):
                 link.send(part)
             return
         body = json.loads(ask.body)
-        reply = self._replies[name] = Reply(link, body["stream"], body["early"])
-        if reply.stream and reply.early:
+        request, begun = request_of(body), None
+        if body["stream"] and ask.follows:
+            begun = ask.begun or Begun(name, 0, [Answer(request.tokens, request.params.max_tokens)])
+            request = replace(request, said=np.array(begun.answers[0].tokens, np.int32))
+        head = Head(200, (), self.name, begun)
+        reply = self._replies[name] = Reply(link, body["stream"], head, len(request.said))
+        if reply.stream and body["early"]:
             self._begin(reply)
-        self.add(name, request_of(body))
+        self.add(name, request)
 
     def _begin(self, reply: Reply) -> None:
         if not reply.begun:
             reply.begun = True
-            reply.link.send(Head(200, (), self.name))
+            reply.link.send(reply.head)
 
     def _fail(self, reply: Reply) -> None:
         if not reply.begun:
