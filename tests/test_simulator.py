@@ -20,6 +20,7 @@ from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.ghost import SimMemory, fingerprints, salt
 from simulator.mutants import judge
+from simulator.record import row, written
 from simulator.world import World, WrongError
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +81,26 @@ def test_a_resumed_campaign_takes_up_profiles_that_its_record_lacks(tmp_path: Pa
     after = json.loads(record.read_text())
     assert (after["first_seed"], after["operations_a_seed"]) == (5, 200)  # as it began
     assert all(after["profiles"][name]["seeds"] for name in ("cache", "hybrid", "quotas"))
+
+
+def test_a_record_becomes_a_row_that_replaces_the_last_one() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    record = {"date": "2026-01-02T03:04:05", "commit": "abc+", "first_seed": 5, "seconds": 61.2, "profiles": {}}
+    for name, operations in (("cache", 1_500_000), ("fleet", 900)):
+        run = Record(2, operations, 30, failures=[("again", "after 3 operations, WRONG READ")])
+        run.faults["kill"] = 7
+        record["profiles"][name] = vars(run)  # type: ignore[index]
+    line = row(record, "a test")
+    assert line == (
+        "| 2026-01-02 | abc | a test: `cache` 1.5M, `fleet` 900; seeds from 5 | 4 | 1,500,900 | 14 | 60 "
+        "| 2 | 2 | 61 s |"
+    )
+    once = written(page, line, "a test")
+    assert once.count(line) == 1
+    assert len(once.splitlines()) == len(page.splitlines()) + 1
+    assert written(once.replace("2026-01-02", "2026-01-01"), line, "a test") == once
+    with pytest.raises(ValueError, match="no table"):
+        written("nothing", line, "a test")
 
 
 # ---------------------------------------------------------------- what it detects
