@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 
 import numpy as np
@@ -32,6 +33,31 @@ def followed(replica: Replica) -> Counter[Page]:
         for medium in block.media
         if medium != "STORAGE"
     )
+
+
+def pages_of(replica: Replica) -> set[Page]:
+    """Returns what a replica knows of all tiers, as far as all pages before are somewhere."""
+    pages: set[Page] = set()
+    for hash_, block in replica.blocks.items():
+        with suppress(KeyError):
+            path = replica.path(hash_)
+            pages.update((block.stored.lora_name, block.stored.cache_salt, medium, path) for medium in block.media)
+    return pages
+
+
+def reaches(pages: set[Page], adapter: str | None, salt: str | None, path: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns how many tokens of a path are on the device, there or on the host, there or in storage."""
+    ends = sorted({len(page[3]) for page in pages if page[3] == path[: len(page[3])]})
+
+    def reach(media: tuple[Medium, ...]) -> int:
+        found = 0
+        for end in ends:
+            if not any((adapter, salt, medium, path[:end]) in pages for medium in media):
+                break
+            found = end
+        return found
+
+    return reach(("GPU",)), reach(("GPU", "CPU")), reach(("GPU", "CPU", "STORAGE"))
 
 
 def listed(tree: Tree, namespaces: Sequence[NamespaceLike], secret: bytes = PUBLIC_SECRET) -> Counter[Page]:
@@ -116,7 +142,7 @@ class Listener:
         known = compare(self._follower.replica, self._sent, cache.tree, namespaces)
         self._world.seen["followed pages"] += known.total()
         for lora, salt, medium, path in known if cache.tree.components == (Full(),) else ():
-            name = next(each for each in namespaces if (_adapter(each), salt_id(each)) == (lora, salt))
+            name = next(each for each in namespaces if (adapter_of(each), salt_id(each)) == (lora, salt))
             key = np.array(path, np.int32).tobytes()
             device, _, host = cache.tree.core.peek(encode_namespace(name), key, 0, False)
             found = device + (host if medium == "CPU" else 0)
@@ -156,7 +182,8 @@ def _stored(replica: Replica) -> set[int]:
     return {hash_ for hash_, block in replica.blocks.items() if "STORAGE" in block.media}
 
 
-def _adapter(namespace: NamespaceLike) -> str | None:
+def adapter_of(namespace: NamespaceLike) -> str | None:
+    """Returns the adapter of a namespace."""
     return namespace.adapter if isinstance(namespace, Namespace) else None
 
 

@@ -405,6 +405,7 @@ class Fleet:
         router.check_choices()
         for engine in engines:
             router.compare(engine, self.namespaces)
+        router.compare_index(self.namespaces)
 
     def close(self) -> None:
         """Does nothing."""

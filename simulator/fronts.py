@@ -6,18 +6,20 @@ import asyncio
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from starlette.datastructures import Headers
 
 from mainstem.events.feed import Follower
+from mainstem.events.source import Event, salt_id
+from mainstem.events.wire import decode
 from mainstem.fleet.asking import Ask, Head, Piece, Prompt, ReplicaLost
 from mainstem.fleet.front import Front, Homes
 from mainstem.fleet.sessions import Chooser
 from mainstem.namespaces import Namespace
-from simulator.events import Page, compare, followed
+from simulator.events import Page, adapter_of, compare, followed, pages_of, reaches
 from simulator.loop import Loop
 from simulator.machines import Engine, Part, Sent
 from simulator.network import Link, Network
@@ -118,6 +120,17 @@ async def _here(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+@runtime_checkable
+class Index(Protocol):
+    """A chooser that follows events."""
+
+    def apply(self, replica: str, events: Iterable[Event]) -> None:
+        """Follows events of a replica."""
+
+    def match(self, prompt: Prompt) -> dict[str, tuple[int, int, int]]:
+        """Returns how many tokens of a prompt each replica has: on its device; there or below; there or in storage."""
+
+
 class Router:
     """A front and its router: one process, which may end, and begin anew in the middle.
 
@@ -187,7 +200,7 @@ class Router:
         if first is not None:
             self._ask_again(name, follower, first)
             return
-        follower.follow(number, payload)
+        self._apply(name, follower, number, payload)
         if has_events:
             self.world.did("follow", self.name, name, number)
 
@@ -195,8 +208,15 @@ class Router:
         """Follows what was missing, unless who asked for it has gone."""
         if self.followers.get(name) is follower:
             for number, payload in batches:
-                follower.follow(number, payload)
+                self._apply(name, follower, number, payload)
             self.world.did("take up", self.name, name, len(batches))
+
+    def _apply(self, name: str, follower: Follower, number: int, payload: bytes) -> None:
+        """Applies a batch, unless it was applied before."""
+        before = follower.missing(sys.maxsize)
+        follower.follow(number, payload)
+        if isinstance(self.chooser, Index) and follower.missing(sys.maxsize) != before:
+            self.chooser.apply(name, decode(payload).events)
 
     def _ask_again(self, name: str, follower: Follower, first: int) -> None:
         """Asks for batches that are missing."""
@@ -219,7 +239,7 @@ class Router:
         """Follows an engine to its last event, at once."""
         follower = self.followers[engine.name]
         for number, payload in engine.replay(follower.missing(sys.maxsize) or 0):
-            follower.follow(number, payload)
+            self._apply(engine.name, follower, number, payload)
 
     def compare(self, engine: Engine, namespaces: Sequence[Namespace | str | None]) -> None:
         """Checks that it knows exactly what an engine holds, once everything has arrived."""
@@ -229,6 +249,20 @@ class Router:
     def pages(self, name: str) -> Counter[Page]:
         """Returns what it knows of a replica's device and host."""
         return followed(self.followers[name].replica)
+
+    def compare_index(self, namespaces: Sequence[Namespace | str | None]) -> None:
+        """Checks that its chooser finds of every prefix what each replica has, tier by tier, and nothing else."""
+        if not isinstance(self.chooser, Index):
+            return
+        held = {name: pages_of(follower.replica) for name, follower in self.followers.items()}
+        asked = dict.fromkeys((*page[:2], page[3]) for pages in held.values() for page in pages)
+        names = {(adapter_of(each), salt_id(each)): each for each in namespaces}
+        for adapter, salt, path in asked:
+            space = names[adapter, salt]
+            known = self.chooser.match(Prompt(np.array(path, np.int32), space))
+            wanted = {name: reaches(pages, adapter, salt, path) for name, pages in held.items()}
+            require(known == wanted, "the index knows something else than replicas have", space, path, known, wanted)
+        self.world.seen["prefixes found by the index"] += len(asked)
 
     def check_choices(self) -> None:
         """Checks, once nothing is under way, that no replica counts as busy."""

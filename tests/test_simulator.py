@@ -9,15 +9,24 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from machine import patience
 
+from mainstem.events.replica import Replica as EventReplica
+from mainstem.events.source import AllBlocksCleared, BlockRemoved, Event, salt_id
+from mainstem.fleet.asking import Prompt
+from mainstem.fleet.sessions import SessionRouter
 from mainstem.tiers.transfer import Move
 from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
+from simulator.events import adapter_of, pages_of, reaches
+from simulator.fleet import Fleet
 from simulator.ghost import SimMemory, fingerprints, salt
 from simulator.mutants import judge
 from simulator.record import row, written
@@ -122,6 +131,52 @@ def test_the_text_of_a_mutant_occurs_exactly_once(mutant: Mutant) -> None:
     for old, new in mutant.patches:
         assert text.count(old) == 1, old
         assert old != new
+
+
+class PlainIndex(SessionRouter):
+    """A chooser with an obvious index, which may ignore a kind of event."""
+
+    def __init__(self, ignored: type[Event] | None = None) -> None:
+        super().__init__()
+        self._ignored = ignored
+        self._held: dict[str, EventReplica] = {}
+
+    def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().follow(replicas)
+        self._held = {name: self._held.get(name) or EventReplica() for name in replicas}
+
+    def apply(self, replica: str, events: Iterable[Event]) -> None:
+        self._held[replica].apply([each for each in events if type(each) is not self._ignored])
+
+    def match(self, prompt: Prompt) -> dict[str, tuple[int, int, int]]:
+        space, path = prompt.namespace, tuple(prompt.tokens.tolist())
+        return {
+            name: reaches(pages_of(known), adapter_of(space), salt_id(space), path)
+            for name, known in self._held.items()
+        }
+
+
+def _run_fleets(seeds: range, ignored: type[Event] | None) -> int:
+    """Returns how many prefixes were compared."""
+    compared = 0
+    for seed in seeds:
+        world = World(seed, "fleet")
+        fleet = type("Indexed", (Fleet,), {"choosers": (partial(PlainIndex, ignored),)})(world)
+        while world.operations < 1200:
+            fleet.step()
+        fleet.end()
+        compared += world.seen["prefixes found by the index"]
+    return compared
+
+
+def test_the_index_of_a_router_is_compared_with_every_cache() -> None:
+    assert _run_fleets(range(301, 303), None) > 20
+
+
+@pytest.mark.parametrize("ignored", [BlockRemoved, AllBlocksCleared])
+def test_an_index_that_ignores_events_is_found(ignored: type[Event]) -> None:
+    with pytest.raises(WrongError, match="the index knows something else"):
+        _run_fleets(range(300, 330), ignored)
 
 
 def _memory(world: World) -> SimMemory:
