@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from rigs.fake_engine import FakeEngine, FakeTokenizer
 
-from mainstem.fleet.asking import Ask, Part, Prompt, ReplicaLost
+from mainstem.fleet.asking import Ask, Head, Part, Prompt, ReplicaLost
 from mainstem.fleet.front import Front, Homes
+from mainstem.fleet.peers import Introductions
 from mainstem.fleet.reading import Reading
-from mainstem.fleet.replica import answered
+from mainstem.fleet.replica import PEERS, answered
 from mainstem.fleet.sessions import SessionRouter
 from mainstem.server.app import create_app
 from mainstem.settings.fleet import FleetConfig
@@ -310,6 +311,47 @@ def test_a_front_that_drains_refuses_generations_alone() -> None:
     assert post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."}).json()["error"]["code"] == "draining"
     assert calls(made, lambda client: client.get("/health")).status_code == 503
     assert calls(made, lambda client: client.get("/v1/models")).status_code == 200
+
+
+# ---------------------------------------------------------------- peers
+
+
+class Told:
+    """Replicas that note what they are told; `gone`: those that cannot be reached."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[str]]] = []
+        self.gone: set[str] = set()
+
+    def names(self) -> list[str]:
+        return []
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        assert ask.method == PEERS and ask.to is not None
+        if ask.to in self.gone:
+            raise ReplicaLost(ask.to)
+        self.heard.append((ask.to, json.loads(ask.body)))
+        yield Head(200, (), ask.to)
+
+
+def test_each_replica_is_told_of_the_others_once() -> None:
+    told = Told()
+    introductions = Introductions(told)
+
+    def tell(**stats: Any) -> list[tuple[str, list[str]]]:
+        told.heard.clear()
+        anyio.run(introductions.tell, {name: {"peer": peer} for name, peer in stats.items()})
+        return told.heard
+
+    assert tell(a="h:1") == []
+    assert tell(a="h:1", b="h:2", c=None) == [("a", ["h:2"]), ("b", ["h:1"])]
+    assert tell(a="h:1", b="h:2") == []
+    told.gone = {"a"}
+    assert tell(a="h:1", b="h:2", c="h:3") == [("b", ["h:1", "h:3"]), ("c", ["h:1", "h:2"])]
+    told.gone = set()
+    assert tell(a="h:1", b="h:2", c="h:3") == [("a", ["h:2", "h:3"])]
+    assert tell(a="h:1") == [("a", [])]
+    assert tell(a="h:1", b="h:2") == [("a", ["h:2"]), ("b", ["h:1"])]
 
 
 # ---------------------------------------------------------------- which replica

@@ -184,7 +184,8 @@ class ServedFront:
             name: {**stats, "served": counts.served[name]}
             for name, stats in ((key.unique_id, each.routing_stats) for key, each in _curr().items())
         }
-        return {"replicas": replicas, "running": self._front.running, "again": counts.again, "broken": counts.broken}
+        done = {"again": counts.again, "continued": counts.continued, "broken": counts.broken}
+        return {"replicas": replicas, "running": self._front.running, **done}
 
     async def drain(self, timeout_s: float) -> bool:
         """See `Front.drain`."""

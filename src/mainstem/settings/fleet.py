@@ -37,11 +37,16 @@ class Autoscaling(Settings):
         min: The fewest replicas; 1 or more.
         max: The most replicas.
         target_ongoing: Requests under way at each replica at which another one is started; above 0.
+        min_hit_rate: Part of the prompts' tokens that should be found, up to 1. Another one is started where fewer are,
+            and pages are evicted. Default: hits do not count.
+        window_s: Seconds over which hits and evictions are counted.
     """
 
     min: int = setting(1, integer(1, _MOST_REPLICAS))
     max: int = setting(4, integer(1, _MOST_REPLICAS))
     target_ongoing: float = setting(8.0, number(0, above=True))
+    min_hit_rate: float | None = setting(None, number(0, 1, above=True))
+    window_s: float = setting(60.0, seconds(above=True))
 
     def __post_init__(self) -> None:
         """Checks every field."""
