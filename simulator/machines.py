@@ -86,6 +86,7 @@ class Engine(Server):
         self._replies: dict[str, Reply] = {}
         self._inbox: deque[tuple[str, Ask, Link[Part]]] = deque()
         self._left: deque[str] = deque()
+        self._ended: deque[Link[Part]] = deque(maxlen=8)  # on which something may still be on its way
         limit = process.world.random.choice((None, None, 20))
         places = [process.pools(0)[0].total, process.pools(1)[0].total]
         self._source = Source(process.cache.tree, places, limit=limit, step_pages=4)
@@ -129,6 +130,7 @@ class Engine(Server):
         reply.tokens += event.tokens
         if event.finish_reason is not None:
             del self._replies[name]
+            self._ended.append(reply.link)
         if event.finish_reason == "error":
             self._fail(reply)
         elif reply.stream:
@@ -168,7 +170,7 @@ class Engine(Server):
         """Its process is gone: what was sent may arrive, and nothing more will."""
         self.alive = False
         links = [reply.link for reply in self._replies.values()] + [link for _, _, link in self._inbox]
-        for link in links:
+        for link in [*links, *self._ended]:
             link.reset()
         self._replies.clear()
         self._inbox.clear()

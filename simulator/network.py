@@ -140,6 +140,9 @@ class Link(Generic[T]):
         while self._waiting and not self.closed:
             network.world.did("piece", *self._ends)
             self._take(self._waiting.popleft())
+            if self._waiting and network.world.chance(0.3):
+                self._move()
+                return
         if self._reset and not self.closed:
             self._break()
 
