@@ -549,10 +549,6 @@ PYTHON: tuple[Mutant, ...] = (
         "begun=sender.said)", "begun=None)", "fleet",
     ),
     _mutant(
-        "an answer that another replica cannot go on with is asked for again", "-", _FRONT,
-        "return self.said is not None or not self.begun", "return True", "fleet",
-    ),
-    _mutant(
         "what was sent last of a stream is not known to who goes on with it", "-", _FRONT,
         "            self.said.take(piece.said)\n", "            pass\n", "fleet",
     ),

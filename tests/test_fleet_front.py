@@ -354,6 +354,32 @@ def test_each_replica_is_told_of_the_others_once() -> None:
     assert tell(a="h:1", b="h:2") == [("a", ["h:2"]), ("b", ["h:1"])]
 
 
+def test_replicas_of_different_models_or_layouts_are_no_peers_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = Told()
+    introductions = Introductions(told)
+    stats = {name: {"peer": f"h:{name}", "identity": identity} for name, identity in zip("abc", "xyx", strict=True)}
+    for _ in range(2):
+        anyio.run(introductions.tell, stats)
+    assert told.heard == [("a", ["h:c"]), ("c", ["h:a"])]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "replicas have different models or layouts, and share no pages"
+    ]
+
+
+def test_without_a_replica_a_request_is_refused_in_one_line() -> None:
+    class Nobody(Told):
+        async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
+            raise ReplicaLost
+            yield b""
+
+    made = front(Nobody())  # type: ignore[arg-type]
+    reply = post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "No engine can answer at the moment.")
+    assert calls(made, lambda client: client.get("/health")).json() == {"status": "failed"}
+
+
 # ---------------------------------------------------------------- which replica
 
 

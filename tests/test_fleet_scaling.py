@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mainstem.fleet.policy import ReplicaPolicy
 from mainstem.fleet.scaling import Seen, Window, wanted
 from mainstem.settings.fleet import Autoscaling
 
@@ -43,6 +46,15 @@ def test_a_window_counts_what_is_recent() -> None:
     assert window.add(60, Seen(200, 60, 4)) == Seen(100, 10, 1)
     assert window.add(100, Seen(300, 60, 4)) == Seen(150, 0, 1)
     assert window.add(1000, Seen(300, 60, 4)) == Seen()
+
+
+def test_serves_policy_takes_the_counts_of_every_replica() -> None:
+    counts = {name: {"a": getattr(SHORT, name), "b": getattr(GOOD, name)} for name in SHORT.as_dict()}
+    context = SimpleNamespace(aggregated_metrics=counts, total_num_requests=3, target_num_replicas=2)
+    assert ReplicaPolicy(**vars(BY_HITS))(context) == (3, {})
+    assert ReplicaPolicy(**vars(BY_QUEUE))(context) == (1, {})
+    context.aggregated_metrics = None
+    assert ReplicaPolicy(**vars(BY_HITS))(context) == (1, {})
 
 
 def test_counts_go_from_process_to_process() -> None:

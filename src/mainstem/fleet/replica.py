@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from mainstem.errors import EngineClosed
 from mainstem.fleet.asking import Ask, Head, Part, Piece
+from mainstem.fleet.scaling import Seen, Window
 from mainstem.server.continuing import BEGUN, LOST, SAID, WISH, Wish
+from mainstem.settings.fleet import Autoscaling
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -56,6 +58,7 @@ class Replica:
 
         self.name, self._timeout_s = name, config.server.drain_timeout_s
         load = config.load if config.load.threads is not None else replace(config.load, threads=threads)
+        self._window = Window((config.autoscaling or Autoscaling()).window_s)
         self._stack = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._stack.close)
@@ -104,8 +107,14 @@ class Replica:
         live, replay = self._engine.event_endpoints or (None, None)
         size = self._engine.config.page_size
         peering = self._engine.peering
-        peer = None if peering is None else peering.address
-        return {"events": live, "replay": replay, "page_size": size, "peer": peer, "draining": self.draining}
+        peer = {} if peering is None else {"peer": peering.address, "identity": peering.identity}
+        return {"events": live, "replay": replay, "page_size": size, "draining": self.draining, **peer}
+
+    def seen(self) -> dict[str, float]:
+        """Returns what it has counted lately, for `scaling.wanted`."""
+        stats = self._engine.stats()
+        total = Seen(stats.totals.prompt_tokens, stats.totals.cached_tokens, stats.cache.tree.evicted_pages)
+        return self._window.add(time.monotonic(), total).as_dict()
 
     def close(self) -> None:
         """Lets requests end, and writes to the store what it does not have."""

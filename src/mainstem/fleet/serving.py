@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from mainstem.fleet import policy as policy_module
 from mainstem.fleet import sessions
 from mainstem.fleet.asking import Ask, Head, Part, ReplicaLost
 from mainstem.fleet.front import Front, Homes
@@ -36,7 +37,7 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     from ray.serve._private.common import DeploymentID
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
     from ray.serve.api import RunTarget
-    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
     from ray.serve.exceptions import RayServeException
     from ray.serve.request_router import RequestRouter
 
@@ -116,6 +117,10 @@ class ServedReplica(Replica):
     def record_routing_stats(self) -> dict[str, Any]:
         """Returns what routers get of it."""
         return {**self.where(), "pid": os.getpid()}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what `ReplicaPolicy` gets of it."""
+        return self.seen()
 
     async def __del__(self) -> None:
         """Ends it, once its requests have ended."""
@@ -246,9 +251,15 @@ def _application(config: FleetConfig, cores: int) -> Any:
     common = {"graceful_shutdown_timeout_s": grace_s, "graceful_shutdown_wait_loop_s": 0.2}
     size: dict[str, Any] = {"num_replicas": config.replicas}
     if scaling is not None:
+        policy = AutoscalingPolicy(
+            policy_function=f"{policy_module.__name__}:ReplicaPolicy", policy_kwargs=vars(scaling)
+        )
         size = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scaling.min, max_replicas=scaling.max, target_ongoing_requests=scaling.target_ongoing
+                min_replicas=scaling.min,
+                max_replicas=scaling.max,
+                target_ongoing_requests=scaling.target_ongoing,
+                policy=policy,
             )
         }
     engines = serve.deployment(ServedReplica).options(

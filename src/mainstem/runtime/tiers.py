@@ -22,6 +22,7 @@ from mainstem.runtime.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.storage.peer import NO_SECRET, PeerBackend, Peering, PeerServer, Share
+from mainstem.tiers import identities
 from mainstem.tiers.calibrated import open_codec
 from mainstem.tiers.codecs import Codec
 from mainstem.tiers.host import HostTier
@@ -210,7 +211,9 @@ def _store(
         shelf=shelf,
     )
     if given.exist:
-        store.peering = Peering(None if server is None else server.address, None if peers is None else peers.follow)
+        name = identities.id_of(identities.summarize(identity), sealer).hex()
+        follow = None if peers is None else peers.follow
+        store.peering = Peering(None if server is None else server.address, follow, name)
     return store
 
 

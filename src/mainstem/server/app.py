@@ -142,8 +142,8 @@ def _prefill(config: ServerConfig, service: _Service) -> list[Middleware]:
     """Returns what has prompts computed elsewhere."""
     if config.prefill.prefill_url is None:
         return []
-    given = {"config": config.prefill, "most_bytes": config.max_body_bytes, "ahead": service.ahead}
-    return [Middleware(PrefillFirst, **given)]
+    most, ahead = config.max_body_bytes, service.ahead
+    return [Middleware(PrefillFirst, config=config.prefill, most_bytes=most, ahead=ahead)]
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -139,7 +139,7 @@ class ContinuableStream(EventStream):
 
     def __init__(self, run: Run, reply: Reply, begun: Begun) -> None:
         super().__init__(run, reply)
-        self._begun, self._goes_on = begun, any(answer.tokens for answer in begun.answers)
+        self._begun, self._goes_on = begun, any(each.tokens or each.ended for each in begun.answers)
         self._known = deepcopy(begun.answers)  # what is sent from now on is added to those of `begun`, elsewhere
         self._repeated = [0] * len(begun.answers)
         self._unsent: list[list[Delta]] = [[] for _ in begun.answers]

@@ -13,7 +13,9 @@ class Peering:
     Args:
         address: HOST:PORT at which they read its pages; None: they do not.
         follow: takes the addresses of all whose pages it reads; see `PeerBackend.follow`. None: it reads none.
+        identity: names all that its pages depend on; engines with another one have nothing for it.
     """
 
     address: str | None
     follow: Callable[[Sequence[str]], None] | None
+    identity: str = ""
