@@ -188,10 +188,12 @@ bench-gpu:
 simulate: $(VENV)/dev
 	$(BIN)/python -m simulator $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
-# All profiles; it goes on where the last one ended.
-CAMPAIGN := simulator/results/campaign.json
+# All profiles; it goes on where the last one ended, and writes what was done into docs/reliability.md. Commit both.
+# ARGS="--until-operations 1e8" ends it earlier.
+CAMPAIGN := simulator/recorded-campaign.json
 simulate-campaign: $(VENV)/dev
 	$(BIN)/python -m simulator --until-operations 1e9 --json $(CAMPAIGN) $(if $(wildcard $(CAMPAIGN)),--resume) $(ARGS)
+	$(BIN)/python -m simulator.record $(CAMPAIGN) --run campaign --write
 
 mutants: $(VENV)/dev
 	$(BIN)/python -m simulator.mutants $(ARGS)

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: `make pictures`.
+"""Draws the pictures of docs/concepts.md and docs/fleet.md: `make pictures`.
 
 Plain SVG of boxes, cells, lines and text. A picture has a ground of its own, and follows the reader's light or
 dark scheme.
@@ -285,7 +285,43 @@ def components() -> Picture:
     return picture
 
 
-PICTURES: tuple[Callable[[], Picture], ...] = (tree, pages, match, split, lease, eviction, tiers, components)
+def fleet() -> Picture:
+    """The processes of a fleet, and what goes between them."""
+    picture = Picture("A fleet: one front, replicas that are peers, one store", 400)
+    picture.box(20, 40, 110, 40, "clients")
+    picture.line((130, 60), (186, 60), tip=True)
+    picture.text(158, 50, "HTTP", "small", "middle")
+    picture.box(190, 40, 130, 40, "Serve's proxy")
+    picture.line((320, 60), (366, 60), tip=True)
+    picture.box(370, 22, 330, 76)
+    picture.text(535, 42, "front", "head", "middle")
+    picture.text(535, 62, "reads the prompt; keeps what was sent of a stream;", "small", "middle")
+    picture.text(535, 78, "router: which replica has the longest prefix", "small", "middle")
+    for x, name in ((130, "replica A"), (450, "replica B")):
+        picture.box(x, 160, 180, 130)
+        picture.text(x + 90, 180, name, "head", "middle")
+        picture.cells(x + 20, 194, [""] * 5, ["shared"] * 5, (28, 24))
+        picture.text(x + 20, 234, "device", "small")
+        picture.cells(x + 20, 244, [""] * 5, ["shared"] * 5, (28, 24))
+        picture.text(x + 20, 284, "host: given to peers", "small")
+    picture.line((440, 98), (440, 124), (220, 124), (220, 156), tip=True)
+    picture.line((540, 98), (540, 156), tip=True)
+    picture.text(230, 118, "requests", "small")
+    picture.line((600, 156), (600, 102), tip=True)
+    picture.text(608, 134, "events, addresses", "small")
+    picture.line((314, 256), (446, 256), tip=True)
+    picture.line((446, 270), (314, 270), tip=True)
+    picture.text(380, 246, "pages, sealed", "small", "middle")
+    picture.box(190, 340, 380, 40, "one store for all", "own")
+    for x in (220, 540):
+        picture.line((x - 10, 290), (x - 10, 336), tip=True)
+        picture.line((x + 10, 336), (x + 10, 294), tip=True)
+    picture.text(236, 318, "what was computed", "small")
+    picture.text(524, 318, "what another one wrote", "small", "end")
+    return picture
+
+
+PICTURES: tuple[Callable[[], Picture], ...] = (tree, pages, match, split, lease, eviction, tiers, components, fleet)
 
 
 def main() -> None:

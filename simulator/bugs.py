@@ -42,6 +42,7 @@ _BREAKER = "storage/breaker.py"
 _TRITON = "runtime/triton_attention.py"
 _RETENTION = "retention.py"
 _SESSIONS = "runtime/sessions.py"
+_FEED, _REPLICA, _FRONT = "events/feed.py", "events/replica.py", "fleet/front.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -517,6 +518,55 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a page that leaves one medium is forgotten on all", "-", "events/replica.py",
         "                if not block.media:\n", "                if True:\n",
+    ),
+    # ---------------------------------------------------------------- fleets
+    _mutant(
+        "a gap in the numbers of batches is not noticed", "-", _FEED,
+        "return self._last + 1 if number > self._last + 1 else None", "return None", "fleet",
+    ),
+    _mutant(
+        "a batch that comes late, of this life or a former one, counts again", "-", _FEED,
+        "        if number <= self._last:\n            return\n", "", "fleet",
+    ),
+    _mutant(
+        "a replica that begins anew counts its batches from the beginning", "-", _FEED,
+        "self._next = int(now_s * 1000) * _NUMBERS", "self._next = 0", "fleet",
+    ),
+    _mutant(
+        "an index loses removals", "-", _REPLICA,
+        "                    self._remove(event)\n", "                    pass\n", "fleet",
+    ),
+    _mutant(
+        "an index keeps what was cleared", "-", _REPLICA,
+        "                    self.blocks.clear()\n", "                    pass\n", "fleet",
+    ),
+    _mutant(
+        "a request whose replica dies before its first token is not sent again", "-", _FRONT,
+        "_MOST_DEATHS = 3", "_MOST_DEATHS = 1", "fleet",
+    ),
+    _mutant(
+        "a stream whose replica dies begins again on another one", "-", _FRONT,
+        "begun=sender.said)", "begun=None)", "fleet",
+    ),
+    _mutant(
+        "what was sent last of a stream is not known to who goes on with it", "-", _FRONT,
+        "            self.said.take(piece.said)\n", "            pass\n", "fleet",
+    ),
+    _mutant(
+        "one full replica refuses for all", "-", _FRONT,
+        "(head.status == _FULL and (others or sender.begun))", "(head.status == _FULL and sender.begun)", "fleet",
+    ),
+    _mutant(
+        "a replica that drains refuses for all", "-", _FRONT,
+        "_ELSEWHERE = (421, 503)", "_ELSEWHERE = (421,)", "fleet",
+    ),
+    _mutant(
+        "a request that has ended counts as under way", "-", "fleet/sessions.py",
+        "self._under_way[replica] = max(0, self._under_way[replica] - 1)", "pass", "fleet",
+    ),
+    _mutant(
+        "a page that a peer sends is not verified", "-", "tiers/sealed.py",
+        "    return sealer.verify(slot, key)\n", "    return None\n", "fleet",
     ),
     # ---------------------------------------------------------------- attention over the tree
     _mutant(

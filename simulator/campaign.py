@@ -57,6 +57,10 @@ def find_profile(name: str) -> type[Profile]:
         from simulator.components import Components
 
         return Components
+    if name == "fleet":
+        from simulator.fleet import Fleet
+
+        return Fleet
     if name == "ranks":
         from simulator.ranks import Ranks
 
@@ -76,6 +80,7 @@ SHARES = {
     "advice": 1,
     "quotas": 1,
     "explain": 1,
+    "fleet": 1,
 }
 """Relative number of seeds of each profile in a campaign."""
 

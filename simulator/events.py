@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 
 import numpy as np
@@ -34,6 +35,31 @@ def followed(replica: Replica) -> Counter[Page]:
     )
 
 
+def pages_of(replica: Replica) -> set[Page]:
+    """Returns what a replica knows of all tiers, as far as all pages before are somewhere."""
+    pages: set[Page] = set()
+    for hash_, block in replica.blocks.items():
+        with suppress(KeyError):
+            path = replica.path(hash_)
+            pages.update((block.stored.lora_name, block.stored.cache_salt, medium, path) for medium in block.media)
+    return pages
+
+
+def reaches(pages: set[Page], adapter: str | None, salt: str | None, path: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns how many tokens of a path are on the device, there or on the host, there or in storage."""
+    ends = sorted({len(page[3]) for page in pages if page[3] == path[: len(page[3])]})
+
+    def reach(media: tuple[Medium, ...]) -> int:
+        found = 0
+        for end in ends:
+            if not any((adapter, salt, medium, path[:end]) in pages for medium in media):
+                break
+            found = end
+        return found
+
+    return reach(("GPU",)), reach(("GPU", "CPU")), reach(("GPU", "CPU", "STORAGE"))
+
+
 def listed(tree: Tree, namespaces: Sequence[NamespaceLike], secret: bytes = PUBLIC_SECRET) -> Counter[Page]:
     """Returns what can be found in a tree, from the description of its nodes."""
     names = {
@@ -48,6 +74,21 @@ def listed(tree: Tree, namespaces: Sequence[NamespaceLike], secret: bytes = PUBL
             if view.cells[tree.names[0], tier].present and not view.removed:
                 ends = range(view.start + tree.page_size, len(path) + 1, tree.page_size)
                 pages.update((*names[view.namespace], _MEDIA[tier], path[:end]) for end in ends)
+    return pages
+
+
+def compare(known: Replica, sent: Replica, tree: Tree, namespaces: Sequence[NamespaceLike]) -> Counter[Page]:
+    """Checks that a replica knows exactly what can be found in a tree; returns the pages.
+
+    Args:
+        known: what the replica has followed.
+        sent: the same of one that has lost nothing.
+        tree: of the server.
+        namespaces: that it may have.
+    """
+    pages, wanted = followed(known), listed(tree, namespaces)
+    require(pages == wanted, "events tell another state", _apart(pages, wanted))
+    require(_stored(known) == _stored(sent), "events tell of other pages in storage")
     return pages
 
 
@@ -98,12 +139,10 @@ class Listener:
         while self._source.waiting:
             self._send(0.0)
         self._receive(len(self._channel), 0.0)
-        known, wanted = followed(self._follower.replica), listed(cache.tree, namespaces)
+        known = compare(self._follower.replica, self._sent, cache.tree, namespaces)
         self._world.seen["followed pages"] += known.total()
-        require(known == wanted, "events tell another state", _apart(known, wanted))
-        require(_stored(self._follower.replica) == _stored(self._sent), "events tell of other pages in storage")
         for lora, salt, medium, path in known if cache.tree.components == (Full(),) else ():
-            name = next(each for each in namespaces if (_adapter(each), salt_id(each)) == (lora, salt))
+            name = next(each for each in namespaces if (adapter_of(each), salt_id(each)) == (lora, salt))
             key = np.array(path, np.int32).tobytes()
             device, _, host = cache.tree.core.peek(encode_namespace(name), key, 0, False)
             found = device + (host if medium == "CPU" else 0)
@@ -143,7 +182,8 @@ def _stored(replica: Replica) -> set[int]:
     return {hash_ for hash_, block in replica.blocks.items() if "STORAGE" in block.media}
 
 
-def _adapter(namespace: NamespaceLike) -> str | None:
+def adapter_of(namespace: NamespaceLike) -> str | None:
+    """Returns the adapter of a namespace."""
     return namespace.adapter if isinstance(namespace, Namespace) else None
 
 

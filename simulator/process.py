@@ -18,11 +18,13 @@ from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.policies import BUILT_IN, NodeStats, Policy, Rank
 from mainstem.pool import Pool
 from mainstem.settings.engine import HostPolicy, PrefetchPolicy, StorageConfig, WritePolicy
+from mainstem.storage.base import Backend
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.pending import Agree
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import Sealer
+from mainstem.tiers.shelf import Shelf
 from mainstem.tiers.store import Found, Store, StoreCall
 from mainstem.tree import Tree
 from simulator.events import Listener
@@ -77,6 +79,9 @@ class Process:
         chance: random choices of the configuration, for processes that must have the same.
         empty: whether pages of the first component have no content, as in a model without attention.
         listener: follows its events.
+        reaches: whether the store can be reached now.
+        peers: read for what the store lacks.
+        shelf: notes what it can give to peers.
     """
 
     def __init__(
@@ -91,6 +96,9 @@ class Process:
         chance: World | None = None,
         empty: bool = False,
         listener: Listener | None = None,
+        reaches: Callable[[], bool] = lambda: True,
+        peers: Backend | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.world, self.disk, self.identity = world, disk, identity
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
@@ -114,7 +122,7 @@ class Process:
         self.partial = random.random() < 0.5
         self.store: Store | None = None
         if disk is not None:
-            self.backend = SimBackend(disk, Sealer(identity, OTHER_SECRET))
+            self.backend = SimBackend(disk, Sealer(identity, OTHER_SECRET), reaches)
             self.workers = [SimWorkers(world, disk, random.randint(1, 4)) for _ in range(2)]
             sealer = Sealer(identity, SECRET)
             readers, writers = self.workers
@@ -126,7 +134,10 @@ class Process:
                 writers=writers,
                 clock=world.clock,
                 wall_clock=world.clock,
+                peers=peers,
+                shelf=shelf,
             )
+        self.alone = peers is None
         copy_state = next((partial(self.memory.copy_state, row) for row, _ in self._rows(State)), None)
         self.cache = PrefixCache(
             device,
@@ -284,7 +295,7 @@ class Process:
             self.world.pass_time(0.05)
         require(not self.tiers.busy, "something under way never ends", [type(p).__name__ for p in self.tiers.pending])
         self.audit()
-        if self.store is not None and self.tiers.host.agree is None and self.world.chance(0.3):
+        if self.store is not None and self.alone and self.tiers.host.agree is None and self.world.chance(0.3):
             self._fail_and_recover()
         stats = self.cache.stats()
         private = sum(pool.private for pool in stats.pools.values())

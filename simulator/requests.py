@@ -47,6 +47,14 @@ def next_token(number: np.uint64) -> int:
     return int(number >> np.uint64(40)) % _VOCAB
 
 
+def answer_of(origin: np.uint64, tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """Returns the answer to a prompt, as computed without a cache."""
+    answer: list[int] = []
+    while len(answer) < params.max_tokens and (params.ignore_eos or answer[-1:] != [_EOS]):
+        answer.append(next_token(fingerprints(origin, [*tokens, *answer])[-1]))
+    return answer
+
+
 class GhostRunner:
     """A model whose forward reads and checks every page that attention would read, layer by layer.
 
@@ -140,21 +148,21 @@ class Server:
                 self.answers[name] += event.tokens
                 if event.finish_reason is not None:
                     whole.append(self._end(name, event))
+                self.heard(name, event)
         return whole
+
+    def heard(self, name: str, event: Delta) -> None:
+        """Takes what was generated for a request."""
 
     def _end(self, name: str, last: Delta) -> list[int]:
         """Compares an answer with the one that the request gets without a cache."""
         request, answer = self.requests.pop(name), self.answers.pop(name)
         assert last.usage is not None
         self.process.world.did("end", name, last.finish_reason, answer, last.usage.cached_tokens)
-        origin = self.process.origin_of(request.namespace)
         tokens: list[int] = request.tokens.tolist()
-        expected: list[int] = []
-        params, ended = request.params, last.finish_reason in ("stop", "length")
-        while len(expected) < len(answer) + ended and len(expected) < params.max_tokens:
-            if expected and expected[-1] == _EOS and not params.ignore_eos:
-                break
-            expected.append(next_token(fingerprints(origin, tokens + expected)[-1]))
+        expected = answer_of(self.process.origin_of(request.namespace), tokens, request.params)
+        if last.finish_reason not in ("stop", "length"):
+            expected = expected[: len(answer)]
         require(answer == expected, "WRONG ANSWER", name, answer, expected, last.finish_reason)
         failed = last.finish_reason == "error" and last.error != "RuntimeError: the forward failed"
         require(not failed, "a request failed", name, last.error)

@@ -87,14 +87,15 @@ class SimBackend(Backend):
     Args:
         disk: the shared disk.
         forger: seals pages like an attacker who knows everything except the secret.
+        reaches: whether calls reach the store now.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         persistent=True, shared=True, zero_copy=True, evicts=True, overwrites=True
     )
 
-    def __init__(self, disk: Disk, forger: Sealer) -> None:
-        self.disk, self.world, self._forger = disk, disk.world, forger
+    def __init__(self, disk: Disk, forger: Sealer, reaches: Callable[[], bool] = lambda: True) -> None:
+        self.disk, self.world, self._forger, self._reaches = disk, disk.world, forger, reaches
         self.dying = False  # the process is being killed: writes are torn
 
     @classmethod
@@ -176,6 +177,9 @@ class SimBackend(Backend):
     def _begin(self, call: str, *faults: str) -> str | None:
         """Draws the fault of this call; raises at once if that is the fault."""
         world = self.world
+        if not self._reaches():
+            world.faults["network: store"] += 1
+            raise StorageError("unreachable", "simulated")
         if self.disk.outage is not None and not world.calm:
             world.faults[f"outage: {self.disk.outage}"] += 1
             if self.disk.outage == "full" and call == "put":

@@ -12,7 +12,8 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,21 +230,99 @@ def test_a_replica_that_is_killed_costs_no_request(fleet: Fleet) -> None:
     assert cached(fleet.ask([*unlike(1, LONG), 21])) >= LONG // 16 * 16
 
 
-def test_a_second_up_changes_it_replica_by_replica(fleet: Fleet) -> None:
+@pytest.mark.parametrize("more", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}])
+def test_a_stream_whose_replica_is_killed_goes_on_as_it_would_have_gone_on(fleet: Fleet, more: dict[str, Any]) -> None:
+    eventually(lambda: len(fleet.replicas()) == 2, 60.0)
+    length, prompt = 400, unlike(5, 64)
+    whole = stream(fleet, prompt, length, more)
+    before = fleet.do("status")
+
+    def kill(replica: str, pieces: int) -> None:
+        if pieces == 20:
+            os.kill(before["replicas"][replica]["pid"], signal.SIGKILL)
+
+    assert stream(fleet, prompt, length, more, kill) == whole
+    assert whole[1] == {"prompt_tokens": 64, "completion_tokens": length}
+    after = fleet.do("status")
+    assert after["continued"] == before["continued"] + 1
+    assert after["broken"] == 0
+    eventually(lambda: len(fleet.replicas()) == 2, 120.0)
+
+
+def stream(
+    fleet: Fleet,
+    prompt: list[int],
+    length: int,
+    more: dict[str, Any],
+    piece: Callable[[str, int], None] = lambda *_: None,
+) -> tuple[str, dict[str, int]]:
+    """Streams an answer; returns its text, and what it used. `piece` is called with who answers, for each one."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True, **more}
+    body["stream_options"] = {"include_usage": True}
+    texts, usage, ids, count = [], {}, set(), 0
+    with fleet.http.stream("POST", "/v1/completions", json=body) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                assert line in ("", "data: [DONE]")
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            ids.add(chunk["id"])
+            usage = chunk.get("usage") or usage
+            texts += [choice["text"] for choice in chunk["choices"]]
+            count += 1
+            piece(who(reply), count)
+    assert len(ids) == 1
+    return "".join(texts), {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+
+
+def test_a_second_up_changes_it_replica_by_replica_and_no_request_is_lost(fleet: Fleet) -> None:
     assert "that of the fleet that runs" in fleet.run("up", "--port", "1").stderr
-    before, over, statuses = set(fleet.replicas()), threading.Event(), Counter[int]()
+    before, over, statuses, texts = set(fleet.replicas()), threading.Event(), Counter[int](), set[str]()
 
     def client() -> None:
         while not over.is_set():
             statuses[fleet.ask(unlike(2, 64)).status_code] += 1
 
-    thread = threading.Thread(target=client)
-    thread.start()
+    def streams() -> None:
+        while not over.is_set():
+            texts.add(stream(fleet, unlike(3, 64), 120, {"temperature": 0})[0])
+            statuses[200] += 1
+
+    threads = [threading.Thread(target=each) for each in (client, streams, streams)]
+    for thread in threads:
+        thread.start()
     fleet.up("--replicas", "2")
     over.set()
-    thread.join()
-    assert set(statuses) == {200}
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200} and len(texts) == 1
+    assert fleet.do("status")["broken"] == 0
     assert not before & set(fleet.replicas())
+
+
+def test_a_replica_that_is_passed_over_gives_its_pages_to_the_other(fleet: Fleet) -> None:
+    """Without a store: what is found can only be a peer's."""
+    assert all(each["peer"].startswith("127.0.0.1:") for each in fleet.replicas().values())
+    (fleet.folder / "peers.yaml").write_text("{store: none, replicas: 2}")
+    fleet.up(str(fleet.folder / "peers.yaml"))
+    prompt = unlike(6, LONG)
+    first = who(fleet.ask(prompt))
+
+    def another() -> bool:
+        """Keeps the first one busy, so that the other one is asked, too."""
+        with ThreadPoolExecutor(12) as pool:
+            replies = [*pool.map(lambda last: fleet.ask([*prompt, last], max_tokens=64), range(10, 22))]
+        others = [reply for reply in replies if who(reply) != first]
+        return any(tiers(reply)["storage"] >= LONG // 16 * 16 for reply in others)
+
+    eventually(another, 60.0)
+
+
+def tiers(reply: httpx.Response) -> dict[str, int]:
+    assert reply.status_code == 200, reply.text
+    found: dict[str, int] = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]
+    return found
 
 
 def test_more_replicas_and_fewer(fleet: Fleet) -> None:

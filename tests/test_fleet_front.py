@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,10 +13,11 @@ import httpx
 import pytest
 from rigs.fake_engine import FakeEngine, FakeTokenizer
 
-from mainstem.fleet.asking import Ask, Head, ReplicaLost
+from mainstem.fleet.asking import Ask, Head, Part, ReplicaLost
 from mainstem.fleet.front import Front, Homes
+from mainstem.fleet.peers import Introductions
 from mainstem.fleet.reading import Reading
-from mainstem.fleet.replica import answered
+from mainstem.fleet.replica import PEERS, answered
 from mainstem.server.app import create_app
 from mainstem.settings.fleet import FleetConfig
 
@@ -22,10 +25,14 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi."}]}
 
 
 class Rig:
-    """Replicas in this process. `dies[name]`: after so many pieces of each answer; `asked`: who was asked what."""
+    """Replicas in this process. `asked`: who was asked what.
 
-    def __init__(self, names: Sequence[str] = ("a", "b")) -> None:
-        self.engines: dict[str, Any] = {name: FakeEngine() for name in names}
+    `dies[name]`: after so many pieces of each answer; `after[name, pieces]`: is called then.
+    """
+
+    def __init__(self, names: Sequence[str] = ("a", "b"), **options: Any) -> None:
+        self.engines: dict[str, Any] = {name: FakeEngine(**options) for name in names}
+        self.after: dict[tuple[str, int], Callable[[], None]] = {}
         self.apps = {name: create_app(engine) for name, engine in self.engines.items()}
         self.dies: dict[str, int] = {}
         self.asked: list[tuple[str, Ask]] = []
@@ -33,7 +40,7 @@ class Rig:
     def names(self) -> list[str]:
         return list(self.apps)
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         names = [ask.to] if ask.to else [name for name in self.apps if name not in ask.avoid] or self.names()
         home = None if ask.prompt is None else ask.prompt.replica
         name = home if home in names else names[0]
@@ -44,6 +51,7 @@ class Rig:
                 if self.dies.get(name) == count:
                     raise ReplicaLost(name)
                 count += 1
+                self.after.get((name, count), lambda: None)()
                 yield piece
 
 
@@ -85,20 +93,143 @@ def test_a_request_whose_replica_dies_before_its_first_token_is_sent_again(path:
     assert (made.counts.again, made.counts.broken) == (1, 0)
 
 
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "Hi.", "logprobs": 2, "echo": False}),
+    "two prompts, two answers": ("/v1/completions", {"prompt": ["Hi.", "Ho."], "n": 2, "seed": 3}),
+    "chat": ("/v1/chat/completions", {**CHAT, "logprobs": True, "stream_options": {"include_usage": True}}),
+    "token ids": ("/v1/chat/completions", {**CHAT, "return_token_ids": True, "n": 2}),
+    "messages": ("/v1/messages", {**CHAT, "max_tokens": 50}),
+    "stop": ("/v1/messages", {**CHAT, "max_tokens": 50, "stop_sequences": ["ld"]}),
+    "responses": ("/v1/responses", {"input": "Hi.", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    "calls": ("/v1/responses", {"input": "call", "tools": [{"type": "function", "name": "f", "parameters": {}}]}),
+    "chat calls": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+}
+
+
+def scripted(prompt: str) -> str:
+    return (
+        'Well: {"name": "f", "arguments": {"x": [1, 2]}} and on' if "call" in prompt or "tool" in prompt else "Hello."
+    )
+
+
+def events(text: str) -> list[str]:
+    """Returns the events of a stream, with what differs between two runs named alike: ids and times."""
+    ids: dict[str, str] = {}
+    for pattern in (r"(?:cmpl|chatcmpl|resp|msg)[-_][0-9a-f]{32}", r"call_[0-9a-f]{24}"):
+        for found in re.findall(pattern, text):
+            ids.setdefault(found.partition("_")[2] or found.partition("-")[2], f"id{len(ids)}")
+    for id, name in ids.items():
+        text = text.replace(id, name)
+    return re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', text).split("\n\n")
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_stream_whose_replica_dies_goes_on_elsewhere_as_it_would_have_gone_on(kind: str) -> None:
+    path, given = BODIES[kind]
+    body = {"model": "fake", **given, "stream": True}
+    rig = Rig(answer=scripted)
+    whole = events(post(front(rig), path, body).text)
+    held = 2 if path in ("/v1/messages", "/v1/responses") else 1
+    continued = 0
+    for dies in range(1, len(whole) + 2):
+        rig = Rig(answer=scripted)
+        rig.dies = {"a": dies}
+        made = front(rig)
+        reply = post(made, path, body)
+        assert reply.status_code == 200
+        by_choice(events(reply.text), whole)
+        assert made.counts.broken == 0
+        assert made.counts.again == (dies <= held)
+        continued += made.counts.continued
+        assert reply.headers["x-mainstem-replica"] == ("b" if dies <= held else "a")
+        assert not {name for name in reply.headers if "begun" in name or "said" in name}
+    assert continued > 5
+
+
+def by_choice(got: list[str], wanted: list[str]) -> None:
+    """Checks that streams are equal, but for the order of what belongs to different choices."""
+
+    def sorted_by_choice(all_events: list[str]) -> list[str]:
+        return sorted(all_events, key=lambda event: ('"choices":[]' in event or "DONE" in event, choice(event)))
+
+    assert sorted_by_choice(got) == sorted_by_choice(wanted)
+
+
+def choice(event: str) -> str:
+    found = re.search(r'"choices":\[\{"index":(\d+)', event)
+    return found[1] if found else ""
+
+
+def test_a_stream_goes_on_from_one_replica_to_the_next_and_ends_with_one_error_event_after_the_third() -> None:
+    rig = Rig(("a", "b", "c", "d"))
+    rig.dies = {"a": 5, "b": 3, "c": 100}
+    made = front(rig)
+    assert said(post(made, "/v1/chat/completions", {**CHAT, "stream": True}).text) == "Hello, world."
+    assert (made.counts.continued, made.counts.broken) == (2, 0)
+    rig.dies = {"a": 5, "b": 2, "c": 2}
+    made = front(rig)
+    text = post(made, "/v1/chat/completions", {**CHAT, "stream": True}).text
+    assert said(text) == "Hello,"
+    assert text.count("has ended") == 1
+    assert (made.counts.continued, made.counts.broken) == (2, 1)
+
+
+def said(text: str) -> str:
+    """Returns the text of a chat's stream."""
+    chunks = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event.startswith("data: {")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices"))
+
+
+def test_a_stream_that_its_engine_cannot_end_goes_on_elsewhere() -> None:
+    rig = Rig()
+    rig.engines["a"].step_s = 0.001
+    rig.after[("a", 4)] = rig.engines["a"].close  # as an engine ends whose time to drain is over
+    made = front(rig)
+    assert said(post(made, "/v1/chat/completions", {**CHAT, "stream": True}).text) == "Hello, world."
+    assert (made.counts.continued, made.counts.broken) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("path", "last"),
     [("/v1/chat/completions", "data: [DONE]"), ("/v1/messages", "event: error"), ("/v1/responses", "event: error")],
 )
-def test_a_stream_whose_replica_dies_later_ends_with_one_error_event(path: str, last: str) -> None:
-    rig = Rig()
+def test_a_stream_that_nobody_can_go_on_with_ends_with_one_error_event(path: str, last: str) -> None:
+    rig = Rig(("a",))
     rig.dies = {"a": 5}
     made = front(rig)
     body = {"model": "fake", "input": "Hi.", "stream": True} if path == "/v1/responses" else {**CHAT, "stream": True}
     reply = post(made, path, {**body, "max_tokens": 50} if path == "/v1/messages" else body)
+    rig.dies = {}
     assert reply.status_code == 200
     assert last in reply.text[-400:]
-    assert "has ended" in reply.text
+    assert reply.text.count("has ended") == 1
     assert made.counts.broken == 1
+
+
+def test_what_only_the_lost_replica_knew_ends_a_stream() -> None:
+    rig = Rig()
+    made = front(rig)
+    first = post(made, "/v1/responses", {"model": "fake", "input": "Hi."}).json()
+    rig.dies = {"a": 5}
+    after = {"model": "fake", "input": "And?", "previous_response_id": first["id"], "stream": True}
+    text = post(made, "/v1/responses", after).text
+    assert text.count("has ended") == 1
+    rig.dies = {"a": 5}
+    scored = {"model": "fake", "prompt": "Hi.", "echo": True, "logprobs": 1, "stream": True}
+    assert post(made, "/v1/completions", scored).text.count("has ended") == 1
+    assert (made.counts.continued, made.counts.broken) == (0, 2)
+
+
+def test_a_response_that_went_on_elsewhere_is_found_there() -> None:
+    rig = Rig()
+    rig.dies = {"a": 5}
+    made = front(rig)
+    text = post(made, "/v1/responses", {"model": "fake", "input": "Hi.", "stream": True}).text
+    found = re.search(r"resp_[0-9a-f]{32}", text)
+    assert found is not None
+    got = calls(made, lambda client: client.get(f"/v1/responses/{found[0]}"))
+    assert got.headers["x-mainstem-replica"] == "b"
+    assert got.json()["output"][0]["content"][0]["text"] == "Hello, world."
 
 
 def test_one_that_drains_or_is_full_is_passed_over() -> None:
@@ -178,3 +309,70 @@ def test_a_front_that_drains_refuses_generations_alone() -> None:
     assert post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."}).json()["error"]["code"] == "draining"
     assert calls(made, lambda client: client.get("/health")).status_code == 503
     assert calls(made, lambda client: client.get("/v1/models")).status_code == 200
+
+
+# ---------------------------------------------------------------- peers
+
+
+class Told:
+    """Replicas that note what they are told; `gone`: those that cannot be reached."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[str]]] = []
+        self.gone: set[str] = set()
+
+    def names(self) -> list[str]:
+        return []
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        assert ask.method == PEERS and ask.to is not None
+        if ask.to in self.gone:
+            raise ReplicaLost(ask.to)
+        self.heard.append((ask.to, json.loads(ask.body)))
+        yield Head(200, (), ask.to)
+
+
+def test_each_replica_is_told_of_the_others_once() -> None:
+    told = Told()
+    introductions = Introductions(told)
+
+    def tell(**stats: Any) -> list[tuple[str, list[str]]]:
+        told.heard.clear()
+        anyio.run(introductions.tell, {name: {"peer": peer} for name, peer in stats.items()})
+        return told.heard
+
+    assert tell(a="h:1") == []
+    assert tell(a="h:1", b="h:2", c=None) == [("a", ["h:2"]), ("b", ["h:1"])]
+    assert tell(a="h:1", b="h:2") == []
+    told.gone = {"a"}
+    assert tell(a="h:1", b="h:2", c="h:3") == [("b", ["h:1", "h:3"]), ("c", ["h:1", "h:2"])]
+    told.gone = set()
+    assert tell(a="h:1", b="h:2", c="h:3") == [("a", ["h:2", "h:3"])]
+    assert tell(a="h:1") == [("a", [])]
+    assert tell(a="h:1", b="h:2") == [("a", ["h:2"]), ("b", ["h:1"])]
+
+
+def test_replicas_of_different_models_or_layouts_are_no_peers_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = Told()
+    introductions = Introductions(told)
+    stats = {name: {"peer": f"h:{name}", "identity": identity} for name, identity in zip("abc", "xyx", strict=True)}
+    for _ in range(2):
+        anyio.run(introductions.tell, stats)
+    assert told.heard == [("a", ["h:c"]), ("c", ["h:a"])]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "replicas have different models or layouts, and share no pages"
+    ]
+
+
+def test_without_a_replica_a_request_is_refused_in_one_line() -> None:
+    class Nobody(Told):
+        async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
+            raise ReplicaLost
+            yield b""
+
+    made = front(Nobody())  # type: ignore[arg-type]
+    reply = post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "No engine can answer at the moment.")
+    assert calls(made, lambda client: client.get("/health")).json() == {"status": "failed"}

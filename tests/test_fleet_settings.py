@@ -62,9 +62,28 @@ def test_secrets_come_from_the_environment_unless_they_are_given() -> None:
     assert "s" * 16 not in repr(config)
 
 
+def test_replicas_are_peers_where_they_can_be() -> None:
+    given = {"MAINSTEM_STORAGE_SECRET": "s" * 16}
+    peers = read({"node_host": "10.0.0.2"}, **given).engine_at("10.0.0.2").tiers.peers
+    assert (peers.peer_listen, peers.peers_later, peers.peers) == ("10.0.0.2:0", True, ())
+    assert read(None).engine_at("::1").tiers.peers.peer_listen == "[::1]:0"
+    assert read({"store": "none"}).engine_at("127.0.0.1").tiers.peers.exist
+    for alone in ({"peers": False}, {"engine": {"storage-codec": "int8"}}, {"engine": {"tp": 2}}):
+        assert not read(alone).engine_at("127.0.0.1").tiers.peers.exist
+    assert read({"engine": {"peer_share": 0.5}}).engine.tiers.peers.peer_share == 0.5
+    events = read(None).engine_at("127.0.0.1").events
+    assert (events.kv_events, events.kv_events_replay) == ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (
+            {"peers": True, "engine": {"storage_codec": "int8"}},
+            "engine.storage_codec = 'int8': must be none with peers",
+        ),
+        ({"peers": True, "engine": {"tp": 2}}, "engine.tp = 2: must be 1 with peers"),
+        ({"peers": "yes"}, "peers = 'yes': must be True or False"),
         ([1], "fleet file = [1]: must be a mapping"),
         ({"replica": 1}, "replica = '(not a setting)': must be replicas"),
         ({"engine": {"kv_byte": 1}}, "engine.kv_byte = '(not a setting)': must be kv_bytes"),

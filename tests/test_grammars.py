@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -555,6 +556,16 @@ def test_an_engine_drafts_what_a_schema_forces_and_answers_alike(engine: Engine)
         assert (one.tokens, one.text) == (two.tokens, two.text)
         logprobs = ([entry.logprob for entry in each.logprobs] for each in (one, two))
         assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
+
+
+def test_an_answer_goes_on_within_its_grammar_from_what_another_engine_said(engine: Engine) -> None:
+    for seed, grammar in enumerate([Grammar("regex", "(foo|bar){2} [0-9]{1,8}"), schema(PERSON)]):
+        params = SamplingParams(max_tokens=80, temperature=1.0, seed=seed, grammar=grammar)
+        request = Request(np.arange(1, 20, dtype=np.int32), params)
+        whole = engine.submit(request).result()
+        for length in range(0, len(whole.tokens) + 1, 2):
+            again = engine.submit(replace(request, said=whole.tokens[:length])).result()
+            assert (again.tokens, again.text, again.finish_reason) == (whole.tokens, whole.text, whole.finish_reason)
 
 
 def test_an_engine_refuses_what_does_not_compile(engine: Engine) -> None:

@@ -21,7 +21,7 @@ def test_a_picture_is_as_it_is_drawn(name: str) -> None:
 
 
 def test_each_picture_is_shown_and_no_other_is_kept() -> None:
-    page = (ROOT / "docs" / "concepts.md").read_text()
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("concepts.md", "fleet.md"))
     assert [name for name in DRAWN if f"](pictures/{name}.svg)" not in page] == []
     assert {path.stem for path in (ROOT / "docs" / "pictures").iterdir()} == set(DRAWN)
 

@@ -72,11 +72,10 @@ class Fleet:
         return below * COSTS.below_s + (best - own) * COSTS.peer_s + self.compute(tokens, best)
 
     def route(self, now_s: float, path: Path, tokens: int) -> tuple[int, int]:
-        def expected(replica: int) -> tuple[float, float, int]:
-            queue = max(0.0, self.free_s[replica] - now_s)
-            return queue + self.service(replica, path, tokens), self.loads[replica], replica
-
-        chosen = min(range(len(self.replicas)), key=expected)
+        replicas = range(len(self.replicas))
+        expected = [max(0.0, self.free_s[r] - now_s) + self.service(r, path, tokens) for r in replicas]
+        near = [r for r in replicas if expected[r] <= 1.125 * min(expected)]
+        chosen = min(near, key=lambda r: (self.loads[r], r))
         self.free_s[chosen] = max(now_s, self.free_s[chosen]) + self.service(chosen, path, tokens)
         self.loads[chosen] += tokens * 2.0 ** (now_s / 60)
         return chosen, self.pulls(chosen, path, tokens)
@@ -210,6 +209,15 @@ def test_a_hot_prefix_is_computed_elsewhere_when_its_replica_is_busy() -> None:
     batch = Batch.of([[1, 2, 3, 4, 5, 6, 7, 8]] * 60, time_s=np.arange(60) / 1000, block_size=BLOCK)
     served = fed(Trace.of(batch, block_size=BLOCK), (99,), replicas=4, routing="cost")
     assert np.bincount(served.replica, minlength=4).min() >= 10
+
+
+def test_a_short_prefix_that_all_share_leaves_no_replica_idle() -> None:
+    prompts = [[1, *(100 * i + j for j in range(19))] for i in range(40)]
+    batch = Batch.of(prompts, time_s=np.arange(40) * 60.0, block_size=BLOCK)
+    served = fed(Trace.of(batch, block_size=BLOCK), (99,), replicas=4, routing="cost")
+    assert np.bincount(served.replica).tolist() == [10, 10, 10, 10], (
+        "all have time; one block of twenty is not worth it"
+    )
 
 
 def test_the_error_of_a_policy_is_raised_from_any_thread() -> None:

@@ -117,6 +117,13 @@ def test_routing_to_one_replica_does_not_matter(trace: Path, capsys: pytest.Capt
     assert rows_of(capsys, trace, "--routing", "hash") == rows_of(capsys, trace)
 
 
+def test_many_replicas_behind_each_router(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for routing in ("two-choices", "consistent-hash", "cost"):
+        options = ["--capacity", "30", "--replicas", "50", "--routing", routing, "--router-lag", "500ms"]
+        one, two = (rows_of(capsys, trace, *options, "--workers", workers)[0] for workers in ("1", "2"))
+        assert one == two and (one["routing"], len(one["replica_requests"])) == (routing, 50)
+
+
 def test_times_and_tiers_may_have_spaces(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys, trace, "--ttl", "2d", "--tiers", " device = 5, host =20 ")
     assert row["ttl_s"] == 172_800

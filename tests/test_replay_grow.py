@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mainstem import cli
 from mainstem.errors import BadArgument
 from mainstem.replay.generate import Chat, Documents, Mix, Tenants, generate
 from mainstem.replay.grow import grow
@@ -17,7 +20,7 @@ from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Seen, Trace
 from mainstem.settings.replay import Growth
 
-Path = tuple[int, ...]
+Blocks = tuple[int, ...]
 
 
 def recorded(seed: int = 2) -> Trace:
@@ -25,7 +28,7 @@ def recorded(seed: int = 2) -> Trace:
     return generate(Mix(rate_per_s=2.0, parts=parts), 1200, seed=seed)
 
 
-def paths(trace: Trace) -> list[Path]:
+def paths(trace: Trace) -> list[Blocks]:
     batch = trace.whole
     return [tuple(batch.blocks[a:b].tolist()) for a, b in pairwise(batch.offsets.tolist())]
 
@@ -150,6 +153,20 @@ def test_empty_prompts_and_one_request() -> None:
     grown = grow(Trace.of(Batch.of([[4, 5]])), 2)
     assert grown.distinct_blocks == 4 and grown.whole.time_s.tolist() == [0, 0]
     assert "Grown, not recorded: 2 populations" in grown.notes[-1]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, target = tmp_path / "few.mstrace", tmp_path / "many.mstrace"
+    recorded().save(trace)
+    command = ["trace", "grow", str(trace), "--times", "3", "--shift", "5m", "--new-prompts", "0.5", "--seed", "2"]
+    assert cli.main([*command, "-o", str(target), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["requests"], shown["distinct_blocks"]) == (3600, Trace.open(target).distinct_blocks)
+    want = grow(Trace.open(trace), 3, Growth(seed=2, shift=300.0, new_prompts=0.5))
+    assert (Trace.open(target).whole.blocks == want.whole.blocks).all()
+    for output in (trace, tmp_path / "many.json"):
+        assert cli.main([*command, "-o", str(output)]) == 2
+        assert "output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

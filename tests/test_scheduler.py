@@ -80,6 +80,43 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
     assert cache or totals.cached_tokens == 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_goes_on_from_what_another_engine_has_said_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(12):
+        tokens = prompt(rng.random(), rng.randint(1, 30))
+        params: dict[str, Any] = {
+            "max_tokens": rng.randint(1, 12),
+            "temperature": rng.choice([0.0, 1.0]),
+            "seed": rng.randrange(2**32),
+            "ignore_eos": rng.random() < 0.5,
+            "min_tokens": 0,
+            "stop": rng.choice([(), ("A", "BC"), (chr(ord("A") + rng.randrange(VOCAB)),)]),
+            "include_stop_str_in_output": rng.random() < 0.5,
+            **rng.choice(RULES),
+        }
+        answer = complete(Request(np.array(tokens), SamplingParams(**params)))[0]
+        bench = Bench(rng.choice([12, 64]), draft_tokens=rng.choice([0, 3]), token_budget=rng.choice([3, 64]))
+        ids = [bench.add(tokens, said=answer[:length], **params) for length in range(len(answer) + 1)]
+        bench.run_and_flush()
+        bench.assert_complete(*ids)
+        for length, id in enumerate(ids):
+            usage = bench.last(id).usage
+            assert usage is not None
+            assert usage.completion_tokens == len(answer)
+            assert 0 <= usage.cached_tokens <= len(tokens), length
+        assert bench.scheduler.totals.generated_tokens == sum(range(len(answer) + 1))
+
+
+def test_what_another_engine_said_must_be_tokens_of_the_vocabulary_and_no_more_than_the_answer_may_have() -> None:
+    bench = Bench()
+    with pytest.raises(BadTokens, match=f"said: token {VOCAB}: must be below {VOCAB}"):
+        bench.add(prompt(1, 3), said=[VOCAB], max_tokens=2)
+    with pytest.raises(BadArgument, match="said = 3: must be at most max_tokens tokens"):
+        bench.add(prompt(1, 3), said=[1, 1, 1], max_tokens=2)
+    assert not bench.scheduler.busy
+
+
 def test_a_stop_token_ends_a_request_even_past_eos_and_its_text_is_shown_if_asked_for() -> None:
     bench = Bench()
     tokens, letters, _ = complete(Request(prompt(1, 6), SamplingParams(max_tokens=9, ignore_eos=True)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,9 +42,9 @@ class Rig:
 
     def __init__(self, elsewhere: Elsewhere, **config: Any) -> None:
         self.engine, self.clock = FakeEngine(), Clock()
-        settings = PrefillConfig(**{"prefill_url": URL, "prefill_min_bytes": 0, **config})
-        app = create_app(self.engine, ServerConfig(max_body_bytes=4096))  # type: ignore[arg-type]
-        self.first = PrefillFirst(app, settings, 4096, elsewhere, self.clock)
+        self.settings = PrefillConfig(**{"prefill_url": URL, "prefill_min_bytes": 0, **config})
+        self.app = create_app(self.engine, ServerConfig(max_body_bytes=4096))  # type: ignore[arg-type]
+        self.first = PrefillFirst(self.app, self.settings, 4096, elsewhere, self.clock)
         self.http = TestClient(self.first)
 
 
@@ -100,6 +102,42 @@ def test_whatever_goes_wrong_there_is_computed_here(status: Any, outcome: str) -
     rig = Rig(Elsewhere(status))
     assert rig.http.post("/v1/chat/completions", json=CHAT).status_code == 200
     assert rig.first.counts == {outcome: 1}
+
+
+def test_pages_are_read_while_the_other_server_computes() -> None:
+    rig = Rig(elsewhere := Elsewhere())
+    looked = threading.Semaphore(0)
+
+    def slowly(*asked: Any) -> int:
+        for _ in range(2):
+            assert looked.acquire(timeout=60)
+        return elsewhere(*asked)
+
+    advise = rig.engine.advise
+    rig.engine.advise = lambda *given, **rest: (advise(*given, **rest), looked.release())[0]  # type: ignore[method-assign]
+    service = rig.app.state.service
+    first = PrefillFirst(rig.app, rig.settings, 4096, slowly, rig.clock, service.ahead)
+    with TestClient(first) as http:
+        body = {"model": "fake", "prompt": PROMPT, "max_tokens": 5, "cache_salt": "a"}
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "Hello"
+    action, tokens, namespace, _ = rig.engine.advised[0]
+    assert (action, bytes(tokens).decode(), namespace.salt) == ("prefetch", PROMPT, "a")
+    assert first.counts["looks"] >= 2 and first.counts["prefilled"] == 1
+
+
+def test_what_cannot_be_read_ahead_is_answered_like_any_other() -> None:
+    rig = Rig(elsewhere := Elsewhere())
+
+    def slowly(*asked: Any) -> int:
+        time.sleep(0.2)
+        return elsewhere(*asked)
+
+    first = PrefillFirst(rig.app, rig.settings, 4096, slowly, rig.clock, rig.app.state.service.ahead)
+    with TestClient(first) as http:
+        assert http.post("/v1/completions", json={"model": "other", "prompt": PROMPT}).status_code == 404
+        rig.engine.advise = lambda *given, **rest: 1 / 0  # type: ignore[method-assign]
+        assert http.post("/v1/completions", json={"model": "fake", "prompt": PROMPT}).status_code == 200
+    assert (first.counts["looks_failed"], first.counts["prefilled"]) == (1, 2)
 
 
 def test_nobody_waits_for_a_server_that_is_gone() -> None:

@@ -9,17 +9,27 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from machine import patience
 
+from mainstem.events.replica import Replica as EventReplica
+from mainstem.events.source import AllBlocksCleared, BlockRemoved, Event, salt_id
+from mainstem.fleet.asking import Prompt
+from mainstem.fleet.routing import CostRouter
 from mainstem.tiers.transfer import Move
 from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
+from simulator.events import adapter_of, pages_of, reaches
+from simulator.fleet import Fleet
 from simulator.ghost import SimMemory, fingerprints, salt
 from simulator.mutants import judge
+from simulator.record import row, written
 from simulator.world import World, WrongError
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +92,26 @@ def test_a_resumed_campaign_takes_up_profiles_that_its_record_lacks(tmp_path: Pa
     assert all(after["profiles"][name]["seeds"] for name in ("cache", "hybrid", "quotas"))
 
 
+def test_a_record_becomes_a_row_that_replaces_the_last_one() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    record = {"date": "2026-01-02T03:04:05", "commit": "abc+", "first_seed": 5, "seconds": 61.2, "profiles": {}}
+    for name, operations in (("cache", 1_500_000), ("fleet", 900)):
+        run = Record(2, operations, 30, failures=[("again", "after 3 operations, WRONG READ")])
+        run.faults["kill"] = 7
+        record["profiles"][name] = vars(run)  # type: ignore[index]
+    line = row(record, "a test")
+    assert line == (
+        "| 2026-01-02 | abc | a test: `cache` 1.5M, `fleet` 900; seeds from 5 | 4 | 1,500,900 | 14 | 60 "
+        "| 2 | 2 | 61 s |"
+    )
+    once = written(page, line, "a test")
+    assert once.count(line) == 1
+    assert len(once.splitlines()) == len(page.splitlines()) + 1
+    assert written(once.replace("2026-01-02", "2026-01-01"), line, "a test") == once
+    with pytest.raises(ValueError, match="no table"):
+        written("nothing", line, "a test")
+
+
 # ---------------------------------------------------------------- what it detects
 
 
@@ -101,6 +131,52 @@ def test_the_text_of_a_mutant_occurs_exactly_once(mutant: Mutant) -> None:
     for old, new in mutant.patches:
         assert text.count(old) == 1, old
         assert old != new
+
+
+class PlainIndex(CostRouter):
+    """A chooser with an obvious index, which may ignore a kind of event."""
+
+    def __init__(self, ignored: type[Event] | None, world: World, page_size: int) -> None:
+        super().__init__(world.clock, page_size=page_size, key=bytes(16))
+        self._ignored = ignored
+        self._held: dict[str, EventReplica] = {}
+
+    def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().follow(replicas)
+        self._held = {name: self._held.get(name) or EventReplica() for name in replicas}
+
+    def apply(self, replica: str, events: Iterable[Event]) -> None:
+        self._held[replica].apply([each for each in events if type(each) is not self._ignored])
+
+    def match(self, prompt: Prompt) -> dict[str, tuple[int, int, int]]:
+        space, path = prompt.namespace, tuple(prompt.tokens.tolist())
+        return {
+            name: reaches(pages_of(known), adapter_of(space), salt_id(space), path)
+            for name, known in self._held.items()
+        }
+
+
+def _run_fleets(seeds: range, ignored: type[Event] | None) -> int:
+    """Returns how many prefixes were compared."""
+    compared = 0
+    for seed in seeds:
+        world = World(seed, "fleet")
+        fleet = type("Indexed", (Fleet,), {"choosers": (partial(PlainIndex, ignored),)})(world)
+        while world.operations < 1200:
+            fleet.step()
+        fleet.end()
+        compared += world.seen["prefixes found by the index"]
+    return compared
+
+
+def test_the_index_of_a_router_is_compared_with_every_cache() -> None:
+    assert _run_fleets(range(301, 303), None) > 20
+
+
+@pytest.mark.parametrize("ignored", [BlockRemoved, AllBlocksCleared])
+def test_an_index_that_ignores_events_is_found(ignored: type[Event]) -> None:
+    with pytest.raises(WrongError, match="the index knows something else"):
+        _run_fleets(range(300, 330), ignored)
 
 
 def _memory(world: World) -> SimMemory:

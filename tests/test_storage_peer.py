@@ -163,6 +163,25 @@ def test_peers_that_a_name_has_are_followed(kept: MemoryBackend) -> None:
         eventually(lambda: peers.exists(asked) == [False, False])
 
 
+def test_peers_can_be_named_while_it_runs(kept: MemoryBackend) -> None:
+    other = MemoryBackend()
+    PAGES.put(other, 20)
+    first, second = serving(kept), serving(other)
+    asked = [PAGES.keys[1], PAGES.keys[20]]
+    with closing(first), closing(second), client() as peers:
+        assert peers.exists(asked) == [False, False]
+        peers.follow([first.address])
+        assert peers.exists(asked) == [True, False]
+        peers.follow([second.address, first.address])
+        assert PAGES.read(peers, 1, 20) == [SIZE, SIZE]
+        with pytest.raises(BadArgument, match="HOST:PORT"):
+            peers.follow([second.address, "nowhere"])
+        peers.follow([second.address])
+        assert peers.exists(asked) == [False, True]
+        peers.follow([])
+        assert PAGES.read(peers, 1, 20) == [ABSENT, ABSENT]
+
+
 def test_a_machine_is_not_its_own_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"engines": ["10.0.0.3", "10.0.0.2", "10.0.0.1", "fd00::2"], socket.gethostname(): ["10.0.0.1", "fd00::1"]}
 

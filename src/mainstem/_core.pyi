@@ -755,7 +755,7 @@ class Replay:
 
     def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: Sequence[float], parts: int) -> None:
         """
-        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts. With peers, each request is told who could give it more. Costs: token_s, pair_s, below_s, peer_s and block_tokens, see router.h. Parts: how many threads may serve.
+        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts. With peers, each request has the replica that could give it more. Costs: token_s, pair_s, below_s, peer_s and block_tokens, see router.h. Parts: how many threads may serve.
         """
 
     def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:

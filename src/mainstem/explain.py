@@ -48,7 +48,7 @@ Run = tuple[int, int, str, Departed | None]
 class Evicted:
     """How a stretch was evicted.
 
-    `tier` is the last one that had it. Seconds are None where no time was noted, ticks count matches and insertions.
+    `tier` is the last one that had it. Seconds are None where no time was reported, ticks count matches and insertions.
 
     Attributes:
         why: what made it go.
@@ -112,7 +112,7 @@ class Explanation:
         stretches: they cover the prompt, in order, with one cause each.
         since_tick: what is called never seen, or parted, is so since this tick; before it, nothing may be known. 0:
             since the cache was made.
-        since_s: the same in seconds before now; None: since the cache was made, or no time was noted.
+        since_s: the same in seconds before now; None: since the cache was made, or no time was reported.
     """
 
     stretches: tuple[Stretch, ...]
@@ -126,7 +126,7 @@ class Explanation:
 
 
 class Timeline:
-    """Which tick was when, as far as somebody said: each of the last notes, and older ones at equal distances."""
+    """Which tick was when, as far as it was reported: each of the last notes, and older ones at equal distances."""
 
     def __init__(self) -> None:
         self._old: list[tuple[int, float]] = []
@@ -149,7 +149,7 @@ class Timeline:
             self._old, self._apart = self._old[::2], 2 * self._apart
 
     def used_s(self, tick: int) -> float | None:
-        """When a tick was: the last time noted before it."""
+        """When a tick was: the last time reported before it."""
         return self._before((tick, -inf))
 
     def left_s(self, tick: int) -> float | None:
@@ -158,7 +158,7 @@ class Timeline:
 
     @property
     def now_s(self) -> float | None:
-        """The last time noted."""
+        """The last time reported."""
         return self._recent[-1][1] if self._recent else None
 
     def _before(self, place: tuple[int, float]) -> float | None:

@@ -146,7 +146,8 @@ class FakeStream:
         if prompt.endswith("fail!"):
             yield self._last("error", 0, error="a secret of the engine")
             return
-        answer = self._engine.answer(prompt).encode()
+        answer, said = self._engine.answer(prompt).encode(), bytes(self.request.said.tolist())
+        answer = said + answer[len(said) :]
         found = min(
             ((answer.find(text.encode()), text) for text in params.stop if text.encode() in answer), default=None
         )
@@ -159,7 +160,7 @@ class FakeStream:
                 yield self._last("cancelled", made)
                 return
             made += 1
-            yield Delta(chr(token), (token,), self._logprobs(token))
+            yield Delta(chr(token), (token,), self._logprobs(token) if made > len(said) else ())
         if params.max_tokens <= cut:
             yield self._last("length", made)
         else:

@@ -85,12 +85,13 @@ class Bench:
         priority: int = 0,
         marks: Sequence[int] = (),
         hints: Hints = _NONE,
+        said: Sequence[int] = (),
         **params: Any,
     ) -> str:
         """Adds a request; returns its id."""
         id = f"r{len(self.requests)}"
         given = (np.array(tokens), SamplingParams(**params), namespace, priority, images)
-        request = Request(*given, marks=marks, hints=hints)
+        request = Request(*given, marks=marks, hints=hints, said=np.array(said, np.int32))
         self.scheduler.add(id, request)
         self.requests[id] = request
         return id

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import MainstemError
 from mainstem.namespaces import Namespace
+from mainstem.server.continuing import Begun, Said
 
 REPLICA = b"x-mainstem-replica"
 """The header of a response that names the replica which made it."""
@@ -44,6 +45,8 @@ class Ask:
         prompt: what it is routed by; None: any replica will do.
         to: the replica that must answer; None: the router chooses.
         avoid: replicas that could not answer it.
+        follows: whether the pieces of a stream say what is in them, so that another replica can go on with it.
+        begun: what another replica has sent of the stream; None: nothing.
     """
 
     method: str
@@ -54,6 +57,8 @@ class Ask:
     prompt: Prompt | None = None
     to: str | None = None
     avoid: frozenset[str] = frozenset()
+    follows: bool = False
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +69,32 @@ class Head:
         status: of HTTP.
         headers: names in lower case, and values.
         replica: who answers.
+        begun: of a stream that another replica can go on with; no client sees it.
     """
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     replica: str
+    begun: Begun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a body, of which more is known than its bytes.
+
+    Args:
+        body: the bytes.
+        said: what they say, of a stream that another replica can go on with; no client sees it.
+        lost: the replica cannot end the stream.
+    """
+
+    body: bytes
+    said: Said | None = None
+    lost: bool = False
+
+
+Part: TypeAlias = Head | Piece | bytes
+"""Of an answer."""
 
 
 class ReplicaLost(MainstemError):
@@ -90,7 +116,7 @@ class Replicas(Protocol):
     def names(self) -> Sequence[str]:
         """Returns the replicas that take requests."""
 
-    def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """Sends a request to a replica, and yields its answer: a head, then the body in pieces.
 
         Raises:

@@ -2,7 +2,7 @@
 
     body -> prompt -> replica -> head and body as they come
                          '-- lost before its first token: the request goes to another one
-                             lost later: the stream ends with one error event
+                             lost later: another one goes on with the stream, from what was sent of it
 
 A request that generates goes to one replica, by its prompt. What concerns the cache of every replica goes to all, and
 their answers become one (`merging`). A response that a replica keeps is asked for there. All else any replica answers.
@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +27,11 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from mainstem.fleet.asking import REPLICA, Ask, Head, Prompt, ReplicaLost, Replicas
+from mainstem.fleet.asking import REPLICA, Ask, Head, Part, Piece, Prompt, ReplicaLost, Replicas
 from mainstem.fleet.merging import ROUTES, Merge, Whole, best
 from mainstem.fleet.reading import GENERATING, MESSAGES, RESPONSES
 from mainstem.server import message_reply
+from mainstem.server.continuing import Begun
 from mainstem.server.errors import ApiError, ErrorBody, draining, internal_error, unavailable
 from mainstem.server.management import Health
 
@@ -73,11 +75,13 @@ class Counts:
     Args:
         served: answers by replica.
         again: requests that were sent once more.
+        continued: streams that another replica went on with, each time.
         broken: streams that ended with an error, because their replica did.
     """
 
     served: Counter[str]
     again: int = 0
+    continued: int = 0
     broken: int = 0
 
 
@@ -92,6 +96,7 @@ class Front:
         wait_s: how long a request waits for a replica that takes it.
         clock: returns seconds, monotonic.
         sleep: waits for a number of seconds.
+        thread: calls a function with arguments on another thread.
 
     Attributes:
         draining: whether new generations are refused.
@@ -109,10 +114,11 @@ class Front:
         wait_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        thread: Callable[..., Awaitable[Any]] = anyio.to_thread.run_sync,
     ) -> None:
         self._replicas, self._read, self._homes = replicas, read, homes
         self._max_body_bytes, self._wait_s = max_body_bytes, wait_s
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._thread = clock, sleep, thread
         self.draining, self.running = False, 0
         self.counts = Counts(Counter())
 
@@ -188,13 +194,13 @@ class Front:
         self.running += 1
         try:
             headers = Headers(raw=list(ask.headers))
-            prompt = await anyio.to_thread.run_sync(self._read, ask.path, headers, ask.body)
-            await self._one(replace(ask, prompt=prompt), sender)
+            prompt = await self._thread(self._read, ask.path, headers, ask.body)
+            await self._one(replace(ask, prompt=prompt, follows=True), sender)
         finally:
             self.running -= 1
 
     async def _one(self, ask: Ask, sender: _Sender) -> None:
-        """Lets one replica answer; another one if it is lost before it said anything."""
+        """Lets one replica answer; another one if it is lost: from the begin, or from what was sent of a stream."""
         end_s, deaths = self._clock() + self._wait_s, 0
         while True:
             try:
@@ -202,33 +208,50 @@ class Front:
                 return
             except ReplicaLost as lost:
                 deaths += not lost.refused
-                if sender.begun:
-                    self.counts.broken += 1
-                    await sender.fail(unavailable("The engine that answered has ended.", "replica_lost"))
+                if not lost.refused and sender.begun:
+                    end_s = self._clock() + self._wait_s  # a stream may have run for long
+                if not sender.can_go_on or deaths >= _MOST_DEATHS or self._clock() >= end_s:
+                    await self._give_up(sender)
                     return
-                if deaths >= _MOST_DEATHS or self._clock() >= end_s:
-                    await sender.refuse(unavailable("No engine can answer at the moment.", "no_replica"))
-                    return
-                self.counts.again += 1
-                ask = replace(ask, avoid=ask.avoid | {lost.replica or ""})
+                self.counts.again += not sender.begun
+                ask = replace(ask, avoid=ask.avoid | {lost.replica or ""}, begun=sender.said)
                 if not self._others(ask):
                     ask = replace(ask, avoid=frozenset())
                     await self._sleep(_RETRY_S)
+
+    async def _give_up(self, sender: _Sender) -> None:
+        if sender.begun:
+            self.counts.broken += 1
+            await sender.fail(unavailable("The engine that answered has ended.", "replica_lost"))
+        else:
+            await sender.refuse(unavailable("No engine can answer at the moment.", "no_replica"))
 
     async def _relay(self, ask: Ask, sender: _Sender, end_s: float) -> None:
         sender.reset()
         async with aclosing(self._asked(ask)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Head):
-                    again = self._clock() < end_s and piece.status in _ELSEWHERE
-                    others = self._others(replace(ask, avoid=ask.avoid | {piece.replica}))
-                    if again or (piece.status == _FULL and others):
-                        raise ReplicaLost(piece.replica, refused=True)
+                    self._check(piece, ask, sender, end_s)
                     self.counts.served[piece.replica] += 1
+                    self.counts.continued += sender.begun
                 await sender.take(piece)
         await sender.end()
 
-    async def _asked(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    def _check(self, head: Head, ask: Ask, sender: _Sender, end_s: float) -> None:
+        """Checks that a replica answers.
+
+        Raises:
+            ReplicaLost: another one should, or none can.
+        """
+        again = self._clock() < end_s and head.status in _ELSEWHERE
+        others = self._others(replace(ask, avoid=ask.avoid | {head.replica}))
+        if again or (head.status == _FULL and (others or sender.begun)):
+            raise ReplicaLost(head.replica, refused=True)
+        if sender.begun and head.status != 200:
+            sender.said = None  # e.g. it goes on from a response that only the lost one knew
+            raise ReplicaLost(head.replica, refused=True)
+
+    async def _asked(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """Asks a replica; a loss names the replica if it has said its name."""
         replica = ask.to
         try:
@@ -236,6 +259,8 @@ class Front:
                 async for piece in pieces:
                     if isinstance(piece, Head):
                         replica = piece.replica
+                    elif isinstance(piece, Piece) and piece.lost:
+                        raise ReplicaLost(replica)
                     yield piece
         except ReplicaLost as lost:
             raise ReplicaLost(lost.replica or replica) from lost
@@ -271,31 +296,46 @@ class Front:
                 if isinstance(piece, Head):
                     head = piece
                 else:
-                    body.append(piece)
+                    body.append(_bytes(piece))
         if head is None:
             raise ReplicaLost(ask.to)
         return Whole(head, b"".join(body))
 
 
 class _Sender:
-    """Sends one answer to the client, and holds it back while another replica could still give it."""
+    """Sends one answer to the client, and holds it back while another replica could still give it.
+
+    Attributes:
+        begun: whether the client has some of it.
+        said: what has been sent of a stream that another replica can go on with; None: none can.
+    """
 
     def __init__(self, send: Send, path: str, homes: Homes) -> None:
         self._send, self._path, self._homes = send, path, homes
         self._head: Head | None = None
-        self._held: list[bytes] = []
+        self._held: list[Piece | bytes] = []
         self.begun = False
+        self.said: Begun | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another replica can give the rest of the answer."""
+        return self.said is not None or not self.begun
 
     def reset(self) -> None:
         """Forgets what was held back."""
-        self._head, self._held = None, []
+        if not self.begun:
+            self._head, self._held, self.said = None, [], None
 
-    async def take(self, piece: Head | bytes) -> None:
-        """Takes the next piece of an answer."""
+    async def take(self, piece: Part) -> None:
+        """Takes the next part of an answer."""
         if isinstance(piece, Head):
-            self._head = piece
+            if not self.begun:
+                self._head, self.said = piece, deepcopy(piece.begun)
+            elif self.said is not None and self._path in _HELD:
+                self._homes.put(self.said.id, piece.replica)
         elif self.begun:
-            await self._body(piece, more=True)
+            await self._pass_on(piece)
         else:
             self._held.append(piece)
             if len(self._held) > _HELD.get(self._path, 0):
@@ -334,14 +374,18 @@ class _Sender:
     async def _begin(self) -> None:
         assert self._head is not None
         self.begun = True
-        held = b"".join(self._held)
-        if self._path in _HELD and (found := _ID.search(held, 0, _ID_BYTES)):
+        if self._path in _HELD and (found := _ID.search(b"".join(map(_bytes, self._held)), 0, _ID_BYTES)):
             self._homes.put(found[1].decode(), self._head.replica)
         named = [(REPLICA, self._head.replica.encode())] if self._head.replica else []
         headers = [*self._head.headers, *named]
         await self._send({"type": "http.response.start", "status": self._head.status, "headers": headers})
-        if held:
-            await self._body(held, more=True)
+        for piece in self._held:
+            await self._pass_on(piece)
+
+    async def _pass_on(self, piece: Piece | bytes) -> None:
+        if isinstance(piece, Piece) and piece.said is not None and self.said is not None:
+            self.said.take(piece.said)
+        await self._body(_bytes(piece), more=True)
 
     async def _body(self, piece: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
@@ -355,6 +399,10 @@ def _failing(path: str, error: ApiError) -> bytes:
         detail = {"code": error.detail.code, "message": error.detail.message, "param": None}
         return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **detail}) + b"\n\n"
     return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\ndata: [DONE]\n\n"
+
+
+def _bytes(piece: Piece | bytes) -> bytes:
+    return piece.body if isinstance(piece, Piece) else piece
 
 
 def _json(status: int, body: bytes, headers: Any = None) -> Whole:

@@ -8,6 +8,7 @@ A new one has read the hottest prefixes of the store before it takes requests; o
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
@@ -15,7 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head
+from mainstem.fleet.asking import Ask, Head, Part, Piece
+from mainstem.fleet.scaling import Seen, Window
+from mainstem.server.continuing import BEGUN, LOST, SAID, WISH, Wish
+from mainstem.settings.fleet import Autoscaling
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -27,10 +31,12 @@ _QUEUED = 64  # pieces of an answer that its reader has not taken
 _POLL_S = 0.05
 _QUIET = 3  # polls in a row with nothing under way
 _MISDIRECTED = 421
-_ANY_PORT = "tcp://127.0.0.1:0"
 
 DRAIN = "DRAIN"
 """The method of an ask that lets a replica end, once its requests have ended; another one takes its place."""
+
+PEERS = "PEERS"
+"""The method of an ask that tells a replica where the others give their pages: a JSON list of HOST:PORT."""
 
 
 class Replica:
@@ -40,22 +46,23 @@ class Replica:
         config: of the fleet.
         name: of this replica.
         threads: number of threads that compute.
+        host: of this machine, where its peers reach it.
 
     Attributes:
         name: as given.
     """
 
-    def __init__(self, config: FleetConfig, name: str, threads: int) -> None:
+    def __init__(self, config: FleetConfig, name: str, threads: int, host: str = "127.0.0.1") -> None:
         from mainstem.runtime.parallel import open_engine
         from mainstem.server.app import create_app
 
         self.name, self._timeout_s = name, config.server.drain_timeout_s
-        events = replace(config.engine.events, kv_events=_ANY_PORT, kv_events_replay=_ANY_PORT)
         load = config.load if config.load.threads is not None else replace(config.load, threads=threads)
+        self._window = Window((config.autoscaling or Autoscaling()).window_s)
         self._stack = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._stack.close)
-            engine = open_engine(config.model, load, replace(config.engine, events=events))
+            engine = open_engine(config.model, load, config.engine_at(host))
             self._engine: Engine = self._stack.enter_context(engine)
             for adapter, path in config.adapters:
                 self._engine.load_adapter(adapter, path)
@@ -63,12 +70,17 @@ class Replica:
             self._app = create_app(self._engine, config.server)
             undo.pop_all()
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """Answers a request; see `Replicas.ask`."""
         if ask.to is not None and ask.to != self.name:
             yield Head(_MISDIRECTED, (), self.name)  # the one that was meant has ended
         elif ask.method == DRAIN:
             self._app.state.service.draining = True
+            yield Head(200, (), self.name)
+        elif ask.method == PEERS:
+            peering = self._engine.peering
+            if peering is not None and peering.follow is not None:
+                await asyncio.to_thread(peering.follow, json.loads(ask.body))
             yield Head(200, (), self.name)
         else:
             async for piece in answered(self._app, ask, self.name):
@@ -93,12 +105,19 @@ class Replica:
     def where(self) -> dict[str, Any]:
         """Returns what a router needs to follow it."""
         live, replay = self._engine.event_endpoints or (None, None)
-        config = self._engine.config
+        config, peering = self._engine.config, self._engine.peering
         shared = None if config.tiers.storage is None else "of the fleet"
+        peer = {} if peering is None else {"peer": peering.address, "identity": peering.identity}
         return {
             "events": live, "replay": replay, "page_size": config.page_size, "draining": self.draining,
-            "costs": self._engine.costs, "store": shared,
+            "costs": self._engine.costs, "store": shared, **peer,
         }  # fmt: skip
+
+    def seen(self) -> dict[str, float]:
+        """Returns what it has counted lately, for `scaling.wanted`."""
+        stats = self._engine.stats()
+        total = Seen(stats.totals.prompt_tokens, stats.totals.cached_tokens, stats.cache.tree.evicted_pages)
+        return self._window.add(time.monotonic(), total).as_dict()
 
     def close(self) -> None:
         """Lets requests end, and writes to the store what it does not have."""
@@ -131,7 +150,7 @@ def wait_until_warm(
     return True
 
 
-async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Head | bytes, None]:
+async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Part, None]:
     """Runs an application for one request, and yields its answer. Closing the iterator disconnects the client.
 
     Args:
@@ -139,7 +158,7 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Head | b
         ask: the request.
         name: who answers.
     """
-    pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(_QUEUED)
+    pieces: asyncio.Queue[Part | None] = asyncio.Queue(_QUEUED)
     given = False
 
     async def receive() -> dict[str, Any]:
@@ -153,9 +172,10 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Head | b
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             headers = tuple((bytes(key), bytes(value)) for key, value in message["headers"])
-            await pieces.put(Head(message["status"], headers, name))
+            await pieces.put(Head(message["status"], headers, name, message.get(BEGUN)))
         elif message["type"] == "http.response.body" and message.get("body"):
-            await pieces.put(bytes(message["body"]))
+            body, said, lost = bytes(message["body"]), message.get(SAID), message.get(LOST, False)
+            await pieces.put(Piece(body, said, lost) if said is not None or lost else body)
 
     async def run() -> None:
         try:
@@ -176,8 +196,9 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Head | b
 
 
 def _scope(ask: Ask) -> dict[str, Any]:
+    state = {WISH: Wish(ask.begun)} if ask.follows else {}
     return {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http",
         "method": ask.method, "path": ask.path, "raw_path": ask.path.encode(), "root_path": "",
-        "query_string": ask.query, "headers": list(ask.headers), "client": None, "server": None, "state": {},
+        "query_string": ask.query, "headers": list(ask.headers), "client": None, "server": None, "state": state,
     }  # fmt: skip

@@ -143,7 +143,7 @@ class CostRouter:
         with self._lock:
             sizes = {name: said.get("page_size") for name, said in replicas.items()}
             known = [size for _, size in sorted(sizes.items()) if isinstance(size, int) and 0 < size <= _MOST_TOKENS]
-            if known and not self._told:
+            if known and not self._reported:
                 self._begin(known[0], True)
             self._refuse({name for name, size in sizes.items() if size in known and size != self._page_size})
             for gone in sorted(set(self._replicas) - set(replicas)):
@@ -163,7 +163,7 @@ class CostRouter:
         """Follows events of a replica, of which some may be lost, repeated or wrong.
 
         Args:
-            replica: its name; events of one that `follow` was not told of are ignored.
+            replica: its name; events of one that `follow` does not list are ignored.
             events: since those before.
         """
         for event in events:
@@ -256,9 +256,9 @@ class CostRouter:
 
     # ---------------------------------------------------------------- parts
 
-    def _begin(self, page_size: int, told: bool) -> None:
+    def _begin(self, page_size: int, reported: bool) -> None:
         """Begins with nothing known but the replicas."""
-        self._core, self._told = _core.Routing(self._key, page_size, self._capacity), told
+        self._core, self._reported = _core.Routing(self._key, page_size, self._capacity), reported
         self._page_size = page_size
         self._by_number.clear()
         for name in sorted(self._replicas):

@@ -18,11 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 from mainstem.events.source import PUBLIC_SECRET
+from mainstem.fleet import policy as policy_module
 from mainstem.fleet import sessions
-from mainstem.fleet.asking import Ask, Head, ReplicaLost
+from mainstem.fleet.asking import Ask, Head, Part, ReplicaLost
 from mainstem.fleet.following import Following
 from mainstem.fleet.front import Front, Homes
 from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
+from mainstem.fleet.peers import Introductions
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, Replica
@@ -37,9 +39,11 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     from ray.serve._private.common import DeploymentID
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
     from ray.serve.api import RunTarget
-    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
     from ray.serve.exceptions import RayServeException
     from ray.serve.request_router import RequestRouter
+
+log = logging.getLogger(__name__)
 
 APP, ENGINE, FRONT = "mainstem", "engine", "front"
 _LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)
@@ -47,6 +51,7 @@ _LEAST_CPUS = 0.01  # of replicas that share the machine's cores
 _MOST_ONGOING = 10_000
 _END_S = 15.0  # for an engine that writes what it has, after its requests
 _POLL_S = 0.25
+_INTRODUCE_S = 1.0
 _ANSWER_S = 10.0
 
 
@@ -106,7 +111,7 @@ def _asked(pending_request: Any) -> Ask | None:
 
 
 def _stay(config: FleetConfig) -> None:
-    if config.node_host == "127.0.0.1" and config.address is None:
+    if config.on_this_machine:
         listen_on_loopback()
 
 
@@ -115,11 +120,16 @@ class ServedReplica(Replica):
 
     def __init__(self, config: FleetConfig, threads: int) -> None:
         _stay(config)
-        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads)
+        host = "127.0.0.1" if config.on_this_machine else ray.util.get_node_ip_address()
+        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Returns what routers get of it."""
         return {**self.where(), "pid": os.getpid()}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what `ReplicaPolicy` gets of it."""
+        return self.seen()
 
     async def __del__(self) -> None:
         """Ends it, once its requests have ended."""
@@ -136,7 +146,7 @@ class _Served:
         """See `Replicas`."""
         return sessions.ROUTERS[-1].awake() if sessions.ROUTERS else []
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """See `Replicas`."""
         pieces = self._engines.ask.remote(ask)
         try:
@@ -167,6 +177,16 @@ class ServedFront:
         loaded = await asyncio.to_thread(load_tokenizer, config.model, config.load.max_context)
         reading = Reading(config, *loaded, homes.get)
         self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
+        self._introducing = asyncio.create_task(self._introduce(Introductions(self._replicas)))
+
+    async def _introduce(self, introductions: Introductions) -> None:
+        """Tells replicas of each other, as long as the front lives."""
+        while True:
+            await asyncio.sleep(_INTRODUCE_S)
+            try:
+                await introductions.tell({key.unique_id: each.routing_stats for key, each in _curr().items()})
+            except Exception:
+                log.exception("replicas were not told of each other")
 
     def __serve_build_asgi_app__(self) -> Front:
         """Returns the application; Serve calls it."""
@@ -180,13 +200,8 @@ class ServedFront:
             for name, stats in ((key.unique_id, each.routing_stats) for key, each in _curr().items())
         }
         index = sessions.ROUTERS[-1].index() if sessions.ROUTERS else {}
-        return {
-            "replicas": replicas,
-            "index": index,
-            "running": self._front.running,
-            "again": counts.again,
-            "broken": counts.broken,
-        }
+        done = {"again": counts.again, "continued": counts.continued, "broken": counts.broken}
+        return {"replicas": replicas, "index": index, "running": self._front.running, **done}
 
     async def drain(self, timeout_s: float) -> bool:
         """See `Front.drain`."""
@@ -247,9 +262,15 @@ def _application(config: FleetConfig, cores: int) -> Any:
     common = {"graceful_shutdown_timeout_s": grace_s, "graceful_shutdown_wait_loop_s": 0.2}
     size: dict[str, Any] = {"num_replicas": config.replicas}
     if scaling is not None:
+        policy = AutoscalingPolicy(
+            policy_function=f"{policy_module.__name__}:ReplicaPolicy", policy_kwargs=vars(scaling)
+        )
         size = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scaling.min, max_replicas=scaling.max, target_ongoing_requests=scaling.target_ongoing
+                min_replicas=scaling.min,
+                max_replicas=scaling.max,
+                target_ongoing_requests=scaling.target_ongoing,
+                policy=policy,
             )
         }
     engines = serve.deployment(ServedReplica).options(

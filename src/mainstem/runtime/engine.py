@@ -60,6 +60,7 @@ from mainstem.runtime.stream import Stream, closed_by
 from mainstem.runtime.tiers import close_tiers
 from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.storage.peer import Peering
 from mainstem.tiers.controller import TierStats
 from mainstem.tree import Survey
 
@@ -340,6 +341,11 @@ class Engine:
         if self._tiers is None:
             return None
         return self._tiers.costs.lines(self._tiers.host.memory.payload_bytes(0) / self.config.page_size)
+
+    @property
+    def peering(self) -> Peering | None:
+        """Where peers read its pages, and whose it reads; None: it has no peers."""
+        return None if self._tiers is None or self._tiers.store is None else self._tiers.store.peering
 
     def stats(self) -> EngineStats:
         """Returns counts after the last step. Callable from any thread; does not block."""

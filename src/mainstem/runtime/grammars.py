@@ -93,6 +93,7 @@ class Matcher:
         """Goes on with a token that may follow; returns whether any may follow that one, by the grammar alone."""
         if self._state is None:
             self._state = self._beginning.deep_copy()
+        self.following()  # which reads the state: it must not change meanwhile
         self.forced = ()
         if self._state.consume_token(token) and not self._state.is_stopped():
             self.forced = tuple(self._state.compute_ff_tokens())

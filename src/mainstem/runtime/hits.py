@@ -77,7 +77,7 @@ class Hits:
         if sequence.admitted_s is None:
             sequence.admitted_s = now_s
             sequence.cached_tokens = sequence.cached_end = sequence.computed - loaded
-            self._totals.prompt_tokens += len(sequence.request.tokens)
+            self._totals.prompt_tokens += sequence.length
             self._totals.cached_tokens += sequence.cached_tokens
             self._note(sequence, 0, sequence.cached_tokens, "device")
             self._count_load(sequence, load, loaded)
@@ -111,7 +111,7 @@ class Hits:
             return
         scored = sequence.request.params.prompt_logprobs is not None
         about = Circumstances(
-            len(sequence.request.tokens),
+            explained.known[-1].end,
             self._cache.page_size,
             explained.found,
             sequence.missed,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mainstem.runtime.adapters import Adapter
 
 _INT32_MAX = 2**31 - 1
+_NOTHING = np.empty(0, np.int32)
+_NOTHING.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,10 +170,14 @@ class Request:
         marks: positions in [0, n], ascending, where other prompts are expected to part from this one: the end of the
             system message, of the tools, of each turn. A model with recurrent states keeps some of its states there.
         hints: what is known of how its KV will be used again.
+        said: int32 [m]: the first tokens of the answer, which another engine has generated. They are events again, and
+            the answer goes on as that engine would have gone on, with the same random numbers if there is a seed.
 
     Raises:
-        BadArgument: the namespace, the priority, the images, the positions or the marks are invalid.
-        BadTokens: the prompt is empty, has more than one dimension, or holds anything but int32 integers >= 0.
+        BadArgument: the namespace, the priority, the images, the positions or the marks are invalid, or `said` is
+            longer than the answer may be.
+        BadTokens: the prompt is empty, or it or `said` has more than one dimension, or holds anything but int32
+            integers >= 0.
     """
 
     tokens: NDArray[np.int32]
@@ -183,25 +189,24 @@ class Request:
     adapter: Adapter | None = None
     marks: Sequence[int] = ()
     hints: Hints = field(default_factory=Hints)
+    said: NDArray[np.int32] = field(default_factory=lambda: _NOTHING)
 
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
         encode_namespace(self.namespace)
         _require_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX)
         given = np.asarray(self.tokens)
-        if given.ndim != 1 or given.size == 0:
+        if given.size == 0:
             raise BadTokens(f"a prompt of shape {given.shape}: must be one dimension of at least one token")
-        if given.dtype.kind not in "iu":
-            raise BadTokens(f"a prompt of type {given.dtype}: must hold integers")
-        wrong = np.flatnonzero((given < 0) | (given > _INT32_MAX))
-        if wrong.size:
-            raise BadTokens(f"token {given[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
         # Many requests may share an array that cannot change.
-        object.__setattr__(self, "tokens", _frozen(given, np.dtype(np.int32)))
+        object.__setattr__(self, "tokens", _checked_tokens("a prompt", given))
         _check_images(self.images, len(given))
         object.__setattr__(self, "marks", _checked_marks(self.marks, len(given)))
         if self.positions is not None:
             object.__setattr__(self, "positions", _checked_positions(self.positions, len(given)))
+        said = _checked_tokens("the begin of an answer", np.asarray(self.said)) if len(self.said) else _NOTHING
+        object.__setattr__(self, "said", said)
+        _require("said", len(said), len(said) <= self.params.max_tokens, "at most max_tokens tokens")
 
     def positions_of(self, begin: int, end: int) -> NDArray[np.int64] | None:
         """Returns the M-RoPE positions of the tokens at [begin, end), int64 [3, end - begin]; None: their indices.
@@ -213,6 +218,17 @@ class Request:
         known = self.positions.shape[1]
         after = self.positions.max() + 1 + np.arange(max(begin - known, 0), max(end - known, 0))
         return np.concatenate([self.positions[:, begin:end], np.broadcast_to(after, (3, len(after)))], axis=1)
+
+
+def _checked_tokens(name: str, given: NDArray[Any]) -> NDArray[np.int32]:
+    if given.ndim != 1:
+        raise BadTokens(f"{name} of shape {given.shape}: must be one dimension of at least one token")
+    if given.dtype.kind not in "iu":
+        raise BadTokens(f"{name} of type {given.dtype}: must hold integers")
+    wrong = np.flatnonzero((given < 0) | (given > _INT32_MAX))
+    if wrong.size:
+        raise BadTokens(f"token {given[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
+    return _frozen(given, np.dtype(np.int32))
 
 
 def _frozen(given: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

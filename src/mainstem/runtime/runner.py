@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -108,6 +109,12 @@ class Segment:
     def end(self) -> int:
         """The position after the last new token."""
         return self.start + len(self.tokens)
+
+    @property
+    def digest(self) -> tuple[int, ...]:
+        """What ranks compare before a forward: where it starts, its tokens and its pages."""
+        arrays = (self.tokens, *self.tables)
+        return (self.start, self.state, *(zlib.crc32(array.tobytes()) for array in arrays))
 
     def part(self, begin: int, end: int) -> Segment:
         """Returns the part of the segment at positions [begin, end), with those of the logits that are in it."""

@@ -58,6 +58,13 @@ class Sampler:
         """Tokens that the rules ask for next, one after another, as far as is known."""
         return () if self.processor is None else self.processor.forced
 
+    def repeat(self, token: int) -> None:
+        """Takes a token that was sampled elsewhere by these rules, and the random number that this took."""
+        if self.params.temperature > 0:
+            self.uniform()
+        if self.processor is not None:
+            self.processor.accept(token)
+
     def uniform(self) -> float:
         """Returns the next random number, in [0, 1)."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))

@@ -45,7 +45,6 @@ import contextlib
 import heapq
 import logging
 import random as random_module
-import zlib
 from collections import abc
 from functools import partial
 from typing import Protocol
@@ -56,7 +55,7 @@ from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Full, Local, State, Window, by_name
-from mainstem.errors import BadArgument, OutOfPages, RequestTooLong
+from mainstem.errors import BadArgument, BadTokens, OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
 from mainstem.runtime.drafts import begin_with, look_up
@@ -86,9 +85,7 @@ log = logging.getLogger(__name__)
 _RANKED = 128
 
 _PREFETCHES = 4  # of one request
-
 _MOST_LOGITS = 1 << 26  # of prompts in a step: 256 MiB, beside which a forward needs a few times as much
-
 _MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured; the number of such forwards
 
 _POLL_S = 0.001  # between polls of transfers that all waiting requests need
@@ -213,6 +210,8 @@ class Scheduler:
         if request.images and request.params.prompt_logprobs is not None:
             raise BadArgument("prompt_logprobs", request.params.prompt_logprobs, "None for a prompt with images")
         check_rules(request.params, self._eos, self._runner.vocab_size)
+        if (request.said >= self._runner.vocab_size).any():
+            raise BadTokens(f"said: token {request.said.max()}: must be below {self._runner.vocab_size}")
         self._compiled(request)
         prompt, new = len(request.tokens), request.params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens = {new}"
@@ -265,15 +264,31 @@ class Scheduler:
         shown = (params.skip_special_tokens, params.include_stop_str_in_output, params.hidden_tokens)
         text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
         timeline, arrival = Timeline(self._clock, arrived_s), self.totals.requests
-        sequence = Sequence(id, request, prompt, arrival, arrived_s, sampler, text, timeline)
-        self._waiting[id] = sequence
+        self._waiting[id] = sequence = Sequence(id, request, prompt, arrival, arrived_s, sampler, text, timeline)
         self.totals.requests += 1
         self.totals.grammar_requests += params.grammar is not None
         self._idle = False
+        if self._repeats(sequence):
+            return
         for other in self._running.values():
             self._request_checkpoint(other, sequence)
         self._prefetch(sequence)
         self._sessions.arrived(sequence)
+
+    def _repeats(self, sequence: Sequence) -> bool:
+        """Repeats what another engine has said of the answer; returns whether that ends it.
+
+        What is left is what a preempted request is: its prompt and some tokens, of which nothing is computed.
+        """
+        try:
+            for token in sequence.request.said.tolist():
+                sequence.repeat(token)
+                self._report(sequence, token, (), sequence.sampler.ended)
+                if sequence.id not in self._waiting:
+                    return True
+        except Exception as error:  # noqa: BLE001  # it logs
+            self._fail(sequence, "cannot be continued", error)
+        return sequence.id not in self._waiting
 
     def measure(self) -> None:
         """Times a few forwards, so that the first request knows what it costs not to wait for storage.
@@ -615,7 +630,7 @@ class Scheduler:
         self._meter.begin(scheduled)
         try:
             segments = [sequence.segment(n) for sequence, n in scheduled]
-            require_equal(self._ranks, lambda: [_digest(segment) for segment in segments], "requests or pages")
+            require_equal(self._ranks, lambda: [segment.digest for segment in segments], "requests or pages")
             logits, unscored = keep_scores(scheduled, self._runner.forward(segments), self._ranks)
             scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
             choices = self._ranks.share(
@@ -654,17 +669,15 @@ class Scheduler:
                 continue
             try:
                 self._process_choices(sequence, choices_of)
-            except Exception as error:  # e.g. the tokenizer cannot decode a token; other requests go on
-                log.exception("request %s failed; ending it", sequence.id)
-                self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001  # e.g. the tokenizer cannot decode it; other requests go on
+                self._fail(sequence, "failed", error)
 
     def _embeds(self, sequence: Sequence, n: int) -> bool:
         """Encodes the images of the next n tokens; returns whether it could. A failure ends this request only."""
         try:
             self._runner.embed(sequence.segment(n))
-        except Exception as error:
-            log.exception("the images of request %s cannot be encoded; ending it", sequence.id)
-            self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  # it logs
+            self._fail(sequence, "has images that cannot be encoded", error)
             return False
         return True
 
@@ -727,16 +740,20 @@ class Scheduler:
         self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...], ended: Ended | None
     ) -> None:
         """Appends a sampled token to its sequence, and reports it; ends the request if it was the last."""
-        params = sequence.request.params
         self.totals.generated_tokens += 1
         if sequence.first_token_s is None:
             sequence.first_token_s = self._clock()
         sequence.append(token)
+        self._report(sequence, token, logprobs, ended)
+
+    def _report(self, sequence: Sequence, token: int, scores: tuple[TokenLogprob, ...], ended: Ended | None) -> None:
+        """Reports the newest token of a sequence; ends the request if it was the last."""
+        params = sequence.request.params
         if (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids:
             shown = sequence.text.push(token) if params.include_stop_str_in_output else ""
-            self._finish(sequence, "stop", Delta(shown, (token,), logprobs))
+            self._finish(sequence, "stop", Delta(shown, (token,), scores))
             return
-        delta = Delta(sequence.text.push(token), (token,), logprobs)
+        delta = Delta(sequence.text.push(token), (token,), scores)
         if sequence.text.stop is not None:
             self._finish(sequence, "stop", delta)
         elif ended is not None:
@@ -745,6 +762,10 @@ class Scheduler:
             self._finish(sequence, "length", delta)
         else:
             self._events.append((sequence.id, delta))
+
+    def _fail(self, sequence: Sequence, what: str, error: Exception) -> None:
+        log.exception("request %s %s; ending it", sequence.id, what)
+        self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
 
     def _finish(self, sequence: Sequence, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
         self._waiting.pop(sequence.id, None)
@@ -757,20 +778,5 @@ class Scheduler:
         usage, stop = sequence.usage(self._clock(), prefixes), sequence.text.stop
         if reason in ("stop", "length"):
             self._sessions.ended(sequence, self._now_s)
-        text = last.text + _flush(sequence)
+        text = last.text + sequence.flush()
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
-
-
-def _flush(sequence: Sequence) -> str:
-    """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
-    try:
-        return sequence.text.flush()
-    except Exception:
-        log.exception("the last text of request %s cannot be decoded", sequence.id)
-        return ""
-
-
-def _digest(segment: Segment) -> tuple[int, ...]:
-    """Returns what ranks compare before a forward: where a segment starts, its tokens and its pages."""
-    arrays = (segment.tokens, *segment.tables)
-    return (segment.start, segment.state, *(zlib.crc32(array.tobytes()) for array in arrays))

@@ -6,6 +6,8 @@ publishes what it has computed. It knows no other sequence. The scheduler decide
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,8 @@ from mainstem.runtime.timeline import Timeline
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
 from mainstem.tiers.waits import Missed
+
+log = logging.getLogger(__name__)
 
 
 class Sequence:
@@ -342,9 +346,25 @@ class Sequence:
         """Appends a sampled token."""
         assert self._lease is not None and self.uncomputed == 0
         self.timeline.generates()
+        self._add(token)
+        self._lease.append([token])
+
+    def repeat(self, token: int) -> None:
+        """Appends a token of the answer that another engine has sampled, before anything is computed."""
+        self._add(token)
+        self.sampler.repeat(token)
+
+    def _add(self, token: int) -> None:
         self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
-        self._lease.append([token])
+
+    def flush(self) -> str:
+        """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
+        try:
+            return self.text.flush()
+        except Exception:
+            log.exception("the last text of request %s cannot be decoded", self.id)
+            return ""
 
     def close(self) -> None:
         """Ends the lease, if there is one. What was computed stays in the cache, but nothing of a failed step."""
@@ -385,15 +405,18 @@ class Sequence:
 
     def usage(self, now_s: float, prefixes: tuple[tuple[Prefix, Kept], ...] = ()) -> Usage:
         """Returns the usage up to now; `prefixes`: what became of those that the request marks."""
+        prompt = len(self.request.tokens)
+        beyond = max(0, self.cached_tokens - prompt)  # cached tokens of an answer that another engine has begun
+        storage = max(0, self.storage_tokens - beyond)
         return Usage(
-            prompt_tokens=len(self.request.tokens),
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=prompt,
+            cached_tokens=self.cached_tokens - beyond,
             completion_tokens=self.generated,
             queue_s=(now_s if self.admitted_s is None else self.admitted_s) - self.arrived_s,
             ttft_s=0.0 if self.first_token_s is None else self.first_token_s - self.arrived_s,
             duration_s=now_s - self.arrived_s,
-            host_tokens=self.host_tokens,
-            storage_tokens=self.storage_tokens,
+            host_tokens=max(0, self.host_tokens - max(0, beyond - self.storage_tokens)),
+            storage_tokens=storage,
             prefixes=prefixes,
             phases=self.timeline.phases(),
             explanation=self.explanation,

@@ -21,7 +21,8 @@ from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
-from mainstem.storage.peer import NO_SECRET, PeerBackend, PeerServer, Share
+from mainstem.storage.peer import NO_SECRET, PeerBackend, Peering, PeerServer, Share
+from mainstem.tiers import identities
 from mainstem.tiers.calibrated import open_codec
 from mainstem.tiers.codecs import Codec
 from mainstem.tiers.host import HostTier
@@ -180,7 +181,9 @@ def _store(
     limits, given = config.limits, config.peers
     sealer = Sealer(identity, PUBLIC_SECRET if config.storage_secret is None else config.storage_secret)
     secret = config.storage_secret or NO_SECRET
-    peers = PeerBackend(given.peers, secret, given.peer_timeout_s) if given.peers else None
+    reads = bool(given.peers) or given.peers_later
+    peers = PeerBackend(given.peers, secret, given.peer_timeout_s) if reads else None
+    server: PeerServer | None = None
     if shelf is not None and given.peer_listen is not None:
         try:
             share = Share(given.peer_share, clock=clock)
@@ -195,7 +198,7 @@ def _store(
             raise
         shelf.server = server
         log.info("peers read pages at %s", server.address)
-    return Store(
+    store = Store(
         backend,
         sealer,
         limits,
@@ -207,6 +210,11 @@ def _store(
         peers=peers,
         shelf=shelf,
     )
+    if given.exist:
+        name = identities.id_of(identities.summarize(identity), sealer).hex()
+        follow = None if peers is None else peers.follow
+        store.peering = Peering(None if server is None else server.address, follow, name)
+    return store
 
 
 def _digest_weights(model: torch.nn.Module) -> str:

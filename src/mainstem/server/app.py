@@ -11,6 +11,7 @@ thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import socket
@@ -19,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -49,6 +50,7 @@ from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
 from mainstem.server import errors, live, management, message_reply, messages, openapi, replies, requests, tokenization
 from mainstem.server.access import Access, tenant_secret
+from mainstem.server.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
 from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
@@ -114,7 +116,7 @@ def create_app(
     service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing)
     app = Starlette(
         routes=service.routes(),
-        middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config)],
+        middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config, service)],
         exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
     )
     app.router.redirect_slashes = False
@@ -137,11 +139,12 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _prefill(config: ServerConfig) -> list[Middleware]:
+def _prefill(config: ServerConfig, service: _Service) -> list[Middleware]:
     """Returns what has prompts computed elsewhere."""
     if config.prefill.prefill_url is None:
         return []
-    return [Middleware(PrefillFirst, config=config.prefill, most_bytes=config.max_body_bytes)]
+    most, ahead = config.max_body_bytes, service.ahead
+    return [Middleware(PrefillFirst, config=config.prefill, most_bytes=most, ahead=ahead)]
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -277,10 +280,12 @@ class _Kind:
     name: Kind
 
 
-_COMPLETION = _Kind(
-    lambda body, unknown, owner: Task(requests.parse_completion(body, unknown), CompletionReply), "cmpl-", "completion"
-)
-_CHAT = _Kind(lambda body, unknown, owner: Task(requests.parse_chat(body, unknown), ChatReply), "chatcmpl-", "chat")
+def _parse_completion(body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
+    return Task(requests.parse_completion(body, unknown), CompletionReply)
+
+
+def _parse_chat(body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
+    return Task(requests.parse_chat(body, unknown), ChatReply)
 
 
 class _Service:
@@ -324,18 +329,21 @@ class _Service:
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
         kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
         self._responses = Responses(kept, now, self._fingerprints)
+        self._kinds = {
+            "/v1/completions": _Kind(_parse_completion, "cmpl-", "completion"),
+            "/v1/chat/completions": _Kind(_parse_chat, "chatcmpl-", "chat"),
+            "/v1/responses": _Kind(self._responses.parse, ID_PREFIX, "chat"),
+            message_reply.PATH: _Kind(self._parse_message, message_reply.ID_PREFIX, "chat"),
+        }
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 
     def routes(self) -> list[Route]:
         """Returns all routes."""
         return [
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/responses", self._create_response, methods=["POST"]),
+            *(Route(path, self._generate, methods=["POST"]) for path in self._kinds),
             Route("/v1/responses/{id}", self._response, methods=["GET"]),
             Route("/v1/responses/{id}", self._delete_response, methods=["DELETE"]),
-            Route(message_reply.PATH, self._message, methods=["POST"]),
             Route(f"{message_reply.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
@@ -360,39 +368,32 @@ class _Service:
             Route("/metrics", self._scrape, methods=["GET"]),
         ]
 
-    async def _completions(self, http: HttpRequest) -> Response:
-        return await self._generate(http, _COMPLETION)
+    def ahead(self, path: str, headers: Headers, body: bytes) -> Callable[[], object]:
+        """Returns what reads pages of a request's first prompt before it is submitted; see `PrefillFirst`.
 
-    async def _chat(self, http: HttpRequest) -> Response:
-        return await self._generate(http, _CHAT)
-
-    async def _create_response(self, http: HttpRequest) -> Response:
-        return await self._generate(http, _Kind(self._responses.parse, ID_PREFIX, "chat"))
-
-    async def _message(self, http: HttpRequest) -> Response:
-        return await self._generate(http, _Kind(self._parse_message, message_reply.ID_PREFIX, "chat"))
-
-    def _parse_message(self, body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
-        return messages.parse(body, unknown, Earlier(self._fingerprints, owner))
+        Raises:
+            ApiError, MainstemError: it cannot be answered.
+        """
+        tenant = self._access.tenant(headers)
+        task = self._kinds[path].parse(body, [], tenant)
+        tokens, namespace = self._preparation.addressed(task, tenant if self._access.separates else None)
+        return partial(self._engine.advise, "prefetch", tokens, namespace)
 
     def _parse(self, route: str, body: bytes, owner: Owner) -> Task:
         """Parses the body of a request to one of the routes that generate."""
-        kinds = {
-            "/v1/completions": _COMPLETION.parse,
-            "/v1/chat/completions": _CHAT.parse,
-            "/v1/responses": self._responses.parse,
-            message_reply.PATH: self._parse_message,
-        }
-        if route not in kinds:
-            raise ApiError(400, f"route: must be one of {', '.join(kinds)}", param="route")
-        return kinds[route](body, self._tolerated([]), owner)
+        if route not in self._kinds:
+            raise ApiError(400, f"route: must be one of {', '.join(self._kinds)}", param="route")
+        return self._kinds[route].parse(body, self._tolerated([]), owner)
 
-    async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
+    async def _generate(self, http: HttpRequest) -> Response:
+        kind = self._kinds[http.url.path]
         trace = self._trace(http, kind)
         try:
             unknown: list[str] = []
-            id = f"{kind.id_prefix}{uuid.uuid4().hex}"
-            made, run = await self._admit(http, kind, id, unknown, trace)
+            wish = wish_of(http.scope)
+            before = None if wish is None else wish.begun
+            id = f"{kind.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
+            made, run = await self._admit(http, kind, id, unknown, trace, before)
         except (ApiError, MainstemError) as error:
             status = _shown(error).status
             self._metrics.refused(status)
@@ -401,13 +402,17 @@ class _Service:
             raise
         ask = made.task.request
         model = self._preparation.adapter(ask.model) or self.names[0]
-        head = Head(id, int(self._now()), model)
+        answers = [Answer(each.tokens, each.params.max_tokens) for each in made.requests]
+        begun = Begun(id, int(self._now()), answers) if before is None else before
+        head = Head(begun.id, begun.created, model)
         if trace is not None:
             trace.answers(head.id, model)
         counted = ChunkUsage(ask.include_usage, run.prompt_tokens if ask.counts_chunks else None)
-        reply = made.task.reply(head, self._prompts.spell, counted, made.extras, made.parser)
+        names = (f"{head.id} {choice}" for choice in itertools.count())
+        reply = made.task.reply(head, self._prompts.spell, counted, made.extras, lambda: made.parser(next(names)))
         if ask.stream:
-            return _warned(EventStream(run, reply), unknown)
+            tells = wish is not None and made.requests[0].params.prompt_logprobs is None
+            return _warned(ContinuableStream(run, reply, begun) if tells else EventStream(run, reply), unknown)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
@@ -417,12 +422,15 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return _warned(body, unknown)
 
+    def _parse_message(self, body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
+        return messages.parse(body, unknown, Earlier(self._fingerprints, owner))
+
     def _trace(self, http: HttpRequest, kind: _Kind) -> Trace | None:
         operation: Literal["chat", "text_completion"] = "chat" if kind.name == "chat" else "text_completion"
         return None if self._tracing is None else self._tracing.begin(http.headers, operation)
 
     async def _admit(
-        self, http: HttpRequest, kind: _Kind, id: str, unknown: list[str], trace: Trace | None
+        self, http: HttpRequest, kind: _Kind, id: str, unknown: list[str], trace: Trace | None, begun: Begun | None
     ) -> tuple[Prepared, Run]:
         """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
         tenant = self._access.tenant(http.headers)
@@ -435,6 +443,8 @@ class _Service:
             lambda: self._preparation.prepare(kind.parse(body, self._tolerated(unknown), tenant), sharing),
             limiter=limiter,
         )
+        if begun is not None:
+            made = replace(made, requests=resumed(made.requests, begun))
         ask = made.task.request
         with errors.renamed(made.task.names):
             self._explain.check(ask.explain)

@@ -59,14 +59,15 @@ class Dialect:
     traits: TemplateTraits
     special: Mapping[str, int]
 
-    def parser(self, tooling: Tooling = NO_TOOLS, ending: str = "") -> OutputParser:
+    def parser(self, tooling: Tooling = NO_TOOLS, ending: str = "", name: str | None = None) -> OutputParser:
         """Returns the parser of one answer.
 
         Args:
             tooling: the tools of the request.
             ending: the last text of the prompt; it may have opened a thought.
+            name: what the ids of calls follow from; None: they are random.
         """
-        rest = self.calls.parser(tooling) if tooling.callable or self.calls.thinking else PlainText()
+        rest = self.calls.parser(tooling, name) if tooling.callable or self.calls.thinking else PlainText()
         if self.thinking is None or self.calls.thinking or self.thinking.closed(ending):
             return rest
         return ReasoningParser(self.thinking, self.thinking.opened(ending), rest)

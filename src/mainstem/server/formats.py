@@ -8,6 +8,7 @@ tools.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import secrets
@@ -66,9 +67,18 @@ class CallFormat:
     signs: tuple[str, ...] = ()
     id_length: int | None = None
 
-    def parser(self, tooling: Tooling) -> CallScanner:
-        """Returns a parser of one answer."""
-        return self.scanner(tooling, self.new_id)
+    def parser(self, tooling: Tooling, name: str | None = None) -> CallScanner:
+        """Returns a parser of one answer.
+
+        Args:
+            tooling: the tools of the request.
+            name: of the answer, unique: the ids of its calls follow from it, so that another engine gives the same.
+                None: they are random.
+        """
+        if name is None:
+            return self.scanner(tooling, self.new_id)
+        numbers = itertools.count()
+        return self.scanner(tooling, lambda: self._id_of(f"{name} {next(numbers)}"))
 
     def fits(self, place: Container[str]) -> bool:
         """Returns whether a chat template, or a vocabulary, is that of a model with this format."""
@@ -80,6 +90,10 @@ class CallFormat:
         if self.id_length is None:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self.id_length))
+
+    def _id_of(self, name: str) -> str:
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        return f"call_{digest[:24]}" if self.id_length is None else digest[: self.id_length]
 
     def accepted_id(self, given: str) -> str:
         """Returns a client's id of a call in a form that templates take; the same one for the same id."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import anyio
 from starlette.responses import Response
@@ -195,19 +195,33 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send_events(receive, send)
 
+    def opening(self) -> bytes:
+        """Returns the events before the first token."""
+        return self._reply.opening()
+
+    def message(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """Returns the ASGI message of an event of the engine; None: there is nothing to send."""
+        events = self._reply.events(index, delta)
+        return _body(events) if events else None
+
+    def failing(self, error: ApiError) -> dict[str, Any]:
+        """Returns the last ASGI message of a stream that failed."""
+        return _body(self._reply.failing(error), more_body=False)
+
     async def _send_events(self, receive: Receive, send: Send) -> None:
-        async def body(chunk: bytes, more_body: bool = True) -> None:
-            await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
-
         async def handle(index: int, delta: Delta) -> None:
-            events = self._reply.events(index, delta)
-            if events:
-                await body(events)
+            message = self.message(index, delta)
+            if message is not None:
+                await send(message)
 
-        opening = self._reply.opening()
+        opening = self.opening()
         if opening:
-            await body(opening)
+            await send(_body(opening))
         if await self._run.follow(receive, handle):
-            await body(self._reply.closing(self._run.usage), more_body=False)
+            await send(_body(self._reply.closing(self._run.usage), more_body=False))
         elif self._run.failure is not None:
-            await body(self._reply.failing(self._run.failure), more_body=False)
+            await send(self.failing(self._run.failure))
+
+
+def _body(chunk: bytes, *, more_body: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": chunk, "more_body": more_body}

@@ -3,9 +3,10 @@
     client --> this server --the same body, max_tokens 0--> --role prefill
                     ^-------------- pages ------------------------'  --peers
 
-When that one has answered, its pages can be read as from storage, and the request goes on here as any other. Whatever
-goes wrong there costs no more than the wait: what was not computed there is computed here. Repeated failures open a
-breaker, so that nobody waits for a server that is gone.
+Pages are read while that one computes the next ones: it publishes them chunk by chunk, and this one looks for more of
+them again and again. When it has answered, only the last ones are left to read, and the request goes on here as any
+other. Whatever goes wrong there costs no more than the wait: what was not computed there is computed here. Repeated
+failures open a breaker, so that nobody waits for a server that is gone.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mainstem.errors import MainstemError
+from mainstem.server.errors import ApiError
 from mainstem.settings.server import PrefillConfig
 from mainstem.storage.breaker import Breaker
 
@@ -37,7 +41,15 @@ Raises:
     OSError: there was no answer.
 """
 
+Ahead = Callable[[str, Headers, bytes], Callable[[], object]]
+"""Given path, headers and body of a request, returns what begins to read the pages of its prompt that can be read now.
+
+Raises:
+    ApiError, MainstemError: the request cannot be answered.
+"""
+
 _FAILURES, _COOLDOWN_S = 3, 5.0
+_LOOK_S = 0.05  # between two looks for pages that have been computed
 _AT_ONCE = 64
 _SENT = (b"authorization", b"x-api-key", b"anthropic-version", b"content-type")  # of the headers
 _LEFT_OUT = frozenset(
@@ -61,10 +73,11 @@ class PrefillFirst:
         most_bytes: the longest body that the application takes.
         post: how it is asked.
         clock: monotonic time in seconds.
+        ahead: reads pages before the request is answered; None: nothing does.
 
     Attributes:
         counts: of requests, by what came of it: `prefilled`, `refused` by that server, `failed`, `skipped` while it
-            fails repeatedly.
+            fails repeatedly. `looks`: how often more of their pages were looked for meanwhile; `looks_failed`.
     """
 
     def __init__(
@@ -74,7 +87,9 @@ class PrefillFirst:
         most_bytes: int,
         post: Post | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ahead: Ahead | None = None,
     ) -> None:
+        self._ahead = ahead
         self._app, self._config, self._most_bytes = app, config, most_bytes
         self._post = post or _post
         self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
@@ -108,16 +123,40 @@ class PrefillFirst:
             return
         url = str(self._config.prefill_url).rstrip("/") + scope["path"]
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _SENT}
-        timeout_s = self._config.prefill_timeout_s
-        status, why = 0, ""
+        outcome = 0, "the client has gone"
         try:
-            status = await anyio.to_thread.run_sync(
-                self._post, url, alone, headers, timeout_s, limiter=self._limit, abandon_on_cancel=True
-            )
-        except (OSError, http.client.HTTPException) as error:
-            why = f"{type(error).__name__}: {error}"
+            async with anyio.create_task_group() as group:
+                if self._ahead is not None:
+                    group.start_soon(self._read_ahead, self._ahead, scope, body)
+                outcome = await anyio.to_thread.run_sync(
+                    self._posted, url, alone, headers, limiter=self._limit, abandon_on_cancel=True
+                )
+                group.cancel_scope.cancel()
         finally:
-            self._note(status, why or f"status {status}")
+            self._note(*outcome)
+
+    def _posted(self, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
+        """Returns the status, or 0, and what to say of it."""
+        try:
+            status = self._post(url, body, headers, self._config.prefill_timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            return 0, f"{type(error).__name__}: {error}"
+        return status, f"status {status}"
+
+    async def _read_ahead(self, ahead: Ahead, scope: Scope, body: bytes) -> None:
+        """Reads pages as they are computed, until it is cancelled."""
+        try:
+            look = await anyio.to_thread.run_sync(ahead, scope["path"], Headers(scope=scope), body)
+            while True:
+                await anyio.sleep(_LOOK_S)
+                await anyio.to_thread.run_sync(look)
+                self.counts["looks"] += 1
+        except (ApiError, MainstemError) as error:
+            log.debug("%s: nothing is read ahead: %s", scope["path"], error)  # what is wrong is said with the answer
+        except Exception:
+            if not self.counts["looks_failed"]:
+                log.exception("%s: nothing is read ahead; further failures are only counted", scope["path"])
+            self.counts["looks_failed"] += 1
 
     def _note(self, status: int, why: str) -> None:
         outcome = "prefilled" if status == 200 else "refused" if 400 <= status < 500 else "failed"

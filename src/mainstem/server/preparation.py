@@ -58,14 +58,15 @@ class Prepared:
         requests: for the engine; the choices of a prompt are adjacent.
         extras: what the reply shows besides answers.
         turn: of a conversation.
-        parser: makes what finds the pieces of an answer.
+        parser: makes what finds the pieces of an answer; given the id of the response, calls get ids that follow from
+            it, else random ones.
     """
 
     task: Task
     requests: Sequence[Request]
     extras: Extras
     turn: Turn
-    parser: Callable[[], OutputParser]
+    parser: Callable[..., OutputParser]
 
 
 class Preparation:
@@ -320,11 +321,11 @@ class Preparation:
 
     # ---- what replies need
 
-    def _parser(self, ask: Ask, request: Request) -> OutputParser:
-        """Returns the parser of one answer."""
+    def _parser(self, ask: Ask, request: Request, name: str | None = None) -> OutputParser:
+        """Returns the parser of one answer; see `Prepared`."""
         if isinstance(ask, CompletionRequest):
             return PlainText()
-        return self._dialect.parser(ask.tooling(), self.prompts.ending(request.tokens))
+        return self._dialect.parser(ask.tooling(), self.prompts.ending(request.tokens), name)
 
     def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
         """Returns what the reply shows besides the texts of its answers."""

@@ -343,6 +343,7 @@ class PeerConfig(Settings):
         peer_share: Part of the time that is spent for other engines at most; up to 1.
         peer_bytes: Pages that are on their way to other engines at once: bytes, or a size such as 64MiB.
         peer_timeout_s: Seconds that an answer of another engine may take; above 0.
+        peers_later: Whether more engines are named while it runs.
     """
 
     peer_listen: str | None = setting(None, Range("HOST:PORT, such as 127.0.0.1:7100", _is_peer))
@@ -350,19 +351,25 @@ class PeerConfig(Settings):
     peer_share: float = setting(0.1, number(0, 1, above=True))
     peer_bytes: int = setting(64 << 20, integer(1, INT64_MAX), unit=SIZE)
     peer_timeout_s: float = setting(1.0, seconds(above=True))
+    peers_later: bool = setting(False, switch(), flag=False)
 
     def __post_init__(self) -> None:
         """Checks every field, and that none is without effect."""
         super().__post_init__()
-        for needs, names in (("peer_listen", ("peer_share", "peer_bytes")), ("peers", ("peer_timeout_s",))):
+        reads = bool(self.peers) or self.peers_later
+        gives = self.peer_listen is not None
+        for needs, there, names in (
+            ("peer_listen", gives, ("peer_share", "peer_bytes")),
+            ("peers", reads, ("peer_timeout_s",)),
+        ):
             for name in names:
-                if not getattr(self, needs) and getattr(self, name) != getattr(PeerConfig, name):
+                if not there and getattr(self, name) != getattr(PeerConfig, name):
                     raise BadArgument(name, getattr(self, name), f"left out without {needs}")
 
     @property
     def exist(self) -> bool:
         """Whether there are any peers."""
-        return self.peer_listen is not None or bool(self.peers)
+        return self.peer_listen is not None or bool(self.peers) or self.peers_later
 
 
 def _codec() -> Range:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mainstem.errors import BadArgument
 from mainstem.settings.engine import EngineConfig, ModelConfig
-from mainstem.settings.fields import Range, Settings, instance, integer, number, seconds, setting
+from mainstem.settings.fields import Range, Settings, instance, integer, number, seconds, setting, switch
 from mainstem.settings.mapping import read_settings
 from mainstem.settings.server import ServerConfig
 
 NO_STORE = "none"
+ANY_PORT = "127.0.0.1:0"
+_EVENTS = f"tcp://{ANY_PORT}"
 _REPLICAS, _MOST_REPLICAS = 2, 1024
 
 
@@ -35,11 +37,16 @@ class Autoscaling(Settings):
         min: The fewest replicas; 1 or more.
         max: The most replicas.
         target_ongoing: Requests under way at each replica at which another one is started; above 0.
+        min_hit_rate: Part of the prompts' tokens that should be found, up to 1. Another one is started where fewer are,
+            and pages are evicted. Default: hits do not count.
+        window_s: Seconds over which hits and evictions are counted.
     """
 
     min: int = setting(1, integer(1, _MOST_REPLICAS))
     max: int = setting(4, integer(1, _MOST_REPLICAS))
     target_ongoing: float = setting(8.0, number(0, above=True))
+    min_hit_rate: float | None = setting(None, number(0, 1, above=True))
+    window_s: float = setting(60.0, seconds(above=True))
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -64,6 +71,8 @@ class FleetSize(Settings):
         host: Address of the front. The default is reachable from this machine only, 0.0.0.0 from everywhere.
         port: Port of the front, 1 to 65535.
         store: Store that all replicas share, or none. Default: a folder of this user.
+        peers: Whether replicas read what others have in their memory. Default: where they can, which is without
+            `engine.storage_codec` and with one process each.
         node_host: Address of this machine at which Ray's processes listen. The default is this machine only.
         address: HOST:PORT of a Ray cluster that runs already. Default: one is started here.
         warm_timeout_s: Seconds for which a new replica reads hot prefixes from the store before it gets requests.
@@ -77,6 +86,7 @@ class FleetSize(Settings):
     host: str = setting("127.0.0.1", instance(str, "an address"))
     port: int = setting(8000, Range("1 to 65535", integer(1, 65535).holds))
     store: str | None = setting(None, instance(str, "a store, see docs/storage.md, or none"))
+    peers: bool | None = setting(None, switch())
     node_host: str = setting("127.0.0.1", instance(str, "an address"))
     address: str | None = setting(None, Range("HOST:PORT", lambda text: isinstance(text, str) and ":" in text))
     warm_timeout_s: float = setting(30.0, seconds())
@@ -110,12 +120,25 @@ class FleetConfig(FleetSize):
             ("server.host", self.server.host, ServerConfig.host, "the fleet has `host`"),
             ("server.port", self.server.port, ServerConfig.port, "the fleet has `port`"),
             ("server.record", self.server.record.record, None, "several replicas cannot write one file"),
-            ("engine.peer_listen", self.engine.tiers.peers.peer_listen, None, "replicas cannot share one address"),
             ("engine.kv_events", self.engine.events.kv_events, None, "the fleet sets it for each replica"),
         )
         for name, value, default, why in fixed:
             if value != default:
                 raise BadArgument(name, value, f"left out: {why}")
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether nothing of it can be reached from another machine, but maybe its front."""
+        return self.node_host == "127.0.0.1" and self.address is None
+
+    def engine_at(self, host: str) -> EngineConfig:
+        """Returns the settings of a replica that others reach at an address of its machine."""
+        engine = replace(self.engine, events=replace(self.engine.events, kv_events=_EVENTS, kv_events_replay=_EVENTS))
+        peers = engine.tiers.peers
+        if peers.peer_listen is None:
+            return engine
+        listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+        return replace(engine, tiers=replace(engine.tiers, peers=replace(peers, peer_listen=listen, peers_later=True)))
 
     @property
     def most_replicas(self) -> int:
@@ -156,6 +179,11 @@ def read_fleet(given: object, environment: Mapping[str, str], folder: Path, own_
     size = read_settings(FleetSize, own)
     if "storage" in engine:
         raise BadArgument("engine.storage", engine["storage"], "left out: the fleet has `store`")
+    if listen := engine.get("peer_listen", engine.get("peer-listen")):
+        raise BadArgument("engine.peer_listen", listen, "left out: replicas cannot share one address")
+    alone = engine.get("storage_codec", engine.get("storage-codec", "none")) != "none" or engine.get("tp", 1) != 1
+    if size.peers or (size.peers is None and not alone):
+        engine = {**engine, "peer_listen": ANY_PORT}
     if (store := size.store or own_store) != NO_STORE:
         engine = {"warm": True, **engine, "storage": _shared(store)}
     model = None if size.model is None else _path(size.model, folder)

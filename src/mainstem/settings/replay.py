@@ -99,7 +99,7 @@ class Setup(Settings):
     `ttl` and `router_lag` are in seconds. A load is the recent prompt tokens, halved every 60 s. By prefix, a replica
     gets a request if it has half of it; of equals, the one with the least load. Skipped are replicas with more than 1.5
     times the mean and 32 average requests above it. By cost, the expected time is that of the queue, of computing and
-    of loading (core/csrc/replay/router.h).
+    of loading (core/csrc/replay/router.h); of those within an eighth of the least, the least loaded gets the request.
     """
 
     host_blocks: int | None = setting(None, integer(1, MAX_BLOCKS), flag=False)

@@ -28,7 +28,7 @@ from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.storage.breaker import Breaker
-from mainstem.storage.peer import Beside
+from mainstem.storage.peer import Beside, Peering
 from mainstem.tiers import identities, sealed
 from mainstem.tiers.codecs import CODECS, UNPLACED, Codec, Page
 from mainstem.tiers.rows import Row
@@ -123,6 +123,9 @@ class Store:
         dtype: the dtype of the numbers, for a codec other than "none".
         peers: read for what the back end lacks; nothing is written to them.
         shelf: notes which slots hold sealed values, for peers of this one.
+
+    Attributes:
+        peering: where peers read, and whose pages are read; whoever made them sets it.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Store:
         self._codec, self._dtype = codec, dtype
         self._peers, self._reads = peers, backend if peers is None else Beside(backend, peers)
         self.shelf = shelf
+        self.peering: Peering | None = None
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
         self._breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self._label = (

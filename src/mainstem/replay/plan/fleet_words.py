@@ -124,7 +124,8 @@ def _needed(plan: FleetPlan) -> Iterator[str]:
     yield (
         f"It takes {row.size.machines:,} machines of {plan.engine.gpus} x {plan.device.name} ({without}), if each may "
         f"be busy {most:.0%} of the time with prefill. They find {row.token_hit_rate:.1%} of prompt tokens, and the "
-        f"first token takes {show_seconds(row.ttft_mean_s)} on average, not {show_seconds(bare.ttft_mean_s)}."
+        f"first token takes {show_seconds(row.ttft_mean_s)} on average; without a cache and without waiting, it takes "
+        f"{show_seconds(bare.ttft_mean_s)}."
     )
     yield (
         f"A month costs ${row.money:,.0f} (${bare.money:,.0f} without a cache) and {row.energy_kwh:,.0f} kWh "

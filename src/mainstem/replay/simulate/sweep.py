@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
 from threading import Event, Lock
@@ -244,7 +243,7 @@ def check_policy(policy: str | Policy, setup: Setup = ONE_CACHE) -> None:
         BadArgument: there is none, or it is "opt" with a setup that it does not support.
     """
     if policy == optimum.NAME:
-        if replace(setup, routing=ONE_CACHE.routing) != ONE_CACHE:  # routing does not matter with one replica
+        if (setup.host_blocks, setup.storage_blocks, setup.ttl, setup.replicas) != (None, None, None, 1):
             raise BadArgument(
                 "policy",
                 policy,

@@ -23,13 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
 from mainstem.storage.breaker import Breaker
-from mainstem.storage.peer.server import HINT
+from mainstem.storage.peer.lines import Line, Lines, ZmqLines
 from mainstem.storage.peer.wire import (
     BUSY,
     EXISTS,
@@ -43,9 +42,6 @@ from mainstem.storage.peer.wire import (
     write_request,
 )
 from mainstem.units import parse_timeout
-
-if TYPE_CHECKING:
-    import zmq
 
 log = logging.getLogger(__name__)
 
@@ -73,33 +69,8 @@ class _Peer:
 
     address: str
     breaker: Breaker
-    idle: list[_Line] = field(default_factory=list)
+    idle: list[Line] = field(default_factory=list)
     gone: bool = False
-
-
-class _Line:
-    """A connection, which one call at a time uses."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        import zmq
-
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.IPV6, "[" in address)
-        self.lost: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-        )
-        self.socket.connect(f"tcp://{address}")
-
-    def alive(self) -> bool:
-        """Whether nothing has been heard of its end."""
-        return not self.lost.poll(0)
-
-    def close(self) -> None:
-        """Closes it; what is under way is lost."""
-        self.socket.disable_monitor()
-        self.lost.close(linger=0)
-        self.socket.close(linger=0)
 
 
 @dataclass(eq=False)
@@ -118,7 +89,7 @@ class _Ask:
     peer: _Peer
     request: Request
     places: Sequence[int]
-    line: _Line | None = None
+    line: Line | None = None
     lengths: list[int] = field(default_factory=list)
     values: list[memoryview] = field(default_factory=list)
     error: StorageError | None = None
@@ -134,6 +105,7 @@ class PeerBackend(Backend):
         clock: monotonic time in seconds.
         resolve: returns the addresses of a name, HOST:PORT, without this machine's. Raises OSError.
         follow_s: seconds between two looks at names.
+        lines: opens connections; by default they are ZeroMQ's.
 
     Raises:
         BadArgument: an address is none.
@@ -153,14 +125,11 @@ class PeerBackend(Backend):
         clock: Callable[[], float] = time.monotonic,
         resolve: Callable[[str], Sequence[str]] | None = None,
         follow_s: float = _FOLLOW_S,
+        lines: Lines | None = None,
     ) -> None:
-        with needs("zmq", HINT):
-            import zmq
         for address in addresses:
-            found = ADDRESS.fullmatch(address)
-            if found is None or not 0 < int(found["port"]) < 1 << 16:
-                raise BadArgument("peer", address, "HOST:PORT, such as 10.0.0.2:7100")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            _check(address)
+        self._lines = lines or ZmqLines()
         self._key, self._timeout_s, self._clock = key_of(secret or NO_SECRET), timeout_s, clock
         self._fixed = [address for address in addresses if not address.startswith("dns:")]
         self._found = {name.removeprefix("dns:"): tuple[str, ...]() for name in addresses if name.startswith("dns:")}
@@ -170,7 +139,7 @@ class PeerBackend(Backend):
         self._seen: OrderedDict[bytes, _Peer] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._running, self._closed, self._greeted = 0, False, False
-        self._lock = threading.Condition()  # guards all of the above but the context
+        self._lock = threading.Condition()  # guards all of the above but the lines
         self._end_of_following = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="mainstem-peers", daemon=True)
         self._look_up()
@@ -190,6 +159,17 @@ class PeerBackend(Backend):
         if not addresses:
             raise BadArgument("storage address", address, "//HOST:PORT, or several with commas")
         return cls(addresses, _secret(options), parse_timeout("timeout", options.get("timeout", "1s")))
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Takes these peers in place of those that were named before; what names have stays. Any thread may call it.
+
+        Raises:
+            BadArgument: an address is none; then nothing changes.
+        """
+        for address in addresses:
+            _check(address)
+        self._fixed = [*addresses]
+        self._look_up()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -271,7 +251,7 @@ class PeerBackend(Backend):
             for peer in self._peers:
                 while peer.idle:
                     peer.idle.pop().close()
-        self._context.term()
+        self._lines.close()
 
     # ---------------------------------------------------------------- calls
 
@@ -345,61 +325,40 @@ class PeerBackend(Backend):
         Raises:
             StorageError: there is no answer to any of them.
         """
-        import zmq
-
-        poller = zmq.Poller()
-        waiting: dict[object, _Ask] = {}
-
-        def end(ask: _Ask, error: StorageError | None) -> None:
-            assert ask.line is not None
-            for each in (ask.line.socket, ask.line.lost):
-                poller.unregister(each)
-                del waiting[each]
-            self._end(ask, error)
-
         deadline_s = self._clock() + self._timeout_s
-        for ask in asks:
-            if self._begin(ask) and ask.line is not None:
-                for each in (ask.line.socket, ask.line.lost):
-                    poller.register(each, zmq.POLLIN)
-                    waiting[each] = ask
+        waiting = {line: ask for ask in asks if (line := self._begin(ask)) is not None}
         while waiting and (left_s := deadline_s - self._clock()) > 0:
-            for ready, _ in poller.poll(int(left_s * 1000) + 1):
-                asked = waiting.get(ready)
-                if asked is None or asked.line is None:
-                    continue  # the other one of its two sockets was ready, too
-                if ready is asked.line.lost and not asked.line.socket.poll(0):
-                    end(asked, StorageError("unreachable", f"peer {asked.peer.address} does not answer"))
-                else:
-                    end(asked, self._read(asked))
-        for late in dict.fromkeys(waiting.values()):
-            end(late, StorageError("timeout", f"no answer from peer {late.peer.address} in {self._timeout_s} s"))
+            for line in self._lines.wait([*waiting], left_s):
+                ask = waiting.pop(line)
+                self._end(ask, self._read(ask, line))
+        for late in waiting.values():
+            self._end(late, StorageError("timeout", f"no answer from peer {late.peer.address} in {self._timeout_s} s"))
         errors = [ask.error for ask in asks if ask.error is not None]
         if errors and len(errors) == len(asks) and any(ask.places for ask in asks):
             raise errors[0]
 
-    def _begin(self, ask: _Ask) -> bool:
-        """Sends a request; returns whether it was sent."""
+    def _begin(self, ask: _Ask) -> Line | None:
+        """Sends a request; returns where its answer will come, None: it was not sent."""
         peer = ask.peer
         with self._lock:
             if not peer.breaker.allow():
                 ask.error = StorageError("unreachable", f"peer {peer.address} has failed repeatedly")
-                return False
+                return None
             while peer.idle and ask.line is None:
                 line = peer.idle.pop()
                 if line.alive():
                     ask.line = line
                 else:
                     line.close()
-        ask.line = ask.line or _Line(self._context, peer.address)
-        ask.line.socket.send_multipart(write_request(ask.request, self._key))
-        return True
+        ask.line = ask.line or self._lines.open(peer.address)
+        ask.line.send(write_request(ask.request, self._key))
+        return ask.line
 
-    def _read(self, ask: _Ask) -> StorageError | None:
+    def _read(self, ask: _Ask, line: Line) -> StorageError | None:
         """Reads an answer; returns why it is none."""
-        assert ask.line is not None
-        parts = [frame.buffer for frame in ask.line.socket.recv_multipart(copy=False)]
-        where = f"peer {ask.peer.address}"
+        where, parts = f"peer {ask.peer.address}", line.read()
+        if parts is None:
+            return StorageError("unreachable", f"{where} does not answer")
         answer = read_answer(parts, ask.request.number, len(ask.request.keys))
         if answer is None:
             return StorageError("protocol", f"{where} answers what was not asked")
@@ -464,6 +423,12 @@ class _Running:
 
     def __exit__(self, *_: object) -> None:
         self._leave()
+
+
+def _check(address: str) -> None:
+    found = ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise BadArgument("peer", address, "HOST:PORT, such as 10.0.0.2:7100")
 
 
 def _secret(options: Mapping[str, str]) -> bytes | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from mainstem.errors import BadArgument
 from mainstem.imports import needs
 from mainstem.storage.base import ABSENT
+from mainstem.storage.peer.lines import HINT
 from mainstem.storage.peer.wire import (
     BUSY,
     GET,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     import zmq
 
 log = logging.getLogger(__name__)
-
-HINT = "peers need pyzmq: pip install 'mainstem[events]'"
 
 _STATUS = {OK: "answered", BUSY: "busy", REFUSED: "refused", MALFORMED: "malformed"}
 _BURST_S = 0.05  # of time that was not taken, and may be taken at once
@@ -84,6 +83,75 @@ class Share:
         self._left_s -= seconds
 
 
+class Giving:
+    """What peers are answered, without sockets or threads.
+
+    Args:
+        source: what it gives.
+        secret: of those who may ask.
+        share: of the time.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        counts: requests by what was answered (answered, busy, refused, malformed), and the values and bytes given.
+    """
+
+    def __init__(self, source: Source, secret: bytes, share: Share, clock: Callable[[], float]) -> None:
+        self._source, self._key, self._share, self._clock = source, key_of(secret), share, clock
+        self.counts: Counter[str] = Counter()
+
+    def answer(self, parts: Sequence[bytes], room: Callable[[], int]) -> tuple[list[bytes], list[bytearray]]:
+        """Returns the answer to a message: what is before its values, and the values.
+
+        Args:
+            parts: of the message.
+            room: returns how many bytes of values may be sent now.
+        """
+        request = read_request(parts, self._key)
+        if isinstance(request, int):
+            self._count(request)
+            return write_answer(request, 0), []
+        if not self._share.allows():
+            return self._busy(request)
+        begin_s = self._clock()
+        try:
+            return self._answer(request, room)
+        finally:
+            self._share.spend(self._clock() - begin_s)
+
+    def _count(self, status: int) -> None:
+        name = _STATUS[status]
+        if status == REFUSED and not self.counts[name]:
+            log.warning("peers: one asked with another secret; further ones are only counted")
+        self.counts[name] += 1
+
+    def _busy(self, request: Request) -> tuple[list[bytes], list[bytearray]]:
+        self._count(BUSY)
+        return write_answer(BUSY, request.number), []
+
+    def _answer(self, request: Request, room_of: Callable[[], int]) -> tuple[list[bytes], list[bytearray]]:
+        lengths = list(self._source.lengths(request.keys))
+        values: list[bytearray] = []
+        if request.operation == GET:
+            room = room_of()
+            fit = [length for length, wanted in zip(lengths, request.lengths, strict=True) if length == wanted]
+            if fit and room < min(fit):
+                return self._busy(request)
+            for at, (key, wanted) in enumerate(zip(request.keys, request.lengths, strict=True)):
+                if lengths[at] != wanted:
+                    continue
+                value = self._source.copy(key, wanted) if wanted <= room else None
+                if value is None or len(value) != wanted:
+                    lengths[at] = ABSENT
+                else:
+                    values.append(value)
+                    room -= wanted
+        self._count(OK)
+        self.counts["values"] += len(values)
+        self.counts["bytes"] += sum(map(len, values))
+        return write_answer(OK, request.number, lengths), values
+
+
 class PeerServer:
     """Answers peers until it is closed.
 
@@ -115,11 +183,9 @@ class PeerServer:
     ) -> None:
         with needs("zmq", HINT):
             import zmq
-        self._source, self._key, self._clock = source, key_of(secret), clock
-        self._share = share or Share(0.1, clock=clock)
+        self._giving = Giving(source, secret, share or Share(0.1, clock=clock), clock)
         self._in_flight_bytes = in_flight_bytes
         self._flying: list[tuple[zmq.MessageTracker, int]] = []
-        self._counts: Counter[str] = Counter()
         self._closing = False
         with ExitStack() as stack:
             context = stack.enter_context(zmq.Context())
@@ -151,8 +217,8 @@ class PeerServer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Requests by what was answered (answered, busy, refused, malformed), and the values and bytes given."""
-        return dict(self._counts)
+        """See `Giving`."""
+        return dict(self._giving.counts)
 
     def close(self) -> None:
         """Ends; a second call does nothing. Who waits for an answer gets none."""
@@ -179,47 +245,7 @@ class PeerServer:
 
     def _receive(self) -> None:
         client, *parts = self._router.recv_multipart()
-        request = read_request(parts, self._key)
-        if isinstance(request, int):
-            self._count(request)
-            self._send(client, write_answer(request, 0), [])
-        elif not self._share.allows():
-            self._count(BUSY)
-            self._send(client, write_answer(BUSY, request.number), [])
-        else:
-            begin_s = self._clock()
-            self._answer(client, request)
-            self._share.spend(self._clock() - begin_s)
-
-    def _count(self, status: int) -> None:
-        name = _STATUS[status]
-        if status == REFUSED and not self._counts[name]:
-            log.warning("peers: one asked with another secret; further ones are only counted")
-        self._counts[name] += 1
-
-    def _answer(self, client: bytes, request: Request) -> None:
-        lengths = list(self._source.lengths(request.keys))
-        values: list[bytearray] = []
-        if request.operation == GET:
-            room = self._room()
-            fit = [length for length, wanted in zip(lengths, request.lengths, strict=True) if length == wanted]
-            if fit and room < min(fit):
-                self._count(BUSY)
-                self._send(client, write_answer(BUSY, request.number), [])
-                return
-            for at, (key, wanted) in enumerate(zip(request.keys, request.lengths, strict=True)):
-                if lengths[at] != wanted:
-                    continue
-                value = self._source.copy(key, wanted) if wanted <= room else None
-                if value is None or len(value) != wanted:
-                    lengths[at] = ABSENT
-                else:
-                    values.append(value)
-                    room -= wanted
-        self._count(OK)
-        self._counts["values"] += len(values)
-        self._counts["bytes"] += sum(map(len, values))
-        self._send(client, write_answer(OK, request.number, lengths), values)
+        self._send(client, *self._giving.answer(parts, self._room))
 
     def _room(self) -> int:
         """Returns how many more bytes may be on their way."""

@@ -221,8 +221,8 @@ void bind_replay(nb::module_& m) {
                    "list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: "
                    "collections.abc.Sequence[float], parts: int) -> None"),
            "Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) "
-           "evicts. With peers, each request is told who could give it more. Costs: token_s, pair_s, below_s, peer_s "
-           "and block_tokens, see router.h. Parts: how many threads may serve.")
+           "evicts. With peers, each request has the replica that could give it more. Costs: token_s, pair_s, below_s, "
+           "peer_s and block_tokens, see router.h. Parts: how many threads may serve.")
       .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
            nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "

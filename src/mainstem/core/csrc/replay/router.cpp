@@ -45,7 +45,13 @@ Routing parse_routing(const std::string& name) {
 }
 
 Router::Router(Routing routing, std::uint32_t replicas, bool peers, const RouterCosts& costs)
-    : routing_(routing), peers_(peers), costs_(costs), loads_(replicas), free_at_s_(replicas), reaches_(replicas) {
+    : routing_(routing),
+      peers_(peers),
+      costs_(costs),
+      loads_(replicas),
+      free_at_s_(replicas),
+      expected_s_(replicas),
+      reaches_(replicas) {
   require(replicas > 0 && replicas <= Holder::kMost, "replicas", replicas, "1 to 8192");
   require(routing != Routing::cost || costs.token_s > 0, "token_s", 0, "above 0 for routing by cost");
   require(costs.token_s >= 0 && costs.pair_s >= 0 && costs.below_s >= 0 && costs.peer_s >= 0 && costs.block_tokens > 0,
@@ -150,23 +156,19 @@ std::uint32_t Router::choose_by_prefix(double now_s, std::size_t blocks) {
   return static_cast<std::uint32_t>(std::min_element(loads_.begin(), loads_.end()) - loads_.begin());
 }
 
-// Of equals, the least loaded gets it, and then the first. Of those that hold nothing, only the one that is free first
-// can be the best.
+// Of those that are nearly as soon as the soonest, the least loaded gets it. Otherwise, a short prefix that all prompts
+// share would keep them among the few replicas that have it, as long as these have time.
 std::uint32_t Router::choose_by_cost(double now_s, std::uint64_t tokens) {
   const auto n = static_cast<std::uint32_t>(loads_.size());
+  double without_s = -1, least = std::numeric_limits<double>::infinity();  // at a replica that holds nothing
+  for (std::uint32_t i = 0; i < n; ++i) {
+    if (reaches_[i].any == 0 && without_s < 0) without_s = service_s(i, tokens);
+    expected_s_[i] = std::max(0.0, free_at_s_[i] - now_s) + (reaches_[i].any ? service_s(i, tokens) : without_s);
+    least = std::min(least, expected_s_[i]);
+  }
   std::uint32_t best = n;
-  double least = std::numeric_limits<double>::infinity();
-  const auto consider = [&](std::uint32_t replica, double expected_s) {
-    if (expected_s > least) return;
-    if (expected_s == least && std::pair(loads_[replica], replica) > std::pair(loads_[best], best)) return;
-    best = replica;
-    least = expected_s;
-  };
-  for (std::uint32_t replica = 0; replica < n; ++replica)
-    if (reaches_[replica].any == 0) consider(replica, std::max(0.0, free_at_s_[replica] - now_s));
-  if (best < n) least += service_s(best, tokens);
-  for (const std::uint32_t replica : found_)
-    consider(replica, std::max(0.0, free_at_s_[replica] - now_s) + service_s(replica, tokens));
+  for (std::uint32_t i = 0; i < n; ++i)
+    if (expected_s_[i] <= kNear * least && (best == n || loads_[i] < loads_[best])) best = i;
   return best;
 }
 

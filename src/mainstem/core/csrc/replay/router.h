@@ -45,6 +45,7 @@ class Router {
   static constexpr std::uint32_t kWorth = 2;  // a prefix counts if it is at least 1 / kWorth of the request
   // Routing by prefix skips a replica whose load exceeds both kBusy times the mean and the mean plus kBusyRequests.
   static constexpr double kBusy = 1.5, kBusyRequests = 32;
+  static constexpr double kNear = 1.125;  // routing by cost: what is nearly as soon, relative to the soonest
 
   Router(Routing routing, std::uint32_t replicas, bool peers, const RouterCosts& costs);
 
@@ -77,7 +78,8 @@ class Router {
   // Loads are recent tokens, halved every kHalfLife_s. They are kept as of base_s_, so that time changes none of them.
   std::vector<double> loads_;
   double base_s_ = 0, sum_ = 0;
-  std::vector<double> free_at_s_;  // when a replica has computed what was sent to it
+  std::vector<double> free_at_s_;   // when a replica has computed what was sent to it
+  std::vector<double> expected_s_;  // of the current request
 
   // Of the current request:
   std::vector<std::uint64_t> names_;  // of its blocks

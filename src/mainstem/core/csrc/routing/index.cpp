@@ -349,22 +349,42 @@ void RoutingIndex::forget_held(Worker* of, WorkerId worker) noexcept {
 
 // ---------------------------------------------------------------- requests
 
+// Ends the prefixes of workers that lack a block, which is the page with this number.
+inline void RoutingIndex::end_where_missing(BlockIndex at, std::size_t page, Depths* found) {
+  for (std::size_t word = 0; word < wide_; ++word) {
+    std::array<std::uint64_t, kMedia> there{};
+    if (at != kNoBlock) {
+      const std::uint64_t* own = bits(at, Medium::device) + word;
+      there[0] = own[0] | own[3 * wide_];
+      there[1] = there[0] | own[wide_];
+      there[2] = there[1] | own[2 * wide_];
+      for (std::size_t store = 1; store < stores_.size(); ++store)
+        if (stores_[store][word] & ~there[2] && shared(at, stores_[store])) there[2] |= stores_[store][word];
+    }
+    std::uint64_t* alive = &alive_[word * kMedia];
+    if (!((alive[0] & ~there[0]) | (alive[1] & ~there[1]) | (alive[2] & ~there[2]))) continue;
+    for (std::size_t medium = 0; medium < kMedia; ++medium) {
+      for (std::uint64_t gone = alive[medium] & ~there[medium]; gone; gone &= gone - 1)
+        found->pages[medium][word * 64 + std::countr_zero(gone)] = static_cast<std::uint32_t>(page);
+      alive[medium] &= there[medium];
+    }
+  }
+}
+
 // Digests first, then slots, then blocks: each of a few pages together, so that memory answers for all of them at once.
 void RoutingIndex::match(Digest space, std::span<const std::uint32_t> tokens, Depths* found) {
   const std::size_t pages = tokens.size() / page_tokens_;
   for (std::vector<std::uint32_t>& depths : found->pages)
     depths.assign(workers_.size(), 0);
-  std::array<std::vector<std::uint64_t>, kMedia>& alive = alive_;
-  for (std::vector<std::uint64_t>& bits : alive)
-    bits.assign(wide_, 0);
+  alive_.assign(wide_ * kMedia, 0);
   for (WorkerId worker = 0; worker < workers_.size(); ++worker)
-    for (std::vector<std::uint64_t>& bits : alive)
-      if (workers_[worker]) bits[worker / 64] |= std::uint64_t{1} << worker % 64;
+    for (std::size_t medium = 0; workers_[worker] && medium < kMedia; ++medium)
+      alive_[worker / 64 * kMedia + medium] |= std::uint64_t{1} << worker % 64;
   Digest before = space;
   std::array<Digest, kAhead> digests;
   std::array<BlockIndex, kAhead> blocks;
   std::size_t page = 0;
-  while (page < pages && any(alive[kMedia - 1].data(), wide_)) {
+  while (page < pages && any(alive_.data(), alive_.size())) {
     const std::size_t n = std::min(kAhead, pages - page);
     for (std::size_t i = 0; i < n; ++i) {
       digests[i] = before = after(before, tokens.data() + (page + i) * page_tokens_);
@@ -380,28 +400,10 @@ void RoutingIndex::match(Digest space, std::span<const std::uint32_t> tokens, De
       end_where_missing(blocks[i], page, found);
     }
   }
-  for (std::size_t place = 0; place < kMedia; ++place)
-    for (WorkerId worker = 0; worker < workers_.size(); ++worker)
-      if (alive[place][worker / 64] >> worker % 64 & 1) found->pages[place][worker] = static_cast<std::uint32_t>(pages);
-}
-
-// Ends the prefixes of workers that lack a block, which is the page with this number.
-void RoutingIndex::end_where_missing(BlockIndex at, std::size_t page, Depths* found) {
-  for (std::size_t word = 0; word < wide_; ++word) {
-    std::array<std::uint64_t, kMedia> there{};
-    if (at != kNoBlock) {
-      there[0] = bits(at, Medium::device)[word] | bits(at, Medium::expected)[word];
-      there[1] = there[0] | bits(at, Medium::host)[word];
-      there[2] = there[1] | bits(at, Medium::storage)[word];
-      for (const std::vector<std::uint64_t>& store : stores_)
-        if (store[word] & ~there[2] && shared(at, store)) there[2] |= store[word];
-    }
-    for (std::size_t place = 0; place < kMedia; ++place) {
-      for (std::uint64_t gone = alive_[place][word] & ~there[place]; gone; gone &= gone - 1)
-        found->pages[place][word * 64 + std::countr_zero(gone)] = static_cast<std::uint32_t>(page);
-      alive_[place][word] &= there[place];
-    }
-  }
+  for (WorkerId worker = 0; worker < workers_.size(); ++worker)
+    for (std::size_t medium = 0; medium < kMedia; ++medium)
+      if (alive_[worker / 64 * kMedia + medium] >> worker % 64 & 1)
+        found->pages[medium][worker] = static_cast<std::uint32_t>(pages);
 }
 
 // Whether any of the workers of a store has a block there.

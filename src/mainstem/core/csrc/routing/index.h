@@ -156,8 +156,8 @@ class RoutingIndex {
   BlockTable by_digest_;
   std::uint32_t stamp_ = 0;
   IndexCounts counts_;
-  std::vector<std::vector<std::uint64_t>> stores_;        // the workers of each store, as bits
-  std::array<std::vector<std::uint64_t>, kMedia> alive_;  // during a match: workers that had all pages so far
+  std::vector<std::vector<std::uint64_t>> stores_;  // the workers of each store, as bits
+  std::vector<std::uint64_t> alive_;  // during a match, by word and medium: workers that had all pages so far
 };
 
 }  // namespace mainstem

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 
 namespace mainstem {
 
@@ -68,11 +69,11 @@ Estimate Ranking::estimate(WorkerId worker, std::uint32_t tokens, std::uint32_t 
   };
   const auto on = [&](Medium place) { return known(depths_.pages[static_cast<std::size_t>(place)][worker]); };
   const std::uint32_t device = on(Medium::device), host = on(Medium::host), storage = on(Medium::storage);
-  const auto rest_s = [&](std::uint32_t from) { return compute_s(of.times, tokens - from, from); };
-  Estimate best{worker, 0, 0, rest_s(device), device};
+  const auto left_s = [&](std::uint32_t from) { return compute_s(of.times, tokens - from, from); };
+  Estimate best{worker, 0, 0, left_s(device), device, of.work(now_s)};
   const auto consider = [&](std::uint32_t cached, double seconds) {
-    if (cached > device && seconds + rest_s(cached) < best.service_s)
-      best = {worker, 0, 0, seconds + rest_s(cached), cached};
+    if (cached > device && seconds + left_s(cached) < best.service_s)
+      best = {worker, 0, 0, seconds + left_s(cached), cached, best.work_s};
   };
   const double from_host_s = load_s(of.times.host, host - device);
   consider(host, from_host_s);
@@ -86,8 +87,8 @@ Estimate Ranking::estimate(WorkerId worker, std::uint32_t tokens, std::uint32_t 
 }
 
 // The share of the time lately that a worker was in use.
-double Ranking::busy(WorkerId worker, double now_s) {
-  return std::min(1.0, at(worker).work(now_s) * std::log(2.0) / kHalfLife_s);
+double Ranking::busy(const Estimate& one) {
+  return std::min(1.0, one.work_s * std::numbers::ln2 / kHalfLife_s);
 }
 
 const std::vector<Estimate>& Ranking::rank(Digest space, std::span<const std::uint32_t> tokens,
@@ -112,15 +113,14 @@ const std::vector<Estimate>& Ranking::rank(Digest space, std::span<const std::ui
   for (const WorkerId worker : workers)
     ranked_.push_back(estimate(worker, length, worker == best_worker ? others_pages : best_pages, now_s));
   double in_use = 0;
-  for (const WorkerId worker : workers)
-    in_use += busy(worker, now_s) / static_cast<double>(workers.size());
+  for (const Estimate& one : ranked_)
+    in_use += busy(one) / static_cast<double>(workers.size());
   const double others = kOthers * std::min(1.0, in_use / kInUse);
   for (Estimate& one : ranked_)
-    one.cost_s = one.seconds + (others + busy(one.worker, now_s)) * one.service_s;
+    one.cost_s = one.seconds + (others + busy(one)) * one.service_s;
   const auto sooner = [&](const Estimate& one, const Estimate& other) {
     if (one.cost_s != other.cost_s) return one.cost_s < other.cost_s;
-    const double work = states_[one.worker].work(now_s), less = states_[other.worker].work(now_s);
-    return work != less ? work < less : one.worker < other.worker;
+    return one.work_s != other.work_s ? one.work_s < other.work_s : one.worker < other.worker;
   };
   std::sort(ranked_.begin(), ranked_.end(), sooner);
   if (!stay) return ranked_;

@@ -45,6 +45,7 @@ struct Estimate {
   double seconds;        // expected, until the first token
   double service_s;      // of that: loading and computing
   std::uint32_t cached;  // tokens that need not be computed
+  double work_s;         // what the worker did lately
 };
 
 class Ranking {
@@ -78,7 +79,7 @@ class Ranking {
   };
 
   State& at(WorkerId worker);
-  double busy(WorkerId worker, double now_s);
+  static double busy(const Estimate& one);
   Estimate estimate(WorkerId worker, std::uint32_t tokens, std::uint32_t of_peers, double now_s);
   std::uint32_t on_peers(WorkerId but) const;
 

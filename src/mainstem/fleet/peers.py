@@ -1,0 +1,56 @@
+"""Replicas as peers of each other: each is told where the others give their pages, whenever that changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from mainstem.fleet.asking import Ask, Head, ReplicaLost, Replicas
+from mainstem.fleet.replica import PEERS
+
+log = logging.getLogger(__name__)
+
+
+class Introductions:
+    """Tells replicas of each other.
+
+    Args:
+        replicas: asked one by one.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._told: dict[str, list[str]] = {}
+        self._differ = False  # whether there are replicas whose pages differ
+
+    async def tell(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tells each replica of the others, unless it knows. One that cannot be reached is told the next time.
+
+        Args:
+            stats: what each replica says of itself, by its name; `peer`: where it gives its pages, `identity`: what
+                these depend on. Those with another one are no peers.
+        """
+        known = {name: each["peer"] for name, each in stats.items() if each.get("peer")}
+        kinds = {name: stats[name].get("identity") for name in known}
+        differ = len(set(kinds.values())) > 1
+        if differ and not self._differ:
+            log.warning("replicas have different models or layouts, and share no pages: %s", kinds)
+        self._differ = differ
+        self._told = {name: told for name, told in self._told.items() if name in known}
+        for name in known:
+            others = sorted(
+                address for other, address in known.items() if other != name and kinds[other] == kinds[name]
+            )
+            if self._told.get(name, []) != others and await self._say(name, others):
+                self._told[name] = others
+
+    async def _say(self, name: str, addresses: list[str]) -> bool:
+        ask = Ask(PEERS, "/", body=json.dumps(addresses).encode(), to=name)
+        with suppress(ReplicaLost):
+            async with aclosing(self._replicas.ask(ask)) as pieces:
+                async for piece in pieces:
+                    return isinstance(piece, Head) and piece.status == 200
+        return False

@@ -1,0 +1,116 @@
+"""A replica of a fleet in this process: what it has when it takes its first request, and what it tells of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from machine import eventually
+from rigs.hand_driven import Clock
+from rigs.serving import tiny_folder, unlike
+
+from mainstem.errors import EngineClosed
+from mainstem.fleet.asking import Ask, Head
+from mainstem.fleet.replica import DRAIN, PEERS, Replica, wait_until_warm
+from mainstem.settings.fleet import FleetConfig, read_fleet
+from mainstem.tiers.controller import TierStats
+
+pytest.importorskip("zmq", reason="pyzmq is not installed")
+
+LONG = 160
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> FleetConfig:
+    folder = tmp_path_factory.mktemp("fleet")
+    given = {
+        "model": str(tiny_folder("llama", folder / "tiny")),
+        "store": f"shared+file:{folder / 'store'}?capacity=64MiB",
+        "engine": {"kv_bytes": "4MiB"},
+        "load": {"threads": 1},
+    }
+    config = read_fleet(given, {}, folder, "none")
+    alone = replace(config.engine.tiers, storage=str(config.engine.tiers.storage).removeprefix("shared+"))
+    return replace(config, engine=replace(config.engine, tiers=alone))  # one process needs no owner of the store
+
+
+@pytest.fixture(scope="module")
+def replica(config: FleetConfig) -> Iterator[Replica]:
+    """The second replica; the first one has written what it computed."""
+    with closing(Replica(config, "a", 1)) as first:
+        assert cached(first) == 0
+        eventually(lambda: tiers(first).host_cached >= LONG // 16)
+    with closing(Replica(config, "b", 1)) as second:
+        yield second
+
+
+def cached(replica: Replica) -> int:
+    body = {"model": "tiny", "prompt": unlike(1, LONG), "max_tokens": 1}
+    head, reply = asked(replica, Ask("POST", "/v1/completions", body=json.dumps(body).encode()))
+    assert head.status == 200, reply
+    return int(json.loads(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def tiers(replica: Replica) -> TierStats:
+    found = replica._engine.stats().tiers
+    assert found is not None
+    return found
+
+
+def asked(replica: Replica, ask: Ask) -> tuple[Head, bytes]:
+    async def run() -> list[Any]:
+        return [piece async for piece in replica.ask(ask)]
+
+    head, *pieces = anyio.run(run)
+    return head, b"".join(pieces)
+
+
+def test_a_new_replica_is_warm_before_it_takes_requests(replica: Replica) -> None:
+    assert tiers(replica).host_cached >= LONG // 16
+    assert tiers(replica).prefetched >= LONG // 16
+    assert cached(replica) == (LONG - 1) // 16 * 16
+
+
+def test_it_says_where_peers_and_routers_find_it_and_takes_the_addresses_of_others(replica: Replica) -> None:
+    where = replica.where()
+    assert where["peer"].startswith("127.0.0.1:") and where["events"].startswith("tcp://127.0.0.1:")
+    head, _ = asked(replica, Ask(PEERS, "/", body=json.dumps(["127.0.0.1:1"]).encode(), to="b"))
+    assert head.status == 200
+    assert asked(replica, Ask(PEERS, "/", body=b"[]", to="b"))[0].status == 200
+    assert asked(replica, Ask("GET", "/version", to="another"))[0].status == 421
+    assert set(replica.seen()) == {"prompt", "cached", "evicted"}
+
+
+def test_one_that_is_told_to_go_says_that_another_one_should_take_its_place(replica: Replica) -> None:
+    replica.check_health()
+    assert asked(replica, Ask(DRAIN, "/"))[0].status == 200
+    assert replica.where()["draining"]
+    with pytest.raises(EngineClosed, match="drains"):
+        replica.check_health()
+
+
+@pytest.mark.parametrize(("under_way", "waits"), [([3, 1, 0, 0, 0, 9], 5), ([0, 1, 0, 0, 0], 5), ([1] * 99, 99)])
+def test_waiting_for_what_is_read_ends_when_nothing_is_under_way_or_the_time_is_over(
+    under_way: list[int], waits: int
+) -> None:
+    clock, left = Clock(), iter(under_way)
+    config = SimpleNamespace(tiers=SimpleNamespace(warm=True))
+    stats = lambda: SimpleNamespace(tiers=SimpleNamespace(under_way=next(left)))  # noqa: E731
+    engine: Any = SimpleNamespace(config=config, stats=stats)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now_s += seconds
+
+    assert wait_until_warm(engine, 98.5 * 0.05, clock, sleep) == (waits < 99)
+    assert len(slept) == waits
+    config.tiers.warm = False
+    assert wait_until_warm(engine, 1.0, clock, sleep)
+    assert len(slept) == waits

@@ -1,0 +1,62 @@
+"""How many replicas there should be: by the queue, and by hits that are missed because memory is short."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mainstem.fleet.policy import ReplicaPolicy
+from mainstem.fleet.scaling import Seen, Window, wanted
+from mainstem.settings.fleet import Autoscaling
+
+BY_QUEUE = Autoscaling(min=1, max=4, target_ongoing=8)
+BY_HITS = Autoscaling(min=1, max=4, target_ongoing=8, min_hit_rate=0.5)
+SHORT, FULL, GOOD = Seen(1000, 400, 20), Seen(1000, 700, 20), Seen(1000, 400, 0)
+
+
+@given(st.integers(1, 4), st.floats(0, 100), st.lists(st.builds(Seen, *[st.floats(0, 1000)] * 3), max_size=4))
+def test_it_stays_within_its_bounds_and_follows_the_queue(current: int, ongoing: float, seen: list[Seen]) -> None:
+    found = wanted(current, ongoing, BY_QUEUE, seen)
+    assert 1 <= found <= 4
+    assert found == 4 or found * 8 >= ongoing
+    assert found == 1 or (found - 1) * 8 < ongoing
+    assert wanted(current, ongoing, BY_HITS, seen) >= found
+
+
+def test_one_more_where_hits_are_missed_because_memory_is_short() -> None:
+    assert wanted(2, 3, BY_HITS, [SHORT, GOOD]) == 3
+    assert wanted(4, 3, BY_HITS, [SHORT]) == 4
+    assert wanted(2, 3, BY_QUEUE, [SHORT, GOOD]) == 1
+    assert wanted(2, 30, BY_HITS, [SHORT]) == 4
+
+
+def test_memory_that_is_used_is_kept_and_other_misses_need_no_memory() -> None:
+    assert wanted(3, 3, BY_HITS, [FULL, FULL]) == 3  # with fewer, what is hit would be evicted
+    assert wanted(3, 3, BY_HITS, [GOOD, GOOD]) == 1  # new prompts, and there is room
+    assert wanted(3, 0, BY_HITS, [Seen(0, 0, 5)]) == 3
+    assert wanted(3, 0, BY_HITS, []) == 1
+
+
+def test_a_window_counts_what_is_recent() -> None:
+    window = Window(60.0)
+    assert window.add(0, Seen(100, 50, 3)) == Seen()
+    assert window.add(30, Seen(150, 60, 3)) == Seen(50, 10, 0)
+    assert window.add(60, Seen(200, 60, 4)) == Seen(100, 10, 1)
+    assert window.add(100, Seen(300, 60, 4)) == Seen(150, 0, 1)
+    assert window.add(1000, Seen(300, 60, 4)) == Seen()
+
+
+def test_serves_policy_takes_the_counts_of_every_replica() -> None:
+    counts = {name: {"a": getattr(SHORT, name), "b": getattr(GOOD, name)} for name in SHORT.as_dict()}
+    context = SimpleNamespace(aggregated_metrics=counts, total_num_requests=3, target_num_replicas=2)
+    assert ReplicaPolicy(**vars(BY_HITS))(context) == (3, {})
+    assert ReplicaPolicy(**vars(BY_QUEUE))(context) == (1, {})
+    context.aggregated_metrics = None
+    assert ReplicaPolicy(**vars(BY_HITS))(context) == (1, {})
+
+
+def test_counts_go_from_process_to_process() -> None:
+    assert Seen.of(SHORT.as_dict()) == SHORT
+    assert Seen.of({}) == Seen()
