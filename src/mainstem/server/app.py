@@ -402,8 +402,8 @@ class _Service:
             raise
         ask = made.task.request
         model = self._preparation.adapter(ask.model) or self.names[0]
-        answers = [Answer(each.tokens, each.params.max_tokens) for each in made.requests]
-        begun = Begun(id, int(self._now()), answers) if before is None else before
+        prompts = [Answer(each.tokens, each.params.max_tokens) for each in made.requests]
+        begun = Begun(id, int(self._now()), prompts) if before is None else before
         head = Head(begun.id, begun.created, model)
         if trace is not None:
             trace.answers(head.id, model)
