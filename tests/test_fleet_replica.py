@@ -88,7 +88,7 @@ def test_it_says_where_peers_and_routers_find_it_and_takes_the_addresses_of_othe
 
 
 def test_what_one_replica_has_computed_another_one_reads_from_it(config: FleetConfig) -> None:
-    peers = replace(config.engine.tiers.peers, peer_share=1.0, peer_timeout_s=30.0)
+    peers = replace(config.engine.tiers.peers, peer_share=1.0, peers_later=True, peer_timeout_s=30.0)
     limits = replace(config.engine.tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
     alone = replace(config.engine.tiers, storage=None, warm=False, peers=peers, limits=limits)
     config = replace(config, engine=replace(config.engine, tiers=alone))
