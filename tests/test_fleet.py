@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from machine import eventually
+from machine import eventually, patience
 from rigs.servers import free_port
 from rigs.serving import tiny_folder, unlike
 
@@ -47,7 +47,13 @@ class Fleet:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(PYTHON), "-m", "mainstem.cli", "fleet", *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300, check=False
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=patience(300),
+            check=False,
         )
 
     def do(self, *arguments: str) -> Any:
@@ -292,10 +298,12 @@ def test_a_second_up_changes_it_replica_by_replica_and_no_request_is_lost(fleet:
     threads = [threading.Thread(target=each) for each in (client, streams, streams)]
     for thread in threads:
         thread.start()
-    fleet.up("--replicas", "2")
-    over.set()
-    for thread in threads:
-        thread.join()
+    try:
+        fleet.up("--replicas", "2")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
     assert set(statuses) == {200} and len(texts) == 1
     assert fleet.do("status")["broken"] == 0
     assert not before & set(fleet.replicas())

@@ -87,6 +87,21 @@ def test_it_says_where_peers_and_routers_find_it_and_takes_the_addresses_of_othe
     assert set(replica.seen()) == {"prompt", "cached", "evicted"}
 
 
+def test_what_one_replica_has_computed_another_one_reads_from_it(config: FleetConfig) -> None:
+    peers = replace(config.engine.tiers.peers, peer_share=1.0, peers_later=True, peer_timeout_s=30.0)
+    limits = replace(config.engine.tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
+    alone = replace(config.engine.tiers, storage=None, warm=False, peers=peers, limits=limits)
+    config = replace(config, engine=replace(config.engine, tiers=alone))
+    with closing(Replica(config, "c", 1)) as first, closing(Replica(config, "d", 1)) as second:
+        assert cached(first) == 0
+        eventually(lambda: tiers(first).host_cached >= LONG // 16)
+        where = first.where()
+        assert where["identity"] == second.where()["identity"]
+        asked(second, Ask(PEERS, "/", body=json.dumps([where["peer"]]).encode()))
+        assert cached(second) == (LONG - 1) // 16 * 16
+        eventually(lambda: tiers(second).prefetched >= (LONG - 1) // 16)  # there is no store: it can only be the peer's
+
+
 def test_one_that_is_told_to_go_says_that_another_one_should_take_its_place(replica: Replica) -> None:
     replica.check_health()
     assert asked(replica, Ask(DRAIN, "/"))[0].status == 200
