@@ -1,6 +1,6 @@
 // A fixed run of the core for bench/native/instructions.py, which counts its instructions: `instructions RUN`, where
-// RUN is the page size of the chats, with a + if what is evicted is remembered for explanations, or "long". Prints the number of requests counted. Only the code inside counted()
-// is counted; prompts are made before.
+// RUN is the page size of the chats, with a + if what is evicted is remembered for explanations, or "long". Prints the
+// number of requests counted. Only the code inside counted() is counted; prompts are made before.
 #include <cstdlib>
 #include <cstring>
 #include <functional>
