@@ -53,6 +53,8 @@ class Rig:
                 count += 1
                 self.after.get((name, count), lambda: None)()
                 yield piece
+        if self.dies.get(name) == count:
+            raise ReplicaLost(name)
 
 
 def front(rig: Rig, **options: Any) -> Front:
@@ -91,6 +93,17 @@ def test_a_request_whose_replica_dies_before_its_first_token_is_sent_again(path:
     assert reply.headers["x-mainstem-replica"] == "b"
     assert "Hello" in reply.text or "H" in reply.text
     assert (made.counts.again, made.counts.broken) == (1, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_an_answer_is_whole_though_its_replica_dies_before_it_has_said_that_it_is(path: str) -> None:
+    rig = Rig()
+    rig.dies = {"a": 2}  # the head, and the body
+    made = front(rig)
+    reply = post(made, path, {**CHAT, "max_tokens": 50})
+    assert reply.headers["x-mainstem-replica"] == "a"
+    assert reply.json()["id"]  # and nothing follows it
+    assert (made.counts.again, made.counts.broken) == (0, 0)
 
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

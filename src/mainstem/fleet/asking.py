@@ -86,11 +86,13 @@ class Piece:
         body: the bytes.
         said: what they say, of a stream that another replica can go on with; no client sees it.
         lost: the replica cannot end the stream.
+        last: nothing follows it.
     """
 
     body: bytes
     said: Said | None = None
     lost: bool = False
+    last: bool = False
 
 
 Part: TypeAlias = Head | Piece | bytes

@@ -207,6 +207,9 @@ class Front:
                 await self._relay(ask, sender, end_s)
                 return
             except ReplicaLost as lost:
+                if sender.complete:  # it ended after its answer
+                    await sender.end()
+                    return
                 deaths += not lost.refused
                 if not lost.refused and sender.begun:
                     end_s = self._clock() + self._wait_s  # a stream may have run for long
@@ -308,13 +311,14 @@ class _Sender:
     Attributes:
         begun: whether the client has some of it.
         said: what has been sent of a stream that another replica can go on with; None: none can.
+        complete: whether the replica has given all of its answer.
     """
 
     def __init__(self, send: Send, path: str, homes: Homes) -> None:
         self._send, self._path, self._homes = send, path, homes
         self._head: Head | None = None
         self._held: list[Piece | bytes] = []
-        self.begun = False
+        self.begun = self.complete = False
         self.said: Begun | None = None
 
     @property
@@ -329,6 +333,7 @@ class _Sender:
 
     async def take(self, piece: Part) -> None:
         """Takes the next part of an answer."""
+        self.complete = isinstance(piece, Piece) and piece.last
         if isinstance(piece, Head):
             if not self.begun:
                 self._head, self.said = piece, deepcopy(piece.begun)

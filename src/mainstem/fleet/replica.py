@@ -174,8 +174,10 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Part, No
             headers = tuple((bytes(key), bytes(value)) for key, value in message["headers"])
             await pieces.put(Head(message["status"], headers, name, message.get(BEGUN)))
         elif message["type"] == "http.response.body" and message.get("body"):
-            body, said, lost = bytes(message["body"]), message.get(SAID), message.get(LOST, False)
-            await pieces.put(Piece(body, said, lost) if said is not None or lost else body)
+            said, lost, last = message.get(SAID), message.get(LOST, False), not message.get("more_body", False)
+            more = said is not None or lost or last
+            body = bytes(message["body"])
+            await pieces.put(Piece(body, said, lost, last and not lost) if more else body)
 
     async def run() -> None:
         try:
