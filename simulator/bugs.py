@@ -331,7 +331,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "pages after a miss are accepted", "sglang#39444", _PREFETCH,
-        "                self._broken = self._faulty = True\n", "                self._faulty = True\n",
+        "                self._broken = True\n", "",
     ),
     _mutant(
         "what was read after a damaged page is kept", "-", _PREFETCH,
@@ -561,8 +561,9 @@ PYTHON: tuple[Mutant, ...] = (
         "_ELSEWHERE = (421, 503)", "_ELSEWHERE = (421,)", "fleet",
     ),
     _mutant(
-        "a request that has ended counts as under way", "-", "fleet/sessions.py",
-        "self._under_way[replica] = max(0, self._under_way[replica] - 1)", "pass", "fleet",
+        "a request that has ended counts as under way", "-", "fleet/routing.py",
+        "                self._core.ended(self._replicas[replica].number, self._clock())\n", "                pass\n",
+        "tests/test_fleet_routing.py::test_a_queue_ends_with_time_and_with_the_last_request",
     ),
     _mutant(
         "a page that a peer sends is not verified", "-", "tiers/sealed.py",
@@ -938,8 +939,8 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "ids of what hangs on a cancelled beginning come back while they are written to", "here",
         _CORE + "tree/transfer.cpp",
-        "  detach(below);  // nothing below can fail\n",
-        "  detach(below);\n"
+        "  detach(below, Why::unknown);  // nothing below can fail\n",
+        "  detach(below, Why::unknown);\n"
         "  for (const Index at : below) {\n"
         "    const Run<std::int32_t> ids = vacate(at, cells_.column_of(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"

@@ -245,6 +245,7 @@ class Explain:
 
     def _check_stretch(self, found: Explanation, stretch: Stretch, pages: list[Page]) -> None:
         covered = pages[stretch.begin // self.size : stretch.end // self.size]
+        self.world.reads += len(covered)
         if stretch.tier is not None:
             tier = ("device", "host").index(stretch.tier)
             require(all(tier in page.ids for page in covered), "a found page is there", stretch)

@@ -140,11 +140,11 @@ class Engine(Server):
                 said = Said(0, tuple(new), ended=event.finish_reason is not None)
                 reply.link.send(Piece(in_stream(new), said))
             if event.finish_reason is not None:
-                reply.link.send(in_stream("[DONE]"))
+                reply.link.send(Piece(in_stream("[DONE]"), last=True))
                 reply.link.send(None)
         elif event.finish_reason is not None:
             self._begin(reply)
-            reply.link.send(json.dumps(reply.tokens).encode())
+            reply.link.send(Piece(json.dumps(reply.tokens).encode(), last=True))
             reply.link.send(None)
 
     def publish(self) -> Sent | None:

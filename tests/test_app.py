@@ -1180,11 +1180,9 @@ def test_sigterm_drains() -> None:
 
 @pytest.mark.deadline
 def test_what_is_served_is_logged() -> None:
-    import torch
-
     with RealServer(step_s=0) as server:
-        wanted = f"float32, {torch.get_num_threads()} threads, 100 KV pages for 1600 tokens, 9 state slots"
-        assert server.served_at.rstrip().endswith(wanted)
+        wanted = r"float32, \d+ threads, 100 KV pages for 1600 tokens, 9 state slots"
+        assert re.search(f"{wanted}$", server.served_at.rstrip())
 
 
 @pytest.mark.deadline

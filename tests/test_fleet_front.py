@@ -328,7 +328,7 @@ def test_a_front_that_drains_refuses_generations_alone() -> None:
 
 
 class Told:
-    """Replicas that note what they are told; `gone`: those that cannot be reached."""
+    """Replicas that note what they hear; `gone`: those that cannot be reached."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[str]]] = []

@@ -16,7 +16,7 @@ from rigs.hand_driven import Clock
 from rigs.serving import tiny_folder, unlike
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head
+from mainstem.fleet.asking import Ask, Head, Piece
 from mainstem.fleet.replica import DRAIN, PEERS, Replica, wait_until_warm
 from mainstem.settings.fleet import FleetConfig, read_fleet
 from mainstem.tiers.controller import TierStats
@@ -68,7 +68,7 @@ def asked(replica: Replica, ask: Ask) -> tuple[Head, bytes]:
         return [piece async for piece in replica.ask(ask)]
 
     head, *pieces = anyio.run(run)
-    return head, b"".join(pieces)
+    return head, b"".join(each.body if isinstance(each, Piece) else each for each in pieces)
 
 
 def test_a_new_replica_is_warm_before_it_takes_requests(replica: Replica) -> None:

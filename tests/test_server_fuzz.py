@@ -86,6 +86,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/detokenize": {"tokens": [5, 6]},
     "/v1/cache/remove": {"model": "tiny", "prompt": "w5 w6"},
     "/v1/cache/hints": {"action": "retain", "prompt": "w5 w6", "ttl_s": 5},
+    "/v1/cache/explain?route=/v1/completions": {"model": "tiny", "prompt": "w5 w6"},
     "/v1/cache/flush": {},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},

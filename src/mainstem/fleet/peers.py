@@ -1,4 +1,4 @@
-"""Replicas as peers of each other: each is told where the others give their pages, whenever that changes."""
+"""Replicas as peers of each other: each hears where the others give their pages, whenever that changes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Introductions:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._told: dict[str, list[str]] = {}
+        self._known: dict[str, list[str]] = {}
         self._differ = False  # whether there are replicas whose pages differ
 
     async def tell(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tells each replica of the others, unless it knows. One that cannot be reached is told the next time.
+        """Tells each replica of the others, unless it knows. One that cannot be reached hears it the next time.
 
         Args:
             stats: what each replica says of itself, by its name; `peer`: where it gives its pages, `identity`: what
@@ -39,13 +39,13 @@ class Introductions:
         if differ and not self._differ:
             log.warning("replicas have different models or layouts, and share no pages: %s", kinds)
         self._differ = differ
-        self._told = {name: told for name, told in self._told.items() if name in known}
+        self._known = {name: those for name, those in self._known.items() if name in known}
         for name in known:
             others = sorted(
                 address for other, address in known.items() if other != name and kinds[other] == kinds[name]
             )
-            if self._told.get(name, []) != others and await self._say(name, others):
-                self._told[name] = others
+            if self._known.get(name, []) != others and await self._say(name, others):
+                self._known[name] = others
 
     async def _say(self, name: str, addresses: list[str]) -> bool:
         ask = Ask(PEERS, "/", body=json.dumps(addresses).encode(), to=name)

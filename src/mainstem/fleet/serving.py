@@ -186,7 +186,7 @@ class ServedFront:
             try:
                 await introductions.tell({key.unique_id: each.routing_stats for key, each in _curr().items()})
             except Exception:
-                log.exception("replicas were not told of each other")
+                log.exception("replicas could not be introduced to each other")
 
     def __serve_build_asgi_app__(self) -> Front:
         """Returns the application; Serve calls it."""

@@ -306,6 +306,7 @@ class Load:
 
     @property
     def span_s(self) -> float:
+        """The time from the first request to the last."""
         return float(self.time_s[-1] - self.time_s[0])
 
     def tokens_of(self, blocks: Int64s) -> Int64s:
