@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +195,7 @@ def test_all_routes_answer_through_the_front(fleet: Fleet) -> None:
 
 
 def test_a_prompt_goes_where_its_prefix_is(fleet: Fleet) -> None:
+    assert all(each["peer"].startswith("127.0.0.1:") for each in fleet.replicas().values())
     homes: dict[int, set[str]] = {}
     for turn in range(3):
         for number in range(4):
@@ -307,30 +307,6 @@ def test_a_second_up_changes_it_replica_by_replica_and_no_request_is_lost(fleet:
     assert set(statuses) == {200} and len(texts) == 1
     assert fleet.do("status")["broken"] == 0
     assert not before & set(fleet.replicas())
-
-
-def test_a_replica_that_is_passed_over_gives_its_pages_to_the_other(fleet: Fleet) -> None:
-    """Without a store: what is found can only be a peer's."""
-    assert all(each["peer"].startswith("127.0.0.1:") for each in fleet.replicas().values())
-    (fleet.folder / "peers.yaml").write_text("{store: none, replicas: 2}")
-    fleet.up(str(fleet.folder / "peers.yaml"))
-    prompt = unlike(6, LONG)
-    first = who(fleet.ask(prompt))
-
-    def another() -> bool:
-        """Keeps the first one busy, so that the other one is asked, too."""
-        with ThreadPoolExecutor(12) as pool:
-            replies = [*pool.map(lambda last: fleet.ask([*prompt, last], max_tokens=64), range(10, 22))]
-        others = [reply for reply in replies if who(reply) != first]
-        return any(tiers(reply)["storage"] >= LONG // 16 * 16 for reply in others)
-
-    eventually(another, 60.0)
-
-
-def tiers(reply: httpx.Response) -> dict[str, int]:
-    assert reply.status_code == 200, reply.text
-    found: dict[str, int] = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]
-    return found
 
 
 def test_more_replicas_and_fewer(fleet: Fleet) -> None:
