@@ -14,9 +14,9 @@ for (const [api, model] of [["chats", provider.chat(name)], ["responses", provid
   for await (const part of streamText({ model, prompt, maxOutputTokens: 16, temperature: 0 }).textStream) text += part;
   assert.equal(text, whole.text);
   const tools = { weather: tool({ description: "Tells the weather", inputSchema: jsonSchema(city) }) };
-  const called = await generateText({ model, prompt, tools, toolChoice: "required", maxOutputTokens: 100, maxRetries: 0 });
+  const called = await generateText({ model, prompt, tools, toolChoice: "required", maxOutputTokens: 100, temperature: 0, maxRetries: 0 });
   assert.deepEqual(called.toolCalls[0].input, { city: "Paris" });
-  const made = await generateObject({ model, prompt, schema: jsonSchema(city), maxOutputTokens: 100, maxRetries: 0 });
+  const made = await generateObject({ model, prompt, schema: jsonSchema(city), maxOutputTokens: 100, temperature: 0, maxRetries: 0 });
   assert.deepEqual(made.object, { city: "Paris" });
   console.log(api);
 }

@@ -33,7 +33,7 @@ def messages() -> None:
 
 
 def tools() -> None:
-    given: Any = {"model": MODEL, "max_tokens": 100, "tools": [TOOL]}
+    given: Any = {"model": MODEL, "max_tokens": 100, "tools": [TOOL], "extra_body": {"temperature": 0}}
     made: Any = client.messages.create(**given, messages=ASKED, tool_choice={"type": "any"})
     assert made.stop_reason == "tool_use"
     used = next(block for block in made.content if block.type == "tool_use")

@@ -25,6 +25,7 @@ def typed_answers() -> None:
             messages=[{"role": "user", "content": "Is it sunny in Paris?"}],
             response_model=Verdict,
             max_tokens=100,
+            temperature=0,
             max_retries=0,
         )
         assert isinstance(made, Verdict)

@@ -31,7 +31,9 @@ def chats() -> None:
 
 def tools() -> None:
     for given in (OPENAI, ANTHROPIC):
-        made: Any = litellm.completion(**given, messages=ASKED, tools=[TOOL], tool_choice="required", max_tokens=100)
+        made: Any = litellm.completion(
+            **given, messages=ASKED, tools=[TOOL], tool_choice="required", max_tokens=100, temperature=0
+        )
         assert json.loads(made.choices[0].message.tool_calls[0].function.arguments) == {"city": "Paris"}
 
 

@@ -15,7 +15,7 @@ assert.equal(text, whole.choices[0].message.content);
 console.log("chats");
 
 const tools = [{ type: "function", function: { name: "weather", parameters } }];
-const called = await client.chat.completions.create({ model, messages, tools, tool_choice: "required", max_tokens: 100 });
+const called = await client.chat.completions.create({ model, messages, tools, tool_choice: "required", max_tokens: 100, temperature: 0 });
 assert.deepEqual(JSON.parse(called.choices[0].message.tool_calls[0].function.arguments), { city: "Paris" });
 console.log("tools");
 

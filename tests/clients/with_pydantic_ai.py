@@ -25,7 +25,7 @@ def text() -> None:
 
 def typed_answers() -> None:
     for kind in (ToolOutput(Verdict), NativeOutput(Verdict)):
-        agent = Agent(model, output_type=kind, model_settings={"max_tokens": 100})
+        agent = Agent(model, output_type=kind, model_settings={"max_tokens": 100, "temperature": 0})
         assert isinstance(agent.run_sync("Is it sunny in Paris?").output, Verdict)
 
 
