@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -337,7 +337,7 @@ class Fleet:
                 error = None if call.task is None or call.task.cancelled() else call.task.exception()
                 if error is not None:
                     raise error
-                outcome = "left" if call.left else check(call, router.names(), self.world.now_s - self.wait_s)
+                outcome = "left" if call.left else check(call, self.world.now_s - self.wait_s)
             else:
                 outcome = "front ended"
             self.world.did("answer", call.number, call.status, len(call.received), outcome)
@@ -416,19 +416,18 @@ class Fleet:
         """Does nothing."""
 
 
-def check(call: Call, names: Sequence[str], late_s: float) -> str:
+def check(call: Call, late_s: float) -> str:
     """Checks an answer; returns what has come of it.
 
     Args:
         call: the request.
-        names: the replicas that take requests now.
         late_s: requests that began before have waited as long as they may.
     """
     require(call.whole, "an answer has no end", call.number)
     if call.status == 200:
         return _check_answer(call, waited=call.began_s <= late_s)
     if call.status == 429:
-        require(set(names) <= call.met, "refused, though not all are full", call.number, names, call.met)
+        require(call.awake <= call.met, "refused, though not all are full", call.number, call.awake, call.met)
         return "refused"
     if call.status == 500:
         require(call.failed, "an error that no engine has made", call.number, call.received)

@@ -44,6 +44,7 @@ class Call:
 
     Attributes:
         met: replicas that refused it, or were lost.
+        awake: the replicas there were when one last answered.
         lost: how often a replica was lost.
     """
 
@@ -51,6 +52,7 @@ class Call:
         self.number, self.body, self.wanted, self.began_s = number, body, list(wanted), now_s
         self.sent = self.continued = 0
         self.met: set[str] = set()
+        self.awake: set[str] = set()
         self.lost = 0
         self.failed = self.left = False
         self.status: int | None = None
@@ -305,6 +307,8 @@ class Router:
                     call.lost += 1
                     call.met.add(name)
                     raise piece
+                if isinstance(piece, Head):
+                    call.awake = set(self.names())
                 call.note(piece)
                 yield piece
         finally:
