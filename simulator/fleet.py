@@ -359,10 +359,12 @@ class Fleet:
                 break
             self._round(0.05)
         require(not self.calls, "requests that never end", list(self.calls))
-        begin_s = world.now_s
-        while world.now_s < self._quiet_s(begin_s) or any(machine.engine is None for machine in self.machines):
+        begin_s = settled_s = world.now_s
+        while world.now_s < max(self._quiet_s(begin_s), settled_s + _QUIET_S):
             self._round(0.25)
             require(world.now_s < begin_s + _BOUND_S, "a fleet never comes to rest")
+            if any(machine.engine is None or machine.engine.draining for machine in self.machines):
+                settled_s = world.now_s
         engines = [machine.engine for machine in self.machines if machine.engine is not None]
         for router in self.routers:
             self._check_router(router, engines)

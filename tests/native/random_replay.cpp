@@ -56,7 +56,9 @@ std::int64_t serve_all(const Shape& shape, const std::vector<Prompt>& prompts, C
   for (const Prompt& prompt : prompts) {
     now_s += choose.below(3);
     replica.expire(now_s);
-    const std::uint32_t known = replica.peek(prompt);
+    const auto* const key = reinterpret_cast<const std::uint8_t*>(prompt.data());
+    const PeekResult reach = tree.peek("", {key, prompt.size() * sizeof(std::uint64_t)}, false);
+    const std::uint32_t known = reach.pages + reach.host_pages;
     std::vector<std::int32_t> hits(replica.tiers());
     replica.serve(now_s, prompt, hits.data());
     const std::int64_t found = std::accumulate(hits.begin(), hits.end(), std::int64_t{0});
@@ -101,12 +103,12 @@ void by_routing(const std::vector<Prompt>& prompts, Choices& choose, Routing rou
     Tree* tree = trees.emplace_back(std::make_unique<Tree>(8, 1, kFull, 1, "lru", seed)).get();
     replicas.emplace_back(tree, std::vector<std::uint64_t>{5}, 9, by_order(tree));
   }
-  Replay replay(std::move(replicas), routing);
+  Replay replay(std::move(replicas), Router(routing, 3, true, {1e-4, 1e-9, 1e-6, 1e-5, 4}), 2);
   double now_s = 0;
   for (const Prompt& prompt : prompts) {
     std::int32_t hits = 0;
     now_s += choose.below(20);
-    expect(replay.serve(now_s, prompt.size(), prompt, &hits) < 3, "a replica");
+    expect(replay.serve_one(now_s, prompt.size(), prompt, &hits).replica < 3, "a replica");
     expect(hits >= 0 && static_cast<std::size_t>(hits) <= prompt.size(), "hits");
   }
   for (const auto& tree : trees)
