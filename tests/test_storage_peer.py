@@ -182,6 +182,20 @@ def test_peers_can_be_named_while_it_runs(kept: MemoryBackend) -> None:
         assert PAGES.read(peers, 1, 20) == [ABSENT, ABSENT]
 
 
+def test_a_peer_that_is_dropped_while_it_is_asked_is_not_asked_again() -> None:
+    def answer(parts: list[bytes]) -> list[bytes]:
+        request = read_request(parts, key_of(SECRET))
+        assert not isinstance(request, int)
+        if request.keys:  # the first request greets
+            peers.follow([])
+        return write_answer(OK, request.number, [1] * len(request.keys))
+
+    with closing(FakePeer(answer)) as peer, client(peer.address) as peers:
+        assert peers.exists(PAGES.keys[:1]) == [True]
+        assert PAGES.read(peers, 0) == [ABSENT]
+        assert peer.asked == 2
+
+
 def test_a_machine_is_not_its_own_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"engines": ["10.0.0.3", "10.0.0.2", "10.0.0.1", "fd00::2"], socket.gethostname(): ["10.0.0.1", "fd00::1"]}
 

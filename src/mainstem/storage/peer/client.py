@@ -301,6 +301,8 @@ class PeerBackend(Backend):
 
     def _see(self, key: bytes, peer: _Peer) -> None:
         with self._lock:
+            if peer.gone:  # it was dropped while it was asked
+                return
             self._seen[key] = peer
             self._seen.move_to_end(key)
             if len(self._seen) > _SEEN:
