@@ -339,6 +339,37 @@ def _attention(records: Records) -> str:
     return _table(["requests", "bfloat16", "ratio", "float32", "ratio"], lines)
 
 
+def _loading(records: Records) -> str:
+    """The first token of stored prompts in virtual time, over the better of loading all and computing all."""
+    rows = {(row["length"], row["bandwidth"], row["fault"]): row["of_better"] for row in records["loading"]["rows"]}
+    lengths, rates, faults = (list(dict.fromkeys(part)) for part in zip(*rows, strict=True))
+    lines = (
+        [f"{length:,}", *(" / ".join(f"{rows[length, rate, fault]:.2f}" for fault in faults) for rate in rates)]
+        for length in lengths
+    )
+    return _table(["tokens", *(f"{rate / 1e6:,.0f} MB/s" for rate in rates)], lines)
+
+
+def _throttled(records: Records) -> str:
+    """The first token of stored prompts on this CPU, from a store behind a link of a given rate."""
+    if "throttled" not in records:
+        return "Not recorded yet."
+    lines = (
+        [
+            f"{row['rate'] / 1e6:g}",
+            f"{row['length']:,}",
+            *(
+                f"{1000 * row[way]['p50_s']:,.0f}, {1000 * row[way]['p99_s']:,.0f}"
+                for way in ("Mainstem", "load", "compute")
+            ),
+            f"{row['p50_of_better']:.2f}, {row['of_better']:.2f}",
+        ]
+        for row in records["throttled"]["rows"]
+    )
+    heads = ["MB/s", "tokens", "**Mainstem**, ms", "loading all, ms", "computing all, ms", "over the better"]
+    return _table(heads, lines)
+
+
 def _codec(records: Records) -> str:
     """What codecs of stored pages cost."""
     if "codec" not in records:
@@ -548,6 +579,8 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "fleet goals": _fleet_goals,
     "plan": _plan,
     "attention": _attention,
+    "loading": _loading,
+    "throttled": _throttled,
     "codec": _codec,
     "kv": _kv,
     "weights": _weights,
