@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from mainstem.events.source import AllBlocksCleared, BlockRemoved, Event, salt_i
 from mainstem.fleet.asking import Prompt
 from mainstem.fleet.routing import CostRouter
 from mainstem.tiers.transfer import Move
+from simulator import campaign
 from simulator.bugs import NATIVE, PYTHON, UNTRIED, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.events import adapter_of, pages_of, reaches
@@ -63,6 +66,27 @@ def test_a_seed_always_makes_the_same_run(profile: str) -> None:
     assert run_seed(profile, 7, 400).digest == here.digest != run_seed(profile, 8, 400).digest
     there = _simulate("--profile", profile, "--seed", "7", "--operations", "400")
     assert f"digest: {here.digest}" in there.stdout
+
+
+@pytest.mark.parametrize(("waits", "limits_s"), [(False, (0.2, 60)), (True, (60, 0.2))])
+def test_a_run_that_does_not_end_fails(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, limits_s: tuple[float, float]
+) -> None:
+    """By the processor's time if it goes round in circles, by the clock if it waits: a busy machine is no failure."""
+
+    class Endless:
+        def __init__(self, world: World) -> None:
+            self.close = self.end = lambda: None
+
+        def step(self) -> None:
+            while True:
+                time.sleep(0.01 if waits else 0)
+
+    monkeypatch.setattr(campaign, "find_profile", lambda name: Endless)
+    kinds = ((signal.SIGVTALRM, signal.ITIMER_VIRTUAL), (signal.SIGALRM, signal.ITIMER_REAL))
+    monkeypatch.setattr(campaign, "_LIMITS", [(*kind, s) for kind, s in zip(kinds, limits_s, strict=True)])
+    ((_, why),) = run_seed("cache", 0, 10).failures
+    assert "the run does not end" in why
 
 
 def test_a_campaign_resumes_where_it_ended(tmp_path: Path) -> None:
