@@ -80,7 +80,8 @@ def test_a_run_that_does_not_end_fails(
 
         def step(self) -> None:
             while True:
-                time.sleep(0.01 if waits else 0)
+                if waits:
+                    time.sleep(0.01)
 
     monkeypatch.setattr(campaign, "find_profile", lambda name: Endless)
     kinds = ((signal.SIGVTALRM, signal.ITIMER_VIRTUAL), (signal.SIGALRM, signal.ITIMER_REAL))
