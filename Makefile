@@ -85,10 +85,10 @@ lint: $(VENV)/dev
 	$(BIN)/clang-format --dry-run --Werror $(CORE) $(wildcard tests/native/*.cpp tests/native/*.h bench/native/*.cpp bench/native/*.h)
 
 test: lint
-	$(BIN)/pytest --numprocesses auto -m "not slow" $(ARGS)
+	$(BIN)/pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/dev
-	$(BIN)/pytest --numprocesses auto -m slow $(ARGS)
+	$(BIN)/pytest --numprocesses auto --dist worksteal -m slow $(ARGS)
 
 test-all: test test-slow
 

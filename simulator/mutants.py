@@ -35,6 +35,9 @@ _MOST_OPERATIONS = 1_500_000
 _CONTROL_OPERATIONS = 50_000  # of each profile with no mutant, which must find nothing
 _MOST_S = 400.0
 
+# As many mutants run at a time as there are cores: more threads would spin while they wait for each other.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
 # An editable installation finds the package where it was installed from, whatever the path says.
 _WITHOUT_EDITABLE = """
 import runpy, sys
@@ -60,7 +63,8 @@ def judge(mutant: Mutant, folder: Path, core: Path | None = None, most: int = _M
     """Makes the mutant in an empty folder and lets its killer look at it, for so many operations at most."""
     began_s = time.perf_counter()
     copy = folder / "mainstem"
-    shutil.copytree(_PACKAGE, copy, ignore=shutil.ignore_patterns("csrc", "__pycache__"))
+    # With its compiled modules, but for those that are being written.
+    shutil.copytree(_PACKAGE, copy, ignore=shutil.ignore_patterns("csrc", "*.pyc.*"))
     core = core or _core_file()
     shutil.copy(core, copy / core.name)
     if core == _core_file():
@@ -94,12 +98,13 @@ def _patch(mutant: Mutant, package: Path) -> None:
             raise ValueError(f"{mutant.name}: the text stands {text.count(old)} times in {mutant.file}: {old!r}")
         text = text.replace(old, new)
     path.write_text(text)
+    Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
 
 def _run(folder: Path, module: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     code = _WITHOUT_EDITABLE.format(copy=str(folder), arguments=list(arguments), module=module)
     path = os.pathsep.join([str(folder), str(_ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **_ONE_THREAD}
     command = [sys.executable, "-c", code]
     try:
         return subprocess.run(
@@ -147,16 +152,21 @@ class Builder:
         if POLICIES in mutant.file:
             changed = [csrc / "eviction" / "eviction.cpp"]  # which alone makes policies
         elif changed[0].suffix == ".h":
-            changed = [source for source in csrc.rglob("*.cpp") if source.parent.name != "python"]
+            changed = [source for source in csrc.rglob("*.cpp") if self._includes(source, mutant.file)]
         objects = {source.name: self._compile(source, csrc, folder) for source in changed}
         objects |= {name: compiled for name, compiled in self._objects.items() if name not in objects}
         module = folder / _core_file().name
         self._call([*map(str, objects.values()), "-shared", "-o", str(module)])
         return module
 
+    def _includes(self, source: Path, header: str) -> bool:
+        """Whether a source has to be compiled again for a header; the bindings are left as they are."""
+        files = self._objects[source.name].with_suffix(".d").read_text().split()
+        return source.parent.name != "python" and any(file.endswith(header) for file in files)
+
     def _compile(self, source: Path, csrc: Path, folder: Path) -> Path:
         target = folder / (source.stem + ".o")
-        self._call([f"-I{csrc}", "-c", str(source), "-o", str(target)])
+        self._call([f"-I{csrc}", "-MMD", "-c", str(source), "-o", str(target)])
         return target
 
     def _call(self, arguments: Sequence[str]) -> None:
@@ -177,10 +187,15 @@ def _verdicts(names: Sequence[str], native: bool) -> Iterator[tuple[Mutant, Verd
     wanted = [mutant for mutant in PYTHON if _is_wanted(mutant, names)]
     in_core = [mutant for mutant in NATIVE if native and _is_wanted(mutant, names)]
     with _folder() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from zip(wanted, pool.map(_verdict, wanted), strict=True)
-        if in_core:
-            verdict = partial(_verdict, builder=Builder(objects))
-            yield from zip(in_core, pool.map(verdict, in_core), strict=True)
+        builder = Builder(objects) if in_core else None
+        mutants = [*wanted, *in_core]
+        yield from zip(mutants, pool.map(partial(_verdict, builder=builder), mutants), strict=True)
+
+
+def _control(profile: str) -> Verdict:
+    """What a profile finds without any bug."""
+    with _folder() as folder:
+        return judge(Mutant("nothing", "", "", (), profile), folder, most=_CONTROL_OPERATIONS)
 
 
 def _is_wanted(mutant: Mutant, names: Sequence[str]) -> bool:
@@ -190,7 +205,7 @@ def _is_wanted(mutant: Mutant, names: Sequence[str]) -> bool:
 def _verdict(mutant: Mutant, builder: Builder | None = None) -> Verdict:
     with _folder() as folder, _folder() as built:
         try:
-            core = builder.build(mutant, built) if builder else None
+            core = builder.build(mutant, built) if builder and mutant in NATIVE else None
         except subprocess.CalledProcessError as error:
             return Verdict(False, None, 0.0, "it does not compile: " + " ".join(error.stderr.split())[-500:])
         return judge(mutant, folder, core)
@@ -202,12 +217,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of the names of those wanted; none: all")
     parser.add_argument("--native", action="store_true", help="those of the C++ core, too")
     options = parser.parse_args()
-    for profile in PROFILES:
-        with _folder() as folder:
-            control = judge(Mutant("nothing", "", "", (), profile), folder, most=_CONTROL_OPERATIONS)
-        if control.killed or control.operations is None:
-            print(f"without any bug profile {profile} fails: {control.sight}")
-            return 1
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for profile, control in zip(PROFILES, pool.map(_control, PROFILES), strict=True):
+            if control.killed or control.operations is None:
+                print(f"without any bug profile {profile} fails: {control.sight}")
+                return 1
     survivors = number = 0
     print("| bug | like | where | found by | after | what was seen |\n|---|---|---|---|---|---|")
     for mutant, verdict in _verdicts(options.names, options.native):

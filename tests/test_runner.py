@@ -127,6 +127,7 @@ def plain_logits(model: PreTrainedModel) -> Plain:
 def tiny_pair(family: str) -> tuple[LoadedModel, Plain]:
     family, changes = MODELS[family]
     model = tiny(family, **changes)
+    assert model.num_parameters() < 1_000_000, "what its configuration has by default is not tiny"
     return loaded(model), plain_logits(copy.deepcopy(model))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +24,28 @@ PAGES, LENGTH = 1000, 300
 HINTS = "/v1/cache/hints"
 
 
-@pytest.fixture
-def http() -> Iterator[TestClient]:
-    """A server whose only client has asked for many pages, and so may stake some."""
+@contextmanager
+def serving() -> Iterator[TestClient]:
     tokenizer = tokenizer_of("llama3")
     made = replace(loaded(tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)), tokenizer=tokenizer)
     with Engine(made, EngineConfig(pages=PAGES, page_size=1, draft_tokens=0)) as engine:
-        client = TestClient(create_app(engine, ServerConfig()))
+        yield TestClient(create_app(engine, ServerConfig()))
+
+
+@pytest.fixture
+def http() -> Iterator[TestClient]:
+    """A server whose only client has asked for many pages, and so may stake some."""
+    with serving() as client:
         for number in range(25):
             ask(client, 100 + number, 900, cache_hints={"next_use_s": 10})
         assert client.post("/v1/cache/flush").status_code == 200
+        yield client
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[TestClient]:
+    """A server for what is refused whatever a client may stake."""
+    with serving() as client:
         yield client
 
 
@@ -85,27 +98,27 @@ def test_what_is_used_late_gives_way_to_what_is_used_soon(
         ({"next_use": 5}, "next_use"),
     ],
 )
-def test_a_time_that_cannot_be_is_refused_by_its_name(http: TestClient, times: dict[str, Any], param: str) -> None:
-    ask(http, 1)
-    answer = expect(http, 1, **times)
+def test_a_time_that_cannot_be_is_refused_by_its_name(refusing: TestClient, times: dict[str, Any], param: str) -> None:
+    ask(refusing, 1)
+    answer = expect(refusing, 1, **times)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param and param in answer.json()["error"]["message"]
     if times and "ttl_s" not in times:
-        model = http.get("/v1/models").json()["data"][0]["id"]
-        answer = http.post("/v1/completions", json={"model": model, "prompt": [5, 6], "cache_hints": times})
+        model = refusing.get("/v1/models").json()["data"][0]["id"]
+        answer = refusing.post("/v1/completions", json={"model": model, "prompt": [5, 6], "cache_hints": times})
         assert answer.status_code == 400, answer.text
         assert param in answer.json()["error"]["message"]
 
 
-def test_other_actions_have_no_next_use(http: TestClient) -> None:
-    ask(http, 1)
+def test_other_actions_have_no_next_use(refusing: TestClient) -> None:
+    ask(refusing, 1)
     for action in ("retain", "pin", "unpin", "demote", "end", "prefetch"):
         times = {"ttl_s": 5} if action == "retain" else {}
         body = {"action": action, "prompt": unlike(1, LENGTH), "next_use_s": 5, **times}
-        answer = http.post(HINTS, json=body)
+        answer = refusing.post(HINTS, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "next_use_s"), action
 
 
-def test_nothing_is_expected_of_what_is_not_cached(http: TestClient) -> None:
-    answer = expect(http, 9, next_use_s=5)
+def test_nothing_is_expected_of_what_is_not_cached(refusing: TestClient) -> None:
+    answer = expect(refusing, 9, next_use_s=5)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "prefix_not_found")

@@ -463,7 +463,7 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all_others(open
     assert not children()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_rank_that_does_not_answer_ends_all_others(opened: Open, folder: Folder, ranks: int) -> None:
     with opened(folder("llama", **LLAMA), ranks, answer_s=patience(5)) as engine:
         assert ask(engine, documents(1))

@@ -1,6 +1,6 @@
 """`python -m fuzz`: searches each target for bytes that break it, by coverage (atheris), for so many seconds in all.
 
-    python -m fuzz --seconds 60                all targets, one after another
+    python -m fuzz --seconds 60                all targets, as many at a time as there are cores
     python -m fuzz --seconds 600 tree cache    some of them
 
 What is found is kept in `tests/fuzz/corpus`, where `tests/test_fuzz_corpus.py` replays it. What only reaches more of
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -40,7 +43,9 @@ def main() -> int:
     if importlib.util.find_spec("atheris") is None:
         parser.error("atheris is not installed: make fuzz")
     share = max(1, options.seconds // len(names))
-    found = [name for name in names if not _search(name, share)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each has a process, whose imports take as long as its share
+        clean = list(pool.map(partial(_search, seconds=share), names))
+    found = [name for name, nothing in zip(names, clean, strict=True) if not nothing]
     for name in found:
         print(f"FOUND {name}: see {CORPUS / name}")
     return int(bool(found))
