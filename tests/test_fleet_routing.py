@@ -358,6 +358,16 @@ def test_queues_that_replicas_report_count() -> None:
     assert known.estimates(None, ["a"])[0].seconds == pytest.approx(5)
 
 
+def test_a_queue_that_was_reported_counts_once_until_something_else_is_said() -> None:
+    clock = Clock()
+    known = router(clock)
+    busy = {"costs": SLOW, "queued": 5000}
+    for now_s, said, left_s in ((0, busy, 5), (3, busy, 2), (4, {**busy, "queued": 2000}, 2), (5, busy, 5)):
+        clock.now_s = now_s
+        known.follow({"a": dict(said), "b": {"costs": SLOW}})
+        assert known.estimates(None, ["a"])[0].seconds == pytest.approx(left_s)
+
+
 def test_a_queue_ends_with_time_and_with_the_last_request() -> None:
     clock = Clock()
     known = following("ab", clock, costs=SLOW)
