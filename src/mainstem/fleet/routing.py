@@ -196,7 +196,7 @@ class CostRouter:
             numbers = self._numbers(replicas)
             space, tokens, stay = self._read(prompt)
             ranked = self._core.rank(space, tokens, numbers, stay, self._clock())
-            found = [self._by_number[number] for number in ranked.tolist()]
+            found = list(map(self._by_number.__getitem__, ranked.tolist()))
         if prompt is not None and prompt.replica in found:  # it alone has what the request continues
             found.remove(prompt.replica)
             found.insert(0, prompt.replica)
