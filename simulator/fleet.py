@@ -144,10 +144,7 @@ class Fleet:
     def _tell(self, router: Router) -> None:
         """Lets a router know the replicas there are, as soon as it can be reached."""
         version = self._version
-        replicas = {
-            name: {"events": name, "replay": name, "page_size": self.page_size, "draining": engine.draining}
-            for name, engine in self.listed.items()
-        }
+        replicas = {name: self._said_by(engine) for name, engine in self.listed.items()}
 
         def arrive() -> None:
             if self.network.reaches(_CONTROLLER, router.name):
@@ -156,6 +153,12 @@ class Fleet:
                 self.world.at(0.1, arrive)
 
         self.world.at(self.network.delay_s(), arrive)
+
+    def _said_by(self, engine: Engine) -> dict[str, Any]:
+        """Returns what a replica says of itself; what it has queued may be long ago when a router hears of it."""
+        queued = engine.scheduler.queued()
+        where = {"events": engine.name, "replay": engine.name, "page_size": self.page_size}
+        return {**where, "draining": engine.draining, "queued": queued, "peers": self.storage}
 
     def _kill(self, machine: Machine) -> None:
         engine = machine.engine

@@ -80,8 +80,8 @@ class Call:
 
     def note(self, piece: Head | Piece | bytes) -> None:
         """Takes into account what a replica has sent."""
-        if isinstance(piece, bytes):
-            self.failed |= b"the engine failed" in piece
+        if isinstance(piece, Piece):
+            self.failed |= b"the engine failed" in piece.body
         elif isinstance(piece, Head) and piece.status != 200:
             self.met.add(piece.replica)
             self.failed |= piece.status == _FAILED

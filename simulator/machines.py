@@ -211,9 +211,8 @@ class Engine(Server):
     def _fail(self, reply: Reply) -> None:
         if not reply.begun:
             reply.link.send(Head(_FAILED, (), self.name))
-        reply.link.send(in_stream({"error": "the engine failed"}))
-        if reply.begun:
-            reply.link.send(in_stream("[DONE]"))
+        rest = in_stream("[DONE]") if reply.begun else b""
+        reply.link.send(Piece(in_stream({"error": "the engine failed"}) + rest, last=True))  # as the server does
         reply.link.send(None)
 
 

@@ -320,6 +320,29 @@ def test_it_sleeps_while_there_is_nothing_to_do(rig: Callable[..., Rig]) -> None
     assert next(steps) <= 4
 
 
+def test_what_is_queued_is_counted_step_by_step() -> None:
+    ticks, seen, gates = itertools.count(), [], []
+
+    class Watched(Gate):
+        def forward(self, segments: Any) -> torch.Tensor:
+            if gates:
+                seen.append(engine.queued)
+            return super().forward(segments)
+
+    config = EngineConfig(pages=64, page_size=4, max_running=1, token_budget=4)
+    runner: Any = lambda *given: gates.append(Watched(*given)) or gates[0]  # noqa: E731
+    with Engine(_loaded(), config, clock=lambda: float(next(ticks)), runner=runner) as engine:
+        gates[0].open.clear()
+        streams = [engine.submit(request(1, 8, max_tokens=1))]
+        assert gates[0].entered.wait(WAIT_S)
+        streams += [engine.submit(request(seed, length, max_tokens=1)) for seed, length in ((2, 12), (3, 16))]
+        gates[0].open.set()
+        for stream in streams:
+            stream.result(WAIT_S)
+        eventually(lambda: engine.queued == 0)
+    assert seen == [0, 4, *range(28, 0, -4)]
+
+
 def test_the_pool_is_sized_from_bytes() -> None:
     model = _llama()
     page = 2 * 3 * 8 * 2 * 16 * 4  # k and v, layers, positions, heads, numbers per head, bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -10,14 +11,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from machine import eventually
 from rigs.hand_driven import Clock
 from rigs.serving import tiny_folder, unlike
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head, Piece
+from mainstem.fleet.asking import Ask, Head, Piece, Prompt
+from mainstem.fleet.following import Following
 from mainstem.fleet.replica import DRAIN, PEERS, Replica, wait_until_warm
+from mainstem.fleet.routing import CostRouter, Estimate
+from mainstem.runtime.request import Request
+from mainstem.settings.engine import TierConfig
 from mainstem.settings.fleet import FleetConfig, read_fleet
 from mainstem.tiers.controller import TierStats
 
@@ -80,6 +86,7 @@ def test_a_new_replica_is_warm_before_it_takes_requests(replica: Replica) -> Non
 def test_it_says_where_peers_and_routers_find_it_and_takes_the_addresses_of_others(replica: Replica) -> None:
     where = replica.where()
     assert where["peer"].startswith("127.0.0.1:") and where["events"].startswith("tcp://127.0.0.1:")
+    assert (where["peers"], where["queued"], where["costs"]["pull"]) == (True, 0, where["costs"]["read"])
     head, _ = asked(replica, Ask(PEERS, "/", body=json.dumps(["127.0.0.1:1"]).encode(), to="b"))
     assert head.status == 200
     assert asked(replica, Ask(PEERS, "/", body=b"[]", to="b"))[0].status == 200
@@ -100,6 +107,45 @@ def test_what_one_replica_has_computed_another_one_reads_from_it(config: FleetCo
         asked(second, Ask(PEERS, "/", body=json.dumps([where["peer"]]).encode()))
         assert cached(second) == (LONG - 1) // 16 * 16
         eventually(lambda: tiers(second).prefetched >= (LONG - 1) // 16)  # there is no store: it can only be the peer's
+
+
+def test_a_router_counts_what_a_replica_could_read_from_another_one_if_it_says_that_it_reads_from_others(
+    replica: Replica,
+) -> None:
+    said = {"b": replica.where(), "new": replica.where() | {"store": None, "events": None}}
+    router = CostRouter(time.monotonic, page_size=16)
+    with closing(Following(router)) as following:
+
+        def new(**wrong: Any) -> Estimate:
+            router.follow({name: each | wrong for name, each in said.items()})
+            (found,) = router.estimates(prompt, ["new"])
+            return found
+
+        prompt = Prompt(np.array(unlike(1, LONG), np.int32))
+        router.follow(said)
+        following.follow(said)
+        eventually(lambda: router.match(prompt)["b"][1] >= (LONG - 1) // 16 * 16)
+        costs = {"prefill": (1e-3, 0.0), "pull": (0.0, 1e-6)}
+        assert new(costs=costs).cached >= (LONG - 1) // 16 * 16
+        assert new(costs=costs, peers=False).cached == 0
+
+
+def test_a_router_passes_over_a_replica_that_says_that_prompts_wait(config: FleetConfig, replica: Replica) -> None:
+    slow = replace(config.engine, token_budget=1, tiers=TierConfig())
+    with closing(Replica(replace(config, engine=slow, warm_timeout_s=0.0), "busy", 1)) as busy:
+        prompts = [Request(np.array(unlike(seed, LONG), np.int32)) for seed in range(10, 40)]
+        streams = [busy._engine.submit(each) for each in prompts]
+        eventually(lambda: busy.where()["queued"] > 10 * LONG)
+        router = CostRouter(time.monotonic)
+        said = {"a": busy.where(), "b": replica.where()}
+        assert not said["a"]["peers"] and said["b"]["peers"]
+        router.follow({**said, "a": said["a"] | {"queued": 0}})
+        assert router.order(None, ["a", "b"]) == ["a", "b"]
+        router.follow(said)
+        assert router.order(None, ["a", "b"]) == ["b", "a"]
+        for stream in streams:
+            stream.cancel()
+        eventually(lambda: busy.where()["queued"] == 0)
 
 
 def test_one_that_is_told_to_go_says_that_another_one_should_take_its_place(replica: Replica) -> None:

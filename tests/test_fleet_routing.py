@@ -195,6 +195,25 @@ def test_a_page_that_was_removed_does_not_count() -> None:
     assert known.match(Prompt(ids(1, 1, 2, 2))) == {"a": (2, 2, 2), "b": (4, 4, 4)}
 
 
+def test_a_page_is_found_where_it_is_now_and_not_where_it_was() -> None:
+    known = following("a")
+    known.apply("a", [stored([1, 1, 2, 2]), stored([3, 3], 2)])
+    known.apply("a", [BlockRemoved((1001,), "GPU"), BlockRemoved((2000,), "GPU")])  # its block is the next to be used
+    known.apply("a", [BlockStored((1001,), 1000, (2, 2), PAGE, "GPU")])
+    known.check()
+    assert known.match(Prompt(ids(1, 1, 2, 2)))["a"] == (4, 4, 4)
+
+
+def test_pages_in_another_order_are_another_prefix() -> None:
+    known = following("a")
+    pages = [[page, page] for page in range(100)]
+    known.apply("a", [stored(sum(pages, []))])
+    assert known.match(Prompt(ids(*sum(pages, []))))["a"][0] == 200
+    for at in (0, 7, 40, 98):
+        swapped = [*pages[:at], pages[at + 1], pages[at], *pages[at + 2 :]]
+        assert known.match(Prompt(ids(*sum(swapped, []))))["a"][0] == 2 * at
+
+
 def test_namespaces_never_cross() -> None:
     known = following("a")
     known.apply("a", [stored([1, 1], lora_name="x"), stored([1, 1], 2, cache_salt="x")])
@@ -356,6 +375,16 @@ def test_queues_that_replicas_report_count() -> None:
     known.follow({"a": {"costs": SLOW, "queued": 5000}, "b": {"costs": SLOW}})
     assert known.order(None, ["a", "b"]) == ["b", "a"]
     assert known.estimates(None, ["a"])[0].seconds == pytest.approx(5)
+
+
+def test_a_queue_that_was_reported_counts_once_until_something_else_is_said() -> None:
+    clock = Clock()
+    known = router(clock)
+    busy = {"costs": SLOW, "queued": 5000}
+    for now_s, said, left_s in ((0, busy, 5), (3, busy, 2), (4, {**busy, "queued": 2000}, 2), (5, busy, 5)):
+        clock.now_s = now_s
+        known.follow({"a": dict(said), "b": {"costs": SLOW}})
+        assert known.estimates(None, ["a"])[0].seconds == pytest.approx(left_s)
 
 
 def test_a_queue_ends_with_time_and_with_the_last_request() -> None:

@@ -454,6 +454,31 @@ def _warm(bench: Bench, tokens: list[int]) -> None:
         bench.step()
 
 
+def test_what_is_queued_is_what_no_hit_spares() -> None:
+    bench = Bench(max_running=1, token_budget=8, partial=False)
+    stem = prompt(1, 16)
+    bench.add(stem, max_tokens=0)
+    assert bench.scheduler.queued() == 16
+    bench.step()
+    assert bench.scheduler.queued() == 8
+    bench.run()
+    assert bench.scheduler.queued() == 0
+    for seed, length in ((2, 4), (3, 12)):
+        bench.add(stem + prompt(seed, length), max_tokens=4, ignore_eos=True)
+    assert bench.scheduler.queued() == 4 + 12
+    bench.step()
+    assert bench.scheduler.queued() == 12  # the other one decodes
+    bench.run()
+    assert bench.scheduler.queued() == 0
+
+
+def test_of_many_that_wait_the_first_say_how_much_is_queued() -> None:
+    bench = Bench(1000, max_running=1)
+    for seed in range(300):
+        bench.add(prompt(seed, 16), max_tokens=0)
+    assert bench.scheduler.queued() == 300 * 16
+
+
 def test_the_longest_cached_prefix_goes_first_then_the_oldest() -> None:
     bench = Bench(max_running=1)
     _warm(bench, prompt(1, 32))

@@ -7,6 +7,7 @@
 
 #include "random_operations.h"
 #include "routing/index.h"
+#include "routing/prefixes.h"
 #include "routing/ranking.h"
 #include "support.h"
 
@@ -31,6 +32,11 @@ struct Known {  // of one worker
   std::map<Where, double> expected;  // and when it was sent
   std::uint32_t store = 0;
 };
+
+// Few pages, or more than are looked up together.
+std::uint32_t some_pages(Choices& choose) {
+  return choose.below(choose.one_in(10) ? 80 : 6);
+}
 
 Tokens some_tokens(Choices& choose, std::uint32_t pages) {
   Tokens tokens;
@@ -99,7 +105,7 @@ class World {
 
   void store() {
     const WorkerId worker = some_worker();
-    const std::uint32_t ns = choose_.below(2), pages = 1 + choose_.below(5);
+    const std::uint32_t ns = choose_.below(2), pages = 1 + some_pages(choose_);
     const Tokens tokens = some_tokens(choose_, pages);
     const auto medium = Medium{choose_.below(kMedia)};
     const std::size_t from = choose_.below(pages);
@@ -141,7 +147,7 @@ class World {
   void send() {
     const WorkerId worker = some_worker();
     Known& to = workers_[worker];
-    const std::uint32_t ns = choose_.below(2), pages = choose_.below(5);
+    const std::uint32_t ns = choose_.below(2), pages = some_pages(choose_);
     const Tokens tokens = some_tokens(choose_, pages);
     expire();
     ranking_.sent(worker, space(ns), tokens, now_s_);
@@ -227,7 +233,7 @@ class World {
   void look() {
     expire();
     const std::uint32_t ns = choose_.below(2);
-    Tokens tokens = some_tokens(choose_, choose_.below(6));
+    Tokens tokens = some_tokens(choose_, some_pages(choose_));
     if (choose_.one_in(2)) tokens.push_back(0);  // not a whole page
     Depths found;
     index_.match(space(ns), tokens, &found);
@@ -260,6 +266,33 @@ class World {
   double now_s_ = 0;
 };
 
+// Pages get the names that each of them gets alone, and no two prefixes the same one.
+void names(std::uint64_t seed) {
+  Choices choose(seed);
+  for (std::uint32_t size = 1; size <= 9; ++size) {
+    const PrefixDigests digests({seed, ~seed}, size), others({seed, seed}, size);
+    const std::uint32_t first = choose.below(1000), pages = choose.below(70);
+    Tokens tokens(std::size_t{pages} * size + choose.below(size));
+    for (std::uint32_t& token : tokens)
+      token = choose.below(2);
+    std::vector<Digest> together(pages);
+    digests.after({seed, 0}, first, tokens.data(), pages, together.data());
+    PrefixNames more(digests, {seed, 0}, first, tokens);
+    Digest before{seed, 0}, other;
+    std::set<std::uint64_t> seen;
+    for (std::uint32_t page = 0; page < pages; ++page) {
+      Digest alone;
+      digests.after(before, first + page, tokens.data() + std::size_t{page} * size, 1, &alone);
+      expect(alone == together[page] && more.next() == alone, "a name does not depend on those made with it");
+      before = alone;
+      expect(seen.insert(alone.one).second && seen.insert(alone.two).second, "another prefix has another name");
+      others.after(before, first + page, tokens.data() + std::size_t{page} * size, 1, &other);
+      expect(!(other == together[std::min(page + 1, pages - 1)]), "another key gives other names");
+    }
+    expect(more.some().empty(), "only whole pages have names");
+  }
+}
+
 void refusals() {
   thrown<BadValue>("pages without tokens", [] { RoutingIndex(SipKey{}, 0, 1); });
   thrown<BadValue>("no room", [] { RoutingIndex(SipKey{}, 1, 0); });
@@ -277,6 +310,7 @@ void refusals() {
 
 void random_routing(std::uint64_t seed, std::uint32_t operations) {
   refusals();
+  names(seed);
   for (const std::uint64_t capacity : {kEndless, std::uint64_t{40}, std::uint64_t{5}}) {
     World world(seed, capacity);
     for (std::uint32_t i = 0; i < operations; ++i)

@@ -110,7 +110,8 @@ class Replica:
         peer = {} if peering is None else {"peer": peering.address, "identity": peering.identity}
         return {
             "events": live, "replay": replay, "page_size": config.page_size, "draining": self.draining,
-            "costs": self._engine.costs, "store": shared, **peer,
+            "costs": self._engine.costs, "queued": self._engine.queued, "store": shared,
+            "peers": self._engine.reads_peers, **peer,
         }  # fmt: skip
 
     def seen(self) -> dict[str, float]:

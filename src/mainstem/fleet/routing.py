@@ -91,6 +91,7 @@ class _Replica:
     number: int = 0
     costs: Costs = Costs()
     reads_peers: bool = False
+    said: Mapping[str, Any] | None = None  # when it was last followed
 
 
 class CostRouter:
@@ -155,9 +156,7 @@ class CostRouter:
                 self._update(self._replica(name), replicas[name])
             self._set_times()
             for name in sorted(replicas):
-                queued = replicas[name].get("queued")
-                if isinstance(queued, int) and queued > 0:
-                    self._core.set_queue(self._replicas[name].number, queued, self._clock())
+                self._note_queue(self._replicas[name], replicas[name])
 
     def apply(self, replica: str, events: Iterable[Event]) -> None:
         """Follows events of a replica, of which some may be lost, repeated or wrong.
@@ -197,7 +196,7 @@ class CostRouter:
             numbers = self._numbers(replicas)
             space, tokens, stay = self._read(prompt)
             ranked = self._core.rank(space, tokens, numbers, stay, self._clock())
-            found = [self._by_number[number] for number in ranked.tolist()]
+            found = list(map(self._by_number.__getitem__, ranked.tolist()))
         if prompt is not None and prompt.replica in found:  # it alone has what the request continues
             found.remove(prompt.replica)
             found.insert(0, prompt.replica)
@@ -291,6 +290,13 @@ class CostRouter:
         store = said.get("store")
         if isinstance(store, str):
             self._core.share_store(replica.number, self._stores.setdefault(store, len(self._stores) + 1))
+
+    def _note_queue(self, replica: _Replica, said: Mapping[str, Any]) -> None:
+        """Takes what a replica has queued, once: its statistics come again whenever those of another one change."""
+        queued = said.get("queued")
+        if said != replica.said and isinstance(queued, int) and queued > 0:
+            self._core.set_queue(replica.number, queued, self._clock())
+        replica.said = said
 
     def _set_times(self) -> None:
         """Gives each replica its own estimates; those that it lacks are the mean of the others', or the defaults."""

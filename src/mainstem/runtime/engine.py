@@ -73,6 +73,7 @@ _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
 _PUBLISH_S = 0.001  # between two steps of a state that is published anew, while there is nothing else to do
 _ADVICE_S = 0.01  # between two looks at prefetches that nobody waits for
+_QUEUE_S = 0.1  # between two looks at what is queued, while there are requests
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
@@ -169,7 +170,7 @@ class Engine:
         self._cache = make_cache(loaded, config, model, sizes, clock, self._publisher)
         self._tiers = self._cache.tiers
         self._memory = TierMemory(self._cache, id_bytes(loaded, config, sizes))
-        self._now_s = self._remembered_s = clock()  # the time of this step, the same on all ranks
+        self._now_s = self._remembered_s = self._queued_s = clock()  # the time of this step, the same on all ranks
         if self._tiers is not None:
             report("tiers", 1, 1)
             self._tiers.enter_identity()
@@ -194,7 +195,7 @@ class Engine:
         self._on_progress: dict[str, OnProgress] = {}
         self._answers: dict[str, Future[Any]] = {}  # of questions
         # Only the engine's thread writes these.
-        self._stopping = False
+        self._stopping, self._queued = False, 0
         self._stats = self._count()
         self._thread = threading.Thread(target=self._run, name="mainstem-engine", daemon=True)
         self._thread.start()
@@ -340,7 +341,18 @@ class Engine:
         """What computing and loading take, as far as it is known: see `Costs.lines`. None: nothing measures it."""
         if self._tiers is None:
             return None
-        return self._tiers.costs.lines(self._tiers.host.memory.payload_bytes(0) / self.config.page_size)
+        lines = self._tiers.costs.lines(self._tiers.host.memory.payload_bytes(0) / self.config.page_size)
+        return {**lines, "pull": lines["read"]} if self.reads_peers else lines  # which are read by the same calls
+
+    @property
+    def queued(self) -> int:
+        """Prompt tokens that its requests have still to compute, about 0.1 s ago or after the last step."""
+        return self._queued
+
+    @property
+    def reads_peers(self) -> bool:
+        """Whether it reads the pages of other engines, now or once it knows their addresses."""
+        return self.peering is not None and self.peering.follow is not None
 
     @property
     def peering(self) -> Peering | None:
@@ -570,6 +582,7 @@ class Engine:
                 self._advice.poll()
                 self._publish()
                 self._stats = self._count()
+                self._look_at_queue()
                 for id, what in self._handover.pass_on(events, self._now_s, everything=self._stopping):
                     self._deliver(id, what)
         except BaseException as error:
@@ -592,6 +605,11 @@ class Engine:
         """Passes on what has come to a tier or left it, unless the publisher lags."""
         if self._publisher is not None and self._publisher.has_room:
             self._unpublished = self._cache.deliver_events()
+
+    def _look_at_queue(self) -> None:
+        """Counts what is queued, unless it was counted just now: it looks up every prompt that waits."""
+        if not self._scheduler.busy or self._now_s >= self._queued_s + _QUEUE_S:
+            self._queued, self._queued_s = self._scheduler.queued(), self._now_s
 
     def _close_publisher(self) -> None:
         if self._publisher is not None:

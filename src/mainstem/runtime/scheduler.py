@@ -197,6 +197,13 @@ class Scheduler:
         """Whether a step has anything to do or to report."""
         return bool(self._waiting or self._running or self._events)
 
+    def queued(self) -> int:
+        """Returns about how many prompt tokens are to be computed: of a waiting request, those that are not cached."""
+        running = sum(sequence.uncomputed for sequence in self._running.values() if sequence.prefilling)
+        ranked = self._rank_waiting()
+        lacking = sum(sequence.length - hit for sequence, hit in ranked)
+        return running + lacking * len(self._waiting) // max(1, len(ranked))
+
     def check(self, request: Request) -> Encoded:
         """Rejects a request that could never run, otherwise encodes its prompt for `add`. Callable from any thread.
 

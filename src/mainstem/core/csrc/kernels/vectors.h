@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#define MAINSTEM_INLINE inline __attribute__((always_inline))
+#include "structure/isa.h"
 
 namespace mainstem {
 
@@ -142,28 +142,6 @@ MAINSTEM_INLINE Floats4 sums(Floats4 a, Floats4 b, Floats4 c, Floats4 d) {
 
 // The length of a row is a multiple of this.
 inline constexpr std::size_t kRowStep = 32;
-
-// The instructions that kernels are compiled for.
-enum class Isa : std::uint8_t { kNone, kAvx2, kAvx512 };
-
-#ifdef __x86_64__
-#define MAINSTEM_AVX2 __attribute__((target("avx2,fma")))
-#define MAINSTEM_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
-#else
-#define MAINSTEM_AVX2
-#define MAINSTEM_AVX512
-#endif
-
-// Returns the best that this machine has.
-inline Isa best_isa() {
-#ifdef __x86_64__
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return Isa::kAvx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::kAvx2;
-#endif
-  return Isa::kNone;
-}
 
 // Returns whether this machine multiplies pairs of bfloat16 in one instruction.
 inline bool has_dots() {

@@ -10,10 +10,7 @@ namespace mainstem {
 namespace {
 
 constexpr std::uint32_t kMostWorkers = 1 << 16, kMostStores = 1 << 12;
-
-const std::uint8_t* bytes_of(const std::uint32_t* tokens) {
-  return reinterpret_cast<const std::uint8_t*>(tokens);
-}
+constexpr std::size_t kRead = 8;  // blocks that are fetched from memory before they are read
 
 bool any(const std::uint64_t* bits, std::size_t words) {
   return std::any_of(bits, bits + words, [](std::uint64_t word) { return word != 0; });
@@ -22,7 +19,7 @@ bool any(const std::uint64_t* bits, std::size_t words) {
 }  // namespace
 
 RoutingIndex::RoutingIndex(SipKey key, std::uint32_t page_tokens, std::uint64_t capacity)
-    : key_(key), page_tokens_(page_tokens), capacity_(capacity), by_digest_(key.one) {
+    : key_(key), prefixes_(key, page_tokens), page_tokens_(page_tokens), capacity_(capacity), by_digest_(key.one) {
   require(page_tokens > 0 && page_tokens <= 1 << 20, "page_tokens", page_tokens, "1 to 1048576");
   require(capacity > 0 && capacity < kNoBlock, "capacity", capacity, "1 to 4294967294 pages");
 }
@@ -96,10 +93,6 @@ Digest RoutingIndex::space(std::span<const std::uint8_t> name) const {
   return SipHash::of(key_, Digest{}, name.data(), name.size());
 }
 
-Digest RoutingIndex::after(Digest before, const std::uint32_t* page) const {
-  return SipHash::of(key_, before, bytes_of(page), std::size_t{page_tokens_} * sizeof(std::uint32_t));
-}
-
 void RoutingIndex::set(BlockIndex block, Medium place, WorkerId worker) {
   bits(block, place)[worker / 64] |= std::uint64_t{1} << worker % 64;
 }
@@ -112,6 +105,29 @@ BlockIndex RoutingIndex::find(Digest digest) {
   const BlockTable::Slot* slot =
       by_digest_.find(digest.one, [&](const BlockTable::Slot& each) { return block(each.block).digest == digest; });
   return slot ? slot->block : kNoBlock;
+}
+
+// Finds several pages of one path, after the one that is `last`, which may be none; returns the last one. Pages of a
+// path were mostly stored one after another, and so are their blocks: then the table is not asked. Where it is, slots
+// come first, then blocks: each of all pages together, so that memory answers for all of them at once.
+BlockIndex RoutingIndex::find(std::span<const Digest> digests, BlockIndex last, BlockIndex* found) {
+  std::size_t i = 0;
+  for (; i < digests.size() && (std::size_t{last} + 1) * stride_ < words_.size(); found[i++] = ++last) {
+    const std::size_t next = (std::size_t{last} + 1) * stride_;
+    __builtin_prefetch(words_.begin() + next + kRead * stride_);
+    if (block(last + 1).digest != digests[i]) break;
+  }
+  if (i == digests.size()) return last;
+  for (std::size_t j = i; j < digests.size(); ++j)
+    by_digest_.prefetch(digests[j].one);
+  for (std::size_t j = i; j < digests.size(); ++j) {
+    const BlockTable::Slot* slot = by_digest_.find(digests[j].one);  // another one of the same word is seen below
+    found[j] = slot ? slot->block : kNoBlock;
+    if (slot) __builtin_prefetch(&words_[slot->block * stride_]);
+  }
+  for (std::size_t j = i; j < digests.size(); ++j)
+    if (found[j] != kNoBlock && block(found[j]).digest != digests[j]) found[j] = find(digests[j]);
+  return found[digests.size() - 1];
 }
 
 BlockIndex RoutingIndex::find_or_make(Digest digest, std::uint32_t depth, Digest space) {
@@ -140,6 +156,7 @@ void RoutingIndex::release(BlockIndex at) noexcept {
       by_digest_.find(block(at).digest.one, [at](const BlockTable::Slot& each) { return each.block == at; });
   assert(slot);
   by_digest_.erase(slot);
+  block(at).digest = {};  // no page is found in a block that is free
   block(at).next = free_;
   free_ = at;
   --blocks_;
@@ -172,10 +189,10 @@ void RoutingIndex::store(WorkerId worker, Medium medium, Digest space, std::opti
     depth = above.depth + 1;
   }
   ++stamp_;
+  PrefixNames names(prefixes_, before, depth, tokens);
   for (std::size_t page = 0; page < hashes.size(); ++page) {
-    before = after(before, tokens.data() + page * page_tokens_);
     to.held.reserve();
-    const BlockIndex at = find_or_make(before, depth++, space);
+    const BlockIndex at = find_or_make(names.next(), depth++, space);
     if (!store_one(&to, worker, medium, hashes[page], at)) {
       release(at);
       counts_.conflicts += hashes.size() - page;
@@ -251,14 +268,13 @@ void RoutingIndex::clear(WorkerId worker) {
 
 void RoutingIndex::expect(WorkerId worker, Digest space, std::span<const std::uint32_t> tokens, double now_s) {
   Worker& to = at(worker);
-  Digest before = space;
   ++stamp_;
   const std::size_t pages = tokens.size() / page_tokens_;
+  PrefixNames names(prefixes_, space, 0, tokens);
   for (std::size_t page = 0; page < pages; ++page) {
-    before = after(before, tokens.data() + page * page_tokens_);
     to.expected.reserve();
     if (to.dues.size() == to.dues.capacity()) to.dues.reserve(with_spare(to.dues.size() + 1));
-    const BlockIndex at = find_or_make(before, static_cast<std::uint32_t>(page), space);
+    const BlockIndex at = find_or_make(names.next(), static_cast<std::uint32_t>(page), space);
     block(at).stamp = stamp_;
     if (has(at, Medium::device, worker)) continue;  // as events say
     to.dues.push_back({now_s, at, ++to.number});
@@ -371,34 +387,28 @@ inline void RoutingIndex::end_where_missing(BlockIndex at, std::size_t page, Dep
   }
 }
 
-// Digests first, then slots, then blocks: each of a few pages together, so that memory answers for all of them at once.
-void RoutingIndex::match(Digest space, std::span<const std::uint32_t> tokens, Depths* found) {
-  const std::size_t pages = tokens.size() / page_tokens_;
+// No worker has ended yet.
+void RoutingIndex::begin_match(Depths* found) {
   for (std::vector<std::uint32_t>& depths : found->pages)
     depths.assign(workers_.size(), 0);
   alive_.assign(wide_ * kMedia, 0);
   for (WorkerId worker = 0; worker < workers_.size(); ++worker)
     for (std::size_t medium = 0; workers_[worker] && medium < kMedia; ++medium)
       alive_[worker / 64 * kMedia + medium] |= std::uint64_t{1} << worker % 64;
-  Digest before = space;
-  std::array<Digest, kAhead> digests;
-  std::array<BlockIndex, kAhead> blocks;
+}
+
+void RoutingIndex::match(Digest space, std::span<const std::uint32_t> tokens, Depths* found) {
+  const std::size_t pages = tokens.size() / page_tokens_;
+  begin_match(found);
+  std::array<BlockIndex, PrefixNames::kAtOnce> blocks;
+  PrefixNames names(prefixes_, space, 0, tokens);
+  BlockIndex last = kNoBlock;
   std::size_t page = 0;
   while (page < pages && any(alive_.data(), alive_.size())) {
-    const std::size_t n = std::min(kAhead, pages - page);
-    for (std::size_t i = 0; i < n; ++i) {
-      digests[i] = before = after(before, tokens.data() + (page + i) * page_tokens_);
-      by_digest_.prefetch(before.one);
-    }
-    for (std::size_t i = 0; i < n; ++i) {
-      const BlockTable::Slot* slot = by_digest_.find(digests[i].one);  // another one of the same word is seen below
-      blocks[i] = slot ? slot->block : kNoBlock;
-      if (slot) __builtin_prefetch(&words_[slot->block * stride_]);
-    }
-    for (std::size_t i = 0; i < n; ++i, ++page) {
-      if (blocks[i] != kNoBlock && block(blocks[i]).digest != digests[i]) blocks[i] = find(digests[i]);
+    const std::span<const Digest> some = names.some();
+    last = find(some, last, blocks.data());
+    for (std::size_t i = 0; i < some.size(); ++i, ++page)
       end_where_missing(blocks[i], page, found);
-    }
   }
   for (WorkerId worker = 0; worker < workers_.size(); ++worker)
     for (std::size_t medium = 0; medium < kMedia; ++medium)

@@ -1,7 +1,7 @@
 // RoutingIndex: which worker has which block, on which medium, as their events say. A block is a page of tokens.
 //
 //   events of a worker   hash -> block         one table for each worker; hashes are names that it chose
-//   a request's tokens   digest -> block       one table for all: SipHash of 128 bits over the namespace and all pages
+//   a request's tokens   digest -> block       one table for all: 128 bits that name the namespace and all pages
 //
 //   a block   | digest | page number, namespace | stamp | workers on device | on host | in storage | expected |
 //                                                         one bit for each worker
@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "routing/prefixes.h"
 #include "routing/table.h"
 #include "structure/counters.h"
 #include "structure/errors.h"
@@ -116,12 +117,10 @@ class RoutingIndex {
     std::uint32_t depth, space, stamp, next;
   };
   static constexpr std::size_t kHead = sizeof(Block) / sizeof(std::uint64_t);
-  static constexpr std::size_t kAhead = 32;    // pages that are looked up together
   static constexpr std::size_t kSampled = 16;  // pages of which one is forgotten
 
   const Worker& at(WorkerId worker) const;
   Worker& at(WorkerId worker) { return const_cast<Worker&>(std::as_const(*this).at(worker)); }
-  Digest after(Digest before, const std::uint32_t* page) const;
   Block& block(BlockIndex block) { return *reinterpret_cast<Block*>(&words_[block * stride_]); }
   const Block& block(BlockIndex block) const { return *reinterpret_cast<const Block*>(&words_[block * stride_]); }
   std::uint64_t* bits(BlockIndex block, Medium place) {
@@ -133,6 +132,7 @@ class RoutingIndex {
   void set(BlockIndex block, Medium place, WorkerId worker);
   void unset(BlockIndex block, Medium place, WorkerId worker);
   BlockIndex find(Digest digest);
+  BlockIndex find(std::span<const Digest> digests, BlockIndex last, BlockIndex* found);
   BlockIndex find_or_make(Digest digest, std::uint32_t depth, Digest space);
   void release(BlockIndex block) noexcept;
   void widen(std::size_t workers);
@@ -141,10 +141,12 @@ class RoutingIndex {
   void pop_due(Worker* of, WorkerId worker, std::uint64_t* count) noexcept;
   void forget_some() noexcept;
   void forget_held(Worker* of, WorkerId worker) noexcept;
+  void begin_match(Depths* found);
   void end_where_missing(BlockIndex at, std::size_t page, Depths* found);
   bool shared(BlockIndex at, const std::vector<std::uint64_t>& store);
 
   SipKey key_;
+  PrefixDigests prefixes_;
   std::uint32_t page_tokens_;
   std::uint64_t capacity_, pairs_ = 0;  // held and due
   std::vector<std::unique_ptr<Worker>> workers_;
