@@ -38,6 +38,7 @@ NAMES = (
     "weights",
     "servers",
 )
+FLEET_PARTS = ("routers", "decision", "first", "apart")
 WIDTH = 160
 """Columns of the widest table."""
 
@@ -63,7 +64,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller settings")
     parser.add_argument("--record", action="store_true", help="write recorded-*.json, which the documentation shows")
     parser.add_argument("--peers-python", metavar="PATH", help="interpreter with the peers; default: this one")
-    parser.add_argument("--only", nargs="+", choices=index.PARTS, metavar="PART", help="index: run only these parts")
+    parts = f"index: run only these parts, of {', '.join(index.PARTS)}; fleet: of {', '.join(FLEET_PARTS)}"
+    parser.add_argument("--only", nargs="+", metavar="PART", help=parts)
     parser.add_argument(
         "--systems",
         nargs="+",
@@ -86,6 +88,9 @@ def _options() -> argparse.Namespace:
     if options.record and partial:
         allowed = "leave out --quick, --only, --systems, and --trace but for states, agents and fleet"
         parser.error(f"only whole runs are recorded: {allowed}")
+    there = FLEET_PARTS if options.benchmarks == ["fleet"] else index.PARTS
+    if wrong := sorted(set(options.only or ()) - set(there)):
+        parser.error(f"no such part: {', '.join(wrong)}; there are {', '.join(there)}")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -116,7 +121,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         from bench import fleet
 
         routed = fleet.QUICK if report.quick else fleet.Settings()
-        fleet.run(replace(routed, traces=tuple(options.trace)), report)
+        fleet.run(replace(routed, traces=tuple(options.trace), parts=tuple(options.only or FLEET_PARTS)), report)
         return
     if name == "states":
         from bench import states

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 
 Clock = Callable[[], float]
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
 
 
 class ServerFailed(Exception):
@@ -62,25 +64,29 @@ class Client:
     ) -> None:
         self._url, self._body, self._clock, self._transport = url, body, clock, transport
 
-    def ask(self, prompts: Sequence[str], tokens: int) -> list[Answer]:
+    def ask(self, prompts: Sequence[Prompt], tokens: int, after_s: Sequence[float] = ()) -> list[Answer]:
         """Sends all prompts at once, over new connections, and waits for all answers.
 
         Args:
+            prompts: what to send.
             tokens: of each answer.
+            after_s: when each prompt is sent, in seconds from now; empty: at once.
 
         Raises:
             ServerFailed: any request failed, or has an answer of another length.
         """
-        return asyncio.run(self._ask(prompts, tokens))
+        return asyncio.run(self._ask(prompts, tokens, after_s or [0.0] * len(prompts)))
 
-    async def _ask(self, prompts: Sequence[str], tokens: int) -> list[Answer]:
+    async def _ask(self, prompts: Sequence[Prompt], tokens: int, after_s: Sequence[float]) -> list[Answer]:
         unlimited = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
             base_url=self._url, timeout=None, limits=unlimited, transport=self._transport
         ) as http:
-            return await asyncio.gather(*(self._ask_one(http, prompt, tokens) for prompt in prompts))
+            due = zip(prompts, after_s, strict=True)
+            return await asyncio.gather(*(self._ask_one(http, prompt, tokens, seconds) for prompt, seconds in due))
 
-    async def _ask_one(self, http: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
+    async def _ask_one(self, http: httpx.AsyncClient, prompt: Prompt, tokens: int, after_s: float) -> Answer:
+        await asyncio.sleep(after_s)
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **self._body}
         sent_s = self._clock()
         try:

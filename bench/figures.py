@@ -561,6 +561,32 @@ def _fleet_goals(records: Records) -> str:
     )
 
 
+def _fleet_first(records: Records) -> str:
+    """The first token of a prompt that another server has computed, by where it comes from."""
+    if "first" not in records.get("fleet", {}):
+        return "Not recorded yet."
+
+    def cells(row: Row) -> list[str]:
+        spread = f"{_short(row['least_s'])} to {_short(row['most_s'])}"
+        return [f"{row['tokens']:,}", row["way"], _short(row["p50_s"]), spread, _short(row["sooner"])]
+
+    heads = ["tokens", "by", "first token, s, median", "least to most", "times sooner than computing"]
+    return _table(heads, map(cells, records["fleet"]["first"]))
+
+
+def _fleet_apart(records: Records) -> str:
+    """Requests that arrive while others are answered, by how servers divide the work."""
+    if "apart" not in records.get("fleet", {}):
+        return "Not recorded yet."
+
+    def cells(row: Row) -> list[str]:
+        first = [_short(row[name]) for name in ("first_p50_s", "first_most_s")]
+        return [row["way"], *first, *(_short(1000 * row[name]) for name in ("token_p50_s", "token_most_s"))]
+
+    heads = ["", "first token, s, median", "most", "each further token, ms, median", "most"]
+    return _table(heads, map(cells, records["fleet"]["apart"]))
+
+
 TABLES: Mapping[str, Callable[[Records], str]] = {
     "requests": _requests,
     "requests, main peers": lambda records: _requests(records, MAIN_PEERS),
@@ -577,6 +603,8 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "agents": _agents,
     "fleet": _fleet,
     "fleet goals": _fleet_goals,
+    "fleet first": _fleet_first,
+    "fleet apart": _fleet_apart,
     "plan": _plan,
     "attention": _attention,
     "loading": _loading,

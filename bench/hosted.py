@@ -21,7 +21,7 @@ from typing import Any, Self
 import httpx
 from rigs.servers import free_port
 
-from bench.client import Answer, Client, ServerFailed
+from bench.client import Answer, Client, Prompt, ServerFailed
 
 ROOT = Path(__file__).parents[1]
 THREADS = 2
@@ -102,21 +102,34 @@ class Hosted:
         system: what it runs.
         model: a folder.
         log: a file that gets what it prints.
+        stopped: whether it runs in its turns only; else all the time.
+
+    Attributes:
+        name: of the system.
+        url: without a path.
     """
 
-    def __init__(self, system: System, model: Path, log: Path) -> None:
+    def __init__(self, system: System, model: Path, log: Path, *, stopped: bool = True) -> None:
         self.name = system.name
-        self._system, self._log = system, log
+        self._system, self._log, self._stopped = system, log, stopped
         port = free_port()
         words = {"model": str(model), "name": model.name, "port": str(port)}
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         body = {name: value.format_map(words) if value == "{name}" else value for name, value in system.body.items()}
-        self._client = Client(self._url, body)
+        self._client = Client(self.url, body)
         self._command = [str(system.python), *(word.format_map(words) for word in system.command.split())]
 
-    def ask(self, prompts: Sequence[str], tokens: int) -> list[Answer]:
-        """Sends all prompts at once; see `Client.ask`."""
-        return self._client.ask(prompts, tokens)
+    def ask(self, prompts: Sequence[Prompt], tokens: int, after_s: Sequence[float] = ()) -> list[Answer]:
+        """Sends prompts; see `Client.ask`."""
+        return self._client.ask(prompts, tokens, after_s)
+
+    def settle(self) -> Mapping[str, Any]:
+        """Waits until nothing moves between tiers, and returns the counts of the tiers."""
+        while True:
+            tiers: dict[str, Any] = httpx.get(f"{self.url}/v1/cache/stats").json()["tiers"]
+            if not tiers["under_way"] and not tiers["queued"]:
+                return tiers
+            time.sleep(0.02)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -143,7 +156,7 @@ class Hosted:
         if not self._system.preempted:
             return None
         try:
-            text = httpx.get(f"{self._url}/metrics").text
+            text = httpx.get(f"{self.url}/metrics").text
         except httpx.TransportError:
             return None
         counts = re.findall(rf"^{self._system.preempted}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
@@ -165,7 +178,8 @@ class Hosted:
         except BaseException:
             self._kill()
             raise
-        self._signal(signal.SIGSTOP)
+        if self._stopped:
+            self._signal(signal.SIGSTOP)
         return self
 
     def __exit__(
@@ -183,7 +197,7 @@ class Hosted:
         end = time.monotonic() + _START_S
         while self._process.poll() is None and time.monotonic() < end:
             with suppress(httpx.TransportError):
-                if httpx.get(f"{self._url}/health").status_code == 200:
+                if httpx.get(f"{self.url}/health").status_code == 200:
                     return
             time.sleep(0.2)
         raise ServerFailed(f"it did not start: {self._log.read_text()[-2000:]}")

@@ -566,6 +566,16 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_fleet_routing.py::test_a_queue_ends_with_time_and_with_the_last_request",
     ),
     _mutant(
+        "a dead replica stays in the index", "-", "fleet/routing.py",
+        "for gone in sorted(set(self._replicas) - set(replicas)):", "for gone in ():", "fleet",
+    ),
+    _mutant(
+        "a queue that was reported begins anew with each list of replicas", "-", "fleet/routing.py",
+        "if said != replica.said and ", "if ",
+        "tests/test_fleet_routing.py::"
+        "test_a_queue_that_was_reported_counts_once_until_something_else_is_said",
+    ),
+    _mutant(
         "a page that a peer sends is not verified", "-", "tiers/sealed.py",
         "    return sealer.verify(slot, key)\n", "    return None\n", "fleet",
     ),
@@ -1135,6 +1145,42 @@ NATIVE: tuple[Mutant, ...] = (
         "node == wager ? stake :", "node == wager ? stake + 1000 :",
         "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
+    # ---------------------------------------------------------------- the index of a router
+    _mutant(
+        "a page that was removed still counts", "-", _CORE + "routing/index.cpp",
+        "    unset(at, medium, worker);\n    unexpect(&of, worker, at);", "    unexpect(&of, worker, at);",
+        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+    ),
+    _mutant(
+        "what one worker removes, all have lost", "-", _CORE + "routing/index.cpp",
+        "[worker / 64] &= ~(std::uint64_t{1} << worker % 64);\n}\n\nBlockIndex", "[worker / 64] = 0;\n}\n\nBlockIndex",
+        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+    ),
+    _mutant(
+        "the index of a router leaves out the namespace", "-", _CORE + "routing/index.cpp",
+        "SipHash::of(key_, Digest{}, name.data(), name.size())", "SipHash::of(key_, Digest{}, name.data(), 0)",
+        "tests/test_fleet_routing.py::test_namespaces_never_cross",
+    ),
+    _mutant(
+        "the index of a router has no bound", "-", _CORE + "routing/index.cpp",
+        "while (pairs_ > capacity_) {", "while (pairs_ > capacity_ + 1000) {",
+        "tests/test_fleet_routing.py::test_a_full_index_forgets_and_finds_no_more_than_there_is",
+    ),
+    _mutant(
+        "a page is found in a block that is free", "-", _CORE + "routing/index.cpp",
+        "  block(at).digest = {};  // no page is found in a block that is free\n", "",
+        "tests/test_fleet_routing.py::test_a_page_is_found_where_it_is_now_and_not_where_it_was",
+    ),
+    _mutant(
+        "the name of a page leaves out its number", "-", _CORE + "routing/prefixes.cpp",
+        "state.take(Word{(pages.first + kLane)...});", "state.take(Word{(pages.first - pages.first + 0 * kLane)...});",
+        "tests/test_fleet_routing.py::test_the_same_pages_in_another_order_are_another_prefix",
+    ),
+    _mutant(
+        "a router does not see queues", "-", _CORE + "routing/ranking.cpp",
+        "std::max(0.0, of.free_s - now_s) + best.service_s", "best.service_s",
+        "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
+    ),
 )
 
 # In the core, too, and not run yet: a run of all leaves them out until each was found once.
@@ -1172,32 +1218,6 @@ UNTRIED: tuple[Mutant, ...] = (
     _mutant(
         "a join forgets where an end is", "-", _CORE + "tree/shape.cpp",
         "    ghosts_->joined(upper, lower);\n", "    {}\n", "explain",
-    ),
-    # ---------------------------------------------------------------- the index of a router
-    _mutant(
-        "a page that was removed still counts", "-", _CORE + "routing/index.cpp",
-        "    unset(at, medium, worker);\n    unexpect(&of, worker, at);", "    unexpect(&of, worker, at);",
-        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
-    ),
-    _mutant(
-        "what one worker removes, all have lost", "-", _CORE + "routing/index.cpp",
-        "[worker / 64] &= ~(std::uint64_t{1} << worker % 64);\n}\n\nBlockIndex", "[worker / 64] = 0;\n}\n\nBlockIndex",
-        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
-    ),
-    _mutant(
-        "the index of a router leaves out the namespace", "-", _CORE + "routing/index.cpp",
-        "SipHash::of(key_, Digest{}, name.data(), name.size())", "SipHash::of(key_, Digest{}, name.data(), 0)",
-        "tests/test_fleet_routing.py::test_namespaces_never_cross",
-    ),
-    _mutant(
-        "the index of a router has no bound", "-", _CORE + "routing/index.cpp",
-        "while (pairs_ > capacity_) {", "while (pairs_ > capacity_ + 1000) {",
-        "tests/test_fleet_routing.py::test_a_full_index_forgets_and_finds_no_more_than_there_is",
-    ),
-    _mutant(
-        "a router does not see queues", "-", _CORE + "routing/ranking.cpp",
-        "std::max(0.0, of.free_s - now_s) + best.service_s", "best.service_s",
-        "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
     ),
 )
 # fmt: on

@@ -94,7 +94,16 @@ def test_cache_aware_drops_the_least_recently_used(monkeypatch: pytest.MonkeyPat
 
 def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
     report = Report("fleet", "2026-01-01", True, progress=lambda line: None)
-    small = replace(fleet.QUICK, replicas=(2,), requests=60, blocks=600, workers=4, tokens=256, decisions=20)
+    small = replace(
+        fleet.QUICK,
+        replicas=(2,),
+        requests=60,
+        blocks=600,
+        workers=4,
+        tokens=256,
+        decisions=20,
+        parts=("routers", "decision"),
+    )
     fleet.run(small, report)
     written = json.loads(report.write(tmp_path).read_text())
     assert len(written["rows"]) == 2 * len(fleet.ROUTERS)
@@ -103,3 +112,9 @@ def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
     (decision,) = written["decision"]
     assert decision["blocks"] >= 600 and 0 < decision["p50_us"] <= decision["p99_us"]
     assert report.tables
+
+
+def test_a_part_alone_is_judged_alone() -> None:
+    report = Report("fleet", "2026-01-01", True, progress=lambda line: None)
+    fleet.run(replace(fleet.QUICK, blocks=600, workers=4, tokens=256, decisions=20, parts=("decision",)), report)
+    assert [goal["goal"] for goal in report.more["goals"]] == [50] and not report.rows
