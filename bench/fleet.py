@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from bench import dynamo
 from bench.report import Report
 from bench.routers import Blocks, CacheAware, ConsistentHash, Ours, PowerOfTwo, RoundRobin, Router
 from bench.tables import goals_table
@@ -47,7 +48,7 @@ ATTENDED = 50_000
 """Positions that a token attends to at which attention costs as much as the rest."""
 
 Row = dict[str, Any]
-ROUTERS = ("ours", "cache_aware", "consistent hash", "power of two", "round robin")
+ROUTERS = ("ours", "cache_aware", "dynamo", "consistent hash", "power of two", "round robin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,14 @@ def run(settings: Settings, report: Report) -> None:
         OSError, TraceError: a file cannot be read, or is not a trace.
     """
     report.settings.update(asdict(settings) | {"traces": [Path(trace).name for trace in settings.traces]})
+    names = _routers(report)
     for make in _traces(settings):
         requests = read(make())
         capacity = int(requests.distinct * settings.percent / 100)
         one = found_by_one(requests, capacity)
         for replicas in settings.replicas:
             speed = speed_of(requests, one, replicas, settings.busy)
-            for name in ROUTERS:
+            for name in names:
                 row = replay(requests, name, replicas, capacity // replicas, speed, settings.seed)
                 row["share"] = 100 * row["hit_tokens"] / max(1, sum(one))
                 report.rows.append(row)
@@ -125,6 +127,16 @@ def run(settings: Settings, report: Report) -> None:
     decided = decision(settings)
     report.more |= {"decision": [decided], "goals": judge(report.rows, decided)}
     report.tables += [table(report.rows), goals_table(report.more["goals"])]
+
+
+def _routers(report: Report) -> list[str]:
+    """Returns the routers that are there, and notes which one is not."""
+    found = dynamo.version()
+    if found is None:
+        report.notes.append(dynamo.MISSING)
+        return [name for name in ROUTERS if name != "dynamo"]
+    report.versions["ai-dynamo-runtime"] = found
+    return list(ROUTERS)
 
 
 def _traces(settings: Settings) -> list[Callable[[], Trace]]:
@@ -252,6 +264,7 @@ def replay(requests: Requests, name: str, replicas: int, pages: int, speed: Spee
     while due:
         now_s, _, what = heapq.heappop(due)
         what()
+    router.close()
     return {
         "trace": requests.name, "replicas": replicas, "router": name, "pages": pages, "hit_tokens": found,
         "balance": max(computed) / max(1.0, mean(computed)), "first_s": mean(first_s),
@@ -265,6 +278,8 @@ def _router(name: str, replicas: int, clock: Callable[[], float], speed: Speed, 
             return Ours(replicas, clock, (speed.block_s, speed.attended_s))
         case "cache_aware":
             return CacheAware(replicas, clock, block_tokens)
+        case "dynamo":
+            return dynamo.Dynamo(replicas)
         case "consistent hash":
             return ConsistentHash(replicas)
         case "power of two":
