@@ -15,6 +15,7 @@ from rigs.dynamo_router import ServiceFailed, interpreter
 from bench import dynamo, fleet
 from bench.dynamo import MARKS, Dynamo
 from mainstem.events.replica import Replica
+from mainstem.events.source import BlockRemoved, BlockStored
 from mainstem.events.wire import decode
 from mainstem.replay.trace import Batch, Trace
 
@@ -144,13 +145,30 @@ needs_dynamo = pytest.mark.skipif(
 )
 
 
+def stored(*path: int) -> BlockStored:
+    """Returns the event of a whole path."""
+    return BlockStored(tuple(100 * block for block in path), None, path, 1, "GPU")
+
+
 @needs_dynamo
 @pytest.mark.deadline
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_the_real_service_sends_a_prefix_where_it_is(replicas: int) -> None:
-    asked = requests(PATHS, 1000.0)
-    row = fleet.replay(asked, "dynamo", replicas, ROOMY, FAST, 0)
-    assert row["hit_tokens"] == sum(fleet.found_by_one(asked, ROOMY))
+def test_the_real_service_sends_a_prefix_where_it_is_at_that_moment() -> None:
+    def asked(*path: int) -> int:
+        chosen = router.choose(np.array(path, np.int32))
+        router.ended(chosen)
+        return chosen
+
+    with closing(Dynamo(3)) as router:
+        for turn in range(20):
+            first, second = turn % 3, (turn + 1) % 3
+            router.apply(first, [stored(1, 2, 3)])
+            router.apply(second, [stored(1, 4, 5, 6)])
+            assert (asked(1, 2, 3, 9), asked(1, 4, 5, 9)) == (first, second)
+            router.apply(first, [BlockRemoved((200, 300), "GPU")])
+            router.apply(second, [stored(1, 2)])
+            assert asked(1, 2, 3, 9) == second
+            router.apply(first, [BlockRemoved((100,), "GPU")])
+            router.apply(second, [BlockRemoved((600, 500, 400, 200, 100), "GPU")])
 
 
 @needs_dynamo
