@@ -236,7 +236,7 @@ $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 	@touch $@
 
 # Measures again what the documentation shows, and writes it there. The machine must be idle.
-record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready $(VLLM)/ready
+record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready $(ROUTERS)/ready $(VLLM)/ready
 	@echo "Measuring everything that is recorded, one by one: about two hours on two idle cores."
 	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
 	$(BIN)/python -m bench.figures --write
@@ -282,7 +282,7 @@ bench-policies: $(VENV)/dev
 bench-agents: $(VENV)/dev
 	$(BIN)/python -m bench agents $(ARGS)
 
-bench-fleet: $(VENV)/dev
+bench-fleet: $(VENV)/dev $(ROUTERS)/ready
 	$(BIN)/python -m bench fleet $(ARGS)
 
 # The wheel is built from the source distribution, in an environment of its own, as an installer would build it. auditwheel

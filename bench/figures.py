@@ -540,11 +540,11 @@ def _fleet(records: Records) -> str:
     rows = {(row["trace"], row["router"], row["replicas"]): row for row in records["fleet"]["rows"]}
     sizes = sorted({replicas for _, _, replicas in rows})
 
-    def cell(row: Row) -> str:
-        return f"{row['share']:.1f} / {row['balance']:.2f} / {row['first_s']:.1f}"
+    def cell(row: Row | None) -> str:  # a router may not have been measured at every size
+        return "–" if row is None else f"{row['share']:.1f} / {row['balance']:.2f} / {row['first_s']:.1f}"
 
     lines = [
-        [trace.removesuffix("_trace"), router, *(cell(rows[trace, router, size]) for size in sizes)]
+        [trace.removesuffix("_trace"), router, *(cell(rows.get((trace, router, size))) for size in sizes)]
         for trace, router in dict.fromkeys((trace, router) for trace, router, _ in rows)
     ]
     return _table(["trace", "router", *(f"{size} replicas" for size in sizes)], lines)

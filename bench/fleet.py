@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bench import travel
+from bench import dynamo, travel
 from bench.report import Report
 from bench.routers import Blocks, CacheAware, ConsistentHash, Ours, PowerOfTwo, RoundRobin, Router
 from bench.tables import goals_table
@@ -52,7 +52,7 @@ ATTENDED = 50_000
 _TRAVEL = travel.Settings()
 
 Row = dict[str, Any]
-ROUTERS = ("ours", "cache_aware", "consistent hash", "power of two", "round robin")
+ROUTERS = ("ours", "cache_aware", "dynamo", "consistent hash", "power of two", "round robin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +133,28 @@ def run(settings: Settings, report: Report) -> None:
 
 def _replay_all(settings: Settings, report: Report) -> None:
     """Replays every trace with every router."""
+    names = _routers(report)
     for make in _traces(settings):
         requests = read(make())
         capacity = int(requests.distinct * settings.percent / 100)
         one = found_by_one(requests, capacity)
         for replicas in settings.replicas:
             speed = speed_of(requests, one, replicas, settings.busy)
-            for name in ROUTERS:
+            for name in names:
                 row = replay(requests, name, replicas, capacity // replicas, speed, settings.seed)
                 row["share"] = 100 * row["hit_tokens"] / max(1, sum(one))
                 report.rows.append(row)
                 report.progress(f"fleet: {requests.name}, {replicas} replicas, {name}: {row['share']:.1f} %")
+
+
+def _routers(report: Report) -> list[str]:
+    """Returns the routers that are there, and notes which one is not."""
+    found = dynamo.version()
+    if found is None:
+        report.notes.append(dynamo.MISSING)
+        return [name for name in ROUTERS if name != "dynamo"]
+    report.versions["ai-dynamo-runtime"] = found
+    return list(ROUTERS)
 
 
 def _traces(settings: Settings) -> list[Callable[[], Trace]]:
@@ -271,6 +282,7 @@ def replay(requests: Requests, name: str, replicas: int, pages: int, speed: Spee
     while due:
         now_s, _, what = heapq.heappop(due)
         what()
+    router.close()
     return {
         "trace": requests.name, "replicas": replicas, "router": name, "pages": pages, "hit_tokens": found,
         "balance": max(computed) / max(1.0, mean(computed)), "first_s": mean(first_s),
@@ -284,6 +296,8 @@ def _router(name: str, replicas: int, clock: Callable[[], float], speed: Speed, 
             return Ours(replicas, clock, (speed.block_s, speed.attended_s))
         case "cache_aware":
             return CacheAware(replicas, clock, block_tokens)
+        case "dynamo":
+            return dynamo.Dynamo(replicas)
         case "consistent hash":
             return ConsistentHash(replicas)
         case "power of two":

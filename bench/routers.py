@@ -10,7 +10,7 @@
     round robin
 
 What others read as text or tokens are blocks here; a block is `block_tokens` tokens. Each measures the lengths of
-queues in requests, as they do.
+queues in requests, as they do. `dynamo`, a service of its own, is in `bench.dynamo`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Router(Protocol):
     def apply(self, replica: int, events: Sequence[Event]) -> None:
         """Follows events of a replica's cache."""
 
+    def close(self) -> None:
+        """Ends what it has started."""
+
 
 class Blind:
     """A router without events, which counts requests under way."""
@@ -71,6 +74,9 @@ class Blind:
 
     def apply(self, replica: int, events: Sequence[Event]) -> None:
         """Knows nothing of events."""
+
+    def close(self) -> None:
+        """Has started nothing."""
 
 
 class RoundRobin(Blind):
@@ -180,6 +186,9 @@ class Ours:
     def apply(self, replica: int, events: Sequence[Event]) -> None:
         """See `Router`."""
         self.router.apply(self.names[replica], events)
+
+    def close(self) -> None:
+        """Has started nothing."""
 
 
 def _point(text: str) -> int:

@@ -83,10 +83,12 @@ LANES = (
     ),
     Lane(
         "routers",
-        ("tests/test_events_routers.py",),
+        ("tests/test_events_routers.py", "tests/test_bench_dynamo.py"),
         (
+            "bench/dynamo.py",
             "src/mainstem/events/*.py",
             "src/mainstem/core/csrc/tree/journal.*",
+            "tests/test_bench_dynamo.py",
             "tests/test_events_routers.py",
             "tests/rigs/dynamo_router.py",
             "tests/requirements-routers.txt",

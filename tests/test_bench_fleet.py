@@ -37,7 +37,7 @@ def test_the_speed_keeps_the_fleet_busy_for_its_share() -> None:
     assert work_s == pytest.approx(0.6 * 2 * 40)
 
 
-@pytest.mark.parametrize("name", sorted(set(fleet.ROUTERS) - {"power of two"}))
+@pytest.mark.parametrize("name", sorted(set(fleet.ROUTERS) - {"power of two", "dynamo"}))
 def test_a_replay_with_one_replica_hits_what_one_cache_hits(name: str) -> None:
     asked = requests(seconds=1000)
     speed = fleet.Speed(0.01, 0.0)
@@ -92,7 +92,8 @@ def test_cache_aware_drops_the_least_recently_used(monkeypatch: pytest.MonkeyPat
     assert sum(first in seen for seen in rule._tree.values()) <= 4 + 2
 
 
-def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
+def test_the_whole_benchmark_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSTEM_ROUTERS_PYTHON", str(tmp_path / "python"))
     report = Report("fleet", "2026-01-01", True, progress=lambda line: None)
     small = replace(
         fleet.QUICK,
@@ -106,7 +107,10 @@ def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
     )
     fleet.run(small, report)
     written = json.loads(report.write(tmp_path).read_text())
-    assert len(written["rows"]) == 2 * len(fleet.ROUTERS)
+    assert {row["router"] for row in written["rows"]} == set(fleet.ROUTERS) - {"dynamo"}
+    assert len(written["rows"]) == 2 * (len(fleet.ROUTERS) - 1)
+    assert [note for note in written["notes"] if "`make .venv-routers/ready`" in note] == written["notes"]
+    assert len(written["notes"]) == 1
     assert all(0 <= row["share"] <= 110 and row["balance"] >= 1 for row in written["rows"])
     assert [goal["goal"] for goal in written["goals"]] == [95, 1.3, 50]
     (decision,) = written["decision"]

@@ -5,24 +5,20 @@ It needs an environment of its own: `make test-routers`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import eventually
+from rigs.dynamo_router import Service, interpreter
 from rigs.servers import free_port
 from rigs.serving import Serve, Server, server_of, tiny_folder
 
 from mainstem import Namespace
 from mainstem.events.source import salt_id
 
-ROOT = Path(__file__).parents[1]
 PAGE = 16
 SECRET = "a secret of the fleet"
 PAGE_BYTES = 12288
@@ -32,16 +28,11 @@ pytestmark = pytest.mark.deadline
 class Router:
     """Dynamo's `SelectionService` in its process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     def call(self, method: str, **request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([method, request]) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        assert "error" not in answer, answer
-        return answer
+        return self._service.call(method, request)
 
     def overlap(self, tokens: list[int], salt: str | None = None) -> dict[int, tuple[int, int]]:
         """Returns how many blocks of a prompt each server has on its device, and how many more on its host."""
@@ -58,15 +49,10 @@ class Router:
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[Router]:
-    python = Path(os.environ.get("MAINSTEM_ROUTERS_PYTHON", ROOT / ".venv-routers" / "bin" / "python"))
-    if not python.exists():
-        pytest.skip(f"no Dynamo at {python}; slow lane: make test-routers")
-    script = Path(__file__).parent / "rigs" / "dynamo_router.py"
-    with subprocess.Popen(
-        [python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        yield Router(process)
-        process.kill()
+    if not interpreter().exists():
+        pytest.skip(f"no Dynamo at {interpreter()}; slow lane: make test-routers")
+    with closing(Service()) as service:
+        yield Router(service)
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,17 @@ def test_a_number_is_found_by_the_fields_that_name_its_row(records: dict[str, An
     assert rewritten("<!--= tiers: file / 16 / float32 / of / memcpy / up | % -->1<!--/-->", records).count(">50<") == 1
 
 
+def test_a_router_that_was_not_measured_at_a_size_has_a_dash_there(records: dict[str, Any]) -> None:
+    sizes = {"ours": (2, 64), "dynamo": (2,)}
+    row = {"trace": "chat", "share": 97.0, "balance": 1.5, "first_s": 2.0}
+    rows = [row | {"router": router, "replicas": size} for router, each in sizes.items() for size in each]
+    records["fleet"] = {"rows": rows}
+    assert TABLES["fleet"](records).splitlines()[2:] == [
+        "| chat | ours | 97.0 / 1.50 / 2.0 | 97.0 / 1.50 / 2.0 |",
+        "| chat | dynamo | 97.0 / 1.50 / 2.0 | – |",
+    ]
+
+
 def test_the_command_reports_differences_and_rewrites_pages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
