@@ -351,7 +351,7 @@ def _loading(records: Records) -> str:
 
 
 def _throttled(records: Records) -> str:
-    """The first token of stored prompts on this CPU, from a store behind a link of a given rate."""
+    """The first token of stored prompts on this CPU, from a store at the end of a link of a given rate."""
     if "throttled" not in records:
         return "Not recorded yet."
     lines = (
