@@ -124,6 +124,39 @@ def test_what_is_pushed_out_of_the_memory_is_forgotten_not_never_seen() -> None:
     assert never.count([(0, 20, "never_seen")]) > 295
 
 
+def test_long_prompts_are_forgotten_page_by_page() -> None:
+    cache = make(40, explain_pages=40)
+    prompt = other(1, 37)
+    for tokens in (prompt, other(2, 40), other(3, 40)):
+        serve(cache, tokens)
+    for pages in range(1, 38):
+        assert parts(cache.explain([*prompt[: pages * P], 1]))[0] == (0, pages * P, "forgotten")
+    assert parts(cache.explain([*prompt[: 3 * P], *other(9, 37)]))[-1][2] == "never_seen"
+
+
+def test_a_page_was_evicted_only_after_all_pages_above() -> None:
+    cache = make(8)
+    serve(cache, [*other(1, 2), *other(3, 3)])
+    serve(cache, other(2, 8))
+    serve(cache, other(2, 2))
+    assert parts(cache.explain([*other(1, 2), *other(3, 3), 1]))[0] == (0, 20, "evicted")
+    found = cache.explain([*other(2, 2), *other(3, 3), 1])  # the same tokens at the same place
+    assert not {part.cause for part in found.stretches} & {"evicted", "removed"}
+
+
+def test_of_many_evictions_of_a_page_the_last_one_counts() -> None:
+    cache = make(5, explain_pages=5000)
+    for number in range(700):
+        cache.tell_time(float(number))
+        serve(cache, PROMPT if number % 2 == 0 else other(1))
+    found = only(cache.explain(PROMPT), "evicted").eviction
+    assert found is not None and found.ago_s == 0.0 and found.idle_s == 1.0
+    cache.tell_time(1000.0)
+    for number in range(300):
+        serve(cache, other(1, 1 + number % 5))
+    assert parts(cache.explain(PROMPT))[0][2] == "evicted"
+
+
 def test_the_filter_says_since_when_it_knows() -> None:
     cache = make(5, explain_pages=1)
     assert cache.explain(PROMPT).since_tick == 0
