@@ -1,7 +1,7 @@
 // A fixed run of the core for bench/native/instructions.py, which counts its instructions: `instructions RUN`, where
-// RUN is "long", or the page size of the chats. After a + follows how many capacities of evicted pages are remembered for
-// explanations; a ? at the end: each prompt is explained before it is served. Prints the number of requests counted. Only
-// the code inside counted() is counted; prompts are made before.
+// RUN is "long", or the page size of the chats. After a + follows how many capacities of evicted pages are remembered
+// for explanations; a ? at the end: each prompt is explained before it is served. Prints the number of requests
+// counted. Only the code inside counted() is counted; prompts are made before.
 #include <cstdlib>
 #include <cstring>
 #include <functional>

@@ -33,8 +33,11 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
   found.horizon = ghosts_ ? ghosts_->horizon() : 0;
   const PeekResult usable = root == kNone ? PeekResult() : PeekResult(cells_.reach(path), cells_.tiers);
   std::uint32_t at = usable.pages + usable.host_pages;
-  if (usable.pages) add(&found, {0, usable.pages, Cause::device});
-  if (usable.host_pages) add(&found, {usable.pages, at, Cause::host});
+  const auto here = [&](std::uint32_t begin, std::uint32_t end, Cause cause) {
+    if (begin < end) add(&found, {begin, end, cause, 0, {}, -1, last_use(path, end)});
+  };
+  here(0, usable.pages, Cause::device);
+  here(usable.pages, at, Cause::host);
   Cause missing = path.empty() ? Cause::forgotten : this->missing(path);
   for (const Step& step : path) {
     const std::uint32_t end = nodes_[step.node].start + step.pages;
@@ -51,6 +54,16 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
   }
   if (distances && ghosts_ && eviction_.tells_recency()) measure(&found);
   return found;
+}
+
+// When the last of the first pages of a path was used last. Who uses what is below uses that page, too, and a node does
+// not know of it: so it is known at the end of a branch alone, where a conversation goes on.
+std::int64_t Tree::last_use(const Walk& path, std::uint32_t pages) const {
+  for (const Step& step : path) {
+    const Node& n = nodes_[step.node];
+    if (n.end() >= pages) return n.children() || !tells_recency() ? -1 : static_cast<std::int64_t>(n.accessed);
+  }
+  return -1;
 }
 
 // Why a match cannot end as far as full attention goes: the component that allows least.

@@ -14,7 +14,7 @@ constexpr std::uint32_t kTogether = 16;   // pages that share an entry of the fi
 constexpr std::uint32_t kVersions = 256;  // of a page that are looked at, the newest first
 constexpr std::size_t kForgotten = 8;     // the filter has so many times the pages that are remembered, twice
 constexpr std::size_t kFewest = 1024;     // pages of a filter
-constexpr std::size_t kBits = 32;         // for a page
+constexpr std::size_t kBits = 48;         // for a page
 
 // Pages [page, end) of a namespace, by their first; end 0: the page alone.
 std::uint64_t mark(std::uint64_t space, std::uint64_t hash, std::uint32_t page, std::uint32_t end) {
@@ -29,18 +29,21 @@ std::uint32_t short_hash(std::uint64_t of) {
 
 }  // namespace
 
-// What was here at some time, or may have been: a Bloom filter (Bloom 1970) whose entries set their bits in one word
-// (Putze et al. 2009). In two generations: when the younger is full, the older is emptied, and what it had is lost.
+// What was here at some time, or may have been: a Bloom filter (Bloom 1970) whose entries set three bits in each of two
+// words that lie together (Putze et al. 2009). In two generations: when the younger is full, the older is emptied, and
+// what it had is lost.
 class Ghosts::Filter {
  public:
   explicit Filter(std::size_t pages) : most_(std::max(kFewest, pages * kForgotten)) {
     for (Generation& each : generations_)
-      each.words.resize((most_ * kBits + 63) / 64);
+      each.blocks.resize((most_ * kBits + 127) / 128);
   }
 
   bool has(std::uint64_t mark) const {
-    return std::any_of(generations_, generations_ + 2,
-                       [&](const Generation& each) { return (~each.words[word(mark)] & bits(mark)) == 0; });
+    return std::any_of(generations_, generations_ + 2, [&](const Generation& each) {
+      const Block& block = each.blocks[place(mark)];
+      return (~block.low & bits(mark)) == 0 && (~block.high & bits(mark >> 18)) == 0;
+    });
   }
   // Makes room for pages that went at a tick. Returns the latest tick of those that are lost for it; 0: none.
   std::uint64_t expect(std::uint32_t pages, std::uint64_t gone) noexcept {
@@ -48,29 +51,35 @@ class Ghosts::Filter {
     if (generations_[0].pages + pages > most_) [[unlikely]] {
       std::swap(generations_[0], generations_[1]);
       lost = generations_[0].latest;
-      std::fill(generations_[0].words.begin(), generations_[0].words.end(), 0);
+      std::fill(generations_[0].blocks.begin(), generations_[0].blocks.end(), Block());
       generations_[0].pages = generations_[0].latest = 0;
     }
     generations_[0].pages += pages;
     generations_[0].latest = std::max(generations_[0].latest, gone);
     return lost;
   }
-  void add(std::uint64_t mark) noexcept { generations_[0].words[word(mark)] |= bits(mark); }
-  std::size_t bytes() const { return 2 * generations_[0].words.size() * sizeof(std::uint64_t); }
+  void add(std::uint64_t mark) noexcept {
+    Block& block = generations_[0].blocks[place(mark)];
+    block.low |= bits(mark);
+    block.high |= bits(mark >> 18);
+  }
+  std::size_t bytes() const { return 2 * generations_[0].blocks.size() * sizeof(Block); }
 
  private:
+  struct Block {
+    std::uint64_t low = 0, high = 0;
+  };
   struct Generation {
-    std::vector<std::uint64_t> words;
+    std::vector<Block> blocks;
     std::uint64_t pages = 0, latest = 0;
   };
 
-  std::size_t word(std::uint64_t mark) const {
-    return static_cast<std::size_t>(static_cast<unsigned __int128>(mark) * generations_[0].words.size() >> 64);
+  std::size_t place(std::uint64_t mark) const {
+    return static_cast<std::size_t>(static_cast<unsigned __int128>(mark) * generations_[0].blocks.size() >> 64);
   }
-  static std::uint64_t bits(std::uint64_t mark) {
+  static std::uint64_t bits(std::uint64_t of) {
     constexpr std::uint64_t kOne = 1;
-    return kOne << mark % 64 | kOne << (mark >> 6) % 64 | kOne << (mark >> 12) % 64 | kOne << (mark >> 18) % 64 |
-           kOne << (mark >> 24) % 64;
+    return kOne << of % 64 | kOne << (of >> 6) % 64 | kOne << (of >> 12) % 64;
   }
 
   const std::size_t most_;
@@ -154,8 +163,9 @@ void Ghosts::removed(const std::vector<Index>& tops, Why why, std::uint64_t tick
       });
     for (; !going.empty(); going.pop_back()) {  // what is below is forgotten first
       const Node& n = nodes_[going.back()];
+      Structure::Key symbols = hashes(n.key);
       expect(why, 0);
-      leave(going.back(), n.pages, nodes_.identity(n.parent), hashes(n.key), tick, true);
+      leave(going.back(), n.pages, nodes_.identity(n.parent), std::move(symbols), tick, true);
       places_[n.parent].begins = true;
     }
   } catch (const std::bad_alloc&) {
