@@ -10,7 +10,7 @@ namespace mainstem {
 namespace {
 
 constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ull;
-constexpr std::uint32_t kTogether = 16;   // pages that share an entry of the filter
+constexpr std::uint32_t kTogether = 16;   // pages that may share an entry of the filter
 constexpr std::uint32_t kVersions = 256;  // of a page that are looked at, the newest first
 constexpr std::size_t kForgotten = 8;     // the filter has so many times the pages that are remembered, twice
 constexpr std::size_t kFewest = 1024;     // pages of a filter
@@ -19,9 +19,6 @@ constexpr std::size_t kBits = 48;         // for a page
 // Pages [page, end) of a namespace, by their first; end 0: the page alone.
 std::uint64_t mark(std::uint64_t space, std::uint64_t hash, std::uint32_t page, std::uint32_t end) {
   return fold(hash ^ space, kOdd ^ (std::uint64_t{page} << 32 | end));
-}
-std::uint32_t end_together(std::uint32_t page) {
-  return page / kTogether * kTogether + kTogether;
 }
 std::uint32_t short_hash(std::uint64_t of) {
   return static_cast<std::uint32_t>(of * kOdd >> 32);
@@ -216,14 +213,14 @@ Ghosts::Ghost& Ghosts::add(Handle self, Handle parent, std::uint32_t start, std:
 
 // Of a ghost with more pages than are remembered, the last ones are forgotten at once.
 void Ghosts::cut(Ghost& ghost) noexcept {
-  forget(ghost, static_cast<std::uint32_t>(most_));
+  forget(ghost, static_cast<std::uint32_t>(most_), 1);
   ghost.pages = static_cast<std::uint32_t>(most_);
   pages_ = most_;
 }
 
 void Ghosts::push_out() noexcept {
   Ghost& oldest = at(first_);
-  forget(oldest, 0);
+  forget(oldest, 0, first_ < indexed_ ? 1 : kTogether);
   if (first_ < indexed_) {
     if (oldest.self) ends_.erase(short_hash(oldest.self), slot(first_));
     if (oldest.pages && newest(oldest.first) == first_) firsts_.erase(short_hash(oldest.first), slot(first_));
@@ -233,12 +230,13 @@ void Ghosts::push_out() noexcept {
   ++first_;
 }
 
-// The pages of a ghost from `page` on go to the filter.
-void Ghosts::forget(const Ghost& ghost, std::uint32_t page) noexcept {
+// The pages of a ghost from `page` on go to the filter, so many together: where nobody asks, there is no need to tell
+// each from others that begin alike.
+void Ghosts::forget(const Ghost& ghost, std::uint32_t page, std::uint32_t together) noexcept {
   horizon_ = std::max(horizon_, filter_->expect(ghost.pages - page, ghost.departure.gone));
   const std::uint32_t end = ghost.start + ghost.pages;
   for (std::uint32_t at = ghost.start + page, next; at < end; at = next) {
-    next = std::min(end, end_together(at));
+    next = std::min(end, (at / together + 1) * together);
     filter_->add(mark(ghost.space, hash(ghost, at - ghost.start), at, next));
   }
   if (ghost.departure.why != Why::removed) latest_forgotten_ = std::max(latest_forgotten_, ghost.departure.accessed);
@@ -371,8 +369,9 @@ std::vector<Ghosts::Known> Ghosts::find(std::string_view ns, Bytes key, const Wa
 }
 
 bool Ghosts::may_have_been(std::uint64_t space, const std::vector<std::uint64_t>& hashes, std::uint32_t page) const {
-  for (std::uint32_t begin = page / kTogether * kTogether; begin <= page; ++begin)
-    for (std::uint32_t end = page + 1; end <= end_together(page); ++end)
+  const std::uint32_t first = page / kTogether * kTogether;
+  for (std::uint32_t begin = first; begin <= page; ++begin)
+    for (std::uint32_t end = page + 1; end <= first + kTogether; ++end)
       if (filter_->has(mark(space, hashes[begin], begin, end))) return true;
   return false;
 }

@@ -122,7 +122,7 @@ class Ghosts {
   Ghost& add(Handle self, Handle parent, std::uint32_t start, std::uint32_t pages) noexcept;
   void cut(Ghost& ghost) noexcept;
   void push_out() noexcept;
-  void forget(const Ghost& ghost, std::uint32_t page) noexcept;
+  void forget(const Ghost& ghost, std::uint32_t page, std::uint32_t together) noexcept;
 
   void index() noexcept;
   std::uint64_t newest(std::uint64_t first) const;
