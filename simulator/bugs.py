@@ -1185,6 +1185,11 @@ NATIVE: tuple[Mutant, ...] = (
         "tests/test_explain.py::test_long_prompts_are_forgotten_page_by_page",
     ),
     _mutant(
+        "what is forgotten is not told from what begins alike, though somebody asks", "-", _GHOSTS,
+        "forget(oldest, 0, first_ < indexed_ ? 1 : kTogether);", "forget(oldest, 0, kTogether);",
+        "tests/test_explain.py::test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time",
+    ),
+    _mutant(
         "old evictions of a page that are passed over count as none", "-", _GHOSTS,
         "page >= clear && found[page].number <= passed_over", "false",
         "tests/test_explain.py::test_what_went_before_many_evictions_of_its_first_page_is_forgotten",

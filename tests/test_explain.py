@@ -149,6 +149,19 @@ def test_long_prompts_are_forgotten_page_by_page() -> None:
     assert parts(cache.explain([*prompt[: 3 * P], *other(9, 37)]))[-1][2] == "never_seen"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time(asked: bool) -> None:
+    cache = make(20, explain_pages=20)
+    serve(cache, other(1, 12))
+    serve(cache, other(2, 20))
+    if asked:
+        cache.explain(PROMPT)
+    serve(cache, other(3, 20))
+    new = [*other(1, 3), *other(9, 3)]
+    known = [(0, 12, "forgotten"), (12, 24, "never_seen")] if asked else [(0, 24, "forgotten")]
+    assert parts(cache.explain(new)) == known
+
+
 def test_a_page_was_evicted_only_after_all_pages_above() -> None:
     cache = make(8)
     serve(cache, [*PROMPT[: 2 * P], *other(1, 3)])
