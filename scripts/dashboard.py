@@ -44,8 +44,8 @@ def _ratio(part: str, whole: str) -> str:
     return f"{part} / ignoring(tier) group_left() {whole}" if "by (tier)" in part else f"{part} / {whole}"
 
 
-def _quantile(q: float, metric: str) -> str:
-    return f"histogram_quantile({q}, {_rate(metric + '_bucket', 'le')})"
+def _quantile(q: float, metric: str, *by: str) -> str:
+    return f"histogram_quantile({q}, {_rate(metric + '_bucket', *by, 'le')})"
 
 
 def _latency(title: str, metric: str) -> Panel:
@@ -78,6 +78,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Ages", "s", {
             "asked for again after its eviction, p50": _quantile(0.5, "mainstem_regret_seconds"),
             "unused before that eviction, p50": _quantile(0.5, "mainstem_regret_idle_seconds")}),
+        Panel("From one use to the next (--explain)", "s", {
+            f"{{{{outcome}}}}, p{round(100 * q)}": _quantile(q, "mainstem_reuse_seconds", "outcome")
+            for q in (0.5, 0.9)}),
         Panel("Wait for storage", "s", {
             f"p{round(100 * q)}": _quantile(q, "mainstem_storage_wait_seconds") for q in (0.5, 0.9, 0.99)}),
         Panel("Computing saved, as a part of one machine", "percentunit",

@@ -770,6 +770,7 @@ PYTHON: tuple[Mutant, ...] = (
 )
 
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
+_GHOSTS = _CORE + "tree/ghosts.cpp"
 _OWNERS = _CORE + "residency/owners.h"
 _ATTENTION, _LINEAR = _CORE + "kernels/attention.cpp", _CORE + "kernels/linear.cpp"
 _ROWS_OF_PAGES = "tests/test_page_attention.py::"
@@ -1181,18 +1182,14 @@ NATIVE: tuple[Mutant, ...] = (
         "std::max(0.0, of.free_s - now_s) + best.service_s", "best.service_s",
         "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
     ),
-)
-
-# In the core, too, and not run yet: a run of all leaves them out until each was found once.
-UNTRIED: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- explanations
     _mutant(
-        "what was forgotten is called never seen", "-", _CORE + "tree/ghosts.cpp",
-        "return {filter_->has(name) ? Known::may_have_been : Known::never};", "return {};", "explain",
+        "what was forgotten is called never seen", "-", _GHOSTS,
+        " || (found[page].kind == Known::never && may_have_been(space, hashes, page))", "", "explain",
     ),
     _mutant(
-        "a namespace sees what another has evicted", "-", _CORE + "tree/ghosts.cpp",
-        "return fold(name ^ seed_, kOdd ^ seed2_);", "return seed_;", "explain",
+        "a namespace sees what another has evicted", "-", _GHOSTS,
+        "(ns.data()), ns.size()) | 1;", "(ns.data()), 0) | 1;", "explain",
     ),
     _mutant(
         "an eviction of the host counts as one of the device", "-", _CORE + "tree/evict.cpp",
@@ -1204,12 +1201,12 @@ UNTRIED: tuple[Mutant, ...] = (
         "std::min(pages, run.end - start)", "std::min(pages, run.end - 1 - start)", "explain",
     ),
     _mutant(
-        "what came back counts twice in a stack distance", "-", _CORE + "tree/explain.cpp",
-        "  ghosts_->sweep(eviction_.tick());\n", "", "explain",
+        "what came back counts twice in a stack distance", "-", _GHOSTS,
+        "seen.insert(name = after(name, page_of(n, page)));", "name = after(name, page_of(n, page));", "explain",
     ),
     _mutant(
-        "what was evicted again is said to have gone the first time", "-", _CORE + "tree/ghosts.cpp",
-        "  erase(page.name);\n  if (count_", "  if (place(page.name)) return;\n  if (count_", "explain",
+        "what was evicted again is said to have gone the first time", "-", _GHOSTS,
+        "if (number > found[page].number)", "if (!found[page].number || number < found[page].number)", "explain",
     ),
     _mutant(
         "what was removed is called never seen", "-", _CORE + "tree/shape.cpp",
@@ -1218,6 +1215,30 @@ UNTRIED: tuple[Mutant, ...] = (
     _mutant(
         "a join forgets where an end is", "-", _CORE + "tree/shape.cpp",
         "    ghosts_->joined(upper, lower);\n", "    {}\n", "explain",
+    ),
+    _mutant(
+        "a page was evicted, whatever is above it", "-", _GHOSTS,
+        "if (page == 0) return Leads::yes;", "if (page < 1u << 31) return Leads::yes;",
+        "tests/test_explain.py::test_a_page_was_evicted_only_after_all_pages_above",
+    ),
+    _mutant(
+        "what is cut off does not know where it was", "-", _GHOSTS,
+        "leave(node, pages, nodes_.next_identity(node),", "leave(node, pages, 0,", "explain",
+    ),
+    _mutant(
+        "of a long prompt only the beginning is forgotten", "-", _GHOSTS,
+        "next = std::min(end, (at / together + 1) * together);", "next = end;",
+        "tests/test_explain.py::test_long_prompts_are_forgotten_page_by_page",
+    ),
+    _mutant(
+        "what is forgotten is not told from what begins alike, though somebody asks", "-", _GHOSTS,
+        "forget(oldest, 0, first_ < indexed_ ? 1 : kTogether);", "forget(oldest, 0, kTogether);",
+        "tests/test_explain.py::test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time",
+    ),
+    _mutant(
+        "old evictions of a page that are passed over count as none", "-", _GHOSTS,
+        "page >= clear && found[page].number <= passed_over", "false",
+        "tests/test_explain.py::test_what_went_before_many_evictions_of_its_first_page_is_forgotten",
     ),
 )
 # fmt: on

@@ -39,7 +39,7 @@ EXPRESSIONS = {
 }
 HISTOGRAMS = {
     *("time_to_first_token", "inter_token_latency", "e2e_request_latency", "time_per_output_token", "storage_wait"),
-    *("regret", "regret_idle"),
+    *("regret", "regret_idle", "reuse"),
 }
 
 needs_prometheus = pytest.mark.skipif(

@@ -94,6 +94,21 @@ def test_what_was_evicted_says_when_why_and_how_much_memory_would_have_kept_it()
     assert cache.explain(PROMPT).stretches[1].eviction.distance_pages is None  # type: ignore[union-attr]
 
 
+def test_what_is_found_says_how_long_ago_it_was_used() -> None:
+    cache = make(16)
+    cache.tell_time(10.0)
+    serve(cache, PROMPT)
+    cache.tell_time(25.0)
+    assert cache.explain([*PROMPT, 1]).stretches[0].idle_s == 15.0
+    serve(cache, [*PROMPT, *other(1, 1)])
+    cache.tell_time(30.0)
+    assert cache.explain([*PROMPT, *other(1, 1), 1]).stretches[0].idle_s == 5.0
+    serve(cache, [*PROMPT, *other(2, 1)])
+    shared = cache.explain([*PROMPT, 1]).stretches[0]
+    assert (shared.end, shared.idle_s) == (20, None)  # who went on from here used it, too
+    assert cache.explain(other(3)).stretches[0].idle_s is None
+
+
 def test_a_stack_distance_is_the_memory_that_lru_would_have_needed() -> None:
     for pages in (9, 10):
         cache = make(pages)
@@ -122,6 +137,58 @@ def test_what_is_pushed_out_of_the_memory_is_forgotten_not_never_seen() -> None:
     assert [parts(cache.explain(other(number))) for number in range(30)] == [[(0, 20, "forgotten")]] * 30
     never = [parts(cache.explain(other(number))) for number in range(1000, 1300)]
     assert never.count([(0, 20, "never_seen")]) > 295
+
+
+def test_long_prompts_are_forgotten_page_by_page() -> None:
+    cache = make(40, explain_pages=40)
+    prompt = other(1, 37)
+    for tokens in (prompt, other(2, 40), other(3, 40)):
+        serve(cache, tokens)
+    for pages in range(1, 38):
+        assert parts(cache.explain([*prompt[: pages * P], 1]))[0] == (0, pages * P, "forgotten")
+    assert parts(cache.explain([*prompt[: 3 * P], *other(9, 37)]))[-1][2] == "never_seen"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time(asked: bool) -> None:
+    cache = make(20, explain_pages=20)
+    serve(cache, other(1, 12))
+    serve(cache, other(2, 20))
+    if asked:
+        cache.explain(PROMPT)
+    serve(cache, other(3, 20))
+    new = [*other(1, 3), *other(9, 3)]
+    known = [(0, 12, "forgotten"), (12, 24, "never_seen")] if asked else [(0, 24, "forgotten")]
+    assert parts(cache.explain(new)) == known
+
+
+def test_a_page_was_evicted_only_after_all_pages_above() -> None:
+    cache = make(8)
+    serve(cache, [*PROMPT[: 2 * P], *other(1, 3)])
+    serve(cache, [*PROMPT[: 2 * P], *other(2, 3)])
+    serve(cache, other(3, 3))
+    assert parts(cache.explain([*PROMPT[: 2 * P], *other(1, 3), 1]))[1] == (8, 20, "evicted")
+    found = cache.explain([*other(3, 2), *other(1, 3), 1])  # the same tokens at the same place
+    assert parts(found) == [(0, 8, "device"), (8, 21, "parted")]
+
+
+def test_of_many_evictions_of_a_page_the_last_one_counts() -> None:
+    cache = make(5, explain_pages=5000)
+    for number in range(700):
+        cache.tell_time(float(number))
+        serve(cache, PROMPT if number % 2 == 0 else other(1))
+    found = only(cache.explain(PROMPT), "evicted").eviction
+    assert found is not None and found.ago_s == 0.0 and found.idle_s == 1.0
+
+
+def test_what_went_before_many_evictions_of_its_first_page_is_forgotten() -> None:
+    cache = make(5, explain_pages=5000)
+    serve(cache, PROMPT)
+    for _ in range(300):
+        serve(cache, other(1))
+        serve(cache, PROMPT[:P])
+    serve(cache, other(1))
+    assert parts(cache.explain([*PROMPT, 1])) == [(0, 4, "evicted"), (4, 20, "forgotten"), (20, 21, "partial_page")]
 
 
 def test_the_filter_says_since_when_it_knows() -> None:

@@ -26,7 +26,7 @@ from mainstem.fleet.asking import Prompt
 from mainstem.fleet.routing import CostRouter
 from mainstem.tiers.transfer import Move
 from simulator import campaign
-from simulator.bugs import NATIVE, PYTHON, UNTRIED, Mutant
+from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.events import adapter_of, pages_of, reaches
 from simulator.fleet import Fleet
@@ -163,7 +163,7 @@ def test_a_known_bug_is_found_and_reported_with_the_command_that_replays_it(tmp_
     assert "operations, WrongError: WRONG READ" in what
 
 
-@pytest.mark.parametrize("mutant", [*PYTHON, *NATIVE, *UNTRIED], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*PYTHON, *NATIVE], ids=lambda mutant: mutant.name)
 def test_the_text_of_a_mutant_occurs_exactly_once(mutant: Mutant) -> None:
     text = (ROOT / "src" / "mainstem" / mutant.file).read_text()
     for old, new in mutant.patches:

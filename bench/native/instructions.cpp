@@ -1,6 +1,7 @@
 // A fixed run of the core for bench/native/instructions.py, which counts its instructions: `instructions RUN`, where
-// RUN is the page size of the chats, with a + if what is evicted is remembered for explanations, or "long". Prints the
-// number of requests counted. Only the code inside counted() is counted; prompts are made before.
+// RUN is "long", or the page size of the chats. After a + follows how many capacities of evicted pages are remembered
+// for explanations; a ? at the end: each prompt is explained before it is served. Prints the number of requests
+// counted. Only the code inside counted() is counted; prompts are made before.
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -49,14 +50,15 @@ std::vector<Tokens> chats() {
   return prompts;
 }
 
-std::size_t run_chats(std::uint32_t page_size, bool remembers) {
+std::size_t run_chats(std::uint32_t page_size, std::uint32_t remembered, bool explains) {
   const std::vector<Tokens> prompts = chats();
   Tree tree(4, page_size, kFull, 1, "lru", 12345);
-  if (remembers) tree.remember(4 * kCapacity / page_size);
+  if (remembered) tree.remember(std::size_t{remembered} * kCapacity / page_size);
   Pool pool(kCapacity / page_size);
   Cache cache(tree, pool, true);
   const std::function<void()> run = [&] {
     for (const Tokens& prompt : prompts) {
+      if (explains) use(tree.explain("", bytes_of(prompt), false).runs.data());
       Lease lease(cache, "", 0, bytes_of(prompt), prompt.size() - 1, false, {});
       lease.reserve(prompt.size() - lease.hit());
       lease.finish(prompt.size());
@@ -94,13 +96,15 @@ std::size_t run_long() {
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    std::fprintf(stderr, "usage: %s PAGE_SIZE[+] | long\n", argv[0]);
+    std::fprintf(stderr, "usage: %s PAGE_SIZE[+CAPACITIES[?]] | long\n", argv[0]);
     return 2;
   }
   const bool is_long = std::strcmp(argv[1], "long") == 0;
   const auto page_size = static_cast<std::uint32_t>(std::atoi(argv[1]));
-  const bool remembers = std::strchr(argv[1], '+') != nullptr;
-  const std::size_t requests = is_long ? mainstem::run_long() : mainstem::run_chats(page_size, remembers);
+  const char* const plus = std::strchr(argv[1], '+');
+  const auto remembered = static_cast<std::uint32_t>(plus ? std::atoi(plus + 1) : 0);
+  const bool explains = std::strchr(argv[1], '?') != nullptr;
+  const std::size_t requests = is_long ? mainstem::run_long() : mainstem::run_chats(page_size, remembered, explains);
   std::printf("%zu\n", requests);
   return 0;
 }

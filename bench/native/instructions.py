@@ -30,7 +30,8 @@ from bench.native import CORE, ROOT, build, compiler_version
 KEPT = ROOT / "bench" / "instructions.json"
 RUNS = {
     "chats, page 1": "1", "chats, page 16": "16", "chats, page 64": "64", "128k in 1,024 nodes": "long",
-    "chats, page 16, remembering": "16+",
+    "chats, page 16, remembering": "16+4", "chats, page 16, remembering and full": "16+1",
+    "chats, page 16, explaining": "16+4?",
 }  # fmt: skip
 """What is counted, and the program's argument for it."""
 TOTAL = "total"

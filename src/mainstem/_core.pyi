@@ -120,7 +120,7 @@ class Tree:
     def tick(self) -> int:
         """The number of matches and insertions, and of ends of leases."""
 
-    def explain(self, ns: bytes, symbols: bytes, distances: bool) -> tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None]], int, bytes, int]:
+    def explain(self, ns: bytes, symbols: bytes, distances: bool) -> tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None, int]], int, bytes, int]:
         """
         Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks of the last use (-1: not known) and of the departure, stack distance in pages or -1. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
         """

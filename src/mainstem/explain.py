@@ -41,7 +41,7 @@ TIERS: tuple[Literal["device"], Literal["host"], Literal["storage"]] = ("device"
 _MOST_NOTES = 4096
 
 Departed = tuple[str, int, int, int, int, int]  # of the core: why, tier, hits, last use, departure, distance
-Run = tuple[int, int, str, Departed | None]
+Run = tuple[int, int, str, Departed | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ class Stretch:
         cause: why they were not found; None where they were.
         eviction: for "evicted".
         parted: for "parted".
+        idle_s: of what was found: seconds since its last page was used last. None: not known, as where other prompts go
+            on from there.
     """
 
     begin: int
@@ -102,6 +104,7 @@ class Stretch:
     cause: Cause | None = None
     eviction: Evicted | None = None
     parted: Parted | None = None
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +175,10 @@ def explain_runs(
 ) -> Explanation:
     """Makes an explanation of what the core says about whole pages, in symbols."""
     stretches = []
-    for begin, end, cause, departed in runs:
+    for begin, end, cause, departed, used in runs:
         if cause in ("device", "host"):
-            stretches.append(Stretch(begin, end, tier=cause))  # type: ignore[arg-type]
+            idle_s = None if used < 0 else _since(timeline.used_s(used), timeline)
+            stretches.append(Stretch(begin, end, tier=cause, idle_s=idle_s))  # type: ignore[arg-type]
         elif departed is not None:
             gone = _evicted(departed, policy, timeline)
             stretches.append(Stretch(begin, end, cause="removed" if gone is None else "evicted", eviction=gone))
@@ -195,12 +199,16 @@ def within(whole: Explanation, device: int, host: int, end: int) -> Explanation:
         host: positions that it finds there or further on the host.
         end: all positions of the prompt.
     """
-    stretches = [Stretch(0, device, tier="device"), Stretch(device, host, tier="host")]
+    idle_s = {part.tier: part.idle_s for part in whole.stretches}
+    stretches = [
+        Stretch(0, device, tier="device", idle_s=idle_s.get("device")),
+        Stretch(device, host, tier="host", idle_s=idle_s.get("host")),
+    ]
     at = host
     for part in whole.stretches:
         if part.end > at:
             here = replace(part, begin=at)
-            stretches.append(replace(here, tier=None, cause="partial_page") if part.tier else here)
+            stretches.append(replace(here, tier=None, cause="partial_page", idle_s=None) if part.tier else here)
             at = part.end
     last = stretches[-1]
     if last.cause in ("never_seen", "parted"):

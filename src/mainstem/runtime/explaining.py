@@ -74,6 +74,7 @@ class Stretch:
         detail: more of the cause: the policy of the wait, the fault, or the tier without room.
         evicted: of what was evicted: when, and how.
         parted: of what parted: where, and from what.
+        idle_s: of what was found: how long ago it had been used last; None: not known.
     """
 
     begin: int
@@ -83,6 +84,7 @@ class Stretch:
     detail: str | None = None
     evicted: explain.Evicted | None = None
     parted: explain.Parted | None = None
+    idle_s: float | None = None
 
 
 Stretches: TypeAlias = tuple[Stretch, ...]
@@ -132,7 +134,7 @@ def _own(known: explain.Stretch) -> Stretch:
     """Returns a stretch of the cache as one of a request."""
     over = known.cause == "evicted" and known.eviction is not None and known.eviction.why == "quota"
     cause: Cause | None = "over_quota" if over else known.cause
-    return Stretch(known.begin, known.end, known.tier, cause, None, known.eviction, known.parted)
+    return Stretch(known.begin, known.end, known.tier, cause, None, known.eviction, known.parted, known.idle_s)
 
 
 class Explained:
@@ -191,7 +193,7 @@ def _explain(
     before = next((each for each in known if each.begin <= begin < each.end), Stretch(begin, end, cause="never_seen"))
     for each in about.found:
         if at([(each.begin, each.end)]):
-            return Stretch(begin, end, each.tier)
+            return Stretch(begin, end, each.tier, idle_s=before.idle_s if before.tier == each.tier else None)
     if about.scored:
         return Stretch(begin, end, cause="scored")
     if at([about.failed]):

@@ -290,7 +290,7 @@ class Metrics:
         self._wait = self._histogram(
             "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
         )
-        self._regret = Regret(self._registry)
+        self._reuse = Reuse(self._registry)
 
     def refused(self, status: int) -> None:
         """Counts a request that never reached the engine, by its HTTP status."""
@@ -299,7 +299,7 @@ class Metrics:
     def meter(self) -> RequestMeter:
         """Returns a meter for one generation."""
         latencies = Latencies(self._ttft, self._gap, self._e2e, self._tpot, self._wait)
-        return RequestMeter(self._clock, self._requests, latencies, self._regret)
+        return RequestMeter(self._clock, self._requests, latencies, self._reuse)
 
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
@@ -314,8 +314,8 @@ class Metrics:
         return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)
 
 
-class Regret:
-    """Counts what was evicted and asked for again, and how long it had been unused; of explained requests.
+class Reuse:
+    """Measures how long after its last use something is asked for again, found or evicted since; of explained requests.
 
     Args:
         registry: of the metrics.
@@ -328,14 +328,24 @@ class Regret:
         self._gone = Histogram("mainstem_regret_seconds", text, buckets=_AGE_BUCKETS_S, registry=registry)
         text = "How long what was asked for again had not been used when it was evicted"
         self._idle = Histogram("mainstem_regret_idle_seconds", text, buckets=_AGE_BUCKETS_S, registry=registry)
+        text = (
+            "Time from one use to the next of what was found, and of what was evicted in between; only with --explain"
+        )
+        self._gap = Histogram("mainstem_reuse_seconds", text, ["outcome"], buckets=_AGE_BUCKETS_S, registry=registry)
+        for outcome in ("found", "evicted"):
+            self._gap.labels(outcome)
 
     def observe(self, stretches: Iterable[Stretch]) -> None:
         """Takes one request into account."""
         for each in stretches:
+            if each.tier is not None and each.idle_s is not None:
+                self._gap.labels("found").observe(each.idle_s)
             if each.evicted is not None and each.cause is not None:
                 self._tokens.labels(each.evicted.tier, each.evicted.why).inc(each.end - each.begin)
                 self._gone.observe(each.evicted.ago_s or 0.0)
                 self._idle.observe(each.evicted.idle_s or 0.0)
+                if each.evicted.ago_s is not None and each.evicted.idle_s is not None:
+                    self._gap.labels("evicted").observe(each.evicted.ago_s + each.evicted.idle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +374,10 @@ class Latencies:
 class RequestMeter:
     """Watches the events of one generation. Made by `Metrics.meter`."""
 
-    def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, regret: Regret) -> None:
+    def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, reuse: Reuse) -> None:
         self._clock = clock
         self._requests = requests
-        self._latencies, self._regret = latencies, regret
+        self._latencies, self._reuse = latencies, reuse
         self._last_s: float | None = None
         self._ended = False
 
@@ -379,7 +389,7 @@ class RequestMeter:
             self._end(delta.finish_reason)
             if delta.usage is not None:
                 self._latencies.observe(delta.usage)
-                self._regret.observe(delta.usage.explanation or ())
+                self._reuse.observe(delta.usage.explanation or ())
 
     def close(self) -> None:
         """Ends the watch: without a last event the generation counts as cancelled. A second call does nothing."""

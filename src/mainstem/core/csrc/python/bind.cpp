@@ -138,7 +138,7 @@ nb::tuple explain(Tree& tree, const nb::bytes& ns, const nb::bytes& symbols, boo
                          tree.tells_recency() ? static_cast<std::int64_t>(gone.accessed) : -1, gone.gone, run.distance);
     const auto positions = [&](std::uint32_t pages) { return std::uint64_t{pages} * tree.page_size(); };
     runs.append(nb::make_tuple(positions(run.begin), positions(run.end),
-                               kCauseNames[static_cast<std::size_t>(run.cause)], departure));
+                               kCauseNames[static_cast<std::size_t>(run.cause)], departure, run.used));
   }
   return nb::make_tuple(runs, found.parted, to_bytes(found.other), found.horizon);
 }
@@ -296,12 +296,13 @@ NB_MODULE(_core, m) {
            "Remembers from now on what is evicted or removed: so many pages. The tree must be empty.")
       .def("tick", &Tree::tick, "The number of matches and insertions, and of ends of leases.")
       .def("explain", &explain, "ns"_a, "symbols"_a, "distances"_a,
-           nb::sig("def explain(self, ns: bytes, symbols: bytes, distances: bool) -> "
-                   "tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None]], int, bytes, int]"),
-           "Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks "
-           "of the last use (-1: not known) and of the departure, stack distance in pages or -1. Then how many symbols "
-           "of the last run "
-           "agree with the nearest key, how that goes on, and the tick before which nothing may be known.")
+           nb::sig(
+               "def explain(self, ns: bytes, symbols: bytes, distances: bool) -> "
+               "tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None, int]], int, bytes, int]"),
+           "Runs of the whole pages: (begin, end, cause, departure, tick of the last use) in symbols; of a departure: "
+           "why, tier, hits, ticks of the last use and of the departure, stack distance in pages; -1: not known. Then "
+           "how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which "
+           "nothing may be known.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
            "ready"_a, "past_flights"_a = false,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "

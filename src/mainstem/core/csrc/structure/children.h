@@ -25,13 +25,10 @@ inline std::uint64_t load_word(const std::uint8_t* from, std::size_t bytes = 8) 
 
 // Two lanes of 16 bytes each step, so that the multiplications do not wait for each other. The seed is secret, so that
 // nobody can construct colliding pages.
-inline std::uint32_t page_hash(std::uint64_t seed, Index parent, const std::uint8_t* page, std::size_t bytes) {
+inline std::uint64_t page_name(std::uint64_t seed, Index parent, const std::uint8_t* page, std::size_t bytes) {
   constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ull;
   std::uint64_t one = fold(seed ^ parent, kOdd ^ bytes);
-  if (bytes == 4) {  // a page of one token
-    one = fold(one ^ load_word(page, 4), seed ^ kOdd);
-    return static_cast<std::uint32_t>(one ^ (one >> 32));
-  }
+  if (bytes == 4) return fold(one ^ load_word(page, 4), seed ^ kOdd);  // a page of one token
   std::uint64_t two = one ^ kOdd;
   for (; bytes >= 32; bytes -= 32, page += 32) {
     one = fold(load_word(page) ^ seed, load_word(page + 8) ^ one);
@@ -40,8 +37,11 @@ inline std::uint32_t page_hash(std::uint64_t seed, Index parent, const std::uint
   for (; bytes >= 8; bytes -= 8, page += 8)
     one = fold(load_word(page) ^ seed, one ^ kOdd);
   if (bytes) two = fold(load_word(page, bytes) ^ seed, two ^ kOdd);
-  one = fold(one ^ seed, two ^ kOdd);
-  return static_cast<std::uint32_t>(one ^ (one >> 32));
+  return fold(one ^ seed, two ^ kOdd);
+}
+inline std::uint32_t page_hash(std::uint64_t seed, Index parent, const std::uint8_t* page, std::size_t bytes) {
+  const std::uint64_t name = page_name(seed, parent, page, bytes);
+  return static_cast<std::uint32_t>(name ^ (name >> 32));
 }
 
 class ChildTable {

@@ -57,7 +57,8 @@ struct Node {
   std::uint32_t fork_at() const { return branches - kFork; }
   std::uint32_t end() const { return start + pages; }
   bool root() const { return parent == kNone; }
-  void outdate() { generation = generation == kMaxGenerations ? 1 : (generation + 1) & kMaxGenerations; }
+  std::uint32_t next_generation() const { return generation == kMaxGenerations ? 1 : generation + 1; }
+  void outdate() { generation = next_generation() & kMaxGenerations; }
 };
 
 // The size of a node decides the size of a large tree.

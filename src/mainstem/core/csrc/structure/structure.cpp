@@ -205,7 +205,6 @@ void Structure::remove(Index node) noexcept {
     table_.erase(hash(n.parent, n.key.data()), node);
     unlink(node);
   }
-  free(node);
 }
 
 void Structure::detach(Index node) noexcept {

@@ -55,6 +55,7 @@ class Structure {
   Index resolve(Handle handle) const;  // kNone for 0
   // The same for roots, too; kNone if the node is gone.
   Handle identity(Index node) const { return Handle{nodes_[node].generation} << 32 | Handle{node}; }
+  Handle next_identity(Index node) const { return Handle{nodes_[node].next_generation()} << 32 | Handle{node}; }
   Index find(Handle identity) const {
     const auto node = static_cast<Index>(identity);
     return node < nodes_.size() && nodes_[node].live && this->identity(node) == identity ? node : kNone;
@@ -85,7 +86,7 @@ class Structure {
   Index new_node() noexcept;
   void add_root(Index root, Key name) noexcept;
   void add_child(Index parent, Index node, Key key) noexcept;
-  void remove(Index node) noexcept;  // a node without children
+  void remove(Index node) noexcept;  // a node without children; then free() it
   // The node leaves the list and the table of its parent's children, and keeps its parent.
   void detach(Index node) noexcept;
 

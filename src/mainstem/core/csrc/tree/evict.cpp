@@ -29,10 +29,9 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
       vacate_into(node, column, &(*freed)[c]);
   }
   eviction_.trim(node, tier, pages);
-  const bool noted = ghosts_ && ghosts_->trimmed(node, pages, eviction_.tick());
+  if (ghosts_) [[unlikely]]
+    ghosts_->trimmed(node, pages, eviction_.tick());
   nodes_.drop_back(node, pages);
-  if (noted) [[unlikely]]
-    ghosts_->ends_earlier(node);
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
     eviction_.refresh(node, cells_.column_of(c, tier));
 }

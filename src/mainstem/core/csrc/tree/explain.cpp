@@ -28,14 +28,16 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
   const Index root = nodes_.find_root(ns);
   Walk path;
   if (root != kNone) nodes_.walk(root, key, pages, &path, {});
-  if (ghosts_) ghosts_->settle();
   Explanation found;
   found.tick = eviction_.tick();
   found.horizon = ghosts_ ? ghosts_->horizon() : 0;
   const PeekResult usable = root == kNone ? PeekResult() : PeekResult(cells_.reach(path), cells_.tiers);
   std::uint32_t at = usable.pages + usable.host_pages;
-  if (usable.pages) add(&found, {0, usable.pages, Cause::device});
-  if (usable.host_pages) add(&found, {usable.pages, at, Cause::host});
+  const auto here = [&](std::uint32_t begin, std::uint32_t end, Cause cause) {
+    if (begin < end) add(&found, {begin, end, cause, 0, {}, -1, last_use(path, end)});
+  };
+  here(0, usable.pages, Cause::device);
+  here(usable.pages, at, Cause::host);
   Cause missing = path.empty() ? Cause::forgotten : this->missing(path);
   for (const Step& step : path) {
     const std::uint32_t end = nodes_[step.node].start + step.pages;
@@ -46,13 +48,22 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
     at = end;
   }
   if (at < pages) {
-    std::uint64_t name = ghosts_ ? ghosts_->name_of(ns) : 0;
-    explain_gone(key, name, at, &found);
+    explain_gone(ns, key, path, at, &found);
     if (found.runs.back().cause == Cause::never_seen && found.runs.back().begin == at && root != kNone)
       explain_parting(root, path, key, &found);
   }
   if (distances && ghosts_ && eviction_.tells_recency()) measure(&found);
   return found;
+}
+
+// When the last of the first pages of a path was used last. Who uses what is below uses that page, too, and a node does
+// not know of it: so it is known at the end of a branch alone, where a conversation goes on.
+std::int64_t Tree::last_use(const Walk& path, std::uint32_t pages) const {
+  for (const Step& step : path) {
+    const Node& n = nodes_[step.node];
+    if (n.end() >= pages) return n.children() || !tells_recency() ? -1 : static_cast<std::int64_t>(n.accessed);
+  }
+  return -1;
 }
 
 // Why a match cannot end as far as full attention goes: the component that allows least.
@@ -92,17 +103,16 @@ Cause Tree::cause_here(Index node, Cause missing) const {
 }
 
 // Pages of which the tree has no node. What follows a page that was never seen was never seen, either.
-void Tree::explain_gone(Bytes key, std::uint64_t name, std::uint32_t from, Explanation* to) {
+void Tree::explain_gone(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from, Explanation* to) {
   const std::uint32_t pages = nodes_.whole_pages(key);
   if (!ghosts_) return add(to, {from, pages, Cause::forgotten});
-  for (std::uint32_t page = 0; page < pages; ++page) {
-    name = ghosts_->name_after(name, key.data() + std::size_t{page} * nodes_.page_bytes);
-    if (page < from) continue;
-    const Ghosts::Known known = ghosts_->find(name);
-    if (known.kind == Ghosts::Known::never) return add(to, {page, pages, Cause::never_seen});
-    const bool departed = known.kind == Ghosts::Known::departed;
-    add(to, {page, page + 1, departed ? Cause::departed : Cause::forgotten, known.number, known.departure});
+  const std::vector<Ghosts::Known> known = ghosts_->find(ns, key, path, from);
+  for (std::uint32_t page = from; page < known.size(); ++page) {
+    const bool departed = known[page].kind == Ghosts::Known::departed;
+    const Cause cause = departed ? Cause::departed : Cause::forgotten;
+    add(to, {page, page + 1, cause, departed ? known[page].number : 0, known[page].departure});
   }
+  if (known.size() < pages) add(to, {static_cast<std::uint32_t>(known.size()), pages, Cause::never_seen});
 }
 
 // Where a prompt parts from the nearest one that the tree has: inside the node that it leaves, or from a child of it.
@@ -157,7 +167,7 @@ void Tree::measure(Explanation* of) {
     return run.cause == Cause::departed && run.departure.why != Why::removed;
   };
   if (std::none_of(of->runs.begin(), of->runs.end(), concerns)) return;
-  ghosts_->sweep(eviction_.tick());
+  const std::vector<Ghosts::Page> evicted = ghosts_->evicted();
   const std::vector<std::uint64_t> used = last_uses();
   for (Explained& run : of->runs) {
     if (!concerns(run) || ghosts_->latest_forgotten() > run.departure.accessed) continue;
@@ -170,7 +180,8 @@ void Tree::measure(Explanation* of) {
     for (Index node = 1; node < nodes_.nodes().size(); ++node)
       if (nodes_[node].live && !nodes_[node].removed && !nodes_[node].root())
         count(nodes_[node].start, nodes_[node].pages, used[node]);
-    ghosts_->each_evicted([&](std::uint32_t start, std::uint64_t accessed) { count(start, 1, accessed); });
+    for (const Ghosts::Page& page : evicted)
+      count(page.number, 1, page.accessed);
   }
 }
 

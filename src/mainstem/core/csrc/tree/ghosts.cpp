@@ -1,70 +1,82 @@
 #include "tree/ghosts.h"
 
 #include <algorithm>
-#include <cassert>
 #include <new>
+#include <unordered_map>
+#include <unordered_set>
 
 namespace mainstem {
 
 namespace {
 
 constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ull;
-constexpr std::size_t kMostPending = 1 << 16;  // evictions
-constexpr std::size_t kForgotten = 8;          // the filter has so many times the pages that are remembered, twice
-constexpr std::size_t kFewest = 1024;          // pages of a filter
-constexpr std::size_t kBits = 12;              // for a page: three in a thousand names are found in vain
-constexpr std::uint32_t kProbes = 8;
+constexpr std::uint32_t kTogether = 16;   // pages that may share an entry of the filter
+constexpr std::uint32_t kVersions = 256;  // of a page that are looked at, the newest first
+constexpr std::size_t kForgotten = 8;     // the filter has so many times the pages that are remembered, twice
+constexpr std::size_t kFewest = 1024;     // pages of a filter
+constexpr std::size_t kBits = 48;         // for a page
+
+// Pages [page, end) of a namespace, by their first; end 0: the page alone.
+std::uint64_t mark(std::uint64_t space, std::uint64_t hash, std::uint32_t page, std::uint32_t end) {
+  return fold(hash ^ space, kOdd ^ (std::uint64_t{page} << 32 | end));
+}
+std::uint32_t short_hash(std::uint64_t of) {
+  return static_cast<std::uint32_t>(of * kOdd >> 32);
+}
 
 }  // namespace
 
-// What was here at some time, or may have been (Bloom 1970). In two generations: when the younger is full, the older is
-// emptied, and what it had is lost.
+// What was here at some time, or may have been: a Bloom filter (Bloom 1970) whose entries set three bits in each of two
+// words that lie together (Putze et al. 2009). In two generations: when the younger is full, the older is emptied, and
+// what it had is lost.
 class Ghosts::Filter {
  public:
   explicit Filter(std::size_t pages) : most_(std::max(kFewest, pages * kForgotten)) {
     for (Generation& each : generations_)
-      each.words.resize((most_ * kBits + 63) / 64);
+      each.blocks.resize((most_ * kBits + 127) / 128);
   }
 
-  bool has(std::uint64_t name) const { return has(generations_[0], name) || has(generations_[1], name); }
-  // Returns the latest departure that was lost to make room; 0: none was.
-  std::uint64_t add(std::uint64_t name, std::uint64_t gone) noexcept {
+  bool has(std::uint64_t mark) const {
+    return std::any_of(generations_, generations_ + 2, [&](const Generation& each) {
+      const Block& block = each.blocks[place(mark)];
+      return (~block.low & bits(mark)) == 0 && (~block.high & bits(mark >> 18)) == 0;
+    });
+  }
+  // Makes room for pages that went at a tick. Returns the latest tick of those that are lost for it; 0: none.
+  std::uint64_t expect(std::uint32_t pages, std::uint64_t gone) noexcept {
     std::uint64_t lost = 0;
-    if (generations_[0].count == most_) {
+    if (generations_[0].pages + pages > most_) [[unlikely]] {
       std::swap(generations_[0], generations_[1]);
       lost = generations_[0].latest;
-      std::fill(generations_[0].words.begin(), generations_[0].words.end(), 0);
-      generations_[0].count = generations_[0].latest = 0;
+      std::fill(generations_[0].blocks.begin(), generations_[0].blocks.end(), Block());
+      generations_[0].pages = generations_[0].latest = 0;
     }
-    Generation& young = generations_[0];
-    each_bit(name, [&](std::size_t bit) {
-      young.words[bit / 64] |= std::uint64_t{1} << bit % 64;
-      return true;
-    });
-    ++young.count;
-    young.latest = std::max(young.latest, gone);
+    generations_[0].pages += pages;
+    generations_[0].latest = std::max(generations_[0].latest, gone);
     return lost;
   }
-  std::size_t bytes() const { return 2 * generations_[0].words.size() * sizeof(std::uint64_t); }
+  void add(std::uint64_t mark) noexcept {
+    Block& block = generations_[0].blocks[place(mark)];
+    block.low |= bits(mark);
+    block.high |= bits(mark >> 18);
+  }
+  std::size_t bytes() const { return 2 * generations_[0].blocks.size() * sizeof(Block); }
 
  private:
+  struct Block {
+    std::uint64_t low = 0, high = 0;
+  };
   struct Generation {
-    std::vector<std::uint64_t> words;
-    std::size_t count = 0;
-    std::uint64_t latest = 0;
+    std::vector<Block> blocks;
+    std::uint64_t pages = 0, latest = 0;
   };
 
-  template <class Each>
-  bool each_bit(std::uint64_t name, Each each) const {
-    const std::uint64_t bits = most_ * kBits;
-    std::uint64_t at = name;
-    const std::uint64_t step = (name >> 32 ^ name << 32) * kOdd | 1;
-    for (std::uint32_t probe = 0; probe < kProbes; ++probe, at += step)
-      if (!each(static_cast<std::size_t>(static_cast<unsigned __int128>(at) * bits >> 64))) return false;
-    return true;
+  std::size_t place(std::uint64_t mark) const {
+    return static_cast<std::size_t>(static_cast<unsigned __int128>(mark) * generations_[0].blocks.size() >> 64);
   }
-  bool has(const Generation& in, std::uint64_t name) const {
-    return each_bit(name, [&](std::size_t bit) { return in.words[bit / 64] >> bit % 64 & 1; });
+  static std::uint64_t bits(std::uint64_t of) {
+    constexpr std::uint64_t kOne = 1;
+    return kOne << of % 64 | kOne << (of >> 6) % 64 | kOne << (of >> 12) % 64;
   }
 
   const std::size_t most_;
@@ -74,307 +86,338 @@ class Ghosts::Filter {
 Ghosts::Ghosts(const Structure& nodes, std::uint64_t seed, std::size_t pages)
     : nodes_(nodes),
       seed_(fold(seed ^ kOdd, kOdd)),
-      seed2_(fold(seed_ ^ kOdd, seed | 1)),
       most_(pages),
-      symbols_(std::make_unique_for_overwrite<std::uint8_t[]>(pages * nodes.page_bytes)),
       ring_(pages),
-      departures_(pages + 1),
       filter_(std::make_unique<Filter>(pages)) {
   require(pages >= 1 && pages <= (1u << 30), "pages", pages, "1 to 2**30");
-  pending_.reserve(std::min(pages, kMostPending));
-  joins_.reserve(pending_.capacity());
-  gone_roots_.reserve(pending_.capacity());
-  table_.reserve(pages);
+  firsts_.reserve(pages);
+  ends_.reserve(pages);
 }
 
 Ghosts::~Ghosts() = default;
 
 std::size_t Ghosts::bytes() const {
-  return most_ * nodes_.page_bytes + ring_.size() * sizeof(Page) + departures_.size() * sizeof(Departure) +
-         pending_.capacity() * sizeof(Pending) + (joins_.capacity() + gone_roots_.capacity()) * 2 * sizeof(Handle) +
-         table_.bytes() + marks_.bytes() + filter_->bytes();
-}
-
-// ---------------------------------------------------------------- names
-
-std::uint64_t Ghosts::name_of(std::string_view ns) const {
-  std::uint64_t name = seed_ ^ ns.size();
-  const auto* at = reinterpret_cast<const std::uint8_t*>(ns.data());
-  for (std::size_t left = ns.size(); left > 0;) {
-    const std::size_t now = std::min<std::size_t>(left, 8);
-    name = fold(name ^ load_word(at, now), seed2_ ^ name >> 32 ^ now);
-    at += now;
-    left -= now;
-  }
-  return fold(name ^ seed_, kOdd ^ seed2_);
-}
-
-std::uint64_t Ghosts::name_after(std::uint64_t before, const std::uint8_t* page) const {
-  std::uint64_t name = before ^ seed_;
-  std::size_t left = nodes_.page_bytes;
-  for (; left >= 16; left -= 16, page += 16)
-    name = fold(load_word(page) ^ name, load_word(page + 8) ^ seed2_ ^ name >> 32);
-  for (; left > 0; left -= std::min<std::size_t>(left, 8), page += 8)
-    name = fold(load_word(page, std::min<std::size_t>(left, 8)) ^ name, seed2_ ^ name >> 32 ^ kOdd);
-  return fold(name ^ kOdd, seed_ ^ before);
+  std::size_t total = ring_.size() * sizeof(Ghost) + firsts_.bytes() + ends_.bytes() + places_.bytes();
+  for (const Ghost& ghost : ring_)
+    total += ghost.symbols.heap_bytes();
+  return total + filter_->bytes();
 }
 
 // ---------------------------------------------------------------- what the tree tells
 
-bool Ghosts::room_for(std::uint32_t pages) noexcept {
-  const auto has = [&] {
-    return pending_.size() < pending_.capacity() &&
-           used_ + std::size_t{pages} * nodes_.page_bytes <= most_ * nodes_.page_bytes;
-  };
-  if (!has()) settle();
-  return has();
-}
-
-// Returns whether it is pending now; a departure of more pages than are remembered is settled at once.
-bool Ghosts::note(Index node, std::uint32_t pages, Handle parent, std::uint64_t tick) noexcept {
-  const Node& n = nodes_[node];
-  Departure departure{why_, tier_, n.hits, n.accessed, tick, 0};
-  why_ = Why::unknown;  // nodes above that hold nothing go for another reason
+void Ghosts::trimmed(Index node, std::uint32_t pages, std::uint64_t tick) noexcept {
+  if (nodes_[node].removed) return;
+  const Structure::Key& key = nodes_[node].key;
   const std::size_t bytes = std::size_t{pages} * nodes_.page_bytes;
-  const std::uint32_t start = n.end() - pages;
-  const std::uint8_t* const symbols = n.key.data() + n.key.size() - bytes;
-  if (room_for(pages)) [[likely]] {
-    std::memcpy(symbols_.get() + used_, symbols, bytes);
-    pending_.push_back({nodes_.identity(node), parent, used_, start, pages, departure});
-    used_ += bytes;
-    return true;
-  }
-  std::uint64_t name = 0;
   try {
-    name_at(nodes_.identity(node), start, &name, &departure.space);
-    depart(departure, name, start, {symbols, bytes});
+    leave(node, pages, nodes_.next_identity(node), {key.data() + key.size() - bytes, bytes}, tick);
+    places_[node].begins = true;
   } catch (const std::bad_alloc&) {
     horizon_ = tick;
   }
-  names_.clear();
-  return false;
 }
 
-void Ghosts::reaped(Index node, std::uint64_t tick) noexcept {
+void Ghosts::reaped(Index node, Structure::Key&& key, std::uint64_t tick) noexcept {
   const Node& n = nodes_[node];
-  if (n.root()) {
-    if (!std::exchange(marks_[node], 0)) return;
-    if (gone_roots_.size() == gone_roots_.capacity()) return settle();
-    gone_roots_.emplace_back(nodes_.identity(node), name_of(text(n.key)));
-    return;
+  if (!n.root() && !n.removed) {
+    leave(node, n.pages, nodes_.identity(n.parent), std::move(key), tick);
+    places_[n.parent].begins = true;
   }
-  if (!n.removed) {
-    note(node, n.pages, nodes_.identity(n.parent), tick);
-    mark(n.parent);
-  }
-  marks_[node] = 0;
+  places_[node] = {};
+}
+
+// The last pages of a node leave it.
+void Ghosts::leave(Index node, std::uint32_t pages, Handle parent, Structure::Key&& symbols, std::uint64_t tick,
+                   bool hashed) noexcept {
+  const Node& n = nodes_[node];
+  Ghost& ghost = add(nodes_.identity(node), parent, n.end() - pages, pages);
+  ghost.space = space_of(node);
+  ghost.departure = {why_, tier_, n.hits, n.accessed, tick};
+  ghost.symbols = std::move(symbols);
+  ghost.hashed = hashed;
+  if (pages > most_) [[unlikely]]
+    cut(ghost);
+  why_ = Why::unknown;  // nodes above that hold nothing go for another reason
 }
 
 void Ghosts::note_join(Index upper, Index lower) noexcept {
-  if (joins_.size() == joins_.capacity()) return settle();
-  joins_.emplace_back(nodes_.identity(upper), nodes_.identity(lower));
-  marks_[upper] = 0;
-  mark(lower);
+  add(nodes_.identity(upper), nodes_.identity(lower), nodes_[upper].end(), 0).departure = {};
+  places_[lower].begins = true;
 }
 
 void Ghosts::removed(const std::vector<Index>& tops, Why why, std::uint64_t tick) noexcept {
-  settle();
   try {
-    for (const Index top : tops) {
-      std::uint64_t name = 0, space = 0;
+    for (hashed_ = std::max(hashed_, first_); hashed_ < next_; ++hashed_)
+      if (Ghost& ghost = at(hashed_); !ghost.hashed) {
+        ghost.symbols = hashes(ghost.symbols);
+        ghost.hashed = true;
+      }
+    std::vector<Index> going;
+    for (const Index top : tops)
       nodes_.every_from(top, [&](Index node) {
-        const Node& n = nodes_[node];
-        if (!n.removed && name_at(nodes_.identity(n.parent), n.start, &name, &space)) {
-          const Departure departure{why, 0, 0, n.accessed, tick, space};
-          depart(departure, name, n.start, {n.key.data(), n.key.size()});
-        }
+        if (!nodes_[node].removed) going.push_back(node);
         return true;
       });
+    for (; !going.empty(); going.pop_back()) {  // what is below is forgotten first
+      const Node& n = nodes_[going.back()];
+      Structure::Key symbols = hashes(n.key);
+      expect(why, 0);
+      leave(going.back(), n.pages, nodes_.identity(n.parent), std::move(symbols), tick, true);
+      places_[n.parent].begins = true;
     }
   } catch (const std::bad_alloc&) {
+    while (first_ < next_)
+      push_out();
     horizon_ = tick;
   }
-  names_.clear();
 }
 
 void Ghosts::removed_space(std::string_view ns) noexcept {
-  settle();
-  const std::uint64_t space = name_of(ns);
-  for (Departure& departure : departures_)
-    if (departure.space == space) departure = {Why::removed, 0, 0, departure.accessed, departure.gone, space};
-}
-
-void Ghosts::removed_page(std::string_view ns, Bytes key) noexcept {
-  settle();
-  std::uint64_t name = name_of(ns);
-  for (std::size_t at = 0; at < key.size(); at += nodes_.page_bytes)
-    name = name_after(name, key.data() + at);
-  const std::uint32_t at = place(name);
-  if (at == 0) return;
-  const Page page = ring_[at - 1];
-  Departure departure = departures_[page.departure % departures_.size()];
-  departure = {Why::removed, 0, 0, departure.accessed, departure.gone, departure.space};
-  departures_[++departed_ % departures_.size()] = departure;
-  remember({name, departed_, page.start});
-}
-
-// ---------------------------------------------------------------- settling
-
-void Ghosts::settle() noexcept {
-  if (pending_.empty() && joins_.empty() && gone_roots_.empty()) return;
-  const std::uint64_t last = pending_.empty() ? 0 : pending_.back().departure.gone;
-  try {
-    settle_all();
-  } catch (const std::bad_alloc&) {
-    horizon_ = std::max(horizon_, last);
-  }
-  for (const Pending& each : pending_)
-    unmark(each.parent);
-  for (const auto& [from, to] : joins_)
-    unmark(to);
-  pending_.clear();
-  joins_.clear();
-  gone_roots_.clear();
-  used_ = 0;
-  moved_.clear();
-  spaces_.clear();
-  ended_.clear();
-  names_.clear();
-}
-
-void Ghosts::settle_all() {
-  moved_.insert(joins_.begin(), joins_.end());
-  spaces_.insert(gone_roots_.begin(), gone_roots_.end());
-  for (std::size_t i = 0; i < pending_.size(); ++i)
-    ended_.emplace(pending_[i].self, i);
-  for (const Pending& each : pending_) {
-    std::uint64_t name = 0;
-    Departure departure = each.departure;
-    const bool known = name_at(each.parent, each.start, &name, &departure.space);
-    horizon_ = std::max(horizon_, known ? 0 : departure.gone);
-    if (known)
-      depart(departure, name, each.start, {symbols_.get() + each.at, std::size_t{each.pages} * nodes_.page_bytes});
+  const std::uint64_t space = space_of(ns);
+  for (std::uint64_t number = first_; number < next_; ++number) {
+    Departure& departure = at(number).departure;
+    if (at(number).space == space && departure.why != Why::unknown)
+      departure = {Why::removed, 0, 0, departure.accessed, departure.gone};
   }
 }
 
-// The name of the page before page `depth` of the path to an end, and that of the namespace. Returns whether there is a
-// note of that end; there always should be.
-bool Ghosts::name_at(Handle end, std::uint32_t depth, std::uint64_t* name, std::uint64_t* space) {
-  struct Piece {
-    Handle end;
-    const std::uint8_t* key;
-    std::uint32_t from, to;
-  };
-  std::vector<Piece> pieces;  // from the end up
-  bool known = true;
-  for (;;) {
-    const auto named = names_.find(end);
-    if (named != names_.end() && named->second.depth == depth) {
-      *name = named->second.name;
-      *space = named->second.space;
-      break;
-    }
-    if (const Index node = nodes_.find(end)) {
-      const Node& n = nodes_[node];
-      if (n.root()) {
-        *name = *space = name_of(text(n.key));
-        break;
-      }
-      if (n.start < depth) {
-        pieces.push_back({n.end() == depth ? end : 0, n.key.data(), n.start, depth});
-        depth = n.start;
-      }
-      end = nodes_.identity(n.parent);
-    } else if (const auto moved = moved_.find(end); moved != moved_.end()) {
-      end = moved->second;
-    } else if (const auto ended = ended_.find(end); ended != ended_.end()) {
-      const Pending& each = pending_[ended->second];
-      if (each.start < depth) {
-        const bool whole = each.start + each.pages == depth;
-        pieces.push_back({whole ? end : 0, symbols_.get() + each.at, each.start, depth});
-        depth = each.start;
-      }
-      end = each.parent;
-    } else {
-      const auto root = spaces_.find(end);
-      known = root != spaces_.end();
-      *name = *space = known ? root->second : 0;
-      break;
-    }
-  }
-  while (!pieces.empty()) {
-    const Piece& piece = pieces.back();
-    for (std::uint32_t page = 0; page < piece.to - piece.from; ++page)
-      *name = name_after(*name, piece.key + std::size_t{page} * nodes_.page_bytes);
-    if (piece.end && known) names_[piece.end] = {piece.to, *name, *space};
-    pieces.pop_back();
-  }
-  return known;
+void Ghosts::removed_page(std::string_view ns, Bytes key, const Walk& path) {
+  const std::uint32_t last = nodes_.whole_pages(key) - 1;
+  const std::vector<Known> known = find(ns, key, path, last);
+  if (known.size() <= last || known[last].kind != Known::departed) return;
+  const Departure gone = known[last].departure;
+  const Ghost& from = at(known[last].number);
+  Structure::Key symbols = hashes(key.subspan(std::size_t{last} * nodes_.page_bytes, nodes_.page_bytes));
+  Ghost& ghost = add(0, from.start == last ? from.parent : from.self, last, 1);
+  ghost.space = space_of(ns);
+  ghost.departure = {Why::removed, 0, 0, gone.accessed, gone.gone};
+  ghost.symbols = std::move(symbols);
+  ghost.hashed = true;
 }
 
-void Ghosts::depart(const Departure& departure, std::uint64_t before, std::uint32_t start, Bytes key) {
-  path_.clear();
-  for (std::size_t at = 0; at < key.size(); at += nodes_.page_bytes)
-    path_.push_back(before = name_after(before, key.data() + at));
-  if (departure.why != Why::unknown) departures_[++departed_ % departures_.size()] = departure;
-  for (std::size_t at = path_.size(); at-- > 0;) {  // the last one is forgotten first
-    if (departure.why == Why::unknown)
-      forget(path_[at], departure);
+// ---------------------------------------------------------------- the ring
+
+// Makes room for a ghost, and begins it.
+Ghosts::Ghost& Ghosts::add(Handle self, Handle parent, std::uint32_t start, std::uint32_t pages) noexcept {
+  while (first_ < next_ && (next_ - first_ == ring_.size() || pages_ + pages > most_))
+    push_out();
+  pages_ += pages;
+  Ghost& ghost = at(next_);
+  ghost.number = next_++;
+  ghost.self = self;
+  ghost.parent = parent;
+  ghost.start = start;
+  ghost.pages = pages;
+  return ghost;
+}
+
+// Of a ghost with more pages than are remembered, the last ones are forgotten at once.
+void Ghosts::cut(Ghost& ghost) noexcept {
+  forget(ghost, static_cast<std::uint32_t>(most_), 1);
+  ghost.pages = static_cast<std::uint32_t>(most_);
+  pages_ = most_;
+}
+
+void Ghosts::push_out() noexcept {
+  Ghost& oldest = at(first_);
+  forget(oldest, 0, first_ < indexed_ ? 1 : kTogether);
+  if (first_ < indexed_) {
+    if (oldest.self) ends_.erase(short_hash(oldest.self), slot(first_));
+    if (oldest.pages && newest(oldest.first) == first_) firsts_.erase(short_hash(oldest.first), slot(first_));
+  }
+  pages_ -= oldest.pages;
+  oldest.symbols = {};
+  ++first_;
+}
+
+// The pages of a ghost from `page` on go to the filter, so many together: where nobody asks, there is no need to tell
+// each from others that begin alike.
+void Ghosts::forget(const Ghost& ghost, std::uint32_t page, std::uint32_t together) noexcept {
+  horizon_ = std::max(horizon_, filter_->expect(ghost.pages - page, ghost.departure.gone));
+  const std::uint32_t end = ghost.start + ghost.pages;
+  for (std::uint32_t at = ghost.start + page, next; at < end; at = next) {
+    next = std::min(end, (at / together + 1) * together);
+    filter_->add(mark(ghost.space, hash(ghost, at - ghost.start), at, next));
+  }
+  if (ghost.departure.why != Why::removed) latest_forgotten_ = std::max(latest_forgotten_, ghost.departure.accessed);
+}
+
+Structure::Key Ghosts::hashes(Bytes symbols) const {
+  std::vector<std::uint64_t> all(symbols.size() / nodes_.page_bytes);
+  for (std::size_t page = 0; page < all.size(); ++page)
+    all[page] = hash(symbols.data() + page * nodes_.page_bytes);
+  return {reinterpret_cast<const std::uint8_t*>(all.data()), all.size() * sizeof(all[0])};
+}
+
+std::uint64_t Ghosts::space_of(std::string_view ns) const {
+  return page_name(seed_, kNone, reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size()) | 1;
+}
+std::uint64_t Ghosts::space_of(Index node) noexcept {
+  Index known = node;
+  while (!places_[known].space && !nodes_[known].root())
+    known = nodes_[known].parent;
+  if (!places_[known].space) places_[known].space = space_of(text(nodes_[known].key));
+  const std::uint64_t space = places_[known].space;
+  for (; node != known; node = nodes_[node].parent)
+    places_[node].space = space;
+  return space;
+}
+
+// ---------------------------------------------------------------- the index
+
+void Ghosts::index() noexcept {
+  for (indexed_ = std::max(indexed_, first_); indexed_ < next_; ++indexed_) {
+    Ghost& ghost = at(indexed_);
+    if (ghost.self) ends_.insert(short_hash(ghost.self), slot(indexed_));
+    if (ghost.pages == 0) continue;
+    ghost.first = mark(ghost.space, hash(ghost, 0), ghost.start, 0);
+    ghost.older = newest(ghost.first);
+    if (ghost.older)
+      firsts_.replace(short_hash(ghost.first), slot(ghost.older), slot(indexed_));
     else
-      remember({path_[at], departed_, start + static_cast<std::uint32_t>(at)});
+      firsts_.insert(short_hash(ghost.first), slot(indexed_));
   }
 }
 
-void Ghosts::remember(const Page& page) noexcept {
-  erase(page.name);
-  if (count_ == ring_.size()) {
-    const Page& oldest = ring_[first_];
-    if (place(oldest.name) == first_ + 1) {
-      const std::uint64_t name = oldest.name;
-      forget(name, departures_[oldest.departure % departures_.size()]);
-      erase(name);
-    }
-    first_ = (first_ + 1) % ring_.size();
-    --count_;
+// The newest ghost with a first page; 0: there is none.
+std::uint64_t Ghosts::newest(std::uint64_t first) const {
+  const Index slot = firsts_.find(short_hash(first), [&](Index at) { return ring_[at - 1].first == first; });
+  return slot ? ring_[slot - 1].number : 0;
+}
+
+// What is at page `page` - 1 of the path to an end: a ghost, or a node.
+Ghosts::Holder Ghosts::holder(Handle end, std::uint32_t page) const {
+  for (;;) {
+    const Index slot = ends_.find(short_hash(end), [&](Index at) { return ring_[at - 1].self == end; });
+    if (slot == kNone) break;
+    if (ring_[slot - 1].start < page) return {slot, kNone};
+    end = ring_[slot - 1].parent;
   }
-  const std::size_t at = (first_ + count_++) % ring_.size();
-  ring_[at] = page;
-  table_.insert(static_cast<std::uint32_t>(page.name >> 32), static_cast<Index>(at + 1));
-}
-
-void Ghosts::forget(std::uint64_t name, const Departure& departure) noexcept {
-  horizon_ = std::max(horizon_, filter_->add(name, departure.gone));
-  if (departure.why != Why::removed) latest_forgotten_ = std::max(latest_forgotten_, departure.accessed);
-}
-
-void Ghosts::erase(std::uint64_t name) noexcept {
-  if (const std::uint32_t at = place(name)) table_.erase(static_cast<std::uint32_t>(name >> 32), at);
+  Index node = nodes_.find(end);
+  while (node != kNone && nodes_[node].start >= page)
+    node = nodes_[node].parent;
+  return {kNone, node != kNone && nodes_[node].removed ? kNone : node};
 }
 
 // ---------------------------------------------------------------- answers
 
-Ghosts::Known Ghosts::find(std::uint64_t name) const {
-  if (const std::uint32_t at = place(name)) {
-    const std::uint32_t number = ring_[at - 1].departure;
-    return {Known::departed, number, departures_[number % departures_.size()]};
+// Whether the first `page` pages of a key lead to an end. Ghosts that begin above were judged before.
+Ghosts::Leads Ghosts::leads_to(Handle end, std::uint32_t page, const Walk& path) const {
+  if (page == 0) return Leads::yes;
+  const Holder last = holder(end, page);
+  if (last.slot != kNone) {
+    const Ghost& ghost = ring_[last.slot - 1];
+    return ghost.query == query_ && page <= ghost.start + ghost.agree ? ghost.above : Leads::no;
   }
-  return {filter_->has(name) ? Known::may_have_been : Known::never};
+  if (last.node == kNone) return Leads::unknown;
+  const auto here = [&](const Step& step) {
+    return step.node == last.node && page <= nodes_[step.node].start + step.pages;
+  };
+  return std::any_of(path.rbegin(), path.rend(), here) ? Leads::yes : Leads::no;
 }
 
-void Ghosts::sweep(std::uint64_t tick) noexcept {
-  try {
-    for (Index node = 1; node < nodes_.nodes().size(); ++node) {
-      const Node& n = nodes_[node];
-      if (!n.live || n.root() || n.removed || n.created < swept_) continue;
-      std::uint64_t name = 0, space = 0;
-      if (!name_at(nodes_.identity(n.parent), n.start, &name, &space)) continue;
-      for (std::uint32_t page = 0; page < n.pages; ++page)
-        erase(name = name_after(name, n.key.data() + std::size_t{page} * nodes_.page_bytes));
+// Finds how many pages of a ghost a key has, and whether it has what is above.
+void Ghosts::judge(Ghost& ghost, Bytes key, const std::vector<std::uint64_t>& hashes, const Walk& path) const {
+  ghost.query = query_;
+  ghost.above = leads_to(ghost.parent, ghost.start, path);
+  ghost.agree = 0;
+  const auto same = [&](std::uint32_t page, std::size_t in_key) {
+    if (ghost.hashed) return hash(ghost, page) == hashes[in_key];
+    const std::size_t bytes = nodes_.page_bytes;
+    return std::memcmp(ghost.symbols.data() + page * bytes, key.data() + in_key * bytes, bytes) == 0;
+  };
+  if (ghost.above != Leads::no)
+    while (ghost.agree < ghost.pages && ghost.start + ghost.agree < hashes.size() &&
+           same(ghost.agree, ghost.start + ghost.agree))
+      ++ghost.agree;
+}
+
+std::vector<Ghosts::Known> Ghosts::find(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from) {
+  index();
+  ++query_;
+  const std::uint64_t space = space_of(ns);
+  std::vector<std::uint64_t> hashes(nodes_.whole_pages(key));
+  std::vector<Known> found(hashes.size());
+  for (std::size_t page = 0; page < hashes.size(); ++page)
+    hashes[page] = hash(key.data() + page * nodes_.page_bytes);
+  std::uint32_t clear = static_cast<std::uint32_t>(hashes.size());
+  std::uint64_t passed_over = 0;  // of pages from `clear` on, no newer ghost was left out
+  for (std::uint32_t start = 0; start < hashes.size(); ++start) {
+    std::uint32_t versions = 0;
+    for (std::uint64_t number = newest(mark(space, hashes[start], start, 0)); number >= first_;) {
+      if (++versions > kVersions) {
+        clear = std::min(clear, start);
+        passed_over = std::max(passed_over, number);
+        break;
+      }
+      Ghost& ghost = at(number);
+      judge(ghost, key, hashes, path);
+      const bool sure = ghost.above == Leads::yes && ghost.departure.why != Why::unknown;
+      const Known known{sure ? Known::departed : Known::may_have_been, number, ghost.departure};
+      for (std::uint32_t page = ghost.start; page < ghost.start + ghost.agree; ++page)
+        if (number > found[page].number) found[page] = known;
+      number = ghost.older;
     }
-    swept_ = tick;
-  } catch (const std::bad_alloc&) {  // the next one does it all
   }
-  names_.clear();
+  for (std::uint32_t page = from; page < found.size(); ++page) {
+    const bool unclear = page >= clear && found[page].number <= passed_over;
+    if (unclear || (found[page].kind == Known::never && may_have_been(space, hashes, page)))
+      found[page] = {Known::may_have_been};
+    if (found[page].kind == Known::never) found.resize(page);
+  }
+  return found;
+}
+
+bool Ghosts::may_have_been(std::uint64_t space, const std::vector<std::uint64_t>& hashes, std::uint32_t page) const {
+  const std::uint32_t first = page / kTogether * kTogether;
+  for (std::uint32_t begin = first; begin <= page; ++begin)
+    for (std::uint32_t end = page + 1; end <= first + kTogether; ++end)
+      if (filter_->has(mark(space, hashes[begin], begin, end))) return true;
+  return false;
+}
+
+// Pages are told apart by their names: hashes of everything up to their end.
+std::vector<Ghosts::Page> Ghosts::evicted() {
+  index();
+  const auto after = [&](std::uint64_t name, std::uint64_t page) { return fold(name ^ seed_, page ^ kOdd); };
+  const auto page_of = [&](const Node& n, std::size_t page) { return hash(n.key.data() + page * nodes_.page_bytes); };
+  std::unordered_set<std::uint64_t> seen;
+  std::vector<std::uint64_t> ends(nodes_.nodes().size());  // names of the last pages of nodes
+  for (Index root = 1; root < ends.size(); ++root)
+    if (nodes_[root].live && nodes_[root].root())
+      nodes_.every_from(root, [&](Index node) {
+        const Node& n = nodes_[node];
+        std::uint64_t name = n.root() ? space_of(root) : ends[n.parent];
+        for (std::uint32_t page = 0; page < n.pages; ++page)
+          seen.insert(name = after(name, page_of(n, page)));
+        ends[node] = name;
+        return true;
+      });
+  std::vector<std::uint64_t> begins(ring_.size());  // names before the first pages of ghosts; 0: not known
+  const auto name_before = [&](const Ghost& ghost) {
+    if (ghost.start == 0) return ghost.space;
+    const Holder last = holder(ghost.parent, ghost.start);
+    if (last.slot == kNone && last.node == kNone) return std::uint64_t{0};
+    const bool gone = last.slot != kNone;
+    std::uint64_t name = gone ? begins[last.slot - 1] : ends[nodes_[last.node].parent];
+    const std::uint32_t start = gone ? ring_[last.slot - 1].start : nodes_[last.node].start;
+    for (std::uint32_t page = 0; name && page < ghost.start - start; ++page)
+      name = after(name, gone ? hash(ring_[last.slot - 1], page) : page_of(nodes_[last.node], page));
+    return name;
+  };
+  for (std::uint64_t number = next_; number-- > first_;)  // what lies above one is newer
+    begins[slot(number) - 1] = name_before(at(number));
+  std::vector<Page> found;
+  for (std::uint64_t number = next_; number-- > first_;) {
+    const Ghost& ghost = at(number);
+    const Departure& departure = ghost.departure;
+    std::uint64_t name = name_before(ghost);  // but not above a page that was removed
+    if (!name || departure.why == Why::unknown) latest_forgotten_ = std::max(latest_forgotten_, departure.accessed);
+    for (std::uint32_t page = 0; name && page < ghost.pages; ++page)
+      if (seen.insert(name = after(name, hash(ghost, page))).second && departure.why < Why::removed)
+        found.push_back({ghost.start + page, departure.accessed});
+  }
+  return found;
 }
 
 }  // namespace mainstem

@@ -20,10 +20,10 @@ std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   const Bytes tail = key.subspan(std::size_t{pages} * page_bytes);
   const std::uint32_t kept = tail.empty() && pages ? pages - 1 : pages;  // before the page that the key ends in
   if (ghosts_ && key.empty()) ghosts_->removed_space(ns);
-  if (ghosts_ && pages && tail.empty()) ghosts_->removed_page(ns, key);
   const Index root = nodes_.find_root(ns);
   Walk path;
-  nodes_.walk(root, key, pages, &path, {});
+  if (root != kNone) nodes_.walk(root, key, pages, &path, {});
+  if (ghosts_ && pages && tail.empty()) ghosts_->removed_page(ns, key, path);
   if (root == kNone || (path.empty() ? 0 : nodes_[path.back().node].start + path.back().pages) < pages) return 0;
   const Bytes first = key.subspan(std::size_t{kept} * page_bytes);  // the first page to remove, or its beginning
   while (!path.empty() && nodes_[path.back().node].start >= kept)

@@ -116,10 +116,11 @@ void TreeShape::reap(Index node) noexcept {
       unpinned = true;
     }
     const std::uint64_t accessed = nodes_[node].accessed;
-    if (ghosts_) [[unlikely]]
-      ghosts_->reaped(node, eviction_.tick());
     cells_.free(node);
     nodes_.remove(node);
+    if (ghosts_) [[unlikely]]
+      ghosts_->reaped(node, std::move(nodes_[node].key), eviction_.tick());
+    nodes_.free(node);
     node = parent;
     if (node != kNone) eviction_.inherit(node, accessed);  // the node may have held nothing
   }

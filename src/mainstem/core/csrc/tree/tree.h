@@ -102,9 +102,10 @@ inline constexpr const char* kCauseNames[] = {"device",        "host",        "n
 struct Explained {
   std::uint32_t begin, end;  // in pages
   Cause cause;
-  std::uint32_t number = 0;    // of the departure
+  std::uint64_t number = 0;    // of the ghost
   Departure departure{};       // for Cause::departed
   std::int64_t distance = -1;  // its stack distance in pages; -1: not asked for, or not known
+  std::int64_t used = -1;      // of what is found: the tick of the last use of its last page; -1: not known
 };
 
 struct Explanation {
@@ -367,7 +368,8 @@ class Tree : private TreeShape {
   Why reason(Index node, std::size_t column, OwnerId owner, std::uint64_t want) const;
   Cause cause_here(Index node, Cause missing) const;
   Cause missing(const Walk& path) const;
-  void explain_gone(Bytes key, std::uint64_t name, std::uint32_t from, Explanation* to);
+  std::int64_t last_use(const Walk& path, std::uint32_t pages) const;
+  void explain_gone(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from, Explanation* to);
   void explain_parting(Index root, const Walk& path, Bytes key, Explanation* to) const;
   void measure(Explanation* of);
   std::vector<std::uint64_t> last_uses() const;
