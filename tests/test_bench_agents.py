@@ -71,6 +71,7 @@ def test_recorded_requests_keep_their_prefixes(tmp_path: Path) -> None:
     jobs = agents.recorded(str(path), 2, 0)
     assert [job.stages[0][0].prompt for job in jobs] == [(1, 2), (3,)]
     assert [job.start_s for job in agents.recorded(str(path), 9, 0)] == [0.0, 1.0, 2.0]
+    assert [job.start_s for job in agents.recorded(str(path), 2, 1)] == [1.0, 2.0]  # half of them later
 
 
 def test_the_goals_are_judged_by_the_cells() -> None:
@@ -97,3 +98,19 @@ def test_a_run_writes_its_rows_and_goals(tmp_path: Path) -> None:
     ways = [(row["policy"], row["way"]) for row in record["rows"]]
     assert ways == [("lru", ""), ("lru", "hints"), ("lru", "shuffled"), ("lru", "inverted"), ("optimum", "")]
     assert {goal["unit"] for goal in record["goals"]} <= {"%", "points"} and report.tables
+
+
+def test_a_row_is_the_mean_of_its_seeds() -> None:
+    cell = {"workload": "w", "percent": 5, "policy": "lru", "way": "hints"}
+    rows = [{**cell, "hit_rate": rate, "won": won} for rate, won in ((40.0, 1), (50.0, 2))]
+    assert agents.averaged(rows) == {**cell, "hit_rate": 45.0, "won": 1.5}
+    assert agents.averaged(rows[:1]) == rows[0]
+
+    def rates(*seeds: int) -> list[float]:
+        report = Report("agents", "2026-01-01", quick=True, progress=lambda line: None)
+        agents.run(replace(SMALL, workloads=("workflow",), policies=("lru",), seeds=seeds), report)
+        return [row["hit_rate"] for row in report.rows]
+
+    each = [rates(seed) for seed in (0, 1)]
+    assert each[0] != each[1]
+    assert rates(0, 1) == pytest.approx([sum(both) / 2 for both in zip(*each, strict=True)])
