@@ -122,7 +122,7 @@ class Tree:
 
     def explain(self, ns: bytes, symbols: bytes, distances: bool) -> tuple[list[tuple[int, int, str, tuple[str, int, int, int, int, int] | None, int]], int, bytes, int]:
         """
-        Runs of the whole pages: (begin, end, cause, departure) in symbols; of a departure: why, tier, hits, ticks of the last use (-1: not known) and of the departure, stack distance in pages or -1. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
+        Runs of the whole pages: (begin, end, cause, departure, tick of the last use) in symbols; of a departure: why, tier, hits, ticks of the last use and of the departure, stack distance in pages; -1: not known. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
         """
 
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
