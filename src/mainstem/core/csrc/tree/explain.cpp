@@ -21,6 +21,22 @@ void add(Explanation* to, const Explained& run) {
   to->runs.push_back(run);
 }
 
+// By node: the last use of it or of anything below, which uses what is above.
+std::vector<std::uint64_t> last_uses(const Structure& nodes) {
+  std::vector<std::uint64_t> used(nodes.nodes().size(), 0);
+  std::vector<Index> order;
+  for (Index root = 1; root < nodes.nodes().size(); ++root)
+    if (nodes[root].live && nodes[root].root())
+      nodes.every_from(root, [&](Index node) {
+        used[node] = nodes[node].accessed;
+        order.push_back(node);
+        return true;
+      });
+  for (auto at = order.rbegin(); at != order.rend(); ++at)
+    if (!nodes[*at].root()) used[nodes[*at].parent] = std::max(used[nodes[*at].parent], used[*at]);
+  return used;
+}
+
 }  // namespace
 
 Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
@@ -143,22 +159,6 @@ void Tree::explain_parting(Index root, const Walk& path, Bytes key, Explanation*
 
 // ---------------------------------------------------------------- stack distances
 
-// By node: the last use of it or of anything below, which uses what is above.
-std::vector<std::uint64_t> Tree::last_uses() const {
-  std::vector<std::uint64_t> used(nodes_.nodes().size(), 0);
-  std::vector<Index> order;
-  for (Index root = 1; root < nodes_.nodes().size(); ++root)
-    if (nodes_[root].live && nodes_[root].root())
-      nodes_.every_from(root, [&](Index node) {
-        used[node] = nodes_[node].accessed;
-        order.push_back(node);
-        return true;
-      });
-  for (auto at = order.rbegin(); at != order.rend(); ++at)
-    if (!nodes_[*at].root()) used[nodes_[*at].parent] = std::max(used[nodes_[*at].parent], used[*at]);
-  return used;
-}
-
 // The stack distance of a page (Mattson et al. 1970): how many pages LRU would have to hold to have it still. Those are
 // the pages used since, of any namespace, and those of its own path that were used with it and come before it, itself
 // included. Of a run it is that of the last page. Not known once pages are forgotten that were used later.
@@ -168,7 +168,7 @@ void Tree::measure(Explanation* of) {
   };
   if (std::none_of(of->runs.begin(), of->runs.end(), concerns)) return;
   const std::vector<Ghosts::Page> evicted = ghosts_->evicted();
-  const std::vector<std::uint64_t> used = last_uses();
+  const std::vector<std::uint64_t> used = last_uses(nodes_);
   for (Explained& run : of->runs) {
     if (!concerns(run) || ghosts_->latest_forgotten() > run.departure.accessed) continue;
     const std::uint64_t since = run.departure.accessed;

@@ -376,7 +376,7 @@ bool Ghosts::may_have_been(std::uint64_t space, const std::vector<std::uint64_t>
   return false;
 }
 
-// Pages are told apart by their names: hashes of everything up to their end.
+// Pages are distinguished by their names: hashes of everything up to their end.
 std::vector<Ghosts::Page> Ghosts::evicted() {
   index();
   const auto after = [&](std::uint64_t name, std::uint64_t page) { return fold(name ^ seed_, page ^ kOdd); };

@@ -372,7 +372,6 @@ class Tree : private TreeShape {
   void explain_gone(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from, Explanation* to);
   void explain_parting(Index root, const Walk& path, Bytes key, Explanation* to) const;
   void measure(Explanation* of);
-  std::vector<std::uint64_t> last_uses() const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
