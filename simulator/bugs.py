@@ -695,7 +695,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the beginning of a removed prefix is let go with its end", "-", _RETENTION,
-        "if above else None", "if False else None", "advice",
+        "if above else None", "if False else None",
+        "tests/test_retention.py::test_a_removal_ends_a_retention_and_what_is_left_stays_retained",
     ),
     _mutant(
         "a hit renews what has expired", "-", _RETENTION,

@@ -222,17 +222,20 @@ def main() -> int:
             if control.killed or control.operations is None:
                 print(f"without any bug profile {profile} fails: {control.sight}")
                 return 1
-    survivors = number = 0
+    survivors: list[str] = []
+    number = 0
     print("| bug | like | where | found by | after | what was seen |\n|---|---|---|---|---|---|")
     for mutant, verdict in _verdicts(options.names, options.native):
         number += 1
-        survivors += not verdict.killed
+        if not verdict.killed:
+            survivors.append(f"not found: {mutant.name}: {verdict.sight}")
         after = "-" if verdict.operations is None else f"{verdict.operations:,}"
         found = mutant.by if verdict.killed else "**nothing**"
         sight = verdict.sight.replace("|", "/")[: 100 if verdict.killed else None]
         print(f"| {mutant.name} | {mutant.like} | {mutant.file} | {found} | {after} | {sight} |", flush=True)
-    print(f"{number} mutants, {number - survivors} found, {survivors} not")
-    return int(survivors > 0)
+    # Once more at the end, where whoever reads a long log looks first.
+    print(*survivors, f"{number} mutants, {number - len(survivors)} found, {len(survivors)} not", sep="\n")
+    return int(bool(survivors))
 
 
 if __name__ == "__main__":
