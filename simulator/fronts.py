@@ -286,6 +286,10 @@ class Router:
         """See `Replicas`."""
         return list(self._awake)
 
+    def everyone(self) -> Sequence[str]:
+        """See `Replicas`."""
+        return self.names()
+
     async def ask(self, ask: Ask) -> AsyncGenerator[Head | Piece | bytes, None]:
         """See `Replicas`."""
         call = self._calls[int(dict(ask.headers)[b"x-request-id"])]

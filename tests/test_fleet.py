@@ -5,6 +5,7 @@ Each test goes on with the fleet that the one before left. All that was started 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -329,6 +330,36 @@ def test_one_that_drains_is_replaced(fleet: Fleet) -> None:
 
     eventually(replaced, 60.0)
     assert "no replica nobody" in fleet.run("drain", "nobody").stderr
+
+
+def test_prompts_are_computed_by_some_and_answered_by_others(fleet: Fleet) -> None:
+    file = fleet.folder / "fleet.yaml"
+    file.write_text("replicas: 1\nstore: none\nprefill: {replicas: 1, min_bytes: 0}\n")
+    assert "no replicas compute prompts alone" in fleet.run("scale", "2", "--prefill").stderr
+    fleet.up(str(file))
+
+    def aside() -> list[str]:
+        return [name for name, each in fleet.replicas().items() if each["role"] == "prefill"]
+
+    eventually(lambda: len(fleet.replicas()) == 2 and len(aside()) == 1, 60.0)
+    answers = [name for name in fleet.replicas() if name not in aside()]
+    numbers = itertools.count(100)
+
+    def read() -> bool:
+        """Asks a prompt that nobody has seen: what is cached was computed for it, and read."""
+        reply = fleet.ask(unlike(next(numbers), LONG))
+        assert [who(reply)] == answers
+        return cached(reply) >= LONG // 2
+
+    eventually(read, 60.0)  # once the one that answers has heard of the other
+    assert set(fleet.http.get("/v1/cache/stats").json()["replicas"]) == set(fleet.replicas())
+    (victim,) = aside()
+    os.kill(fleet.replicas()[victim]["pid"], signal.SIGKILL)
+    assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
+    eventually(lambda: aside() not in ([], [victim]), 60.0)
+    eventually(read, 60.0)
+    assert len(fleet.do("scale", "2", "--prefill")["replicas"]) == 3
+    assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
 
 
 def test_it_goes_down_and_leaves_no_process(fleet: Fleet) -> None:

@@ -27,7 +27,8 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi."}]}
 class Rig:
     """Replicas in this process. `asked`: who was asked what.
 
-    `dies[name]`: after so many pieces of each answer; `after[name, pieces]`: is called then.
+    `dies[name]`: after so many pieces of each answer; `after[name, pieces]`: is called then. `aside`: replicas that
+    compute prompts alone.
     """
 
     def __init__(self, names: Sequence[str] = ("a", "b"), **options: Any) -> None:
@@ -35,13 +36,17 @@ class Rig:
         self.after: dict[tuple[str, int], Callable[[], None]] = {}
         self.apps = {name: create_app(engine) for name, engine in self.engines.items()}
         self.dies: dict[str, int] = {}
+        self.aside: set[str] = set()
         self.asked: list[tuple[str, Ask]] = []
 
     def names(self) -> list[str]:
+        return [name for name in self.apps if name not in self.aside]
+
+    def everyone(self) -> list[str]:
         return list(self.apps)
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
-        names = [ask.to] if ask.to else [name for name in self.apps if name not in ask.avoid] or self.names()
+        names = [ask.to] if ask.to else [name for name in self.names() if name not in ask.avoid] or self.names()
         home = None if ask.prompt is None else ask.prompt.replica
         name = home if home in names else names[0]
         self.asked.append((name, ask))
@@ -316,6 +321,18 @@ def test_what_concerns_every_cache_goes_to_all() -> None:
         assert line.startswith("#") or "replica=" in line, line
 
 
+def test_those_that_compute_prompts_alone_answer_no_request_but_what_concerns_every_cache() -> None:
+    rig = Rig()
+    rig.aside = {"a"}
+    made = front(rig)
+    assert post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."}).headers["x-mainstem-replica"] == "b"
+    rig.asked.clear()
+    assert post(made, "/v1/cache/flush", {}).status_code == 200
+    assert sorted(name for name, _ in rig.asked) == ["a", "b"]
+    rig.aside = {"a", "b"}
+    assert calls(made, lambda client: client.get("/health")).json() == {"status": "failed"}
+
+
 def test_a_front_that_drains_refuses_generations_alone() -> None:
     made = front(Rig())
     assert anyio.run(made.drain, 1.0)
@@ -336,6 +353,8 @@ class Told:
 
     def names(self) -> list[str]:
         return []
+
+    everyone = names
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         assert ask.method == PEERS and ask.to is not None

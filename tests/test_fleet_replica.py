@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +18,19 @@ from rigs.hand_driven import Clock
 from rigs.serving import tiny_folder, unlike
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head, Piece, Prompt
+from mainstem.fleet.asking import Ask, Head, Part, Piece, Prompt, ReplicaLost
 from mainstem.fleet.following import Following
-from mainstem.fleet.replica import DRAIN, PEERS, Replica, wait_until_warm
+from mainstem.fleet.replica import DRAIN, PEERS, PrefillElsewhere, Replica, wait_until_warm
 from mainstem.fleet.routing import CostRouter, Estimate
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import TierConfig
-from mainstem.settings.fleet import FleetConfig, read_fleet
+from mainstem.settings.fleet import FleetConfig, PrefillReplicas, read_fleet
 from mainstem.tiers.controller import TierStats
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
 LONG = 160
+PROMPT = Prompt(np.array([1], np.int32))
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ def replica(config: FleetConfig) -> Iterator[Replica]:
         yield second
 
 
-def cached(replica: Replica) -> int:
-    body = {"model": "tiny", "prompt": unlike(1, LONG), "max_tokens": 1}
-    head, reply = asked(replica, Ask("POST", "/v1/completions", body=json.dumps(body).encode()))
+def cached(replica: Replica, seed: int = 1) -> int:
+    body = {"model": "tiny", "prompt": unlike(seed, LONG), "max_tokens": 1}
+    head, reply = asked(replica, Ask("POST", "/v1/completions", body=json.dumps(body).encode(), prompt=PROMPT))
     assert head.status == 200, reply
     return int(json.loads(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -107,6 +108,53 @@ def test_what_one_replica_has_computed_another_one_reads_from_it(config: FleetCo
         asked(second, Ask(PEERS, "/", body=json.dumps([where["peer"]]).encode()))
         assert cached(second) == (LONG - 1) // 16 * 16
         eventually(lambda: tiers(second).prefetched >= (LONG - 1) // 16)  # there is no store: it can only be the peer's
+
+
+def test_prompts_are_computed_by_others_and_answered_here(config: FleetConfig) -> None:
+    peers = replace(config.engine.tiers.peers, peer_share=1.0, peers_later=True, peer_timeout_s=30.0)
+    limits = replace(config.engine.tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
+    alone = replace(config.engine.tiers, storage=None, warm=False, peers=peers, limits=limits)
+    config = replace(config, engine=replace(config.engine, tiers=alone))
+    with closing(Replica(config, "p", 1, role="prefill")) as prefill:
+        computing = Others(prefill)
+        elsewhere = PrefillElsewhere(computing, PrefillReplicas(min_bytes=LONG, timeout_s=0.5))
+        with closing(Replica(config, "d", 1, elsewhere=elsewhere)) as decode:
+            assert (prefill.where()["role"], decode.where()["role"]) == ("prefill", "both")
+            asked(decode, Ask(PEERS, "/", body=json.dumps([prefill.where()["peer"]]).encode()))
+            computing.hangs = True
+            assert cached(decode, 1) == 0  # after half a second
+            computing.hangs, elsewhere._timeout_s = False, 60.0
+            assert cached(decode, 2) == (LONG - 1) // 16 * 16
+            eventually(lambda: tiers(decode).prefetched >= (LONG - 1) // 16)  # it can only be the other one's
+            computing.lost = True
+            assert cached(decode, 3) == 0
+            short = Ask("POST", "/v1/completions", body=b'{"model": "tiny", "prompt": [5, 6], "max_tokens": 1}')
+            assert asked(decode, short)[0].status == 200
+        assert [ask.prompt is PROMPT for ask in computing.asked] == [True] * 3
+
+
+class Others:
+    """One replica that computes prompts, or does not: see `Replicas`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.hangs = self.lost = False
+        self.asked: list[Ask] = []
+
+    def names(self) -> list[str]:
+        return ["p"]
+
+    everyone = names
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        self.asked.append(ask)
+        if self.hangs:
+            await anyio.sleep_forever()
+        if self.lost:
+            raise ReplicaLost("p")
+        async with aclosing(self._replica.ask(ask)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 def test_a_router_counts_what_a_replica_could_read_from_another_one_if_it_says_that_it_reads_from_others(

@@ -9,7 +9,7 @@ import pytest
 
 from mainstem.errors import BadArgument
 from mainstem.settings.engine import EngineConfig
-from mainstem.settings.fleet import Autoscaling, FleetConfig, read_fleet
+from mainstem.settings.fleet import Autoscaling, FleetConfig, PrefillReplicas, read_fleet
 from mainstem.settings.mapping import names_of, read_settings
 from mainstem.settings.server import ServerConfig
 
@@ -101,6 +101,12 @@ def test_replicas_are_peers_where_they_can_be() -> None:
         ({"autoscaling": {"mim": 3}}, "autoscaling.mim = '(not a setting)': must be min"),
         ({"autoscaling": {}, "replicas": 3}, "replicas = 3: must be left out with autoscaling"),
         ({"adapters": ["x"]}, "adapters = ['x']: must be a mapping"),
+        ({"engine": {"role": "prefill"}}, "engine.role = 'prefill': must be left out: the fleet has `prefill`"),
+        ({"server": {"prefill_url": "http://a:1"}}, "server.prefill_url = 'http://a:1': must be left out"),
+        ({"prefill": {"replica": 1}}, "prefill.replica = '(not a setting)': must be replicas"),
+        ({"prefill": {"replicas": 0}}, "prefill.replicas = 0: must be an integer from 1 to 1024"),
+        ({"prefill": {}, "peers": False}, "prefill = PrefillReplicas("),
+        ({"prefill": {}, "engine": {"write_policy": "write_back"}}, "write_policy = 'write_back': must be"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(given: Any, said: str) -> None:
@@ -117,6 +123,16 @@ def test_more_than_the_machine_has_is_refused() -> None:
         read({"gpus": 1}).check_room(4, 1)
     assert read({"autoscaling": {"max": 8}}).most_replicas == 8
     assert read({"autoscaling": {}}).autoscaling == Autoscaling()
+    with pytest.raises(BadArgument, match=r"at most 0\.8 for 5 replicas: this machine has 4"):
+        read({"cpus": 1, "prefill": {"replicas": 3}}).check_room(4, 0)
+
+
+def test_some_replicas_may_compute_prompts_for_the_others() -> None:
+    config = read({"replicas": 3, "prefill": {"replicas": 2, "min_bytes": 10, "timeout_s": 5}})
+    assert config.prefill == PrefillReplicas(replicas=2, min_bytes=10, timeout_s=5)
+    assert (config.replicas, config.most_replicas) == (3, 5)
+    assert (config.engine_at("127.0.0.1").role, config.engine_at("127.0.0.1", "prefill").role) == ("both", "prefill")
+    assert read({"prefill": {}}).prefill == PrefillReplicas() and read(None).prefill is None
 
 
 def test_every_flag_is_a_name() -> None:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument
 from mainstem.server.app import create_app
-from mainstem.server.prefill import PrefillFirst
+from mainstem.server.prefill import PrefillFirst, PrefillServer
 from mainstem.settings.server import PrefillConfig, ServerConfig
 
 PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
@@ -44,7 +44,7 @@ class Rig:
         self.engine, self.clock = FakeEngine(), Clock()
         self.settings = PrefillConfig(**{"prefill_url": URL, "prefill_min_bytes": 0, **config})
         self.app = create_app(self.engine, ServerConfig(max_body_bytes=4096))  # type: ignore[arg-type]
-        self.first = PrefillFirst(self.app, self.settings, 4096, elsewhere, self.clock)
+        self.first = PrefillFirst(self.app, PrefillServer(self.settings, elsewhere), 4096, self.clock)
         self.http = TestClient(self.first)
 
 
@@ -116,7 +116,7 @@ def test_pages_are_read_while_the_other_server_computes() -> None:
     advise = rig.engine.advise
     rig.engine.advise = lambda *given, **rest: (advise(*given, **rest), looked.release())[0]  # type: ignore[method-assign]
     service = rig.app.state.service
-    first = PrefillFirst(rig.app, rig.settings, 4096, slowly, rig.clock, service.ahead)
+    first = PrefillFirst(rig.app, PrefillServer(rig.settings, slowly), 4096, rig.clock, service.ahead)
     with TestClient(first) as http:
         body = {"model": "fake", "prompt": PROMPT, "max_tokens": 5, "cache_salt": "a"}
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "Hello"
@@ -132,7 +132,8 @@ def test_what_cannot_be_read_ahead_is_answered_like_any_other() -> None:
         time.sleep(0.2)
         return elsewhere(*asked)
 
-    first = PrefillFirst(rig.app, rig.settings, 4096, slowly, rig.clock, rig.app.state.service.ahead)
+    elsewhere_ = PrefillServer(rig.settings, slowly)
+    first = PrefillFirst(rig.app, elsewhere_, 4096, rig.clock, rig.app.state.service.ahead)
     with TestClient(first) as http:
         assert http.post("/v1/completions", json={"model": "other", "prompt": PROMPT}).status_code == 404
         rig.engine.advise = lambda *given, **rest: 1 / 0  # type: ignore[method-assign]

@@ -118,6 +118,9 @@ class Replicas(Protocol):
     def names(self) -> Sequence[str]:
         """Returns the replicas that take requests."""
 
+    def everyone(self) -> Sequence[str]:
+        """Returns all replicas that answer what concerns the cache: those that compute prompts alone, too."""
+
     def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """Sends a request to a replica, and yields its answer: a head, then the body in pieces.
 

@@ -48,7 +48,8 @@ Examples:
 _SCALE_EXAMPLES = """\
 Examples:
 
-  mainstem fleet scale 4"""
+  mainstem fleet scale 4
+  mainstem fleet scale 2 --prefill"""
 
 _DRAIN_EXAMPLES = """\
 Examples:
@@ -63,6 +64,7 @@ Examples:
   mainstem fleet down --timeout-s 5"""
 
 JsonFlag = Annotated[bool, Parameter(name="json", negative="", help="Print one JSON object.")]
+PrefillFlag = Annotated[bool, Parameter(negative="", help="Of those that compute prompts alone.")]
 
 fleet = cyclopts.App(
     name="fleet",
@@ -147,7 +149,7 @@ def status(*, json: JsonFlag = False) -> None:
 
 
 @fleet.command(help_epilogue=_SCALE_EXAMPLES)
-def scale(replicas: int, *, timeout_s: float = 600.0, json: JsonFlag = False) -> None:
+def scale(replicas: int, *, prefill: PrefillFlag = False, timeout_s: float = 600.0, json: JsonFlag = False) -> None:
     """Change the number of replicas. Those that go finish their requests, and write to the store what it lacks.
 
     Args:
@@ -157,8 +159,11 @@ def scale(replicas: int, *, timeout_s: float = 600.0, json: JsonFlag = False) ->
     if not 1 <= replicas <= 1024:
         raise BadArgument("replicas", replicas, "an integer from 1 to 1024")
     with _connected() as (record, serving, place), place.changing():
-        serving.scale(replicas, timeout_s, _say)
-        place.write(replace(record, replicas=replicas))
+        if prefill:
+            serving.scale(replicas, timeout_s, serving.PREFILL)
+        else:
+            serving.scale(replicas, timeout_s)
+            place.write(replace(record, replicas=replicas))
         _print({"url": record.url, **serving.status()}, json)
 
 

@@ -282,7 +282,7 @@ class Front:
     async def _gather(self, ask: Ask, merge: Merge, sender: _Sender) -> None:
         """Lets all replicas answer; those that end meanwhile have no cache that it could concern."""
         answers = []
-        for name in self._replicas.names():  # one by one: Serve confuses the calls of one request
+        for name in self._replicas.everyone():  # one by one: Serve confuses the calls of one request
             with suppress(ReplicaLost):
                 answer = await self._whole(replace(ask, to=name))
                 if answer.head.status not in _ELSEWHERE:

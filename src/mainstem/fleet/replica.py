@@ -11,21 +11,25 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head, Part, Piece
+from mainstem.fleet.asking import Ask, Head, Part, Piece, ReplicaLost, Replicas
 from mainstem.fleet.scaling import Seen, Window
 from mainstem.server.continuing import BEGUN, LOST, SAID, WISH, Wish
 from mainstem.settings.fleet import Autoscaling
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Scope
 
     from mainstem.runtime.engine import Engine
-    from mainstem.settings.fleet import FleetConfig
+    from mainstem.server.prefill import Elsewhere
+    from mainstem.settings.engine import Role
+    from mainstem.settings.fleet import FleetConfig, PrefillReplicas
 
 _QUEUED = 64  # pieces of an answer that its reader has not taken
 _POLL_S = 0.05
@@ -34,6 +38,9 @@ _MISDIRECTED = 421
 
 DRAIN = "DRAIN"
 """The method of an ask that lets a replica end, once its requests have ended; another one takes its place."""
+
+PROMPT = "mainstem.prompt"
+"""In the state of a request's scope: what it was routed by."""
 
 PEERS = "PEERS"
 """The method of an ask that tells a replica where the others give their pages: a JSON list of HOST:PORT."""
@@ -47,12 +54,22 @@ class Replica:
         name: of this replica.
         threads: number of threads that compute.
         host: of this machine, where its peers reach it.
+        role: what it computes.
+        elsewhere: computes the prompts that it answers; None: it does.
 
     Attributes:
         name: as given.
     """
 
-    def __init__(self, config: FleetConfig, name: str, threads: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        name: str,
+        threads: int,
+        host: str = "127.0.0.1",
+        role: Role = "both",
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         from mainstem.runtime.parallel import open_engine
         from mainstem.server.app import create_app
 
@@ -62,12 +79,12 @@ class Replica:
         self._stack = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._stack.close)
-            engine = open_engine(config.model, load, config.engine_at(host))
+            engine = open_engine(config.model, load, config.engine_at(host, role))
             self._engine: Engine = self._stack.enter_context(engine)
             for adapter, path in config.adapters:
                 self._engine.load_adapter(adapter, path)
             wait_until_warm(self._engine, config.warm_timeout_s)
-            self._app = create_app(self._engine, config.server)
+            self._app = create_app(self._engine, config.server, elsewhere=elsewhere)
             undo.pop_all()
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
@@ -111,7 +128,7 @@ class Replica:
         return {
             "events": live, "replay": replay, "page_size": config.page_size, "draining": self.draining,
             "costs": self._engine.costs, "queued": self._engine.queued, "store": shared,
-            "peers": self._engine.reads_peers, **peer,
+            "peers": self._engine.reads_peers, "role": config.role, **peer,
         }  # fmt: skip
 
     def seen(self) -> dict[str, float]:
@@ -125,6 +142,36 @@ class Replica:
         self._app.state.service.draining = True
         self._engine.drain(self._timeout_s)
         self._stack.close()
+
+
+class PrefillElsewhere:
+    """Replicas that compute prompts for this one; see `server.prefill.Elsewhere`.
+
+    Args:
+        replicas: those with the role prefill.
+        config: when, and how long.
+
+    Attributes:
+        name, min_bytes: see `server.prefill.Elsewhere`.
+    """
+
+    def __init__(self, replicas: Replicas, config: PrefillReplicas) -> None:
+        self.name, self.min_bytes = "the replicas that compute prompts", config.min_bytes
+        self._replicas, self._timeout_s = replicas, config.timeout_s
+
+    async def prefill(self, scope: Scope, body: bytes) -> int:
+        """See `server.prefill.Elsewhere`."""
+        headers = tuple(each for each in scope["headers"] if each[0] != b"content-length")
+        ask = Ask("POST", scope["path"], headers=headers, body=body, prompt=scope["state"].get(PROMPT))
+        status = 0
+        try:
+            with anyio.fail_after(self._timeout_s):
+                async with aclosing(self._replicas.ask(ask)) as pieces:
+                    async for piece in pieces:
+                        status = piece.status if isinstance(piece, Head) else status
+        except ReplicaLost as lost:
+            raise OSError(str(lost)) from lost
+        return status
 
 
 def wait_until_warm(
@@ -199,7 +246,9 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Part, No
 
 
 def _scope(ask: Ask) -> dict[str, Any]:
-    state = {WISH: Wish(ask.begun)} if ask.follows else {}
+    state: dict[str, Any] = {PROMPT: ask.prompt}
+    if ask.follows:
+        state[WISH] = Wish(ask.begun)
     return {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http",
         "method": ask.method, "path": ask.path, "raw_path": ask.path.encode(), "root_path": "",

@@ -1,6 +1,7 @@
 """The fleet on Ray Serve: the only module that imports Ray.
 
     Serve's HTTP proxy -> front (an ingress deployment) -> router -> replicas (a deployment of engines)
+                                                                       -> router -> those that compute prompts alone
 
 Serve starts processes, watches them, replaces those that end, and lets those that must go finish their requests. Which
 replica answers, what is tried again and what a client reads of it is ours.
@@ -15,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mainstem.events.source import PUBLIC_SECRET
 from mainstem.fleet import policy as policy_module
@@ -27,9 +28,10 @@ from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
 from mainstem.fleet.peers import Introductions
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
-from mainstem.fleet.replica import DRAIN, Replica
+from mainstem.fleet.replica import DRAIN, PrefillElsewhere, Replica
 from mainstem.fleet.routing import CostRouter
 from mainstem.imports import needs
+from mainstem.settings.engine import Role
 from mainstem.settings.fleet import FleetConfig
 
 with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", FleetError):
@@ -43,9 +45,12 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     from ray.serve.exceptions import RayServeException
     from ray.serve.request_router import RequestRouter
 
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
 log = logging.getLogger(__name__)
 
-APP, ENGINE, FRONT = "mainstem", "engine", "front"
+APP, ENGINE, PREFILL, FRONT = "mainstem", "engine", "prefill", "front"
 _LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)
 _LEAST_CPUS = 0.01  # of replicas that share the machine's cores
 _MOST_ONGOING = 10_000
@@ -59,13 +64,13 @@ _ANSWER_S = 10.0
 
 
 class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be installed where types are checked
-    """Asks a `Chooser` which replica gets a request. Serve calls it in the process of the front."""
+    """Asks a `Chooser` which replica gets a request. Serve calls it in the process that has the handle."""
 
     def initialize_state(self, **options: Any) -> None:
         """Begins with nothing known."""
         self._chooser = CostRouter(time.monotonic, secret=sessions.SECRET[-1])
         self._following = Following(self._chooser)
-        sessions.ROUTERS.append(self)
+        sessions.ROUTERS[self._deployment_id.name] = self
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Takes the replicas there are."""
@@ -110,18 +115,21 @@ def _asked(pending_request: Any) -> Ask | None:
     return next((each for each in given if isinstance(each, Ask)), None)
 
 
-def _stay(config: FleetConfig) -> None:
+def _begin(config: FleetConfig) -> None:
+    """Prepares a process of the fleet, before it does anything."""
     if config.on_this_machine:
         listen_on_loopback()
+    sessions.SECRET.append(config.engine.tiers.storage_secret or PUBLIC_SECRET)
 
 
 class ServedReplica(Replica):
     """A replica as Serve starts and ends it."""
 
-    def __init__(self, config: FleetConfig, threads: int) -> None:
-        _stay(config)
+    def __init__(self, config: FleetConfig, threads: int, role: Role = "both", prefill: Any = None) -> None:
+        _begin(config)
         host = "127.0.0.1" if config.on_this_machine else ray.util.get_node_ip_address()
-        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host)
+        elsewhere = None if prefill is None or config.prefill is None else _Prefill(_Served(prefill), config.prefill)
+        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host, role, elsewhere)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Returns what routers get of it."""
@@ -137,18 +145,25 @@ class ServedReplica(Replica):
 
 
 class _Served:
-    """The replicas, by the front's handle: see `Replicas`."""
+    """The replicas of a deployment, by a handle, and those that compute prompts for them: see `Replicas`."""
 
-    def __init__(self, engines: Any) -> None:
-        self._engines = engines.options(stream=True)
+    def __init__(self, engines: Any, prefill: Any = None) -> None:
+        self._name, self._engines = engines.deployment_name, engines.options(stream=True)
+        self._prefill = None if prefill is None else _Served(prefill)
 
     def names(self) -> Sequence[str]:
         """See `Replicas`."""
-        return sessions.ROUTERS[-1].awake() if sessions.ROUTERS else []
+        router = sessions.ROUTERS.get(self._name)
+        return [] if router is None else router.awake()
+
+    def everyone(self) -> Sequence[str]:
+        """See `Replicas`."""
+        return [*self.names(), *(() if self._prefill is None else self._prefill.names())]
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """See `Replicas`."""
-        pieces = self._engines.ask.remote(ask)
+        prefill = self._prefill is not None and ask.to in _said(PREFILL)
+        pieces = (self._prefill._engines if prefill else self._engines).ask.remote(ask)
         try:
             async for piece in pieces:
                 yield _without_id(piece) if isinstance(piece, Head) else piece
@@ -156,6 +171,22 @@ class _Served:
             raise ReplicaLost from error
         finally:
             pieces.cancel()  # if the client has gone
+
+
+class _Prefill(PrefillElsewhere):
+    """Those that compute prompts for this replica."""
+
+    async def prefill(self, scope: Scope, body: bytes) -> int:
+        """See `Elsewhere`. While Serve knows of none, nobody waits for one."""
+        if PREFILL in sessions.ROUTERS and not self._replicas.names():
+            raise OSError("none of them runs")
+        return await super().prefill(scope, body)
+
+
+async def _meet(replicas: _Served) -> None:
+    """Asks one of them anything: Serve makes the router of a handle with its first request."""
+    async for _ in replicas.ask(Ask("GET", "/version")):
+        pass
 
 
 def _without_id(head: Head) -> Head:
@@ -166,14 +197,13 @@ def _without_id(head: Head) -> Head:
 class ServedFront:
     """The front as Serve starts and ends it."""
 
-    async def __init__(self, engines: Any, config: FleetConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, engines: Any, prefill: Any, config: FleetConfig) -> None:  # type: ignore[misc]  # awaited
         from mainstem.runtime.models import load_tokenizer
 
-        _stay(config)
-        sessions.SECRET.append(config.engine.tiers.storage_secret or PUBLIC_SECRET)
-        self._replicas, homes = _Served(engines), Homes()
-        async for _ in self._replicas.ask(Ask("GET", "/version")):  # so that there is a replica when it is up
-            pass
+        _begin(config)
+        self._replicas, homes = _Served(engines, prefill), Homes()
+        await _meet(self._replicas)  # so that there is a replica when it is up
+        self._meeting = None if prefill is None else asyncio.create_task(_meet(_Served(prefill)))
         loaded = await asyncio.to_thread(load_tokenizer, config.model, config.load.max_context)
         reading = Reading(config, *loaded, homes.get)
         self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
@@ -184,7 +214,7 @@ class ServedFront:
         while True:
             await asyncio.sleep(_INTRODUCE_S)
             try:
-                await introductions.tell({key.unique_id: each.routing_stats for key, each in _curr().items()})
+                await introductions.tell(_said())
             except Exception:
                 log.exception("replicas could not be introduced to each other")
 
@@ -195,11 +225,9 @@ class ServedFront:
     def describe(self) -> dict[str, Any]:
         """Returns what the front sees and has done."""
         counts = self._front.counts
-        replicas = {
-            name: {**stats, "served": counts.served[name]}
-            for name, stats in ((key.unique_id, each.routing_stats) for key, each in _curr().items())
-        }
-        index = sessions.ROUTERS[-1].index() if sessions.ROUTERS else {}
+        replicas = {name: {**stats, "served": counts.served[name]} for name, stats in _said().items()}
+        router = sessions.ROUTERS.get(ENGINE)
+        index = {} if router is None else router.index()
         done = {"again": counts.again, "continued": counts.continued, "broken": counts.broken}
         return {"replicas": replicas, "index": index, "running": self._front.running, **done}
 
@@ -209,15 +237,18 @@ class ServedFront:
 
     async def renew(self, replica: str) -> bool:
         """Lets one replica end, and another one take its place. Returns whether there is such a one."""
-        if replica not in self._replicas.names():
+        if replica not in self._replicas.everyone():
             return False
         async for head in self._replicas.ask(Ask(DRAIN, "/", to=replica)):
             return isinstance(head, Head) and head.status == 200
         return False
 
 
-def _curr() -> Mapping[Any, Any]:
-    return dict(sessions.ROUTERS[-1].curr_replicas) if sessions.ROUTERS else {}
+def _said(*deployments: str) -> Mapping[str, Mapping[str, Any]]:
+    """Returns what the replicas of deployments, or of all, say of themselves, by their names."""
+    routers = [router for name, router in sessions.ROUTERS.items() if not deployments or name in deployments]
+    known = [(key, each) for router in routers for key, each in dict(router.curr_replicas).items()]
+    return {key.unique_id: each.routing_stats for key, each in known}
 
 
 # ---------------------------------------------------------------- in the process of a command
@@ -256,7 +287,7 @@ def deploy(config: FleetConfig, cores: int, progress: Callable[[str], None]) -> 
 
 
 def _application(config: FleetConfig, cores: int) -> Any:
-    server, scaling = config.server, config.autoscaling
+    server, scaling, prefill = config.server, config.autoscaling, config.prefill
     grace_s = server.drain_timeout_s + _END_S
     threads = max(1, int(config.cpus or cores / config.most_replicas))
     common = {"graceful_shutdown_timeout_s": grace_s, "graceful_shutdown_wait_loop_s": 0.2}
@@ -273,8 +304,7 @@ def _application(config: FleetConfig, cores: int) -> Any:
                 policy=policy,
             )
         }
-    engines = serve.deployment(ServedReplica).options(
-        name=ENGINE,
+    engine = serve.deployment(ServedReplica).options(
         ray_actor_options={"num_cpus": config.cpus or _LEAST_CPUS, "num_gpus": config.gpus},
         max_ongoing_requests=_MOST_ONGOING,  # the engine has a queue of its own, and says when it is full
         health_check_period_s=1.0,
@@ -282,16 +312,19 @@ def _application(config: FleetConfig, cores: int) -> Any:
         request_router_config=RequestRouterConfig(
             request_router_class=f"{__name__}.FleetRouter", request_routing_stats_period_s=1.0
         ),
-        **size,
         **common,
     )
+    computing = None
+    if prefill is not None:
+        computing = engine.options(name=PREFILL, num_replicas=prefill.replicas).bind(config, threads, "prefill")
+    engines = engine.options(name=ENGINE, **size).bind(config, threads, "both", computing)
     front = serve.deployment(serve.ingress()(ServedFront)).options(
         name=FRONT,
         ray_actor_options={"num_cpus": _LEAST_CPUS},
         max_ongoing_requests=_MOST_ONGOING,
         **common,
     )
-    return front.bind(engines.bind(config, threads), config)
+    return front.bind(engines, computing, config)
 
 
 def _wait(timeout_s: float, progress: Callable[[str], None]) -> None:
@@ -356,20 +389,22 @@ def status() -> dict[str, Any]:
     return {"status": app.status.value, "deployments": parts, **seen}
 
 
-def scale(replicas: int, timeout_s: float, progress: Callable[[str], None]) -> None:
-    """Changes the number of replicas; those that go finish their requests.
+def scale(replicas: int, timeout_s: float, deployment: str = ENGINE) -> None:
+    """Changes the number of replicas of a deployment; those that go finish their requests.
 
     Raises:
         FleetError: it does not come about.
     """
+    if deployment not in serve.status().applications[APP].deployments:
+        raise FleetError("no replicas compute prompts alone: `prefill` in the file of the fleet starts some")
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     try:
-        ray.get(controller.update_deployment_replicas.remote(DeploymentID(name=ENGINE, app_name=APP), replicas))
+        ray.get(controller.update_deployment_replicas.remote(DeploymentID(name=deployment, app_name=APP), replicas))
     except Exception as error:
         raise FleetError(f"the number of replicas cannot be set: {_line(error)}") from error
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
-        states = serve.status().applications[APP].deployments[ENGINE].replica_states
+        states = serve.status().applications[APP].deployments[deployment].replica_states
         if {str(state): n for state, n in states.items() if n} == {"RUNNING": replicas}:
             return
         time.sleep(_POLL_S)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from mainstem.events.source import PUBLIC_SECRET
 from mainstem.fleet.asking import Prompt
 
-ROUTERS: list[Any] = []
-"""The routers of this process, the newest last: Serve makes one for each handle, and does not show it. It copies the
-module of a router's class, and what is named in it; so that one names this module."""
+ROUTERS: dict[str, Any] = {}
+"""The routers of this process, the newest of each deployment: Serve makes one for each handle, and does not show it. It
+copies the module of a router's class, and what is named in it; so that one names this module."""
 
 SECRET: list[bytes] = [PUBLIC_SECRET]
 """The secret of the fleet's events, the newest last. Serve makes routers without arguments of ours that are secret."""

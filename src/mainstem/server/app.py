@@ -57,7 +57,7 @@ from mainstem.server.explain import Explanations
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.precompute import Precompute
-from mainstem.server.prefill import PrefillFirst
+from mainstem.server.prefill import Elsewhere, PrefillFirst, PrefillServer
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
@@ -94,6 +94,7 @@ def create_app(
     secret: Callable[[int], bytes] | None = None,
     recorder: Recorder | None = None,
     tracing: Tracing | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Starlette:
     """Creates the ASGI application over one engine.
 
@@ -108,6 +109,7 @@ def create_app(
             derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
         recorder: records every request that the engine accepts; the caller closes it.
         tracing: sends the traces of requests; the caller closes it.
+        elsewhere: computes the prompts. None: the server that `config` names, if it names one.
 
     Raises:
         BadArgument: an adapter has one of the names in `config.served_model_name`.
@@ -116,7 +118,7 @@ def create_app(
     service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing)
     app = Starlette(
         routes=service.routes(),
-        middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config, service)],
+        middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config, service, elsewhere)],
         exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
     )
     app.router.redirect_slashes = False
@@ -139,12 +141,14 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _prefill(config: ServerConfig, service: _Service) -> list[Middleware]:
+def _prefill(config: ServerConfig, service: _Service, elsewhere: Elsewhere | None) -> list[Middleware]:
     """Returns what has prompts computed elsewhere."""
-    if config.prefill.prefill_url is None:
+    if elsewhere is None and config.prefill.prefill_url is not None:
+        elsewhere = PrefillServer(config.prefill)
+    if elsewhere is None:
         return []
     most, ahead = config.max_body_bytes, service.ahead
-    return [Middleware(PrefillFirst, config=config.prefill, most_bytes=most, ahead=ahead)]
+    return [Middleware(PrefillFirst, elsewhere=elsewhere, most_bytes=most, ahead=ahead)]
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -1,7 +1,9 @@
-"""Prompts are computed elsewhere: a request is first sent, without an answer, to a server with `--role prefill`.
+"""Prompts are computed elsewhere: a request is first sent, without an answer, to an engine with the role prefill.
 
     client --> this server --the same body, max_tokens 0--> --role prefill
                     ^-------------- pages ------------------------'  --peers
+
+`Elsewhere` is who computes them: a server at an address (`PrefillServer`), or replicas of a fleet (`fleet.prefill`).
 
 Pages are read while that one computes the next ones: it publishes them chunk by chunk, and this one looks for more of
 them again and again. When it has answered, only the last ones are left to read, and the request goes on here as any
@@ -20,7 +22,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -64,37 +66,78 @@ _ALONE: Mapping[str, Mapping[str, Any]] = {
 """What makes a request one for its prompt alone, by the route; None: left out."""
 
 
+class Elsewhere(Protocol):
+    """Who computes prompts for this server."""
+
+    @property
+    def name(self) -> str:
+        """Their name, for people."""
+
+    @property
+    def min_bytes(self) -> int:
+        """Requests with shorter bodies are not sent there."""
+
+    async def prefill(self, scope: Scope, body: bytes) -> int:
+        """Sends a request for its prompt alone, in the scope of the one that it was made of; returns the status.
+
+        Raises:
+            OSError, http.client.HTTPException: there was no answer in time.
+        """
+
+
+class PrefillServer:
+    """A server with `--role prefill`.
+
+    Args:
+        config: where it is.
+        post: how it is asked.
+
+    Attributes:
+        name: its address.
+        min_bytes: see `Elsewhere`.
+    """
+
+    def __init__(self, config: PrefillConfig, post: Post | None = None) -> None:
+        self.name, self.min_bytes = str(config.prefill_url).rstrip("/"), config.prefill_min_bytes
+        self._timeout_s, self._post = config.prefill_timeout_s, post or _post
+        self._limit = anyio.CapacityLimiter(_AT_ONCE)
+
+    async def prefill(self, scope: Scope, body: bytes) -> int:
+        """See `Elsewhere`."""
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _SENT}
+        url = self.name + scope["path"]
+        return await anyio.to_thread.run_sync(
+            self._post, url, body, headers, self._timeout_s, limiter=self._limit, abandon_on_cancel=True
+        )
+
+
 class PrefillFirst:
-    """Sends requests for generations to another server first.
+    """Sends requests for generations elsewhere first.
 
     Args:
         app: the application.
-        config: where that server is.
+        elsewhere: who computes their prompts.
         most_bytes: the longest body that the application takes.
-        post: how it is asked.
         clock: monotonic time in seconds.
         ahead: reads pages before the request is answered; None: nothing does.
 
     Attributes:
-        counts: of requests, by what came of it: `prefilled`, `refused` by that server, `failed`, `skipped` while it
+        counts: of requests, by what came of it: `prefilled`, `refused` there, `failed`, `skipped` while it
             fails repeatedly. `looks`: how often more of their pages were looked for meanwhile; `looks_failed`.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        config: PrefillConfig,
+        elsewhere: Elsewhere,
         most_bytes: int,
-        post: Post | None = None,
         clock: Callable[[], float] = time.monotonic,
         ahead: Ahead | None = None,
     ) -> None:
         self._ahead = ahead
-        self._app, self._config, self._most_bytes = app, config, most_bytes
-        self._post = post or _post
+        self._app, self._elsewhere, self._most_bytes = app, elsewhere, most_bytes
         self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
         self._lock = threading.Lock()
-        self._limit = anyio.CapacityLimiter(_AT_ONCE)
         self.counts: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +147,7 @@ class PrefillFirst:
             await self._app(scope, receive, send)
             return
         read, body = await _read(receive, self._most_bytes)
-        if body is not None and len(body) >= self._config.prefill_min_bytes:
+        if body is not None and len(body) >= self._elsewhere.min_bytes:
             await self._prefill(scope, body, changes)
 
         async def again() -> Message:
@@ -121,24 +164,20 @@ class PrefillFirst:
         if not allowed:
             self.counts["skipped"] += 1
             return
-        url = str(self._config.prefill_url).rstrip("/") + scope["path"]
-        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _SENT}
         outcome = 0, "the client has gone"
         try:
             async with anyio.create_task_group() as group:
                 if self._ahead is not None:
                     group.start_soon(self._read_ahead, self._ahead, scope, body)
-                outcome = await anyio.to_thread.run_sync(
-                    self._posted, url, alone, headers, limiter=self._limit, abandon_on_cancel=True
-                )
+                outcome = await self._asked(scope, alone)
                 group.cancel_scope.cancel()
         finally:
             self._note(*outcome)
 
-    def _posted(self, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
+    async def _asked(self, scope: Scope, body: bytes) -> tuple[int, str]:
         """Returns the status, or 0, and what to say of it."""
         try:
-            status = self._post(url, body, headers, self._config.prefill_timeout_s)
+            status = await self._elsewhere.prefill(scope, body)
         except (OSError, http.client.HTTPException) as error:
             return 0, f"{type(error).__name__}: {error}"
         return status, f"status {status}"
@@ -167,7 +206,7 @@ class PrefillFirst:
                 self._breaker.succeed()
         if outcome != "prefilled" and not self.counts[outcome]:
             log.warning(
-                "%s: %s; such prompts are computed here, and only counted from now on", self._config.prefill_url, why
+                "%s: %s; such prompts are computed here, and only counted from now on", self._elsewhere.name, why
             )
         self.counts[outcome] += 1
 

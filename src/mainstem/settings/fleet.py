@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from mainstem.errors import BadArgument
-from mainstem.settings.engine import EngineConfig, ModelConfig
-from mainstem.settings.fields import Range, Settings, instance, integer, number, seconds, setting, switch
+from mainstem.settings.engine import EngineConfig, ModelConfig, Role
+from mainstem.settings.fields import INT64_MAX, Range, Settings, instance, integer, number, seconds, setting, switch
 from mainstem.settings.mapping import read_settings
-from mainstem.settings.server import ServerConfig
+from mainstem.settings.server import PrefillConfig, ServerConfig
 
 NO_STORE = "none"
 ANY_PORT = "127.0.0.1:0"
@@ -53,6 +53,21 @@ class Autoscaling(Settings):
         super().__post_init__()
         if self.min > self.max:
             raise BadArgument("min", self.min, f"at most max, which is {self.max}")
+
+
+@dataclass(frozen=True)
+class PrefillReplicas(Settings):
+    """Replicas that compute prompts, for those that answer.
+
+    Args:
+        replicas: How many there are, beside the others; 1 or more.
+        min_bytes: Requests with shorter bodies are computed where they are answered.
+        timeout_s: Seconds that this may take; what they have not computed then is computed there. Above 0.
+    """
+
+    replicas: int = setting(1, integer(1, _MOST_REPLICAS))
+    min_bytes: int = setting(PrefillConfig.prefill_min_bytes, integer(0, INT64_MAX))
+    timeout_s: float = setting(PrefillConfig.prefill_timeout_s, seconds(above=True))
 
 
 def _are_adapters(value: object) -> bool:
@@ -100,6 +115,7 @@ class FleetConfig(FleetSize):
     Args:
         adapters: LoRA adapters as pairs of name and path.
         autoscaling: How the number of replicas follows the load; None: it is `replicas`.
+        prefill: Replicas that compute prompts alone; None: each one computes those that it answers.
         load: How the model is loaded.
         engine: The settings of each engine, without its store and the addresses of its events.
         server: The settings of each server, without its address and recording.
@@ -107,6 +123,7 @@ class FleetConfig(FleetSize):
 
     adapters: tuple[tuple[str, str], ...] = setting((), Range("a mapping of names and folders", _are_adapters))
     autoscaling: Autoscaling | None = setting(None, instance(Autoscaling, "a mapping of min, max and target_ongoing"))
+    prefill: PrefillReplicas | None = setting(None, instance(PrefillReplicas, "a mapping of replicas and min_bytes"))
     load: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
@@ -121,19 +138,26 @@ class FleetConfig(FleetSize):
             ("server.port", self.server.port, ServerConfig.port, "the fleet has `port`"),
             ("server.record", self.server.record.record, None, "several replicas cannot write one file"),
             ("engine.kv_events", self.engine.events.kv_events, None, "the fleet sets it for each replica"),
+            ("engine.role", self.engine.role, EngineConfig.role, "the fleet has `prefill`"),
+            ("server.prefill_url", self.server.prefill.prefill_url, None, "the fleet has `prefill`"),
         )
         for name, value, default, why in fixed:
             if value != default:
                 raise BadArgument(name, value, f"left out: {why}")
+        if self.prefill is not None:
+            if self.engine.tiers.peers.peer_listen is None:
+                raise BadArgument("prefill", self.prefill, "left out without peers: none could read its pages")
+            self.engine_at("127.0.0.1", "prefill")  # which checks that settings and role agree
 
     @property
     def on_this_machine(self) -> bool:
         """Whether nothing of it can be reached from another machine, but maybe its front."""
         return self.node_host == "127.0.0.1" and self.address is None
 
-    def engine_at(self, host: str) -> EngineConfig:
-        """Returns the settings of a replica that others reach at an address of its machine."""
-        engine = replace(self.engine, events=replace(self.engine.events, kv_events=_EVENTS, kv_events_replay=_EVENTS))
+    def engine_at(self, host: str, role: Role = "both") -> EngineConfig:
+        """Returns the settings of a replica with a role, that others reach at an address of its machine."""
+        events = replace(self.engine.events, kv_events=_EVENTS, kv_events_replay=_EVENTS)
+        engine = replace(self.engine, events=events, role=role)
         peers = engine.tiers.peers
         if peers.peer_listen is None:
             return engine
@@ -142,8 +166,9 @@ class FleetConfig(FleetSize):
 
     @property
     def most_replicas(self) -> int:
-        """How many replicas there may be."""
-        return self.replicas if self.autoscaling is None else self.autoscaling.max
+        """How many replicas there may be, with those that compute prompts alone."""
+        answering = self.replicas if self.autoscaling is None else self.autoscaling.max
+        return answering + (0 if self.prefill is None else self.prefill.replicas)
 
     def cpus_of(self, cores: int) -> float:
         """Returns the cores of each replica on a machine with so many."""
@@ -175,7 +200,7 @@ def read_fleet(given: object, environment: Mapping[str, str], folder: Path, own_
     """
     own = _mapping("fleet file", given)
     engine, adapters = _mapping("engine", own.pop("engine", None)), _mapping("adapters", own.pop("adapters", None))
-    scaling, load, server = (own.pop(name, None) for name in ("autoscaling", "load", "server"))
+    scaling, prefill, load, server = (own.pop(name, None) for name in ("autoscaling", "prefill", "load", "server"))
     size = read_settings(FleetSize, own)
     if "storage" in engine:
         raise BadArgument("engine.storage", engine["storage"], "left out: the fleet has `store`")
@@ -191,6 +216,7 @@ def read_fleet(given: object, environment: Mapping[str, str], folder: Path, own_
         **{**vars(size), "model": model},
         adapters=tuple((str(name), _path(str(path), folder)) for name, path in adapters.items()),
         autoscaling=None if scaling is None else read_settings(Autoscaling, scaling, "autoscaling."),
+        prefill=None if prefill is None else read_settings(PrefillReplicas, prefill, "prefill."),
         load=read_settings(ModelConfig, load, "load."),
         engine=read_settings(EngineConfig, engine, "engine.", environment),
         server=read_settings(ServerConfig, server, "server.", environment),
