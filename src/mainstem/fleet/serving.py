@@ -148,7 +148,7 @@ class _Served:
     """The replicas of a deployment, by a handle, and those that compute prompts for them: see `Replicas`."""
 
     def __init__(self, engines: Any, prefill: Any = None) -> None:
-        self._name, self._engines = engines.deployment_name, engines.options(stream=True)
+        self._name, self._handle = engines.deployment_name, engines.options(stream=True)
         self._prefill = None if prefill is None else _Served(prefill)
 
     def names(self) -> Sequence[str]:
@@ -162,8 +162,8 @@ class _Served:
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """See `Replicas`."""
-        prefill = self._prefill is not None and ask.to in _said(PREFILL)
-        pieces = (self._prefill._engines if prefill else self._engines).ask.remote(ask)
+        aside = self._prefill if ask.to in _said(PREFILL) else None
+        pieces = (self._handle if aside is None else aside._handle).ask.remote(ask)
         try:
             async for piece in pieces:
                 yield _without_id(piece) if isinstance(piece, Head) else piece
