@@ -70,9 +70,9 @@ class Throttled(MemoryBackend):
         return self._shared.exists(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        if self.rate:
+        if rate := self.rate:  # once: it changes while a read waits for the link
             with self._link:
-                time.sleep(sum(map(len, buffers)) / self.rate)
+                time.sleep(sum(map(len, buffers)) / rate)
         return self._shared.get(keys, buffers)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
