@@ -388,7 +388,7 @@ class Leases:
         """Checks that no request waits for storage longer than its policy allows."""
         for request in self.requests:
             if request.process is process and request.waiting:
-                waited_s, limit_s = self.world.now_s - request.began_s, process.longest_wait_s()
+                waited_s, limit_s = process.polled_s - request.began_s, process.longest_wait_s()
                 require(waited_s <= limit_s, "a request waits too long for storage", waited_s, limit_s)
 
     def _seldom(self, process: Process) -> None:

@@ -101,6 +101,7 @@ class Process:
         shelf: Shelf | None = None,
     ) -> None:
         self.world, self.disk, self.identity = world, disk, identity
+        self.polled_s = world.now_s
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
         self.origin = repr(alike).encode()
         self._origins = {encode_namespace(each): self.origin_of(each) for each in NAMESPACES}
@@ -175,7 +176,7 @@ class Process:
         return salt(self.origin, repr(namespace).encode())
 
     def longest_wait_s(self) -> float:
-        """Returns how long a request may have waited for storage right after a poll."""
+        """Returns how long a request that still waits may have waited for storage when the last poll began."""
         assert self.store is not None
         config, pages = self.store.config, self.cache.pool.total
         if config.prefetch == "wait_complete":
@@ -184,7 +185,8 @@ class Process:
         return config.prefetch_timeout_s + config.prefetch_timeout_per_page_s * pages if cost_s is None else cost_s
 
     def poll(self) -> None:
-        """Settles what has ended."""
+        """Settles what has ended. With "write_back" it may wait for copies, and so take long itself."""
+        self.polled_s = self.world.now_s
         self.tiers.poll()
         self.world.did("poll", self.tiers.counts.total())
 

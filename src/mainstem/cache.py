@@ -350,7 +350,9 @@ class PrefixCache:
                 self.tiers.forget(name)
         for pool, ids in zip(self.pools.values(), self.tree.evict_removed(), strict=True):
             pool.reclaim(ids)
-        return self.pool.free - before
+        freed = self.pool.free - before
+        self._settle()  # what was removed may have been in the way of what exceeds a maximum
+        return freed
 
     def demote(self, tokens: TokenLike, namespace: NamespaceLike = None, *, over: bool = False) -> int:
         """Makes a prefix the first to be evicted from the device, until it is used again: advice, it frees nothing now.

@@ -588,13 +588,14 @@ void Eviction::check_node(Index node) const {
     if (column == kAdvised && expected_ && expected_->offered(node) != (said && cells_.candidate(node, column)))
       broken(node, "exactly what is expected and can be evicted is in that order");
     if (withdrawn && !said) broken(node, "only what is expected is withdrawn");
-    const bool candidate = cells_.candidate(node, column) && !withdrawn;
+    // A node that advice spares is out of the policy's sight. Its owner may still have too much.
+    const bool evictable = cells_.candidate(node, column), candidate = evictable && !withdrawn;
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
       broken(node, "the policy knows the candidates");
-    const bool known = candidate && (policy_.rank || cells_.component(column).weighs || goes_first(node, column));
+    const bool known = evictable && (policy_.rank || cells_.component(column).weighs || goes_first(node, column));
     const Rank rank = known ? rank_of(node, column, n.accessed) : Rank{};
-    if (shares_ && !shares_->sound(node, column, candidate, known ? &rank : nullptr, n.start))
+    if (shares_ && !shares_->sound(node, column, evictable, known ? &rank : nullptr, n.start))
       broken(node, "the orders of owners have exactly the cells that can be evicted, and those beyond a share");
     if (!candidate) continue;
     if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))

@@ -18,14 +18,16 @@ NoPages Cache::none(std::uint64_t n, std::uint32_t component, std::uint64_t evic
 
 void Cache::make_room(std::uint64_t n, std::uint32_t component, std::string_view ns) {
   end_abandoned();
-  while (free_ids(component) < n) {
+  if (free_ids(component) >= n) return;
+  do {
     const std::uint64_t free = free_ids(component);
     const std::uint64_t available = tree.available(component, kDevice, ns);
     const NoPages none = this->none(n, component, available);
     if (n - free > available) throw none;
     evict_some(n - free, component, ns);
     if (free_ids(component) <= free) throw none;
-  }
+  } while (free_ids(component) < n);
+  settle();  // with "write_back" copies have ended meanwhile, and do not use their pages any more
 }
 
 void Cache::evict_some(std::uint64_t n, std::uint32_t component, std::string_view ns) {
@@ -35,15 +37,18 @@ void Cache::evict_some(std::uint64_t n, std::uint32_t component, std::string_vie
     pools[c]->move(freed[c], Owner::cached, Owner::free);
 }
 
+// Until a round frees nothing: with "write_back", what one component evicts may have been in the way of another's.
 void Cache::settle_all() {
   end_abandoned();
-  for (std::uint32_t c = 0; c < pools.size(); ++c)
-    for (;;) {
+  for (bool freed = true; freed;) {
+    freed = false;
+    for (std::uint32_t c = 0; c < pools.size(); ++c) {
       const auto [owner, ids] = tree.beyond_maximum(c, kDevice);
       const std::uint64_t free = free_ids(c);
       if (ids) evict_some(ids, c, std::string(owner));
-      if (free_ids(c) <= free) break;
+      freed = freed || free_ids(c) > free;
     }
+  }
 }
 
 std::int32_t Cache::allocate_slot(std::uint32_t component) {
