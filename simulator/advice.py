@@ -110,9 +110,13 @@ class Advice(Leases):
         world.did("expect", length)
         world.seen["expected"] += length > 0
         self._weigh(process)
-        if self.trusted and world.random.random() < 0.2:  # whoever asks for much may stake some
-            with contextlib.suppress(OutOfPages):
-                cache.lease([*tokens, *[3] * (5000 * self.page_size)], space).abort()
+        if self.trusted and world.random.random() < 0.2:
+            self._ask_for_much(process, tokens, space)
+
+    def _ask_for_much(self, process: Process, tokens: list[int], space: Namespace | str | None) -> None:
+        """Asks for so many pages that their owner may stake some."""
+        with contextlib.suppress(OutOfPages):
+            process.cache.lease([*tokens, *[3] * (5000 * self.page_size)], space).abort()
 
     def _weigh(self, process: Process) -> None:
         """Checks that nobody bets without a stake."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mainstem.namespaces import encode_namespace, owner_of
+from mainstem.namespaces import Namespace, encode_namespace, owner_of
 from mainstem.quotas import Quota, Quotas, Share
 from mainstem.tree import NodeView
 from simulator.advice import Advice
@@ -26,7 +26,7 @@ class Tenants(Advice):
     """A run of the profile "quotas"."""
 
     def __init__(self, world: World) -> None:
-        self.asker: bytes | None = None  # who makes room for itself in this step
+        self.askers: set[bytes] = set()  # who makes room for themselves in this step
         self.forgets = False
         self.polled: Process | None = None
         self.dropped: set[Process] = set()
@@ -54,7 +54,7 @@ class Tenants(Advice):
         """Does one operation, and sometimes gives other quotas; checks what it did to others."""
         before = [self._held(process) for process in self.processes]
         former = list(self.processes)
-        self.asker, self.forgets, self.polled = None, False, None
+        self.askers, self.forgets, self.polled = set(), False, None
         if self.world.random.random() < 0.002:
             self.promised = [{} for _ in self.processes]
             for process in self.processes:
@@ -71,11 +71,15 @@ class Tenants(Advice):
         super()._check_waiting(process)
 
     def _advance(self, request: Request) -> None:
-        self.asker = owner_of(encode_namespace(request.namespace))
+        self.askers.add(owner_of(encode_namespace(request.namespace)))
         lease = request.lease
         super()._advance(request)
         if lease is not None and request.lease is None and not lease.closed:
             self.dropped.add(request.process)  # which gives back what it held with a later call
+
+    def _ask_for_much(self, process: Process, tokens: list[int], space: Namespace | str | None) -> None:
+        self.askers.add(owner_of(encode_namespace(space)))
+        super()._ask_for_much(process, tokens, space)
 
     def _forget(self, process: Process) -> None:
         self.forgets = True
@@ -83,7 +87,7 @@ class Tenants(Advice):
 
     def _seldom(self, process: Process) -> None:
         if self.world.chance(0.3):
-            self.asker = b""  # the owner of what has no tenant, salt or name
+            self.askers.add(b"")  # the owner of what has no tenant, salt or name
             process.evict()
             process.tiers.settle()  # what was removed may have been in the way of what exceeds a maximum
         else:
@@ -117,7 +121,7 @@ class Tenants(Advice):
         for (owner, component, tier), n in before.items():
             # What lies after evicted pages of the first component goes with them. On the host each owner makes room
             # for its own copies, in any step.
-            if component != first or owner == self.asker or tier == _HOST:
+            if component != first or owner in self.askers or tier == _HOST:
                 continue
             guaranteed = quotas.of(owner).tiers[tier].of(cache.pools[component].total)[0]
             now = held[owner, component, tier]
