@@ -334,7 +334,7 @@ def test_one_that_drains_is_replaced(fleet: Fleet) -> None:
 
 def test_prompts_are_computed_by_some_and_answered_by_others(fleet: Fleet) -> None:
     file = fleet.folder / "fleet.yaml"
-    file.write_text("replicas: 1\nstore: none\nprefill: {replicas: 1, min_bytes: 0}\n")
+    file.write_text("replicas: 1\nstore: none\nprefill: {replicas: 1, min_bytes: 0, timeout_s: 3600}\n")
     assert "no replicas compute prompts alone" in fleet.run("scale", "2", "--prefill").stderr
     fleet.up(str(file))
 
@@ -353,12 +353,22 @@ def test_prompts_are_computed_by_some_and_answered_by_others(fleet: Fleet) -> No
 
     eventually(read, 60.0)  # once the one that answers has heard of the other
     assert set(fleet.http.get("/v1/cache/stats").json()["replicas"]) == set(fleet.replicas())
+    (leaving,) = aside()
+    assert fleet.do("drain", leaving) == {"drained": leaving}
+    eventually(
+        lambda: fleet.ask(unlike(next(numbers), LONG)).status_code == 200 and aside() not in ([], [leaving]), 60.0
+    )
+    eventually(read, 60.0)
     (victim,) = aside()
     os.kill(fleet.replicas()[victim]["pid"], signal.SIGKILL)
-    assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
+    assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200  # or the client would wait for a minute
     eventually(lambda: aside() not in ([], [victim]), 60.0)
     eventually(read, 60.0)
     assert len(fleet.do("scale", "2", "--prefill")["replicas"]) == 3
+    assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
+    file.write_text("replicas: 1\nstore: none\n")
+    fleet.up(str(file))
+    eventually(lambda: len(fleet.replicas()) == 1 and not aside(), 60.0)
     assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
 
 

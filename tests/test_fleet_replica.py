@@ -20,11 +20,12 @@ from rigs.serving import tiny_folder, unlike
 from mainstem.errors import EngineClosed
 from mainstem.fleet.asking import Ask, Head, Part, Piece, Prompt, ReplicaLost
 from mainstem.fleet.following import Following
-from mainstem.fleet.replica import DRAIN, PEERS, PrefillElsewhere, Replica, wait_until_warm
+from mainstem.fleet.replica import DRAIN, PEERS, PrefillReplicas, Replica, wait_until_warm
+from mainstem.fleet.replica import PROMPT as PROMPT_OF
 from mainstem.fleet.routing import CostRouter, Estimate
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import TierConfig
-from mainstem.settings.fleet import FleetConfig, PrefillReplicas, read_fleet
+from mainstem.settings.fleet import FleetConfig, PrefillSize, read_fleet
 from mainstem.tiers.controller import TierStats
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
@@ -115,43 +116,89 @@ def test_prompts_are_computed_by_others_and_answered_here(config: FleetConfig) -
     limits = replace(config.engine.tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
     alone = replace(config.engine.tiers, storage=None, warm=False, peers=peers, limits=limits)
     config = replace(config, engine=replace(config.engine, tiers=alone))
-    with closing(Replica(config, "p", 1, role="prefill")) as prefill:
-        computing = Others(prefill)
-        elsewhere = PrefillElsewhere(computing, PrefillReplicas(min_bytes=LONG, timeout_s=0.5))
-        with closing(Replica(config, "d", 1, elsewhere=elsewhere)) as decode:
-            assert (prefill.where()["role"], decode.where()["role"]) == ("prefill", "both")
-            asked(decode, Ask(PEERS, "/", body=json.dumps([prefill.where()["peer"]]).encode()))
-            computing.hangs = True
-            assert cached(decode, 1) == 0  # after half a second
-            computing.hangs, elsewhere._timeout_s = False, 60.0
-            assert cached(decode, 2) == (LONG - 1) // 16 * 16
-            eventually(lambda: tiers(decode).prefetched >= (LONG - 1) // 16)  # it can only be the other one's
-            computing.lost = True
-            assert cached(decode, 3) == 0
+    with closing(Replica(config, "p", 1, role="prefill")) as computes:
+        others = Others(computes)
+        prefiller = PrefillReplicas(others, PrefillSize(min_bytes=LONG, timeout_s=600.0))
+        with closing(Replica(config, "d", 1, prefiller=prefiller)) as answers:
+            assert (computes.where()["role"], answers.where()["role"]) == ("prefill", "both")
+            asked(answers, Ask(PEERS, "/", body=json.dumps([computes.where()["peer"]]).encode()))
+            assert cached(answers, 2) == (LONG - 1) // 16 * 16
+            eventually(lambda: tiers(answers).prefetched >= (LONG - 1) // 16)  # it can only be the other one's
+            others.lost = True
+            assert cached(answers, 3) == 0
             short = Ask("POST", "/v1/completions", body=b'{"model": "tiny", "prompt": [5, 6], "max_tokens": 1}')
-            assert asked(decode, short)[0].status == 200
-        assert [ask.prompt is PROMPT for ask in computing.asked] == [True] * 3
+            assert asked(answers, short)[0].status == 200
+            asked(answers, Ask(DRAIN, "/"))
+            refused = json.dumps({"model": "tiny", "prompt": unlike(4, LONG), "max_tokens": 1}).encode()
+            assert asked(answers, Ask("POST", "/v1/completions", body=refused))[0].status == 503
+    assert [ask.prompt is PROMPT for ask in others.asked] == [True] * 2
+
+
+HEADERS = ((b"authorization", b"Bearer k"), (b"x-request-id", b"mine"), (b"content-length", b"1000"))
+SCOPE: dict[str, Any] = {"path": "/v1/completions", "headers": HEADERS, "state": {PROMPT_OF: PROMPT}}
+
+
+def prefilled(others: Others, timeout_s: float = 600.0) -> int:
+    made = PrefillReplicas(others, PrefillSize(timeout_s=timeout_s))
+    return anyio.run(made.prefill, SCOPE, b"{}")
+
+
+def test_a_prompt_is_asked_for_with_what_the_client_sent() -> None:
+    others = Others(statuses=[200])
+    assert prefilled(others) == 200
+    assert others.asked == [Ask("POST", "/v1/completions", headers=HEADERS[:2], body=b"{}", prompt=PROMPT)]
+
+
+def test_what_they_refuse_is_known() -> None:
+    assert prefilled(Others(statuses=[400])) == 400
+
+
+@pytest.mark.parametrize("status", [503, 421])
+def test_a_prompt_goes_to_another_one_when_one_drains(status: int) -> None:
+    others = Others(statuses=[status, 200])
+    assert prefilled(others) == 200
+    assert [ask.avoid for ask in others.asked] == [frozenset(), {"p"}]
+    assert prefilled(Others(statuses=[status, 503])) == 503
+
+
+def test_nobody_waits_for_more_than_was_said() -> None:
+    with pytest.raises(TimeoutError):
+        prefilled(Others(hangs=True), timeout_s=0.01)
+
+
+def test_nobody_waits_when_the_last_of_them_has_gone() -> None:
+    with pytest.raises(OSError, match="none of them answered"):
+        prefilled(Others(hangs=True, there=3))
+    with pytest.raises(OSError, match="none of them answered"):
+        prefilled(others := Others(there=0, hangs=True))
+    assert len(others.asked) <= 1
 
 
 class Others:
-    """One replica that computes prompts, or does not: see `Replicas`."""
+    """One replica that computes prompts, or does not: see `Replicas`. It is there for a number of looks."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self.hangs = self.lost = False
+    def __init__(
+        self, replica: Replica | None = None, statuses: list[int] | None = None, *, hangs: bool = False, there: int = -1
+    ) -> None:
+        self._replica, self._statuses, self._hangs, self._there = replica, statuses or [], hangs, there
+        self.lost = False
         self.asked: list[Ask] = []
 
     def names(self) -> list[str]:
-        return ["p"]
+        self._there -= 1
+        return [] if self._there == -1 else ["p"]
 
     everyone = names
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         self.asked.append(ask)
-        if self.hangs:
+        if self._hangs:
             await anyio.sleep_forever()
         if self.lost:
             raise ReplicaLost("p")
+        if self._replica is None:
+            yield Head(self._statuses[len(self.asked) - 1], (), "p")
+            return
         async with aclosing(self._replica.ask(ask)) as pieces:
             async for piece in pieces:
                 yield piece

@@ -9,7 +9,7 @@ import pytest
 
 from mainstem.errors import BadArgument
 from mainstem.settings.engine import EngineConfig
-from mainstem.settings.fleet import Autoscaling, FleetConfig, PrefillReplicas, read_fleet
+from mainstem.settings.fleet import Autoscaling, FleetConfig, PrefillSize, read_fleet
 from mainstem.settings.mapping import names_of, read_settings
 from mainstem.settings.server import ServerConfig
 
@@ -105,7 +105,8 @@ def test_replicas_are_peers_where_they_can_be() -> None:
         ({"server": {"prefill_url": "http://a:1"}}, "server.prefill_url = 'http://a:1': must be left out"),
         ({"prefill": {"replica": 1}}, "prefill.replica = '(not a setting)': must be replicas"),
         ({"prefill": {"replicas": 0}}, "prefill.replicas = 0: must be an integer from 1 to 1024"),
-        ({"prefill": {}, "peers": False}, "prefill = PrefillReplicas("),
+        ({"prefill": {}, "peers": False}, "peers = False: must be on with `prefill`"),
+        ({"prefill": {}, "engine": {"storage_codec": "int8"}}, "peers = False: must be on with `prefill`"),
         ({"prefill": {}, "engine": {"write_policy": "write_back"}}, "write_policy = 'write_back': must be"),
     ],
 )
@@ -129,10 +130,10 @@ def test_more_than_the_machine_has_is_refused() -> None:
 
 def test_some_replicas_may_compute_prompts_for_the_others() -> None:
     config = read({"replicas": 3, "prefill": {"replicas": 2, "min_bytes": 10, "timeout_s": 5}})
-    assert config.prefill == PrefillReplicas(replicas=2, min_bytes=10, timeout_s=5)
+    assert config.prefill == PrefillSize(replicas=2, min_bytes=10, timeout_s=5)
     assert (config.replicas, config.most_replicas) == (3, 5)
     assert (config.engine_at("127.0.0.1").role, config.engine_at("127.0.0.1", "prefill").role) == ("both", "prefill")
-    assert read({"prefill": {}}).prefill == PrefillReplicas() and read(None).prefill is None
+    assert read({"prefill": {}}).prefill == PrefillSize() and read(None).prefill is None
 
 
 def test_every_flag_is_a_name() -> None:

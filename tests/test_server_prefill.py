@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import anyio
 import pytest
 from rigs.fake_engine import FakeEngine
 from rigs.hand_driven import Clock
@@ -151,6 +152,60 @@ def test_nobody_waits_for_a_server_that_is_gone() -> None:
     for _ in range(2):
         rig.http.post("/v1/chat/completions", json=CHAT)
     assert rig.first.counts["prefilled"] == 2
+
+
+class Fickle:
+    """Computes prompts, fails, or does neither: as its mood is."""
+
+    name, min_bytes = "fickle", 0
+    mood = "hangs"
+
+    async def prefill(self, scope: Any, body: bytes) -> int:
+        if self.mood == "hangs":
+            await anyio.sleep_forever()
+        return 200 if self.mood == "works" else 500
+
+
+def test_clients_that_leave_say_nothing_of_the_server() -> None:
+    clock, fickle = Clock(), Fickle()
+    first = PrefillFirst(create_app(FakeEngine(), ServerConfig()), fickle, 4096, clock)  # type: ignore[arg-type]
+    http = TestClient(first)
+
+    async def leave() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": json.dumps(CHAT).encode()}
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        with anyio.move_on_after(0.01) as waiting:
+            await first(scope, receive, send)
+        assert waiting.cancelled_caught
+
+    for _ in range(4):
+        anyio.run(leave)
+    fickle.mood = "fails"
+    for _ in range(3):
+        http.post("/v1/chat/completions", json=CHAT)
+    assert first.counts == {"gone": 4, "failed": 3}
+    clock.now_s += 6
+    fickle.mood = "hangs"
+    anyio.run(leave)  # the one that is tried
+    fickle.mood = "works"
+    http.post("/v1/chat/completions", json=CHAT)
+    assert first.counts == {"gone": 5, "failed": 3, "prefilled": 1}
+
+
+def test_a_server_that_drains_has_nothing_computed() -> None:
+    prefiller = PrefillServer(PrefillConfig(URL, prefill_min_bytes=0), elsewhere := Elsewhere())
+    app = create_app(FakeEngine(), ServerConfig(), prefiller=prefiller)  # type: ignore[arg-type]
+    with TestClient(app) as http:
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        app.state.service.draining = True
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
+    assert len(elsewhere.asked) == 1
 
 
 def test_a_server_that_refuses_is_not_gone() -> None:

@@ -16,6 +16,9 @@ from mainstem.server.continuing import Begun, Said
 REPLICA = b"x-mainstem-replica"
 """The header of a response that names the replica which made it."""
 
+ELSEWHERE = (421, 503)
+"""What a replica answers that has ended, drains or failed: another one should answer, and nothing was computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -27,7 +27,7 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from mainstem.fleet.asking import REPLICA, Ask, Head, Part, Piece, Prompt, ReplicaLost, Replicas
+from mainstem.fleet.asking import ELSEWHERE, REPLICA, Ask, Head, Part, Piece, Prompt, ReplicaLost, Replicas
 from mainstem.fleet.merging import ROUTES, Merge, Whole, best
 from mainstem.fleet.reading import GENERATING, MESSAGES, RESPONSES
 from mainstem.server import message_reply
@@ -37,7 +37,6 @@ from mainstem.server.management import Health
 
 log = logging.getLogger(__name__)
 
-_ELSEWHERE = (421, 503)  # what a replica answers that has ended, drains or failed: nothing was computed
 _FULL = 429
 _MOST_DEATHS = 3  # a request may be what kills them
 _RETRY_S = 0.25
@@ -246,7 +245,7 @@ class Front:
         Raises:
             ReplicaLost: another one should, or none can.
         """
-        again = self._clock() < end_s and head.status in _ELSEWHERE
+        again = self._clock() < end_s and head.status in ELSEWHERE
         others = self._others(replace(ask, avoid=ask.avoid | {head.replica}))
         if again or (head.status == _FULL and (others or sender.begun)):
             raise ReplicaLost(head.replica, refused=True)
@@ -285,7 +284,7 @@ class Front:
         for name in self._replicas.everyone():  # one by one: Serve confuses the calls of one request
             with suppress(ReplicaLost):
                 answer = await self._whole(replace(ask, to=name))
-                if answer.head.status not in _ELSEWHERE:
+                if answer.head.status not in ELSEWHERE:
                     answers.append(answer)
         if answers:
             await sender.whole(merge(answers))

@@ -11,14 +11,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head, Part, Piece, ReplicaLost, Replicas
+from mainstem.fleet.asking import ELSEWHERE, Ask, Head, Part, Piece, ReplicaLost, Replicas
 from mainstem.fleet.scaling import Seen, Window
 from mainstem.server.continuing import BEGUN, LOST, SAID, WISH, Wish
 from mainstem.settings.fleet import Autoscaling
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
 
     from mainstem.runtime.engine import Engine
-    from mainstem.server.prefill import Elsewhere
+    from mainstem.server.prefill import Prefiller
     from mainstem.settings.engine import Role
-    from mainstem.settings.fleet import FleetConfig, PrefillReplicas
+    from mainstem.settings.fleet import FleetConfig, PrefillSize
 
 _QUEUED = 64  # pieces of an answer that its reader has not taken
 _POLL_S = 0.05
@@ -55,7 +55,7 @@ class Replica:
         threads: number of threads that compute.
         host: of this machine, where its peers reach it.
         role: what it computes.
-        elsewhere: computes the prompts that it answers; None: it does.
+        prefiller: computes the prompts that it answers; None: it does.
 
     Attributes:
         name: as given.
@@ -68,7 +68,7 @@ class Replica:
         threads: int,
         host: str = "127.0.0.1",
         role: Role = "both",
-        elsewhere: Elsewhere | None = None,
+        prefiller: Prefiller | None = None,
     ) -> None:
         from mainstem.runtime.parallel import open_engine
         from mainstem.server.app import create_app
@@ -84,7 +84,7 @@ class Replica:
             for adapter, path in config.adapters:
                 self._engine.load_adapter(adapter, path)
             wait_until_warm(self._engine, config.warm_timeout_s)
-            self._app = create_app(self._engine, config.server, elsewhere=elsewhere)
+            self._app = create_app(self._engine, config.server, prefiller=prefiller)
             undo.pop_all()
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
@@ -144,34 +144,51 @@ class Replica:
         self._stack.close()
 
 
-class PrefillElsewhere:
-    """Replicas that compute prompts for this one; see `server.prefill.Elsewhere`.
+class PrefillReplicas:
+    """Replicas that compute prompts for this one: a `server.prefill.Prefiller`.
 
     Args:
         replicas: those with the role prefill.
-        config: when, and how long.
+        size: when, and how long.
 
     Attributes:
-        name, min_bytes: see `server.prefill.Elsewhere`.
+        name, min_bytes: see `server.prefill.Prefiller`.
     """
 
-    def __init__(self, replicas: Replicas, config: PrefillReplicas) -> None:
-        self.name, self.min_bytes = "the replicas that compute prompts", config.min_bytes
-        self._replicas, self._timeout_s = replicas, config.timeout_s
+    def __init__(self, replicas: Replicas, size: PrefillSize) -> None:
+        self.name, self.min_bytes = "the replicas that compute prompts", size.min_bytes
+        self._replicas, self._timeout_s = replicas, size.timeout_s
 
     async def prefill(self, scope: Scope, body: bytes) -> int:
-        """See `server.prefill.Elsewhere`."""
+        """See `server.prefill.Prefiller`. Nobody waits for replicas when there are none, nor for one that drains."""
         headers = tuple(each for each in scope["headers"] if each[0] != b"content-length")
         ask = Ask("POST", scope["path"], headers=headers, body=body, prompt=scope["state"].get(PROMPT))
-        status = 0
-        try:
-            with anyio.fail_after(self._timeout_s):
-                async with aclosing(self._replicas.ask(ask)) as pieces:
-                    async for piece in pieces:
-                        status = piece.status if isinstance(piece, Head) else status
-        except ReplicaLost as lost:
-            raise OSError(str(lost)) from lost
-        return status
+        head = None
+        with anyio.fail_after(self._timeout_s):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._cancel_without_any, group.cancel_scope)
+                head = await self._head(ask)
+                if head is not None and head.status in ELSEWHERE:
+                    head = await self._head(replace(ask, avoid=frozenset([head.replica]))) or head
+                group.cancel_scope.cancel()
+        if head is None:
+            raise OSError("none of them answered")
+        return head.status
+
+    async def _head(self, ask: Ask) -> Head | None:
+        """Lets one of them answer in full. Returns how its answer begins; None: it was lost."""
+        head = None
+        with suppress(ReplicaLost):
+            async with aclosing(self._replicas.ask(ask)) as pieces:
+                async for piece in pieces:
+                    head = piece if isinstance(piece, Head) else head
+            return head
+        return None
+
+    async def _cancel_without_any(self, asking: anyio.CancelScope) -> None:
+        while self._replicas.names():
+            await anyio.sleep(_POLL_S)
+        asking.cancel()
 
 
 def wait_until_warm(

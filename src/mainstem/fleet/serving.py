@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mainstem.events.source import PUBLIC_SECRET
 from mainstem.fleet import policy as policy_module
@@ -28,7 +28,7 @@ from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
 from mainstem.fleet.peers import Introductions
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.reading import Reading
-from mainstem.fleet.replica import DRAIN, PrefillElsewhere, Replica
+from mainstem.fleet.replica import DRAIN, PrefillReplicas, Replica
 from mainstem.fleet.routing import CostRouter
 from mainstem.imports import needs
 from mainstem.settings.engine import Role
@@ -44,9 +44,6 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
     from ray.serve.exceptions import RayServeException
     from ray.serve.request_router import RequestRouter
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +125,8 @@ class ServedReplica(Replica):
     def __init__(self, config: FleetConfig, threads: int, role: Role = "both", prefill: Any = None) -> None:
         _begin(config)
         host = "127.0.0.1" if config.on_this_machine else ray.util.get_node_ip_address()
-        elsewhere = None if prefill is None or config.prefill is None else _Prefill(_Served(prefill), config.prefill)
-        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host, role, elsewhere)
+        aside = None if prefill is None or config.prefill is None else PrefillReplicas(_Served(prefill), config.prefill)
+        super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host, role, aside)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Returns what routers get of it."""
@@ -145,25 +142,24 @@ class ServedReplica(Replica):
 
 
 class _Served:
-    """The replicas of a deployment, by a handle, and those that compute prompts for them: see `Replicas`."""
+    """The replicas of deployments, by their handles: see `Replicas`. Those of the first one take requests."""
 
-    def __init__(self, engines: Any, prefill: Any = None) -> None:
-        self._name, self._handle = engines.deployment_name, engines.options(stream=True)
-        self._prefill = None if prefill is None else _Served(prefill)
+    def __init__(self, *handles: Any) -> None:
+        self._handles = {each.deployment_name: each.options(stream=True) for each in handles}
+        self._first = handles[0].deployment_name
 
     def names(self) -> Sequence[str]:
         """See `Replicas`."""
-        router = sessions.ROUTERS.get(self._name)
-        return [] if router is None else router.awake()
+        return _awake(self._first)
 
     def everyone(self) -> Sequence[str]:
         """See `Replicas`."""
-        return [*self.names(), *(() if self._prefill is None else self._prefill.names())]
+        return [name for deployment in self._handles for name in _awake(deployment)]
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """See `Replicas`."""
-        aside = self._prefill if ask.to in _said(PREFILL) else None
-        pieces = (self._handle if aside is None else aside._handle).ask.remote(ask)
+        homes = [deployment for deployment in self._handles if ask.to in _said(deployment)]
+        pieces = self._handles[homes[0] if homes else self._first].ask.remote(ask)
         try:
             async for piece in pieces:
                 yield _without_id(piece) if isinstance(piece, Head) else piece
@@ -173,20 +169,10 @@ class _Served:
             pieces.cancel()  # if the client has gone
 
 
-class _Prefill(PrefillElsewhere):
-    """Those that compute prompts for this replica."""
-
-    async def prefill(self, scope: Scope, body: bytes) -> int:
-        """See `Elsewhere`. While Serve knows of none, nobody waits for one."""
-        if PREFILL in sessions.ROUTERS and not self._replicas.names():
-            raise OSError("none of them runs")
-        return await super().prefill(scope, body)
-
-
-async def _meet(replicas: _Served) -> None:
-    """Asks one of them anything: Serve makes the router of a handle with its first request."""
-    async for _ in replicas.ask(Ask("GET", "/version")):
-        pass
+def _awake(deployment: str) -> Sequence[str]:
+    """Returns the names of a deployment's replicas that take requests; Serve tells a process that has its handle."""
+    router = sessions.ROUTERS.get(deployment)
+    return [] if router is None else router.awake()
 
 
 def _without_id(head: Head) -> Head:
@@ -201,9 +187,9 @@ class ServedFront:
         from mainstem.runtime.models import load_tokenizer
 
         _begin(config)
-        self._replicas, homes = _Served(engines, prefill), Homes()
-        await _meet(self._replicas)  # so that there is a replica when it is up
-        self._meeting = None if prefill is None else asyncio.create_task(_meet(_Served(prefill)))
+        self._replicas, homes = _Served(engines, *([] if prefill is None else [prefill])), Homes()
+        async for _ in self._replicas.ask(Ask("GET", "/version")):
+            pass  # so that there is a replica when it is up
         loaded = await asyncio.to_thread(load_tokenizer, config.model, config.load.max_context)
         reading = Reading(config, *loaded, homes.get)
         self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
@@ -373,9 +359,7 @@ def status() -> dict[str, Any]:
     Raises:
         FleetError: nothing of the fleet is there.
     """
-    app = serve.status().applications.get(APP)
-    if app is None:
-        raise FleetError("Ray runs, but no fleet is on it")
+    app = _running()
     parts = {
         name: {
             "status": each.status.value,
@@ -389,28 +373,42 @@ def status() -> dict[str, Any]:
     return {"status": app.status.value, "deployments": parts, **seen}
 
 
+def _running() -> Any:
+    """Returns what Serve says of the fleet.
+
+    Raises:
+        FleetError: nothing of it is there.
+    """
+    app = serve.status().applications.get(APP)
+    if app is None:
+        raise FleetError("Ray runs, but no fleet is on it")
+    return app
+
+
 def scale(replicas: int, timeout_s: float, deployment: str = ENGINE) -> None:
     """Changes the number of replicas of a deployment; those that go finish their requests.
 
     Raises:
         FleetError: it does not come about.
     """
-    if deployment not in serve.status().applications[APP].deployments:
+    if deployment not in _running().deployments:
         raise FleetError("no replicas compute prompts alone: `prefill` in the file of the fleet starts some")
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     try:
         ray.get(controller.update_deployment_replicas.remote(DeploymentID(name=deployment, app_name=APP), replicas))
     except Exception as error:
+        if "external_scaler_enabled" in str(error):
+            raise FleetError(
+                "with `autoscaling`, the file of the fleet says how many there are: change it, and `up`"
+            ) from error
         raise FleetError(f"the number of replicas cannot be set: {_line(error)}") from error
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
-        states = serve.status().applications[APP].deployments[deployment].replica_states
+        states = _running().deployments[deployment].replica_states
         if {str(state): n for state, n in states.items() if n} == {"RUNNING": replicas}:
             return
         time.sleep(_POLL_S)
-    raise FleetError(
-        f"there are not {replicas} replicas after {timeout_s:g} s: {_words(serve.status().applications[APP])}"
-    )
+    raise FleetError(f"there are not {replicas} replicas after {timeout_s:g} s: {_words(_running())}")
 
 
 def drain(timeout_s: float) -> bool:

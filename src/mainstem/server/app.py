@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import socket
 import threading
 import time
@@ -33,16 +32,13 @@ import numpy as np
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiMessage
 
 from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
@@ -52,12 +48,13 @@ from mainstem.server import errors, live, management, message_reply, messages, o
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
 from mainstem.server.diagnosis import Earlier, Fingerprint
+from mainstem.server.envelope import HANDLERS, Envelope, shown
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.precompute import Precompute
-from mainstem.server.prefill import Elsewhere, PrefillFirst, PrefillServer
+from mainstem.server.prefill import Prefiller, PrefillFirst, PrefillServer
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
@@ -82,7 +79,6 @@ _GRACE_S = 5  # for the ends of responses, after the engine is drained
 _MOST_NAMED = 1024  # characters of a header
 _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
 _IMAGES = (b'"image_url"', b'"image"')  # in the body of a request with images
-_SAFE_ID = re.compile(r"[!-~]{1,128}")
 
 
 def create_app(
@@ -94,7 +90,7 @@ def create_app(
     secret: Callable[[int], bytes] | None = None,
     recorder: Recorder | None = None,
     tracing: Tracing | None = None,
-    elsewhere: Elsewhere | None = None,
+    prefiller: Prefiller | None = None,
 ) -> Starlette:
     """Creates the ASGI application over one engine.
 
@@ -109,7 +105,7 @@ def create_app(
             derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
         recorder: records every request that the engine accepts; the caller closes it.
         tracing: sends the traces of requests; the caller closes it.
-        elsewhere: computes the prompts. None: the server that `config` names, if it names one.
+        prefiller: computes the prompts. None: the server that `config` names, if it names one.
 
     Raises:
         BadArgument: an adapter has one of the names in `config.served_model_name`.
@@ -118,8 +114,8 @@ def create_app(
     service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing)
     app = Starlette(
         routes=service.routes(),
-        middleware=[*_cors(config.cors_origin), Middleware(_Envelope), *_prefill(config, service, elsewhere)],
-        exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
+        middleware=[*_cors(config.cors_origin), Middleware(Envelope), *_prefill(config, service, prefiller)],
+        exception_handlers=HANDLERS,
     )
     app.router.redirect_slashes = False
     app.state.service = service
@@ -141,14 +137,14 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _prefill(config: ServerConfig, service: _Service, elsewhere: Elsewhere | None) -> list[Middleware]:
+def _prefill(config: ServerConfig, service: _Service, prefiller: Prefiller | None) -> list[Middleware]:
     """Returns what has prompts computed elsewhere."""
-    if elsewhere is None and config.prefill.prefill_url is not None:
-        elsewhere = PrefillServer(config.prefill)
-    if elsewhere is None:
+    if prefiller is None and config.prefill.prefill_url is not None:
+        prefiller = PrefillServer(config.prefill)
+    if prefiller is None:
         return []
-    most, ahead = config.max_body_bytes, service.ahead
-    return [Middleware(PrefillFirst, elsewhere=elsewhere, most_bytes=most, ahead=ahead)]
+    most, ahead, draining = config.max_body_bytes, service.ahead, lambda: service.draining
+    return [Middleware(PrefillFirst, prefiller=prefiller, most_bytes=most, ahead=ahead, draining=draining)]
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -399,7 +395,7 @@ class _Service:
             id = f"{kind.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
             made, run = await self._admit(http, kind, id, unknown, trace, before)
         except (ApiError, MainstemError) as error:
-            status = _shown(error).status
+            status = shown(error).status
             self._metrics.refused(status)
             if trace is not None:
                 trace.refused(status)
@@ -733,70 +729,6 @@ def _warned(response: Response, unknown: Sequence[str]) -> Response:
     if unknown:
         response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(quote(name, "[]") for name in unknown)[:_MOST_NAMED]
     return response
-
-
-# --- around every request -----------------------------------------------------------------------------------------
-
-
-class _Envelope:
-    """Adds X-Request-Id to every response, and turns uncaught exceptions into a logged 500."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = _request_id(scope)
-        started = False
-
-        async def send_named(message: AsgiMessage) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_named)
-        except ClientDisconnect:
-            log.info("request %s: the client disconnected", request_id)
-        except Exception:
-            log.exception("request %s failed", request_id)
-            if not started:
-                await _error_response(errors.internal_error(), scope["path"])(scope, receive, send_named)
-
-
-def _request_id(scope: Scope) -> str:
-    """Returns the client's own id if it is safe in a header and a log line, else a new one."""
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-async def _on_error(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError | MainstemError)
-    shown = _shown(error)
-    if shown.status == 500 and shown is not error:
-        raise error  # for the envelope to log
-    return _error_response(shown, http.url.path)
-
-
-def _shown(error: ApiError | MainstemError) -> ApiError:
-    return error if isinstance(error, ApiError) else errors.api_error(error)
-
-
-async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = http.url.path
-    texts = {404: f"There is no endpoint at {path}.", 405: f"{path} does not accept {http.method}."}
-    message = texts.get(error.status_code, str(error.detail))
-    return _error_response(ApiError(error.status_code, message, headers=error.headers), path)
-
-
-def _error_response(error: ApiError, path: str) -> Response:
-    body = message_reply.error_body(error) if message_reply.speaks(path) else error.body()
-    return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def _json(body: msgspec.Struct) -> Response:

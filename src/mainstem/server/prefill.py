@@ -3,7 +3,8 @@
     client --> this server --the same body, max_tokens 0--> --role prefill
                     ^-------------- pages ------------------------'  --peers
 
-`Elsewhere` is who computes them: a server at an address (`PrefillServer`), or replicas of a fleet (`fleet.prefill`).
+A `Prefiller` computes them: a server at an address (`PrefillServer`), or replicas of a fleet
+(`fleet.replica.PrefillReplicas`).
 
 Pages are read while that one computes the next ones: it publishes them chunk by chunk, and this one looks for more of
 them again and again. When it has answered, only the last ones are left to read, and the request goes on here as any
@@ -66,12 +67,12 @@ _ALONE: Mapping[str, Mapping[str, Any]] = {
 """What makes a request one for its prompt alone, by the route; None: left out."""
 
 
-class Elsewhere(Protocol):
-    """Who computes prompts for this server."""
+class Prefiller(Protocol):
+    """Computes prompts for this server."""
 
     @property
     def name(self) -> str:
-        """Their name, for people."""
+        """Its name, for people."""
 
     @property
     def min_bytes(self) -> int:
@@ -94,7 +95,7 @@ class PrefillServer:
 
     Attributes:
         name: its address.
-        min_bytes: see `Elsewhere`.
+        min_bytes: see `Prefiller`.
     """
 
     def __init__(self, config: PrefillConfig, post: Post | None = None) -> None:
@@ -103,7 +104,7 @@ class PrefillServer:
         self._limit = anyio.CapacityLimiter(_AT_ONCE)
 
     async def prefill(self, scope: Scope, body: bytes) -> int:
-        """See `Elsewhere`."""
+        """See `Prefiller`."""
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _SENT}
         url = self.name + scope["path"]
         return await anyio.to_thread.run_sync(
@@ -112,30 +113,33 @@ class PrefillServer:
 
 
 class PrefillFirst:
-    """Sends requests for generations elsewhere first.
+    """Has the prompts of requests computed elsewhere before the application answers them.
 
     Args:
         app: the application.
-        elsewhere: who computes their prompts.
+        prefiller: computes their prompts.
         most_bytes: the longest body that the application takes.
         clock: monotonic time in seconds.
         ahead: reads pages before the request is answered; None: nothing does.
+        draining: whether the application refuses generations.
 
     Attributes:
-        counts: of requests, by what came of it: `prefilled`, `refused` there, `failed`, `skipped` while it
-            fails repeatedly. `looks`: how often more of their pages were looked for meanwhile; `looks_failed`.
+        counts: of requests, by what came of it: `prefilled`, `refused` there, `failed`, `skipped` while it fails
+            repeatedly, `gone` if the client left meanwhile. `looks`: how often more of their pages were looked for
+            meanwhile; `looks_failed`.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        elsewhere: Elsewhere,
+        prefiller: Prefiller,
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         ahead: Ahead | None = None,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._ahead = ahead
-        self._app, self._elsewhere, self._most_bytes = app, elsewhere, most_bytes
+        self._ahead, self._draining = ahead, draining
+        self._app, self._prefiller, self._most_bytes = app, prefiller, most_bytes
         self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -143,11 +147,11 @@ class PrefillFirst:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
         changes = _ALONE.get(scope.get("path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or changes is None:
+        if scope["type"] != "http" or scope["method"] != "POST" or changes is None or self._draining():
             await self._app(scope, receive, send)
             return
         read, body = await _read(receive, self._most_bytes)
-        if body is not None and len(body) >= self._elsewhere.min_bytes:
+        if body is not None and len(body) >= self._prefiller.min_bytes:
             await self._prefill(scope, body, changes)
 
         async def again() -> Message:
@@ -164,23 +168,23 @@ class PrefillFirst:
         if not allowed:
             self.counts["skipped"] += 1
             return
-        outcome = 0, "the client has gone"
+        outcome, why = "gone", "the client has gone"
         try:
             async with anyio.create_task_group() as group:
                 if self._ahead is not None:
                     group.start_soon(self._read_ahead, self._ahead, scope, body)
-                outcome = await self._asked(scope, alone)
+                outcome, why = await self._asked(scope, alone)
                 group.cancel_scope.cancel()
         finally:
-            self._note(*outcome)
+            self._note(outcome, why)
 
-    async def _asked(self, scope: Scope, body: bytes) -> tuple[int, str]:
-        """Returns the status, or 0, and what to say of it."""
+    async def _asked(self, scope: Scope, body: bytes) -> tuple[str, str]:
+        """Returns what came of it, and what to say of that."""
         try:
-            status = await self._elsewhere.prefill(scope, body)
+            status = await self._prefiller.prefill(scope, body)
         except (OSError, http.client.HTTPException) as error:
-            return 0, f"{type(error).__name__}: {error}"
-        return status, f"status {status}"
+            return "failed", f"{type(error).__name__}: {error}"
+        return "prefilled" if status == 200 else "refused" if 400 <= status < 500 else "failed", f"status {status}"
 
     async def _read_ahead(self, ahead: Ahead, scope: Scope, body: bytes) -> None:
         """Reads pages as they are computed, until it is cancelled."""
@@ -197,16 +201,17 @@ class PrefillFirst:
                 log.exception("%s: nothing is read ahead; further failures are only counted", scope["path"])
             self.counts["looks_failed"] += 1
 
-    def _note(self, status: int, why: str) -> None:
-        outcome = "prefilled" if status == 200 else "refused" if 400 <= status < 500 else "failed"
+    def _note(self, outcome: str, why: str) -> None:
         with self._lock:
             if outcome == "failed":
                 self._breaker.fail()
+            elif outcome == "gone":
+                self._breaker.release()
             else:
                 self._breaker.succeed()
-        if outcome != "prefilled" and not self.counts[outcome]:
+        if outcome in ("failed", "refused") and not self.counts[outcome]:
             log.warning(
-                "%s: %s; such prompts are computed here, and only counted from now on", self._elsewhere.name, why
+                "%s: %s; such prompts are computed here, and only counted from now on", self._prefiller.name, why
             )
         self.counts[outcome] += 1
 

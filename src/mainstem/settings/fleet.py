@@ -56,7 +56,7 @@ class Autoscaling(Settings):
 
 
 @dataclass(frozen=True)
-class PrefillReplicas(Settings):
+class PrefillSize(Settings):
     """Replicas that compute prompts, for those that answer.
 
     Args:
@@ -123,7 +123,7 @@ class FleetConfig(FleetSize):
 
     adapters: tuple[tuple[str, str], ...] = setting((), Range("a mapping of names and folders", _are_adapters))
     autoscaling: Autoscaling | None = setting(None, instance(Autoscaling, "a mapping of min, max and target_ongoing"))
-    prefill: PrefillReplicas | None = setting(None, instance(PrefillReplicas, "a mapping of replicas and min_bytes"))
+    prefill: PrefillSize | None = setting(None, instance(PrefillSize, "a mapping of replicas and min_bytes"))
     load: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
@@ -146,7 +146,8 @@ class FleetConfig(FleetSize):
                 raise BadArgument(name, value, f"left out: {why}")
         if self.prefill is not None:
             if self.engine.tiers.peers.peer_listen is None:
-                raise BadArgument("prefill", self.prefill, "left out without peers: none could read its pages")
+                why = "with `prefill`: its pages are read by peers, which are without a storage_codec, and with tp 1"
+                raise BadArgument("peers", bool(self.peers), f"on {why}")
             self.engine_at("127.0.0.1", "prefill")  # which checks that settings and role agree
 
     @property
@@ -216,7 +217,7 @@ def read_fleet(given: object, environment: Mapping[str, str], folder: Path, own_
         **{**vars(size), "model": model},
         adapters=tuple((str(name), _path(str(path), folder)) for name, path in adapters.items()),
         autoscaling=None if scaling is None else read_settings(Autoscaling, scaling, "autoscaling."),
-        prefill=None if prefill is None else read_settings(PrefillReplicas, prefill, "prefill."),
+        prefill=None if prefill is None else read_settings(PrefillSize, prefill, "prefill."),
         load=read_settings(ModelConfig, load, "load."),
         engine=read_settings(EngineConfig, engine, "engine.", environment),
         server=read_settings(ServerConfig, server, "server.", environment),

@@ -25,7 +25,7 @@ class Breaker:
         return self._failures >= self._limit
 
     def allow(self) -> bool:
-        """Whether a call may be made now. If so, the caller reports its end by `succeed` or `fail`."""
+        """Whether a call may be made now. If so, the caller reports its end: `succeed`, `fail` or `release`."""
         if not self.open:
             return True
         if self._trying or self._clock() < self._closed_until_s:
@@ -36,6 +36,10 @@ class Breaker:
     def succeed(self) -> None:
         """Reports a call that succeeded."""
         self._failures, self._trying = 0, False
+
+    def release(self) -> None:
+        """Reports a call that was given up, which says nothing of the store."""
+        self._trying = False
 
     def fail(self) -> None:
         """Reports a call that failed."""

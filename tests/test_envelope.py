@@ -1,0 +1,56 @@
+"""The envelope of every request: ids, and what a bug looks like from outside."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rigs.fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+from mainstem.errors import CorruptTree
+from mainstem.server.app import create_app
+
+
+def client(engine: FakeEngine | None = None) -> TestClient:
+    return TestClient(create_app(engine or FakeEngine()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError("detail"), CorruptTree("detail")])
+def test_a_bug_is_a_logged_500_without_a_traceback(bug: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> str:
+        raise bug
+
+    engine = FakeEngine()
+    engine.tree = broken  # type: ignore[method-assign]
+    response = client(engine).get("/v1/cache/tree", headers={"X-Request-Id": "abc"})
+    assert "detail" not in response.text
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert response.headers["x-request-id"] == "abc"
+    assert "request abc failed" in caplog.text
+    assert f"{type(bug).__name__}: detail" in caplog.text
+
+
+def test_request_ids() -> None:
+    server = client()
+    assert server.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = server.get("/health", headers={"X-Request-Id": "x" * 200}).headers["x-request-id"]
+    assert re.fullmatch(r"[0-9a-f]{32}", made)
+    assert server.get("/v1/nothing").headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", "/v1/nothing", 404, "There is no endpoint at /v1/nothing."),
+        ("GET", "/v1/completions", 405, "/v1/completions does not accept GET."),
+    ],
+)
+def test_what_no_route_takes_is_said_in_the_form_of_the_api(method: str, path: str, status: int, message: str) -> None:
+    response = client().request(method, path)
+    assert (response.status_code, response.json()["error"]["message"]) == (status, message)
+
+
+def test_errors_of_messages_have_their_own_form() -> None:
+    response = client().get("/v1/messages")
+    assert (response.status_code, response.json()["type"]) == (405, "error")
