@@ -557,8 +557,8 @@ PYTHON: tuple[Mutant, ...] = (
         "(head.status == _FULL and (others or sender.begun))", "(head.status == _FULL and sender.begun)", "fleet",
     ),
     _mutant(
-        "a replica that drains refuses for all", "-", _FRONT,
-        "_ELSEWHERE = (421, 503)", "_ELSEWHERE = (421,)", "fleet",
+        "a replica that drains refuses for all", "-", "fleet/asking.py",
+        "ELSEWHERE = (421, 503)", "ELSEWHERE = (421,)", "fleet",
     ),
     _mutant(
         "a request that has ended counts as under way", "-", "fleet/routing.py",
@@ -736,6 +736,11 @@ PYTHON: tuple[Mutant, ...] = (
         "the end of a retention leaves what exceeds a maximum", "-", _RETENTION,
         "        if ended:\n            self._settle()\n", "",
         "tests/test_quotas.py::test_what_is_retained_is_evicted_beyond_the_maximum_when_its_time_is_up",
+    ),
+    _mutant(
+        "what was behind removed pages stays beyond its owner's maximum", "-", "cache.py",
+        "        self._settle()  # what was removed", "        # what was removed",
+        "tests/test_quotas.py::test_what_was_behind_removed_pages_goes_with_the_removal_that_frees_them",
     ),
     _mutant(
         "pages that become free keep what was in them", "-", "runtime/pools.py",
