@@ -339,7 +339,7 @@ def test_prompts_are_computed_by_some_and_answered_by_others(fleet: Fleet) -> No
     fleet.up(str(file))
 
     def aside() -> list[str]:
-        return [name for name, each in fleet.replicas().items() if each["role"] == "prefill"]
+        return [name for name, each in fleet.replicas().items() if each.get("role") == "prefill"]  # unknown at first
 
     eventually(lambda: len(fleet.replicas()) == 2 and len(aside()) == 1, 60.0)
     answers = [name for name in fleet.replicas() if name not in aside()]
