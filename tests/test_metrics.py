@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from mainstem.server.tracing import SpanStats
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
 READ = {
     "engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats, "spans": SpanStats,
-    "savings": SavingStats,
+    "savings": SavingStats, "prefills": Mapping[str, int],
 }  # fmt: skip
 NOT_EXPORTED = {
     "engine.totals": {"requests", "cached_tokens", "computed_tokens", "errors"},
@@ -83,7 +83,7 @@ def exposition(engine: EngineStats, recorder: RecordStats) -> str:
         "answers": AnswerStats(1, 2, 3, 4),
         "turns": TurnStats(5, 6, 7),
     }
-    stats |= {"spans": SpanStats(8, 9, 10), "savings": SavingStats(11.0, 12.0)}
+    stats |= {"spans": SpanStats(8, 9, 10), "savings": SavingStats(11.0, 12.0), "prefills": {"failed": 13}}
     parts: Any = {name: SimpleNamespace(stats=lambda part=part: part) for name, part in stats.items()}
     return Metrics(**parts).exposition().decode()
 

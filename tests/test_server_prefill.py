@@ -123,7 +123,7 @@ def test_pages_are_read_while_the_other_server_computes() -> None:
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "Hello"
     action, tokens, namespace, _ = rig.engine.advised[0]
     assert (action, bytes(tokens).decode(), namespace.salt) == ("prefetch", PROMPT, "a")
-    assert first.counts["looks"] >= 2 and first.counts["prefilled"] == 1
+    assert first.looks["done"] >= 2 and first.counts["prefilled"] == 1
 
 
 def test_what_cannot_be_read_ahead_is_answered_like_any_other() -> None:
@@ -139,7 +139,7 @@ def test_what_cannot_be_read_ahead_is_answered_like_any_other() -> None:
         assert http.post("/v1/completions", json={"model": "other", "prompt": PROMPT}).status_code == 404
         rig.engine.advise = lambda *given, **rest: 1 / 0  # type: ignore[method-assign]
         assert http.post("/v1/completions", json={"model": "fake", "prompt": PROMPT}).status_code == 200
-    assert (first.counts["looks_failed"], first.counts["prefilled"]) == (1, 2)
+    assert (first.looks["failed"], first.counts["prefilled"]) == (1, 2)
 
 
 def test_nobody_waits_for_a_server_that_is_gone() -> None:
@@ -203,6 +203,7 @@ def test_a_server_that_drains_has_nothing_computed() -> None:
     app = create_app(FakeEngine(), ServerConfig(), prefiller=prefiller)  # type: ignore[arg-type]
     with TestClient(app) as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert 'mainstem_prefills_total{outcome="prefilled"} 1.0' in http.get("/metrics").text
         app.state.service.draining = True
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
     assert len(elsewhere.asked) == 1

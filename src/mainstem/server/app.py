@@ -54,7 +54,7 @@ from mainstem.server.explain import Explanations
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.precompute import Precompute
-from mainstem.server.prefill import Prefiller, PrefillFirst, PrefillServer
+from mainstem.server.prefill import Prefiller, PrefillFirst, Prefills, PrefillServer
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
@@ -111,10 +111,13 @@ def create_app(
         BadArgument: an adapter has one of the names in `config.served_model_name`.
     """
     known = engine.config.tiers.storage_secret
-    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing)
+    if prefiller is None and config.prefill.prefill_url is not None:
+        prefiller = PrefillServer(config.prefill)
+    prefills = None if prefiller is None else Prefills()
+    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing, prefills)
     app = Starlette(
         routes=service.routes(),
-        middleware=[*_cors(config.cors_origin), Middleware(Envelope), *_prefill(config, service, prefiller)],
+        middleware=[*_cors(config.cors_origin), Middleware(Envelope), *_prefill(config, service, prefiller, prefills)],
         exception_handlers=HANDLERS,
     )
     app.router.redirect_slashes = False
@@ -137,14 +140,14 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _prefill(config: ServerConfig, service: _Service, prefiller: Prefiller | None) -> list[Middleware]:
+def _prefill(
+    config: ServerConfig, service: _Service, prefiller: Prefiller | None, counts: Prefills | None
+) -> list[Middleware]:
     """Returns what has prompts computed elsewhere."""
-    if prefiller is None and config.prefill.prefill_url is not None:
-        prefiller = PrefillServer(config.prefill)
     if prefiller is None:
         return []
     most, ahead, draining = config.max_body_bytes, service.ahead, lambda: service.draining
-    return [Middleware(PrefillFirst, prefiller=prefiller, most_bytes=most, ahead=ahead, draining=draining)]
+    return [Middleware(PrefillFirst, prefiller, most, ahead=ahead, draining=draining, counts=counts)]
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -300,6 +303,7 @@ class _Service:
         secret: Callable[[int], bytes],
         recorder: Recorder | None,
         tracing: Tracing | None,
+        prefills: Prefills | None,
     ) -> None:
         self.draining = False
         self._engine = engine
@@ -318,7 +322,7 @@ class _Service:
                 engine.publish_prefix(prefix)
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
         savings = Savings(engine, config.savings) if config.savings.exist else None
-        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing, savings)
+        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing, savings, prefills)
         self._recorder, self._tracing = recorder, tracing
         name_of = show_owner if self._tenancy is None else self._tenancy.name
         self._explain = Explanations(

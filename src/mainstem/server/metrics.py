@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine, EngineStats
     from mainstem.server.answers import Answers, AnswerStats
     from mainstem.server.precompute import Precompute, TurnStats
+    from mainstem.server.prefill import Prefills
     from mainstem.server.recording import Recorder, RecordStats
     from mainstem.server.tracing import SpanStats, Tracing
 
@@ -170,6 +171,10 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row("mainstem_saved_joules", COUNTER, "The saved time, at the power of --watts", "joules"),
         Row("mainstem_saved_cost", COUNTER, "The saved time, at the price of --price-per-hour", "cost"),
     ),
+    "prefills": (
+        Row("mainstem_prefills", COUNTER, "Requests whose prompts were to be computed elsewhere, by what came of it",
+            {("*",): "*"}, ("outcome",)),
+    ),
     "spans": (
         Row("mainstem_spans", COUNTER, "Spans of requests for the collector of traces, by outcome",
             _each("{}", "sent", "failed", "dropped"), ("outcome",)),
@@ -213,6 +218,7 @@ class Readings:
     turns: TurnStats | None = None
     spans: SpanStats | None = None
     savings: SavingStats | None = None
+    prefills: Mapping[str, int] | None = None
 
 
 def read(stats: object, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -259,7 +265,7 @@ class Metrics:
     Args:
         engine: the engine whose statistics are exported.
         clock: returns seconds, monotonic; for the time between tokens.
-        recorder, answers, turns, spans, savings: whose counts are exported, too, if there are any.
+        recorder, answers, turns, spans, savings, prefills: whose counts are exported, too, if there are any.
     """
 
     def __init__(
@@ -271,11 +277,12 @@ class Metrics:
         turns: Precompute | None = None,
         spans: Tracing | None = None,
         savings: Savings | None = None,
+        prefills: Prefills | None = None,
     ) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         parts: dict[str, Any] = {"engine": engine, "recorder": recorder, "answers": answers}
-        parts |= {"turns": turns, "spans": spans, "savings": savings}
+        parts |= {"turns": turns, "spans": spans, "savings": savings, "prefills": prefills}
         sources = {name: part.stats for name, part in parts.items() if part is not None}
         self._registry.register(TableCollector(sources))
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)

@@ -112,6 +112,18 @@ class PrefillServer:
         )
 
 
+class Prefills(Counter[str]):
+    """Requests whose prompts were to be computed elsewhere, by what came of it.
+
+    They are `prefilled`, `refused` there, `failed`, `skipped` while it fails repeatedly, or `gone` if the client left
+    meanwhile.
+    """
+
+    def stats(self) -> Mapping[str, int]:
+        """Returns the counts as they are."""
+        return dict(self)
+
+
 class PrefillFirst:
     """Has the prompts of requests computed elsewhere before the application answers them.
 
@@ -122,11 +134,11 @@ class PrefillFirst:
         clock: monotonic time in seconds.
         ahead: reads pages before the request is answered; None: nothing does.
         draining: whether the application refuses generations.
+        counts: where requests are counted.
 
     Attributes:
-        counts: of requests, by what came of it: `prefilled`, `refused` there, `failed`, `skipped` while it fails
-            repeatedly, `gone` if the client left meanwhile. `looks`: how often more of their pages were looked for
-            meanwhile; `looks_failed`.
+        counts: as given.
+        looks: how often more of their pages were looked for meanwhile: `done`, `failed`.
     """
 
     def __init__(
@@ -137,12 +149,14 @@ class PrefillFirst:
         clock: Callable[[], float] = time.monotonic,
         ahead: Ahead | None = None,
         draining: Callable[[], bool] = lambda: False,
+        counts: Prefills | None = None,
     ) -> None:
         self._ahead, self._draining = ahead, draining
         self._app, self._prefiller, self._most_bytes = app, prefiller, most_bytes
         self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
         self._lock = threading.Lock()
-        self.counts: Counter[str] = Counter()
+        self.counts = Prefills() if counts is None else counts
+        self.looks: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
@@ -193,13 +207,13 @@ class PrefillFirst:
             while True:
                 await anyio.sleep(_LOOK_S)
                 await anyio.to_thread.run_sync(look)
-                self.counts["looks"] += 1
+                self.looks["done"] += 1
         except (ApiError, MainstemError) as error:
             log.debug("%s: nothing is read ahead: %s", scope["path"], error)  # what is wrong is said with the answer
         except Exception:
-            if not self.counts["looks_failed"]:
+            if not self.looks["failed"]:
                 log.exception("%s: nothing is read ahead; further failures are only counted", scope["path"])
-            self.counts["looks_failed"] += 1
+            self.looks["failed"] += 1
 
     def _note(self, outcome: str, why: str) -> None:
         with self._lock:
