@@ -160,14 +160,21 @@ class Fickle:
     name, min_bytes = "fickle", 0
     mood = "hangs"
 
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
     async def prefill(self, scope: Any, body: bytes) -> int:
-        if self.mood == "hangs":
+        if self.mood == "raises":
+            raise ExceptionGroup("several", [ZeroDivisionError("a bug")])
+        if self.mood.startswith("hangs"):
+            self._clock.now_s += 10 * (self.mood == "hangs for long")
             await anyio.sleep_forever()
         return 200 if self.mood == "works" else 500
 
 
 def test_clients_that_leave_say_nothing_of_the_server() -> None:
-    clock, fickle = Clock(), Fickle()
+    clock = Clock()
+    fickle = Fickle(clock)
     first = PrefillFirst(create_app(FakeEngine(), ServerConfig()), fickle, 4096, clock)  # type: ignore[arg-type]
     http = TestClient(first)
 
@@ -196,6 +203,19 @@ def test_clients_that_leave_say_nothing_of_the_server() -> None:
     fickle.mood = "works"
     http.post("/v1/chat/completions", json=CHAT)
     assert first.counts == {"gone": 5, "failed": 3, "prefilled": 1}
+    fickle.mood = "hangs for long"
+    for _ in range(3):
+        anyio.run(leave)
+    http.post("/v1/chat/completions", json=CHAT)
+    assert first.counts == {"gone": 8, "failed": 3, "prefilled": 1, "skipped": 1}
+
+
+def test_a_bug_there_is_computed_here() -> None:
+    fickle = Fickle(clock := Clock())
+    fickle.mood = "raises"
+    first = PrefillFirst(create_app(FakeEngine(), ServerConfig()), fickle, 4096, clock)  # type: ignore[arg-type]
+    assert [TestClient(first).post("/v1/chat/completions", json=CHAT).status_code for _ in range(4)] == [200] * 4
+    assert first.counts == {"failed": 3, "skipped": 1}
 
 
 def test_a_server_that_drains_has_nothing_computed() -> None:

@@ -336,7 +336,7 @@ class PrefixCache:
         the back end answers; what only storage knows stays. An empty prefix removes the whole namespace.
 
         Returns:
-            The number of device pages freed.
+            The number of device pages of removed prefixes that were freed.
 
         Raises:
             BadTokens: a token is out of range.

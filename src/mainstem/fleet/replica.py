@@ -161,6 +161,8 @@ class PrefillReplicas:
 
     async def prefill(self, scope: Scope, body: bytes) -> int:
         """See `server.prefill.Prefiller`. Nobody waits for replicas when there are none, nor for one that drains."""
+        if not self._replicas.names():
+            raise OSError("none of them runs")
         headers = tuple(each for each in scope["headers"] if each[0] != b"content-length")
         ask = Ask("POST", scope["path"], headers=headers, body=body, prompt=scope["state"].get(PROMPT))
         head = None

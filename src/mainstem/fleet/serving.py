@@ -42,16 +42,13 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
     from ray.serve.api import RunTarget
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-    from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
+    from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
     from ray.serve.request_router import RequestRouter
 
 log = logging.getLogger(__name__)
 
 APP, ENGINE, PREFILL, FRONT = "mainstem", "engine", "prefill", "front"
-_LOST = (
-    RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError, DeploymentUnavailableError,
-    ReplicaUnavailableError,
-)  # fmt: skip
+_LOST = (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)
 _LEAST_CPUS = 0.01  # of replicas that share the machine's cores
 _MOST_ONGOING = 10_000
 _END_S = 15.0  # for an engine that writes what it has, after its requests
@@ -168,6 +165,8 @@ class _Served:
                 yield _without_id(piece) if isinstance(piece, Head) else piece
         except _LOST as error:
             raise ReplicaLost from error
+        except DeploymentUnavailableError as error:
+            raise ReplicaLost(refused=True) from error  # nothing was sent
         finally:
             pieces.cancel()  # if the client has gone
 

@@ -52,6 +52,7 @@ Raises:
 """
 
 _FAILURES, _COOLDOWN_S = 3, 5.0
+_SLOW_S = 5.0  # a client that waited for longer may have left because of it
 _LOOK_S = 0.05  # between two looks for pages that have been computed
 _AT_ONCE = 64
 _SENT = (b"authorization", b"x-api-key", b"anthropic-version", b"content-type")  # of the headers
@@ -82,7 +83,7 @@ class Prefiller(Protocol):
         """Sends a request for its prompt alone, in the scope of the one that it was made of; returns the status.
 
         Raises:
-            OSError, http.client.HTTPException: there was no answer in time.
+            OSError, http.client.HTTPException: there was no answer in time. Other errors count as the same.
         """
 
 
@@ -116,7 +117,7 @@ class Prefills(Counter[str]):
     """Requests whose prompts were to be computed elsewhere, by what came of it.
 
     They are `prefilled`, `refused` there, `failed`, `skipped` while it fails repeatedly, or `gone` if the client left
-    meanwhile.
+    meanwhile, as far as the server notices: in a fleet.
     """
 
     def stats(self) -> Mapping[str, int]:
@@ -153,7 +154,7 @@ class PrefillFirst:
     ) -> None:
         self._ahead, self._draining = ahead, draining
         self._app, self._prefiller, self._most_bytes = app, prefiller, most_bytes
-        self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
+        self._clock, self._breaker = clock, Breaker(_FAILURES, _COOLDOWN_S, clock)
         self._lock = threading.Lock()
         self.counts = Prefills() if counts is None else counts
         self.looks: Counter[str] = Counter()
@@ -182,7 +183,7 @@ class PrefillFirst:
         if not allowed:
             self.counts["skipped"] += 1
             return
-        outcome, why = "gone", "the client has gone"
+        outcome, why, began_s = "gone", "the client has gone", self._clock()
         try:
             async with anyio.create_task_group() as group:
                 if self._ahead is not None:
@@ -190,7 +191,7 @@ class PrefillFirst:
                 outcome, why = await self._asked(scope, alone)
                 group.cancel_scope.cancel()
         finally:
-            self._note(outcome, why)
+            self._note(outcome, why, self._clock() - began_s)
 
     async def _asked(self, scope: Scope, body: bytes) -> tuple[str, str]:
         """Returns what came of it, and what to say of that."""
@@ -198,6 +199,10 @@ class PrefillFirst:
             status = await self._prefiller.prefill(scope, body)
         except (OSError, http.client.HTTPException) as error:
             return "failed", f"{type(error).__name__}: {error}"
+        except Exception as error:  # whatever it is, the prompt can be computed here
+            if not self.counts["failed"]:
+                log.exception("%s: an error that is not expected", self._prefiller.name)
+            return "failed", type(error).__name__
         return "prefilled" if status == 200 else "refused" if 400 <= status < 500 else "failed", f"status {status}"
 
     async def _read_ahead(self, ahead: Ahead, scope: Scope, body: bytes) -> None:
@@ -215,9 +220,9 @@ class PrefillFirst:
                 log.exception("%s: nothing is read ahead; further failures are only counted", scope["path"])
             self.looks["failed"] += 1
 
-    def _note(self, outcome: str, why: str) -> None:
+    def _note(self, outcome: str, why: str, took_s: float) -> None:
         with self._lock:
-            if outcome == "failed":
+            if outcome == "failed" or (outcome == "gone" and took_s > _SLOW_S):
                 self._breaker.fail()
             elif outcome == "gone":
                 self._breaker.release()

@@ -146,7 +146,7 @@ class FleetConfig(FleetSize):
                 raise BadArgument(name, value, f"left out: {why}")
         if self.prefill is not None:
             if self.engine.tiers.peers.peer_listen is None:
-                why = "with `prefill`: its pages are read by peers, which are without a storage_codec, and with tp 1"
+                why = "with `prefill`: its pages are read by peers, which need tp 1 and no storage_codec"
                 raise BadArgument("peers", bool(self.peers), f"on {why}")
             self.engine_at("127.0.0.1", "prefill")  # which checks that settings and role agree
 
