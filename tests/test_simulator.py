@@ -69,6 +69,19 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return {profile: total["digest"] for profile, total in json.loads(record.read_text())["profiles"].items()}
 
 
+@pytest.mark.parametrize(
+    ("profile", "seed", "operations"),
+    [
+        ("quotas", 313, 1000),  # a wait for copies left an owner beyond its maximum
+        ("quotas", 352, 2000),  # the same, for another component
+        ("quotas", 727, 900),  # and one never ended
+    ],
+)
+def test_what_long_runs_have_found_stays_mended(profile: str, seed: int, operations: int) -> None:
+    done = run_seed(profile, seed, operations)
+    assert not done.failures and done.operations >= operations
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_seed_always_makes_the_same_run(profile: str, there: Mapping[str, str]) -> None:
     here = run_seed(profile, 7, 400)
