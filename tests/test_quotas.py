@@ -370,3 +370,36 @@ def test_guarantees_hold_on_the_host() -> None:
         serve(C, 5000 + 100 * at, 3)
         assert below(host) == 6 and below(owner_of(B.encode())) <= 6
     rig.cache.check()
+
+
+# ---------------------------------------------------------------- with "write_back", an eviction waits for copies
+
+
+def copying(kind: str, device: int, parts: Sequence[int]) -> Rig:
+    """Returns a rig in which A has a prompt of so many pages in all, each part copied down; the last copy is on the way."""
+    rig = Rig(kind, device=device, write="write_back")
+    for pages in parts:
+        rig.settle()
+        prompt = list(range(pages * SIZE))
+        rig.finish(rig.cache.lease([*prompt, 99], A), prompt)
+        assert rig.tiers.back_up(rig.cache.tree.match(prompt, A).node)
+    assert rig.tiers.copying
+    return rig
+
+
+def test_what_a_copy_held_beyond_a_maximum_goes_with_the_eviction_that_waited_for_it() -> None:
+    rig = copying("full", 8, [4])
+    fill(rig.cache, B, 1000, 2)
+    rig.cache.tenants.set_quotas(Quotas({A: Quota(Share(maximum=0.25))}))
+    assert held(rig.cache, A) == 4
+    with rig.cache.lease(range(2000, 2000 + SIZE), C) as lease:
+        lease.reserve(SIZE)
+        assert not rig.tiers.copying and held(rig.cache, A) == 2
+        rig.cache.check()
+
+
+def test_what_a_copy_held_goes_when_the_eviction_of_another_component_waited_for_it() -> None:
+    rig = copying("full window", 24, [6, 8])
+    rig.cache.tenants.set_quotas(Quotas({A: Quota(Share(maximum=0.25))}))
+    assert not rig.tiers.copying and held(rig.cache, A) == 6
+    rig.cache.check()

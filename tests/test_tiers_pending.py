@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from mainstem.tiers.pending import ARRIVED, FAILED, Pending, PendingList, Polled
 
 
@@ -96,6 +98,41 @@ def test_some_may_be_settled_before_the_others() -> None:
         step.voted = ARRIVED
     pending.settle([steps[1]])
     assert log == [("b", ARRIVED)] and list(pending) == [steps[0], steps[2]]
+
+
+def test_who_settles_meanwhile_settles_first_what_has_ended_before() -> None:
+    pending, log = PendingList(), list[tuple[str, int]]()
+    b, c, d = (Step(name, log) for name in "bcd")
+    a = Step("a", log, lambda: pending.settle([d]))
+    for step in (a, b, c, d):
+        pending.add(step).voted = ARRIVED
+    pending.settle([a, b, c])
+    assert log == [(name, ARRIVED) for name in "abcd"], "b and c began before d"
+    assert len(pending) == 0
+
+
+def test_what_somebody_waits_for_meanwhile_is_settled_once() -> None:
+    pending, log = PendingList(), list[tuple[str, int]]()
+    b = Step("b", log)
+    a = Step("a", log, lambda: pending.settle([b]))
+    for step in (a, b):
+        pending.add(step).voted = ARRIVED
+    pending.settle()
+    assert log == [("a", ARRIVED), ("b", ARRIVED)]
+
+
+def test_what_has_ended_is_settled_later_where_another_settlement_fails() -> None:
+    def fail() -> None:
+        raise ValueError("a")
+
+    pending, log = PendingList(), list[tuple[str, int]]()
+    for step in (Step("a", log, fail), Step("b", log)):
+        pending.add(step).voted = ARRIVED
+    with pytest.raises(ValueError, match="a"):
+        pending.settle()
+    assert len(pending) == 1
+    pending.settle()
+    assert log == [("a", ARRIVED), ("b", ARRIVED)]
 
 
 def test_what_is_under_way_is_found_by_its_kind() -> None:

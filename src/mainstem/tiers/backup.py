@@ -144,13 +144,11 @@ class Backups:
         self._release(backup.nodes)
 
     def _wait(self) -> None:
-        """Waits until every backup has been settled, but those below one that is being settled further up the stack."""
+        """Waits until every backup has been settled."""
         while backups := self._pending.of(_Backup):
             for backup in backups:
                 backup.ticket.wait()
             self._pending.settle(backups)
-            if len(self._pending.of(_Backup)) == len(backups):
-                return
 
     def _hold(self, node: int, hits: int) -> list[int]:
         """Locks the nodes to copy, from the top, on both tiers. Repeats, since a lock may split where a window begins.

@@ -9,7 +9,7 @@ The list knows nothing of what is under way.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -59,7 +59,8 @@ class PendingList:
     def __init__(self, agree: Agree | None = None) -> None:
         self.counts: Counter[str] = Counter()
         self._agree = agree
-        self._items: list[Pending] = []
+        self._items: dict[Pending, None] = {}
+        self._ended: deque[tuple[Pending, int]] = deque()  # of the items, with the outcomes: to be settled next
 
     def __len__(self) -> int:
         return len(self._items)
@@ -70,11 +71,11 @@ class PendingList:
         return self._agree is None
 
     def __iter__(self) -> Iterator[Pending]:
-        return iter(self._items)
+        return iter(tuple(self._items))
 
     def add(self, item: P) -> P:
         """Appends what has begun, and returns it."""
-        self._items.append(item)
+        self._items[item] = None
         return item
 
     def of(self, kind: type[P]) -> list[P]:
@@ -86,16 +87,23 @@ class PendingList:
         return vote if self._agree is None else self._agree([vote])[0]
 
     def settle(self, some: Sequence[Pending] | None = None) -> None:
-        """Settles what has ended on every rank, among some items or all. What that begins is not settled yet."""
-        left = self._items if some is None else some
-        while left:
+        """Settles what has ended on every rank, among some items or all. What that begins is not settled yet.
+
+        May be called while something is settled: what ended together with that, and began after it, comes first.
+        """
+        asked = tuple(self._items if some is None else some)
+        self._settle_ended()
+        while left := [item for item in asked if item in self._items]:
             votes: Sequence[int] = [int(item.vote()) for item in left]
             if self._agree is not None:
                 votes = self._agree(votes)
-            ended = {item: vote for item, vote in zip(left, votes, strict=True) if vote}
-            if not ended:
+            self._ended.extend((item, vote) for item, vote in zip(left, votes, strict=True) if vote)
+            if not self._ended:
                 return
-            self._items = [item for item in self._items if item not in ended]
-            for item, vote in ended.items():
-                item.settle(vote)
-            left = [item for item in left if item not in ended]
+            self._settle_ended()
+
+    def _settle_ended(self) -> None:
+        while self._ended:
+            item, outcome = self._ended.popleft()
+            del self._items[item]
+            item.settle(outcome)

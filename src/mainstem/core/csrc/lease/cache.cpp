@@ -19,14 +19,15 @@ NoPages Cache::none(std::uint64_t n, std::uint32_t component, std::uint64_t evic
 void Cache::make_room(std::uint64_t n, std::uint32_t component, std::string_view ns) {
   end_abandoned();
   if (free_ids(component) >= n) return;
-  do {
-    const std::uint64_t free = free_ids(component);
+  for (std::uint64_t free; (free = free_ids(component)) < n;) {
     const std::uint64_t available = tree.available(component, kDevice, ns);
     const NoPages none = this->none(n, component, available);
-    if (n - free > available) throw none;
-    evict_some(n - free, component, ns);
-    if (free_ids(component) <= free) throw none;
-  } while (free_ids(component) < n);
+    if (n - free <= available) evict_some(n - free, component, ns);
+    if (free_ids(component) <= free) {
+      settle();
+      throw none;
+    }
+  }
   settle();  // with "write_back" copies have ended meanwhile, and do not use their pages any more
 }
 
