@@ -58,11 +58,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the identity leaves out the weights", "sglang#26792", "identity.py",
         'if field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size", "weights"):',
+        "tests/test_identity.py::test_equal_bytes_mean_equal_identities",
     ),
     _mutant(
         "stored keys leave out the shard", "sglang#26670", _SEALER,
         'suffix = len(row).to_bytes(8, "little") + row + self._shard', 'suffix = len(row).to_bytes(8, "little") + row',
-        "ranks",
+        "tests/test_tiers_sealer.py::test_keys_and_pages_are_the_same_in_every_process_and_version",
     ),
     _mutant(
         "stored keys leave out the component", "-", _SEALER,
@@ -432,6 +433,11 @@ PYTHON: tuple[Mutant, ...] = (
         "a rank uses its own votes", "sglang#31425", _PENDING,
         "                votes = self._agree(votes)\n", "                self._agree(votes)\n",
         "ranks",
+    ),
+    _mutant(
+        "what somebody waits for is settled twice", "-", _PENDING,
+        "        self._settle_ended()\n        while left", "        while left",
+        "tests/test_tiers_pending.py::test_what_somebody_waits_for_meanwhile_is_settled_once",
     ),
     _mutant(
         "a rank uses its own gap in storage", "sglang#30760", _WRITE,
@@ -882,7 +888,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "behind a load that failed the state is not what it was at the hit", "-", _CORE + "lease/holding.cpp",
         "  if (node) cache.copy_state(state_at(cache, node, owned), slot);\n", "",
-        "hybrid",
+        "tests/test_tiers_leases.py::test_a_failed_load_leaves_everything_as_it_was_at_the_hit",
     ),
     _mutant(
         "the state of a load is published as the forward has left it", "-", _CORE + "lease/lease.cpp",
@@ -895,7 +901,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "the state of a load that failed is published", "-", _CORE + "lease/holding.cpp",
         "  cache.free(component, {&copy, 1});\n  copy = -1;\n  if (node)", "  if (node)",
-        "hybrid",
+        "tests/test_tiers_leases.py::test_a_failed_load_leaves_everything_as_it_was_at_the_hit",
     ),
     _mutant(
         "window pages of a load that failed are kept", "-", _CORE + "lease/lease.cpp",
@@ -1096,6 +1102,16 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "who has more than its maximum keeps it when its request ends", "-", _CORE + "lease/lease.cpp",
         "  cache_.end(node_, held_, owned_);\n  cache_.settle();\n", "  cache_.end(node_, held_, owned_);\n", "quotas",
+    ),
+    _mutant(
+        "what a copy held stays beyond its owner's maximum when room was made", "here", _CORE + "lease/cache.cpp",
+        "  settle();  // with", "  // with",
+        "tests/test_quotas.py::test_what_a_copy_held_beyond_a_maximum_goes_with_the_eviction_that_waited_for_it",
+    ),
+    _mutant(
+        "each component is settled once", "here", _CORE + "lease/cache.cpp",
+        "freed = freed || free_ids(c) > free;", "",
+        "tests/test_quotas.py::test_what_a_copy_held_goes_when_the_eviction_of_another_component_waited_for_it",
     ),
     _mutant(
         "an owner at its maximum takes from others", "-", _CORE + "eviction/share_order.h",

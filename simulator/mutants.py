@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from simulator.campaign import PROFILES
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "src" / "mainstem"
 _MOST_OPERATIONS = 1_500_000
-_CONTROL_OPERATIONS = 50_000  # of each profile with no mutant, which must find nothing
+_CONTROL_OPERATIONS = 10_000  # of each profile with no mutant, which must find nothing
 _MOST_S = 400.0
 
 # As many mutants run at a time as there are cores: more threads would spin while they wait for each other.
@@ -138,6 +138,8 @@ class Builder:
         self._flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
         self._flags += [f"-I{include}" for include in includes]
         csrc = _PACKAGE / "core" / "csrc"
+        self._standard = folder / "standard.h"
+        self._precompile(csrc.rglob("*.[hc]*"))
         sources = [*sorted(csrc.rglob("*.cpp")), binder / "src" / "nb_combined.cpp"]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = pool.map(partial(self._compile, csrc=csrc, folder=folder), sources)
@@ -164,9 +166,16 @@ class Builder:
         files = self._objects[source.name].with_suffix(".d").read_text().split()
         return source.parent.name != "python" and any(file.endswith(header) for file in files)
 
+    def _precompile(self, sources: Iterable[Path]) -> None:
+        """Reads what the standard library declares once: half of the time that a small source takes."""
+        includes = {include for source in sources for include in re.findall(r"#include <[a-z_]+>", source.read_text())}
+        self._standard.write_text("\n".join(sorted(includes)) + "\n")
+        self._call(["-x", "c++-header", str(self._standard), "-o", f"{self._standard}.gch"])
+
     def _compile(self, source: Path, csrc: Path, folder: Path) -> Path:
         target = folder / (source.stem + ".o")
-        self._call([f"-I{csrc}", "-MMD", "-c", str(source), "-o", str(target)])
+        standard = ["-include", str(self._standard)] if source.is_relative_to(csrc) else []
+        self._call([f"-I{csrc}", *standard, "-MMD", "-c", str(source), "-o", str(target)])
         return target
 
     def _call(self, arguments: Sequence[str]) -> None:

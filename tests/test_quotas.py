@@ -376,7 +376,7 @@ def test_guarantees_hold_on_the_host() -> None:
 
 
 def copying(kind: str, device: int, parts: Sequence[int]) -> Rig:
-    """Returns a rig in which A has a prompt of so many pages in all, each part copied down; the last copy is on the way."""
+    """Returns a rig in which A has a prompt of so many pages in all; the last part is being copied down."""
     rig = Rig(kind, device=device, write="write_back")
     for pages in parts:
         rig.settle()
