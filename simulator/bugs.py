@@ -1249,13 +1249,17 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "of a long prompt only the beginning is forgotten", "-", _GHOSTS,
-        "next = std::min(end, (at / together + 1) * together);", "next = end;",
+        "next = std::min(end, ((ghost.start + at) / together + 1) * together - ghost.start);", "next = end;",
         "tests/test_explain.py::test_long_prompts_are_forgotten_page_by_page",
     ),
     _mutant(
         "what is forgotten is not told from what begins alike, though somebody asks", "-", _GHOSTS,
-        "forget(oldest, 0, first_ < indexed_ ? 1 : kTogether);", "forget(oldest, 0, kTogether);",
+        "first_ < indexed_ ? 1 : kTogether, [&]", "kTogether, [&]",
         "tests/test_explain.py::test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time",
+    ),
+    _mutant(
+        "the symbols of what goes at the end of the ring are not those at its beginning", "-", _GHOSTS,
+        "place < most_ ? place : place - most_;", "place < most_ ? place : 0;", "explain",
     ),
     _mutant(
         "old evictions of a page that are passed over count as none", "-", _GHOSTS,

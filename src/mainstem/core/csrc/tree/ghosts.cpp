@@ -1,6 +1,7 @@
 #include "tree/ghosts.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <unordered_map>
 #include <unordered_set>
@@ -88,8 +89,10 @@ Ghosts::Ghosts(const Structure& nodes, std::uint64_t seed, std::size_t pages)
       seed_(fold(seed ^ kOdd, kOdd)),
       most_(pages),
       ring_(pages),
+      place_bytes_(std::max<std::size_t>(nodes.page_bytes, sizeof(std::uint64_t))),
       filter_(std::make_unique<Filter>(pages)) {
   require(pages >= 1 && pages <= (1u << 30), "pages", pages, "1 to 2**30");
+  symbols_.resize(pages * place_bytes_);
   firsts_.reserve(pages);
   ends_.reserve(pages);
 }
@@ -97,46 +100,39 @@ Ghosts::Ghosts(const Structure& nodes, std::uint64_t seed, std::size_t pages)
 Ghosts::~Ghosts() = default;
 
 std::size_t Ghosts::bytes() const {
-  std::size_t total = ring_.size() * sizeof(Ghost) + firsts_.bytes() + ends_.bytes() + places_.bytes();
-  for (const Ghost& ghost : ring_)
-    total += ghost.symbols.heap_bytes();
-  return total + filter_->bytes();
+  return ring_.size() * sizeof(Ghost) + symbols_.size() + firsts_.bytes() + ends_.bytes() + places_.bytes() +
+         filter_->bytes();
 }
 
 // ---------------------------------------------------------------- what the tree tells
 
 void Ghosts::trimmed(Index node, std::uint32_t pages, std::uint64_t tick) noexcept {
   if (nodes_[node].removed) return;
-  const Structure::Key& key = nodes_[node].key;
-  const std::size_t bytes = std::size_t{pages} * nodes_.page_bytes;
-  try {
-    leave(node, pages, nodes_.next_identity(node), {key.data() + key.size() - bytes, bytes}, tick);
-    places_[node].begins = true;
-  } catch (const std::bad_alloc&) {
-    horizon_ = tick;
-  }
+  leave(node, pages, nodes_.next_identity(node), tick);
+  places_[node].begins = true;
 }
 
-void Ghosts::reaped(Index node, Structure::Key&& key, std::uint64_t tick) noexcept {
+void Ghosts::reaped(Index node, std::uint64_t tick) noexcept {
   const Node& n = nodes_[node];
   if (!n.root() && !n.removed) {
-    leave(node, n.pages, nodes_.identity(n.parent), std::move(key), tick);
+    leave(node, n.pages, nodes_.identity(n.parent), tick);
     places_[n.parent].begins = true;
   }
   places_[node] = {};
 }
 
-// The last pages of a node leave it.
-void Ghosts::leave(Index node, std::uint32_t pages, Handle parent, Structure::Key&& symbols, std::uint64_t tick,
-                   bool hashed) noexcept {
+// The last pages of a node leave it. Of more pages than are remembered, the last ones are forgotten at once.
+void Ghosts::leave(Index node, std::uint32_t pages, Handle parent, std::uint64_t tick, bool hashed) noexcept {
   const Node& n = nodes_[node];
-  Ghost& ghost = add(nodes_.identity(node), parent, n.end() - pages, pages);
+  const std::uint8_t* const symbols = n.key.data() + std::size_t{n.pages - pages} * nodes_.page_bytes;
+  const auto kept = static_cast<std::uint32_t>(std::min<std::size_t>(pages, most_));
+  Ghost& ghost = add(nodes_.identity(node), parent, n.end() - pages, kept);
   ghost.space = space_of(node);
   ghost.departure = {why_, tier_, n.hits, n.accessed, tick};
-  ghost.symbols = std::move(symbols);
   ghost.hashed = hashed;
-  if (pages > most_) [[unlikely]]
-    cut(ghost);
+  keep(ghost, symbols);
+  if (kept < pages) [[unlikely]]
+    forget(ghost, kept, pages, 1, [&](std::size_t page) { return hash(symbols + page * nodes_.page_bytes); });
   why_ = Why::unknown;  // nodes above that hold nothing go for another reason
 }
 
@@ -149,9 +145,14 @@ void Ghosts::removed(const std::vector<Index>& tops, Why why, std::uint64_t tick
   try {
     for (hashed_ = std::max(hashed_, first_); hashed_ < next_; ++hashed_)
       if (Ghost& ghost = at(hashed_); !ghost.hashed) {
-        ghost.symbols = hashes(ghost.symbols);
+        for (std::uint32_t page = 0; page < ghost.pages; ++page)
+          keep_hash(around(ghost.begin + page), symbols(ghost, page));
         ghost.hashed = true;
       }
+    for (left_ = std::min(left_, most_ - pages_); left_ > 0; --left_) {
+      std::uint8_t* const place = &symbols_[around(next_place_ + most_ - pages_ - left_) * place_bytes_];
+      std::fill_n(place, place_bytes_, std::uint8_t{0});
+    }
     std::vector<Index> going;
     for (const Index top : tops)
       nodes_.every_from(top, [&](Index node) {
@@ -160,9 +161,8 @@ void Ghosts::removed(const std::vector<Index>& tops, Why why, std::uint64_t tick
       });
     for (; !going.empty(); going.pop_back()) {  // what is below is forgotten first
       const Node& n = nodes_[going.back()];
-      Structure::Key symbols = hashes(n.key);
       expect(why, 0);
-      leave(going.back(), n.pages, nodes_.identity(n.parent), std::move(symbols), tick, true);
+      leave(going.back(), n.pages, nodes_.identity(n.parent), tick, true);
       places_[n.parent].begins = true;
     }
   } catch (const std::bad_alloc&) {
@@ -187,12 +187,11 @@ void Ghosts::removed_page(std::string_view ns, Bytes key, const Walk& path) {
   if (known.size() <= last || known[last].kind != Known::departed) return;
   const Departure gone = known[last].departure;
   const Ghost& from = at(known[last].number);
-  Structure::Key symbols = hashes(key.subspan(std::size_t{last} * nodes_.page_bytes, nodes_.page_bytes));
   Ghost& ghost = add(0, from.start == last ? from.parent : from.self, last, 1);
   ghost.space = space_of(ns);
   ghost.departure = {Why::removed, 0, 0, gone.accessed, gone.gone};
-  ghost.symbols = std::move(symbols);
   ghost.hashed = true;
+  keep(ghost, key.data() + std::size_t{last} * nodes_.page_bytes);
 }
 
 // ---------------------------------------------------------------- the ring
@@ -201,52 +200,67 @@ void Ghosts::removed_page(std::string_view ns, Bytes key, const Walk& path) {
 Ghosts::Ghost& Ghosts::add(Handle self, Handle parent, std::uint32_t start, std::uint32_t pages) noexcept {
   while (first_ < next_ && (next_ - first_ == ring_.size() || pages_ + pages > most_))
     push_out();
-  pages_ += pages;
   Ghost& ghost = at(next_);
   ghost.number = next_++;
   ghost.self = self;
   ghost.parent = parent;
+  ghost.begin = next_place_;
   ghost.start = start;
   ghost.pages = pages;
+  pages_ += pages;
+  next_place_ = around(next_place_ + pages);
   return ghost;
 }
 
-// Of a ghost with more pages than are remembered, the last ones are forgotten at once.
-void Ghosts::cut(Ghost& ghost) noexcept {
-  forget(ghost, static_cast<std::uint32_t>(most_), 1);
-  ghost.pages = static_cast<std::uint32_t>(most_);
-  pages_ = most_;
+// Keeps the symbols of a ghost, or their hashes.
+void Ghosts::keep(const Ghost& ghost, const std::uint8_t* symbols) noexcept {
+  if (!ghost.hashed && place_bytes_ == nodes_.page_bytes) [[likely]] {
+    const std::size_t before_end = std::min<std::size_t>(ghost.pages, most_ - ghost.begin);
+    std::memcpy(&symbols_[ghost.begin * place_bytes_], symbols, before_end * place_bytes_);
+    std::memcpy(symbols_.data(), symbols + before_end * place_bytes_, (ghost.pages - before_end) * place_bytes_);
+    return;
+  }
+  for (std::uint32_t page = 0; page < ghost.pages; ++page, symbols += nodes_.page_bytes) {
+    const std::size_t place = around(ghost.begin + page);
+    if (ghost.hashed)
+      keep_hash(place, symbols);
+    else
+      std::memcpy(&symbols_[place * place_bytes_], symbols, nodes_.page_bytes);
+  }
+}
+
+// Nothing else of the page stays, wherever its symbols are.
+void Ghosts::keep_hash(std::size_t place, const std::uint8_t* page) noexcept {
+  const std::uint64_t kept = hash(page);
+  std::uint8_t* const to = &symbols_[place * place_bytes_];
+  std::fill_n(to, place_bytes_, std::uint8_t{0});
+  std::memcpy(to, &kept, sizeof(kept));
 }
 
 void Ghosts::push_out() noexcept {
   Ghost& oldest = at(first_);
-  forget(oldest, 0, first_ < indexed_ ? 1 : kTogether);
+  forget(oldest, 0, oldest.pages, first_ < indexed_ ? 1 : kTogether,
+         [&](std::uint32_t at) { return hash(oldest, at); });
   if (first_ < indexed_) {
     if (oldest.self) ends_.erase(short_hash(oldest.self), slot(first_));
     if (oldest.pages && newest(oldest.first) == first_) firsts_.erase(short_hash(oldest.first), slot(first_));
   }
   pages_ -= oldest.pages;
-  oldest.symbols = {};
+  left_ += oldest.pages;
   ++first_;
 }
 
-// The pages of a ghost from `page` on go to the filter, so many together: where nobody asks, there is no need to tell
-// each from others that begin alike.
-void Ghosts::forget(const Ghost& ghost, std::uint32_t page, std::uint32_t together) noexcept {
-  horizon_ = std::max(horizon_, filter_->expect(ghost.pages - page, ghost.departure.gone));
-  const std::uint32_t end = ghost.start + ghost.pages;
-  for (std::uint32_t at = ghost.start + page, next; at < end; at = next) {
-    next = std::min(end, (at / together + 1) * together);
-    filter_->add(mark(ghost.space, hash(ghost, at - ghost.start), at, next));
+// Pages [begin, end) of a ghost go to the filter, so many together: where nobody asks, there is no need to tell each
+// from others that begin alike. `hash`: of the symbols of one of them.
+template <class Hash>
+void Ghosts::forget(const Ghost& ghost, std::uint32_t begin, std::uint32_t end, std::uint32_t together,
+                    Hash hash) noexcept {
+  horizon_ = std::max(horizon_, filter_->expect(end - begin, ghost.departure.gone));
+  for (std::uint32_t at = begin, next; at < end; at = next) {
+    next = std::min(end, ((ghost.start + at) / together + 1) * together - ghost.start);
+    filter_->add(mark(ghost.space, hash(at), ghost.start + at, ghost.start + next));
   }
   if (ghost.departure.why != Why::removed) latest_forgotten_ = std::max(latest_forgotten_, ghost.departure.accessed);
-}
-
-Structure::Key Ghosts::hashes(Bytes symbols) const {
-  std::vector<std::uint64_t> all(symbols.size() / nodes_.page_bytes);
-  for (std::size_t page = 0; page < all.size(); ++page)
-    all[page] = hash(symbols.data() + page * nodes_.page_bytes);
-  return {reinterpret_cast<const std::uint8_t*>(all.data()), all.size() * sizeof(all[0])};
 }
 
 std::uint64_t Ghosts::space_of(std::string_view ns) const {
@@ -324,7 +338,7 @@ void Ghosts::judge(Ghost& ghost, Bytes key, const std::vector<std::uint64_t>& ha
   const auto same = [&](std::uint32_t page, std::size_t in_key) {
     if (ghost.hashed) return hash(ghost, page) == hashes[in_key];
     const std::size_t bytes = nodes_.page_bytes;
-    return std::memcmp(ghost.symbols.data() + page * bytes, key.data() + in_key * bytes, bytes) == 0;
+    return std::memcmp(symbols(ghost, page), key.data() + in_key * bytes, bytes) == 0;
   };
   if (ghost.above != Leads::no)
     while (ghost.agree < ghost.pages && ghost.start + ghost.agree < hashes.size() &&

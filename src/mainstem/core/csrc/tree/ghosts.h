@@ -1,10 +1,10 @@
 // Ghosts: what the tree had and has no more. They answer, for a page that is in no node, whether it was evicted (and
 // how), removed, or never here; of what they had to forget, that they cannot know.
 //
-// A ghost is what went at once: consecutive pages of one path. It takes over the symbols of its node, and its place:
-// the handles of where it began and ended. Where it went is known by these: nothing above it is read, or hashed.
+// A ghost is what went at once: consecutive pages of one path. It has the symbols of its node, and its place: the
+// handles of where it began and ended. Where it went is known by these: nothing above it is read, or hashed.
 //
-//   an eviction --moved--> a ring of ghosts, the oldest first, at most so many pages
+//   an eviction --copied--> a ring of ghosts, the oldest first, and one of their symbols: at most so many pages
 //                            | index(): when somebody asks, new ones are entered by their first page, and by their end
 //                            | pushed out by newer ones
 //                          a filter: was here, or may have been
@@ -61,7 +61,7 @@ class Ghosts {
   void expect(Why why, std::uint32_t tier) { why_ = why, tier_ = tier; }  // what goes next, goes so
   void reserve(std::size_t nodes) { places_.resize(nodes); }
   void trimmed(Index node, std::uint32_t pages, std::uint64_t tick) noexcept;  // its last pages are about to go
-  void reaped(Index node, Structure::Key&& key, std::uint64_t tick) noexcept;  // to be freed; it may be a root
+  void reaped(Index node, std::uint64_t tick) noexcept;                        // to be freed; it may be a root
   void joined(Index upper, Index lower) noexcept {                             // they are about to be
     if (std::exchange(places_[upper], {}).begins && !nodes_[upper].removed) note_join(upper, lower);
   }
@@ -86,7 +86,7 @@ class Ghosts {
     std::uint64_t number = 0;     // from 1 on
     Handle self = 0, parent = 0;  // what ended where it ends, and where it begins
     std::uint64_t space = 0;      // the hash of the namespace
-    Structure::Key symbols;       // or their hashes, page by page
+    std::size_t begin = 0;        // the place of its first page among symbols
     std::uint32_t start = 0, pages = 0;
     Departure departure;
     std::uint64_t first = 0, older = 0;  // in the index: the mark of its first page; the one before that has the same
@@ -108,21 +108,23 @@ class Ghosts {
 
   std::uint64_t hash(const std::uint8_t* page) const { return page_name(seed_, kNone, page, nodes_.page_bytes); }
   std::uint64_t hash(const Ghost& ghost, std::uint32_t page) const {
-    return ghost.hashed ? load_word(ghost.symbols.data() + sizeof(std::uint64_t) * page)
-                        : hash(ghost.symbols.data() + std::size_t{page} * nodes_.page_bytes);
+    return ghost.hashed ? load_word(symbols(ghost, page)) : hash(symbols(ghost, page));
   }
-  Structure::Key hashes(Bytes symbols) const;
-  Structure::Key hashes(const Structure::Key& symbols) const { return hashes(Bytes(symbols.data(), symbols.size())); }
+  const std::uint8_t* symbols(const Ghost& ghost, std::uint32_t page) const {
+    return symbols_.data() + around(ghost.begin + page) * place_bytes_;
+  }
+  std::size_t around(std::size_t place) const { return place < most_ ? place : place - most_; }  // it is a ring
   std::uint64_t space_of(std::string_view ns) const;
   std::uint64_t space_of(Index node) noexcept;
 
-  void leave(Index node, std::uint32_t pages, Handle parent, Structure::Key&& symbols, std::uint64_t tick,
-             bool hashed = false) noexcept;
+  void leave(Index node, std::uint32_t pages, Handle parent, std::uint64_t tick, bool hashed = false) noexcept;
+  void keep(const Ghost& ghost, const std::uint8_t* symbols) noexcept;
+  void keep_hash(std::size_t place, const std::uint8_t* page) noexcept;
   void note_join(Index upper, Index lower) noexcept;
   Ghost& add(Handle self, Handle parent, std::uint32_t start, std::uint32_t pages) noexcept;
-  void cut(Ghost& ghost) noexcept;
   void push_out() noexcept;
-  void forget(const Ghost& ghost, std::uint32_t page, std::uint32_t together) noexcept;
+  template <class Hash>
+  void forget(const Ghost& ghost, std::uint32_t begin, std::uint32_t end, std::uint32_t together, Hash hash) noexcept;
 
   void index() noexcept;
   std::uint64_t newest(std::uint64_t first) const;
@@ -143,6 +145,10 @@ class Ghosts {
   std::uint64_t first_ = 1, next_ = 1;      // numbers
   std::uint64_t indexed_ = 1, hashed_ = 1;  // all before these are
   std::size_t pages_ = 0;
+  std::vector<std::uint8_t> symbols_;  // of the ghosts, in a ring, too; of some pages their hashes
+  const std::size_t place_bytes_;      // in it, for a page
+  std::size_t next_place_ = 0;
+  std::size_t left_ = 0;      // pages whose symbols may be there still, though they are pushed out
   ChildTable firsts_, ends_;  // places in the ring, by first page and by end
   std::uint32_t query_ = 0;
 

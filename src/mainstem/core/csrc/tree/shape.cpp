@@ -119,7 +119,7 @@ void TreeShape::reap(Index node) noexcept {
     cells_.free(node);
     nodes_.remove(node);
     if (ghosts_) [[unlikely]]
-      ghosts_->reaped(node, std::move(nodes_[node].key), eviction_.tick());
+      ghosts_->reaped(node, eviction_.tick());
     nodes_.free(node);
     node = parent;
     if (node != kNone) eviction_.inherit(node, accessed);  // the node may have held nothing
