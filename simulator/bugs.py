@@ -345,7 +345,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "pages are inserted where some of another component are in flight", "here", _ANCHOR,
         "rows = range(len(self._tree.components)) if self.node else ()", "rows = range(1) if self.node else ()",
-        "hybrid-scheduler",
+        "tests/test_tiers_hybrids.py::test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight",
     ),
     _mutant(
         "a window is judged one position short", "-", "components.py",

@@ -157,6 +157,21 @@ def test_what_the_host_has_is_not_read_again() -> None:
     rig.close()
 
 
+def test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight() -> None:
+    rig = Rig("full window", backend=stored("full window", P))
+    rig.serve(P[:4])
+    rig.settle()
+    rig.evict(HOST, "window")
+    assert rig.tiers.back_up(rig.cache.tree.match(P[:4]).node)  # its window pages, again
+    rig.tiers.prefetch([*P, 99])
+    for _ in range(4):
+        rig.readers.run_all()
+        rig.tiers.poll()
+    assert rig.tiers.host_pools[0].cached == 2 and rig.tiers.copying
+    assert fetched(rig, P) == 8 and rig.tiers.host_pools[0].cached == 4
+    rig.close()
+
+
 def test_window_pages_before_the_window_are_not_read() -> None:
     backend = stored("full window", Q)
     rig = Rig("full window", backend=backend)
