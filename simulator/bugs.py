@@ -1254,12 +1254,12 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what is forgotten is not told from what begins alike, though somebody asks", "-", _GHOSTS,
-        "first_ < indexed_ ? 1 : kTogether, [&]", "kTogether, [&]",
+        "first_ < indexed_ ? 1 : kTogether", "kTogether",
         "tests/test_explain.py::test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time",
     ),
     _mutant(
-        "the symbols of what goes at the end of the ring are not those at its beginning", "-", _GHOSTS,
-        "place < most_ ? place : place - most_;", "place < most_ ? place : 0;", "explain",
+        "symbols beyond the end of the ring are not kept", "-", _GHOSTS,
+        "(ghost.pages - before_end) * place_bytes_", "0", "explain",
     ),
     _mutant(
         "old evictions of a page that are passed over count as none", "-", _GHOSTS,
