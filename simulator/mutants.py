@@ -1,6 +1,6 @@
 """Known bugs, each made again in a copy of the package, and what finds it: a profile of the simulator, or a named test.
 
-    python -m simulator.mutants [names] [--native]
+    python -m simulator.mutants [names] [--native] [--write]
 
 `simulator.bugs` lists them: small text patches, each of which must fit exactly once. Those of the C++ core (`--native`)
 are compiled from a copy of its sources.
@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from simulator.campaign import PROFILES
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "src" / "mainstem"
+_PAGE = _ROOT / "docs" / "reliability.md"
+_HEAD = "| bug | like | where | found by | after |\n|---|---|---|---|---|\n"
 _MOST_OPERATIONS = 1_500_000
 _CONTROL_OPERATIONS = 10_000  # of each profile with no mutant, which must find nothing
 _MOST_S = 400.0
@@ -220,11 +222,34 @@ def _verdict(mutant: Mutant, builder: Builder | None = None) -> Verdict:
         return judge(mutant, folder, core)
 
 
+def row(mutant: Mutant, after: str) -> str:
+    """What is known of a mutant, as a row of a table; `after`: how many operations it took to find it, or "-"."""
+    by = mutant.by.rpartition("::")[2]
+    return f"| {mutant.name} | {mutant.like} | `{mutant.file}` | `{by}` | {after} |"
+
+
+def written(page: str, rows: Mapping[str, str]) -> str:
+    """A page with rows in its table, by the names of mutants; those of others stay, in the order of the list.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    before, head, rest = page.partition(_HEAD)
+    if not head:
+        raise ValueError("there is no table of mutants")
+    table = re.match(r"(?:\|.*\n)*", rest)
+    assert table is not None
+    kept = {line.split(" | ")[0][2:]: line for line in table[0].splitlines()} | rows
+    lines = [kept[mutant.name] + "\n" for mutant in (*PYTHON, *NATIVE) if mutant.name in kept]
+    return before + head + "".join(lines) + rest[table.end() :]
+
+
 def main() -> int:
     """0 if every mutant was found."""
     parser = argparse.ArgumentParser(prog="python -m simulator.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of those wanted; none: all")
     parser.add_argument("--native", action="store_true", help="those of the C++ core, too")
+    parser.add_argument("--write", action="store_true", help=f"what was found, into docs/{_PAGE.name}")
     options = parser.parse_args()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for profile, control in zip(PROFILES, pool.map(_control, PROFILES), strict=True):
@@ -232,16 +257,20 @@ def main() -> int:
                 print(f"without any bug profile {profile} fails: {control.sight}")
                 return 1
     survivors: list[str] = []
+    found: dict[str, str] = {}
     number = 0
-    print("| bug | like | where | found by | after | what was seen |\n|---|---|---|---|---|---|")
+    print(_HEAD.replace(" |\n", " | what was seen |\n", 1).replace("-|\n", "-|---|\n"), end="")
     for mutant, verdict in _verdicts(options.names, options.native):
         number += 1
-        if not verdict.killed:
+        line = row(mutant, "-" if verdict.operations is None else f"{verdict.operations:,}")
+        if verdict.killed:
+            found[mutant.name] = line
+        else:
             survivors.append(f"not found: {mutant.name}: {verdict.sight}")
-        after = "-" if verdict.operations is None else f"{verdict.operations:,}"
-        found = mutant.by if verdict.killed else "**nothing**"
         sight = verdict.sight.replace("|", "/")[: 100 if verdict.killed else None]
-        print(f"| {mutant.name} | {mutant.like} | {mutant.file} | {found} | {after} | {sight} |", flush=True)
+        print(line, sight if verdict.killed else f"**not found**: {sight}", "|", flush=True)
+    if options.write:
+        _PAGE.write_text(written(_PAGE.read_text(), found))
     # Once more at the end, where whoever reads a long log looks first.
     print(*survivors, f"{number} mutants, {number - len(survivors)} found, {len(survivors)} not", sep="\n")
     return int(bool(survivors))

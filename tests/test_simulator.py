@@ -25,7 +25,7 @@ from mainstem.events.source import AllBlocksCleared, BlockRemoved, Event, salt_i
 from mainstem.fleet.asking import Prompt
 from mainstem.fleet.routing import CostRouter
 from mainstem.tiers.transfer import Move
-from simulator import campaign
+from simulator import campaign, mutants
 from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.events import adapter_of, pages_of, reaches
@@ -182,6 +182,23 @@ def test_the_text_of_a_mutant_occurs_exactly_once(mutant: Mutant) -> None:
     for old, new in mutant.patches:
         assert text.count(old) == 1, old
         assert old != new
+
+
+@pytest.mark.parametrize("mutant", [*PYTHON, *NATIVE], ids=lambda mutant: mutant.name)
+def test_the_page_has_each_mutant_with_what_finds_it(mutant: Mutant) -> None:
+    lines = (ROOT / "docs" / "reliability.md").read_text().splitlines()
+    assert sum(line.startswith(mutants.row(mutant, "")[:-3]) for line in lines) == 1
+
+
+def test_what_was_found_is_written_in_the_order_of_the_list() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    first, second = (mutants.row(mutant, "7") for mutant in PYTHON[:2])
+    again = mutants.written(page, {PYTHON[1].name: second, PYTHON[0].name: first})
+    assert f"{first}\n{second}\n" in again and mutants.written(again, {}) == again
+    other = page.replace(f"| {PYTHON[0].name} |", "| one that is gone |")
+    assert "one that is gone" not in mutants.written(other, {})
+    with pytest.raises(ValueError, match="no table"):
+        mutants.written("nothing", {})
 
 
 class PlainIndex(CostRouter):
