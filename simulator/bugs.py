@@ -523,7 +523,12 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a page that leaves one medium is forgotten on all", "-", "events/replica.py",
-        "                if not block.media:\n", "                if True:\n",
+        "not (block.media or self._continued[hash_])", "not self._continued[hash_]",
+    ),
+    _mutant(
+        "a state leaves out what its pages continue", "here", "events/replica.py",
+        "if all(block.media for block in blocks):", "if True:",
+        "tests/test_events_feed.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
     ),
     # ---------------------------------------------------------------- fleets
     _mutant(

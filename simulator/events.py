@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from mainstem.cache import PrefixCache
 from mainstem.components import Full
 from mainstem.events.feed import Feed, Follower
-from mainstem.events.replica import Replica
+from mainstem.events.replica import Block, Replica
 from mainstem.events.source import PUBLIC_SECRET, BlockStored, Medium, Source, salt_id
 from mainstem.namespaces import Namespace, NamespaceLike, encode_namespace
 from mainstem.tree import Tree
@@ -39,10 +38,18 @@ def pages_of(replica: Replica) -> set[Page]:
     """Returns what a replica knows of all tiers, as far as all pages before are somewhere."""
     pages: set[Page] = set()
     for hash_, block in replica.blocks.items():
-        with suppress(KeyError):
+        if all(above and above.media for above in _path(replica, hash_)):
             path = replica.path(hash_)
             pages.update((block.stored.lora_name, block.stored.cache_salt, medium, path) for medium in block.media)
     return pages
+
+
+def _path(replica: Replica, hash_: int | None) -> Iterator[Block | None]:
+    """Yields a page and those that it continues, as far as they are known; None for one that is not."""
+    while hash_ is not None:
+        block = replica.blocks.get(hash_)
+        yield block
+        hash_ = block.stored.parent_block_hash if block else None
 
 
 def reaches(pages: set[Page], adapter: str | None, salt: str | None, path: tuple[int, ...]) -> tuple[int, int, int]:
@@ -159,7 +166,8 @@ class Listener:
             events = self._source.take()
             for event in events:
                 parent = event.parent_block_hash if isinstance(event, BlockStored) else None
-                require(parent is None or parent in self._sent.blocks, "a page comes before its parent", event)
+                above = self._sent.blocks.get(parent) if parent is not None else None
+                require(parent is None or (above and above.media), "a page comes before its parent", event)
                 self._sent.apply([event])
             batch = self._feed.publish(events, self._now_s())
             if self._random.random() >= loss:

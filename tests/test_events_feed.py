@@ -93,6 +93,30 @@ def test_a_replica_is_stored_as_few_events_each_after_its_parent() -> None:
     assert len(stored) < 5
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_continues_pages_that_are_nowhere_keeps_its_place(kept: int) -> None:
+    """Who follows from now on has to find it: `kept` pages of the first two are on the host, none on the device."""
+    replica, again = Replica(), Replica()
+    in_storage = BlockStored((3, 4), 2, (14, 15, 16, 17), 2, "STORAGE", None, None)
+    below = BlockStored((5,), 4, (18, 19), 2, "STORAGE", None, None)
+    replica.apply([FIRST, NEXT, in_storage, below])
+    if kept:
+        replica.apply([BlockStored((1,), None, (10, 11), 2, "CPU", None, None)])
+    replica.apply([BlockRemoved((1, 2, 3), "GPU"), BlockRemoved((4,), "STORAGE")])
+    events = list(replica.state())
+    seen: set[int | None] = {None}
+    for event in events:
+        if isinstance(event, BlockStored):
+            assert event.parent_block_hash in seen, "nobody can say what it continues"
+            seen |= set(event.block_hashes)
+    again.apply(events)
+    media = {hash_: block.media for hash_, block in again.blocks.items() if block.media}
+    assert media == {3: {"STORAGE"}, 5: {"STORAGE"}} | ({1: {"CPU"}} if kept else {})
+    assert again.path(5) == tuple(range(10, 20))
+    again.apply([BlockRemoved((3, 5), "STORAGE"), BlockRemoved((1,), "CPU")])
+    assert again.blocks == {} and list(again.state()) == [AllBlocksCleared()]
+
+
 def test_the_whole_state_is_made_in_steps_that_other_threads_run_between() -> None:
     line = Line(kept_bytes=0)
     for path in range(10):

@@ -75,6 +75,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         ("quotas", 313, 1000),  # a wait for copies left an owner beyond its maximum
         ("quotas", 352, 2000),  # the same, for another component
         ("quotas", 727, 900),  # and one never ended
+        ("fleet", 1204, 4000),  # a front that came late did not know where pages in storage belong
     ],
 )
 def test_what_long_runs_have_found_stays_mended(profile: str, seed: int, operations: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
@@ -12,11 +13,11 @@ from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, 
 
 @dataclass(slots=True)
 class Block:
-    """A page that is somewhere.
+    """A page.
 
     Args:
         stored: the event of this page alone; its medium is the first one.
-        media: where it is.
+        media: where it is; nowhere while it is only kept for the pages that continue it.
     """
 
     stored: BlockStored
@@ -27,11 +28,12 @@ class Replica:
     """A copy of a server's index.
 
     Attributes:
-        blocks: pages by their hashes.
+        blocks: pages by their hashes, and those that they continue.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[int, Block] = {}
+        self._continued: Counter[int] = Counter()  # by how many of them
 
     def apply(self, events: Iterable[Event]) -> None:
         """Follows events. To follow some of them again, in order up to the last one, changes nothing."""
@@ -43,13 +45,27 @@ class Replica:
                     self._remove(event)
                 case AllBlocksCleared():
                     self.blocks.clear()
+                    self._continued.clear()
 
     def state(self) -> Iterator[Event]:
-        """Yields events that make another replica equal to this one: all is cleared, and stored, parents first."""
+        """Yields events that make another replica equal to this one: all is cleared, and stored, parents first.
+
+        Parents that are nowhere are stored, too, and removed at the end: nobody could say else what continues them.
+        """
         yield AllBlocksCleared()
+        removed: list[int] = []
         for path in self._paths():
-            for medium in get_args(Medium):
+            blocks = [self.blocks[hash_] for hash_ in path]
+            if all(block.media for block in blocks):
+                media = get_args(Medium)
+            else:
+                yield _as_one([block.stored for block in blocks], "STORAGE")
+                removed += [hash_ for hash_, block in zip(path, blocks, strict=True) if "STORAGE" not in block.media]
+                media = ("GPU", "CPU")
+            for medium in media:
                 yield from self._runs(path, medium)
+        if removed:
+            yield BlockRemoved(tuple(removed), "STORAGE")
 
     def path(self, hash_: int) -> tuple[int, ...]:
         """Returns all tokens from the beginning of a sequence to the end of a page.
@@ -72,6 +88,8 @@ class Replica:
                 tokens = event.token_ids[number * size : (number + 1) * size]
                 one = replace(event, block_hashes=(hash_,), parent_block_hash=parent, token_ids=tokens)
                 block = self.blocks[hash_] = Block(one)
+                if parent is not None:
+                    self._continued[parent] += 1
             block.media.add(event.medium)
             parent = hash_
 
@@ -80,8 +98,15 @@ class Replica:
             block = self.blocks.get(hash_)
             if block is not None:
                 block.media.discard(event.medium)
-                if not block.media:
-                    del self.blocks[hash_]
+                self._forget(hash_)
+
+    def _forget(self, hash_: int | None) -> None:
+        """Forgets a page that is nowhere and continued by none, and what was kept for it alone."""
+        while hash_ is not None and (block := self.blocks.get(hash_)) and not (block.media or self._continued[hash_]):
+            del self.blocks[hash_], self._continued[hash_]
+            hash_ = block.stored.parent_block_hash
+            if hash_ is not None:
+                self._continued[hash_] -= 1
 
     def _runs(self, path: list[int], medium: Medium) -> Iterator[BlockStored]:
         """Yields an event for each part of a path that is on a medium."""
