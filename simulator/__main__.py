@@ -61,7 +61,8 @@ class Campaign:
             self.former_s = former["seconds"]
             options.first, options.operations = former["first_seed"], former["operations_a_seed"]
             for profile, record in former["profiles"].items():
-                self.totals[profile] = _from_json(record)
+                self.totals[profile] = total = _from_json(record)
+                total.failures = [each for each in total.failures if _fails_still(each[0])]
 
     @property
     def operations(self) -> int:
@@ -146,6 +147,14 @@ class Campaign:
             print(f"digest: {total.digest}")
 
 
+def _fails_still(line: str) -> bool:
+    """Replays a failure by its command."""
+    command = [sys.executable, *line.split()[1:]]
+    fails = subprocess.run(command, capture_output=True, check=False).returncode != 0
+    print(f"{'FAILED' if fails else 'mended'}  {line}", flush=True)
+    return fails
+
+
 def _commit() -> str:
     """Returns the commit that is checked out, with a + if there are changes; empty without git."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -167,7 +176,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--failures", type=int, default=5, help="stop after this many")
     parser.add_argument("--json", type=Path, help="file to write the record to")
     parser.add_argument(
-        "--resume", action="store_true", help="continue the record in --json, with its seeds and operations"
+        "--resume",
+        action="store_true",
+        help="continue the record in --json, with its seeds and operations; its failures are replayed first",
     )
     options = parser.parse_args()
     if options.resume and options.json is None:

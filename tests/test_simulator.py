@@ -144,6 +144,19 @@ def test_a_resumed_campaign_takes_up_profiles_that_its_record_lacks(tmp_path: Pa
     assert all(after["profiles"][name]["seeds"] for name in ("cache", "hybrid", "quotas"))
 
 
+def test_a_resumed_campaign_replays_the_failures_of_its_record(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    arguments = ["--profile", "cache", "--operations", "200", "--processes", "1", "--json", str(path)]
+    assert _simulate(*arguments, "--seeds", "5:6").returncode == 0
+    record = json.loads(path.read_text())
+    mended, not_yet = ("python -m simulator --profile cache --seed 5 --operations 200", "python -c 1/0")
+    record["profiles"]["cache"]["failures"] = [[mended, "then"], [not_yet, "now"]]
+    path.write_text(json.dumps(record))
+    done = _simulate(*arguments, "--seeds", "5:6", "--resume")
+    assert done.returncode == 1 and f"mended  {mended}" in done.stdout and f"FAILED  {not_yet}" in done.stdout
+    assert json.loads(path.read_text())["profiles"]["cache"]["failures"] == [[not_yet, "now"]]
+
+
 def test_a_record_becomes_a_row_that_replaces_the_last_one() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     record = {"date": "2026-01-02T03:04:05", "commit": "abc+", "first_seed": 5, "seconds": 61.2, "profiles": {}}
