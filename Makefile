@@ -18,13 +18,14 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures clean
+	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
 	@echo "make test    set up, lint, check types and run the quick tests"
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
+	@echo "make simulate-campaign  the same without end; goes on where the last one ended"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
 	@echo "make docs          the site, into build/docs/html: every page, link and name in the reference must exist"
 	@echo "make pictures      draw the pictures of docs/concepts.md again, and take those of the live page and of top"
@@ -49,13 +50,14 @@ help:
 	@echo "make coverage      the lines and branches of the core that those tests cover"
 	@echo "make bench-policies  what each policy gains and loses relative to lru (ARGS=\"--trace FILE\" adds your trace)"
 	@echo "make bench-agents  what hints of the next use give agents, and what wrong ones cost (ARGS=\"--trace FILE\")"
+	@echo "make bench-fleet   the router of a fleet beside others, and first tokens from a peer and from the store"
 	@echo "make bench-tiers   copies between tiers, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
 	@echo "make bench-engines  Mainstem inside vLLM beside vLLM's own example connector"
 	@echo "make bench-servers  the server beside vLLM's and transformers', over HTTP, on this CPU"
 	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
-	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: about two hours"
+	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: more than three hours"
 	@echo "make bench-index   benchmark the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -237,7 +239,7 @@ $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 
 # Measures again what the documentation shows, and writes it there. The machine must be idle.
 record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready $(ROUTERS)/ready $(VLLM)/ready
-	@echo "Measuring everything that is recorded, one by one: about two hours on two idle cores."
+	@echo "Measuring everything that is recorded, one by one: more than three hours on two idle cores."
 	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
 	$(BIN)/python -m bench.figures --write
 
@@ -310,4 +312,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(VLLM) $(FLEET) $(DIST) $(FUZZ) $(DOCS) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(CLIENTS) $(VLLM) $(FLEET) $(DIST) $(FUZZ) $(DOCS) build dist
