@@ -130,12 +130,38 @@ def test_the_commands_for_engines_are_those_of_their_guides(name: str) -> None:
     assert {word for word in start if own in word} <= guide
 
 
+@pytest.mark.parametrize("page", ["sglang.md", "start/plugin.md"])
+def test_sglang_runs_in_its_lane_with_the_options_of_the_pages(page: str) -> None:
+    lane = (ROOT / "tests" / "rigs" / "sglang_process.py").read_text()
+    given = re.findall(r"--(hicache-[a-z-]+) (\w+)", (DOCS / page).read_text())
+    assert len(given) == 5
+    assert [option for option in given if '"{}": "{}"'.format(*option) not in lane] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_links_to_other_sites_have_the_form_of_links(page: Path) -> None:
-    for link in re.findall(r"\]\((https?:[^)]*)\)", page.read_text()):
+    for link in re.findall(r"(?:\]\(|^\[[\w-]+\]: )(https?:[^)\n]*)", page.read_text(), re.MULTILINE):
         parts = urlsplit(link)
         assert parts.scheme == "https" and re.fullmatch(r"[a-z0-9.-]+\.[a-z]+", parts.netloc), link
         assert not re.search(r"\s", link), link
+
+
+def test_every_bold_cell_of_the_comparison_has_a_source() -> None:
+    """The page says that each was looked up in the source that its row names for that project."""
+    page = (DOCS / "comparison.md").read_text()
+    addresses = dict(re.findall(r"^\[([\w-]+)\]: (https:\S+)$", page, re.MULTILINE))
+    bold = 0
+    for row in re.findall(r"^\|(.+)\|$", page, re.MULTILINE):
+        cells = [cell.strip() for cell in row.split("|")]
+        if cells[1] == "SGLang":
+            heads = cells
+            continue
+        named = {name.split()[0].lower() for name, _ in re.findall(r"\[([^\]]+)\](?:\((https:)|\[)", cells[-1])}
+        for project, cell in zip(heads[1:-1], cells[1:-1], strict=True):
+            if "**" in cell:
+                bold += 1
+                assert project.lower() in named, (cells[0], project)
+    assert bold > 50 and set(re.findall(r"\]\[([\w-]+)\]", page)) == set(addresses)
 
 
 def examples(command: cyclopts.App) -> Iterator[str]:
