@@ -28,7 +28,7 @@ help:
 	@echo "make simulate-campaign  the same without end; goes on where the last one ended"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
 	@echo "make docs          the site, into build/docs/html: every page, link and name in the reference must exist"
-	@echo "make pictures      draw the pictures of docs/concepts.md again, and take those of the live page and of top"
+	@echo "make pictures      draw the pictures of the documentation again, and take those of demo, replay, top and the live page"
 	@echo "make spin          visit every state of small models of the cache, and reintroduce bugs (needs spin and gcc)"
 	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
@@ -57,7 +57,7 @@ help:
 	@echo "make bench-engines  Mainstem inside vLLM beside vLLM's own example connector"
 	@echo "make bench-servers  the server beside vLLM's and transformers', over HTTP, on this CPU"
 	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
-	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: more than three hours"
+	@echo "make record        run all benchmarks but bench-engines in full, into bench/results/recorded-*.json and the documentation: more than three hours"
 	@echo "make bench-index   benchmark the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -218,9 +218,10 @@ $(DOCS)/ready: $(VENV)/dev docs/requirements.txt
 	$(BIN)/pip install --quiet --target $(DOCS) --upgrade --requirement docs/requirements.txt
 	@touch $@
 
-# The drawings of docs/concepts.md.
+# The drawings of docs/concepts.md and docs/fleet.md; what demo and replay print; the live page, which needs Chromium, and top.
 pictures: $(VENV)/dev
 	$(BIN)/python scripts/pictures.py
+	$(BIN)/python -m scripts.terminal
 	PYTHONPATH=tests $(BIN)/python -m scripts.screens
 
 docs: $(DOCS)/ready
@@ -237,9 +238,10 @@ $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 	$(PEERS)/bin/python bench/install_peers.py
 	@touch $@
 
-# Measures again what the documentation shows, and writes it there. The machine must be idle.
+# Measures again what the documentation shows, and writes it there. The machine must be idle. engines has a record of its own:
+# make bench-engines ARGS=--record.
 record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready $(ROUTERS)/ready $(VLLM)/ready
-	@echo "Measuring everything that is recorded, one by one: more than three hours on two idle cores."
+	@echo "Measuring everything that is recorded but engines, one by one: more than three hours on two idle cores."
 	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
 	$(BIN)/python -m bench.figures --write
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 WIDTH = 720
+COLUMN = 6.5  # of a terminal
 STYLE = """
 .ground{fill:#fbfbfa;stroke:#d9d9d4}
 text{fill:#22252a;font:13px system-ui,sans-serif}
@@ -82,6 +83,13 @@ class Picture:
         path = " L".join(f"{x:g} {y:g}" for x, y in points)
         end = ' marker-end="url(#tip)"' if tip else ""
         self._parts.append(f'<path class="line" d="M{path}"{end}/>')
+
+    def row(self, x: float, y: float, text: str) -> None:
+        """Writes one line of a terminal, in columns of equal width whatever the font is."""
+        self._parts.append(
+            f'<text class="mono" x="{x:g}" y="{y:g}" xml:space="preserve" textLength="{COLUMN * len(text):g}"'
+            f' lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
+        )
 
     def svg(self) -> str:
         """Returns the file."""
