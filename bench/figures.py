@@ -81,6 +81,7 @@ SOURCES = {
     "request": Source("index", "rows", ("system", "page_size")),
     "scenario": Source("index", "scenarios", ("system", "scenario")),
     "faults": Source("store-faults", "rows", ("store", "kind")),
+    "routers": Source("fleet", "rows", ("trace", "router", "replicas")),
     "tiers": Source("tiers", "rows", ("what", "page_size", "dtype")),
     "marks": Source("marks", "goals", ("what",)),
     "policy": Source("policies", "rows", ("policy",)),
@@ -511,7 +512,8 @@ _IN_SHORT: Sequence[tuple[str, Sequence[str], str]] = (
     ),
     *(
         (
-            f"first token with a {store} store over that without storage, {what}; median / p99 / requests",
+            f"first token with a {store} store over that without storage, {what};"
+            " median of the ratios / ratio of the p99s / requests",
             [f"faults: {store} / {kind} / {field}" for field in ("ratio", "p99_ratio", "requests")],
             ".3g",
         )
