@@ -113,7 +113,7 @@ class CudaCopier:
     """Begins copies on a stream of its own; fences and marks are events.
 
     The device gathers from pinned host memory and scatters to it, so scattered pages need no extra copy on the host and
-    no call per page.
+    no call per page: by a kernel in Triton, which leaves the device to others, or by PyTorch's without Triton.
 
     Args:
         device: a CUDA device.
@@ -122,9 +122,12 @@ class CudaCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copy_rows = _device_copy()
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
         """Pins the memory, and returns it as a tensor of the device."""
+        if not memory.nbytes:  # of pages without content; nothing can be pinned
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
         return torch.as_tensor(_Mapped(memory, self._device), device=self._device)
 
     def rows(self, rows: torch.Tensor) -> Any:
@@ -147,8 +150,8 @@ class CudaCopier:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(fence)
             try:
-                for target, targets, source, sources in copies:
-                    target.index_copy_(0, targets, source.index_select(0, sources))
+                for copy in copies:
+                    self._copy_rows(*copy)
             except RuntimeError:
                 self.drain()
                 raise
@@ -169,6 +172,19 @@ class CudaCopier:
     def drain(self) -> None:
         """See `Copier.drain`."""
         self._stream.synchronize()
+
+
+def _device_copy() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Returns what copies rows on a device; its arguments are those of `Copy`."""
+    try:
+        from mainstem.runtime import triton_copies
+    except ImportError:
+        return _copy_by_torch
+    return triton_copies.copy_rows
+
+
+def _copy_by_torch(target: torch.Tensor, targets: torch.Tensor, source: torch.Tensor, sources: torch.Tensor) -> None:
+    target.index_copy_(0, targets, source.index_select(0, sources))
 
 
 class _Mapped:
