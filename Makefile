@@ -176,11 +176,12 @@ test-gemma: $(VENV)/gemma
 
 # On a machine with a GPU: nothing is installed, and the core is built with a compiler and nanobind alone. Two families
 # need transformers 5.20, and a restart needs a store.
-GPU := PYTHONPATH=src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
+GPU := PYTHONPATH=$(CURDIR)/src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
 test-gpu:
 	$(PYTHON) scripts/build_core.py
-	$(GPU) -m pytest -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart" \
-		tests/test_host.py tests/test_triton_attention.py tests/test_tree_attention.py tests/test_engine_hybrid.py
+	$(GPU) -m pytest -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart and not identity" \
+		tests/test_host.py tests/test_triton_attention.py tests/test_triton_copies.py tests/test_tree_attention.py \
+		tests/test_step_graphs.py tests/test_engine_hybrid.py
 
 bench-gpu:
 	$(PYTHON) scripts/build_core.py

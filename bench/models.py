@@ -291,8 +291,8 @@ CASES: dict[str, Case] = {
 class _Watched(ModelRunner):
     """Keeps every row of logits, by the position after it."""
 
-    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> None:
-        super().__init__(loaded, pages, page_size, kv_cache_dtype)
+    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> None:
+        super().__init__(loaded, pages, page_size, *how)
         self.rows: dict[int, torch.Tensor] = {}
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -394,8 +394,8 @@ def _config(case: Case, settings: Settings) -> EngineConfig:
 def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dict[str, Any]:
     made: list[_Watched] = []
 
-    def watched(loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> _Watched:
-        made.append(_Watched(loaded, pages, page_size, kv_cache_dtype))
+    def watched(loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> _Watched:
+        made.append(_Watched(loaded, pages, page_size, *how))
         return made[0]
 
     with Engine(subject.loaded, config, runner=watched) as engine:

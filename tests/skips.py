@@ -68,7 +68,7 @@ def _no_linux_on_x86_64() -> bool:
 
 
 ALLOWED = (
-    Allowed("there is no CUDA device here", _no_cuda, 13),
+    Allowed("there is no CUDA device here", _no_cuda, 14),
     Allowed("the machine has no tiles of bfloat16", lambda: not _core.has_tiles(), 3),
     Allowed("Triton is not installed", lambda: sys.platform != "linux", 40),
     Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 6),

@@ -43,7 +43,7 @@ class Gate(Ghost):
     adapters = SimpleNamespace(names=())
     vision = None
 
-    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> None:
+    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> None:
         super().__init__(pages["full"], page_size)
         self.open = threading.Event()
         self.open.set()
@@ -77,8 +77,8 @@ class Rig:
     def __init__(self, **config: Any) -> None:
         gates: list[Gate] = []
 
-        def runner(loaded: LoadedModel, pages: Mapping[str, int], page_size: int, kv_cache_dtype: str) -> Gate:
-            gates.append(Gate(loaded, pages, page_size, kv_cache_dtype))
+        def runner(loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> Gate:
+            gates.append(Gate(loaded, pages, page_size, *how))
             return gates[0]
 
         settings = EngineConfig(**{"pages": 64, "page_size": 4, **config})

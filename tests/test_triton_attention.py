@@ -126,14 +126,16 @@ def test_models_attend_by_it_as_by_their_own_code(
     monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel)
     model: Any = tiny(family, **MODELS[family]).to(DEVICE)  # type: ignore[call-arg, arg-type]
     calls: list[int] = []
-    attend = kernel._attend  # type: ignore[attr-defined]
-    monkeypatch.setattr(kernel, "_attend", lambda *given: (calls.append(1), attend(*given)))
+    from mainstem.runtime.triton_attention import _Work
+
+    attend = _Work.attend
+    monkeypatch.setattr(_Work, "attend", lambda *given: (calls.append(1), attend(*given)))
     ModelRunner(loaded(model), dict.fromkeys(Layout.of(model.config, CONTEXT).names, 8), 16)
     assert calls and "computed by PyTorch" not in caplog.text
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_both_kernels_are_compiled_for_gpus(architecture: int, tmp_path: Path) -> None:
+def test_the_kernels_are_compiled_for_gpus(architecture: int, tmp_path: Path) -> None:
     """An interpreter accepts what a compiler does not. Products are those of tensor cores."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
@@ -141,7 +143,13 @@ def test_both_kernels_are_compiled_for_gpus(architecture: int, tmp_path: Path) -
     folder = Path(__file__).parent
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     found = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert found == [["prefill", "True"], ["decode", "True"], ["latent", "True"], ["merge", "False"]], done.stderr
+    assert found == [
+        ["prefill", "True"],
+        ["decode", "True"],
+        ["latent", "True"],
+        ["merge", "False"],
+        ["write", "False"],
+    ], done.stderr
 
 
 # ---------------------------------------------------------------- which kernel a device has

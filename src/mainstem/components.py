@@ -23,6 +23,10 @@ class Full:
         """Returns the first position that the query at `position` sees."""
         return 0
 
+    def begins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns `seen_from` of each of these positions."""
+        return np.zeros_like(positions)
+
     def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the first position that a match ending at each of these needs."""
         return np.zeros_like(ends)
@@ -49,6 +53,10 @@ class Window:
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return max(0, position + 1 - self.tokens)
+
+    def begins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns `seen_from` of each of these positions."""
+        return np.maximum(positions + 1 - self.tokens, 0)
 
     def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the first position that a match ending at each of these needs."""
@@ -78,6 +86,10 @@ class Chunked:
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return position - position % self.tokens
+
+    def begins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns `seen_from` of each of these positions."""
+        return positions - positions % self.tokens
 
     def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the first position that a match ending at each of these needs; at a boundary, its end."""

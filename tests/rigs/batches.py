@@ -67,6 +67,7 @@ class Batch:
             patch.setattr("mainstem.runtime.attention.TILE_ROWS", self.tile_rows)
             if "mainstem.runtime.triton_attention" in sys.modules:  # a test imports it where Triton is installed
                 worth = {"FOLD_POSITIONS": self.fold_pages * self.pool.page_size, "BEGIN_STEP": self.fold_pages}
+                worth["WHOLE_PROMPT"] = self.fold_pages * 3
                 parts = {"LEAST_SPAN": self.view_positions, "PROGRAMS": 8, "BLOCK_BYTES": 256}
                 for name, size in (worth | parts).items():
                     patch.setattr(f"mainstem.runtime.triton_attention.{name}", size)

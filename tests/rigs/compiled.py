@@ -15,17 +15,22 @@ from mainstem.runtime import triton_attention
 
 _HALF = {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16", "lse": None, "scale": "fp32"}
 _READ = {"tasks": "*i32", "rows": "*i32", "page_ids": "*i32"}
+_STRIDES = {"row_stride": "i32", "head_stride": "i32"}
 _SIZES = {"KV_HEADS": 8, "GROUP": 4, "HEADS": 4, "ROWS": 64, "KEYS": 64, "PAGE": 16, "FIRST": 128, "REST": 0}
-_PART = {**_HALF, **_READ, **_SIZES, "VALUE": 128, "CAP": None}
+_PART = {**_HALF, **_READ, **_STRIDES, **_SIZES, "VALUE": 128, "CAP": None}
 _PARTIAL = {"out": "*fp32", "lse": "*fp32"}
 _LATENT = {"values": None, "KV_HEADS": 1, "GROUP": 128, "HEADS": 64, "KEYS": 16, "FIRST": 512, "REST": 64, "VALUE": 512}
 _MERGE = {"results": "*fp32", "lse": "*fp32", "sinks": "*bf16", "out": "*bf16", "merged": "*i32", "firsts": "*i32"}
+_NEW = {"key": "*bf16", "value": "*bf16", "keys": "*bf16", "values": "*bf16", "slots": "*i32", "tokens": "i32"}
+_NEW_STRIDES = {"key_row": "i32", "key_head": "i32", "value_row": "i32", "value_head": "i32"}
+_WRITE = {**_NEW, **_NEW_STRIDES, "KV_HEADS": 8, "KEY": 128, "VALUE": 128, "SOME": 16}
 
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefill": (triton_attention._part, _PART),
     "decode": (triton_attention._part, {**_PART, **_PARTIAL, "ROWS": 16, "CAP": 50.0}),
     "latent": (triton_attention._part, {**_PART, **_PARTIAL, **_LATENT}),
     "merge": (triton_attention._merge, {**_MERGE, "count": "i32", "ALL": 32, "VALUE": 128, "SOME": 8}),
+    "write": (triton_attention._write, _WRITE),
 }
 
 

@@ -76,9 +76,8 @@ class Extent(NamedTuple):
 
     def seen(self, first: int, last: int, component: Attended) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the begin and the end of the keys that each query at positions [first, last) sees."""
-        begins = np.array([component.seen_from(position) for position in range(first, last)], dtype=np.int64)
         positions = np.arange(first, last, dtype=np.int64)
-        ends = positions + 1
+        begins, ends = component.begins(positions), positions + 1
         for low, high in self.regions:
             ends[(positions >= low) & (positions < high)] = min(high, self.end)
         return begins, ends
@@ -125,10 +124,16 @@ class BatchPlan:
     pool: KVPool
     component: Attended
     extents: tuple[Extent, ...]
-    slots: slice | torch.Tensor
-    slot_ids: NDArray[np.int64] = field(repr=False)  # the same
+    slot_ids: NDArray[np.int64] = field(repr=False)  # of the new keys
+    repeated: int | None = None
+    """Rows of a forward that is launched again for other requests, at most so many; see `Attention.replan`."""
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False)
     """What a kernel made of it in the first layer, for the others."""
+
+    @cached_property
+    def slots(self) -> slice | torch.Tensor:
+        """Those of `slot_ids`, for an index."""
+        return run_of(self.slot_ids, self.pool.device)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -152,10 +157,19 @@ class BatchPlan:
         return [Stored(plane, plane.write(self.slots, new)) for plane, new in zip(planes, given, strict=True)]
 
 
-def plan_batch(extents: Sequence[Extent], pool: KVPool, component: Attended = FULL) -> BatchPlan:
-    """Plans one forward of `extents`, packed in this order, over a pool of this component's layers."""
+def plan_batch(
+    extents: Sequence[Extent], pool: KVPool, component: Attended = FULL, repeated: int | None = None
+) -> BatchPlan:
+    """Plans one forward of `extents`, packed in this order, over a pool of this component's layers.
+
+    Args:
+        extents: the new positions of each request.
+        pool: of the layers.
+        component: which keys their queries see.
+        repeated: see `BatchPlan`.
+    """
     slots = np.concatenate([pool.slots(extent.page_table, extent.start, extent.end) for extent in extents])
-    return BatchPlan(pool, component, tuple(extents), run_of(slots, pool.device), slots)
+    return BatchPlan(pool, component, tuple(extents), slots, repeated)
 
 
 def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
@@ -255,7 +269,13 @@ class Stored(NamedTuple):
 
 
 class Attention(Protocol):
-    """An attention kernel. It keeps nothing between calls."""
+    """An attention kernel. It keeps nothing between calls.
+
+    Attributes:
+        repeats: whether it can `replan`.
+    """
+
+    repeats: bool
 
     def attend(
         self,
@@ -301,6 +321,17 @@ class Attention(Protocol):
         """
         ...
 
+    def replan(self, plan: BatchPlan, new: BatchPlan) -> bool:
+        """Makes what was launched with a plan compute another one, if it is launched again.
+
+        Both are of single tokens in one pool, with the same number of `repeated` rows. The rows of a forward after
+        those of the plan's extents have no requests: their results are finite, and their keys are written nowhere.
+
+        Returns:
+            False if it cannot, for example because it has no room.
+        """
+        ...
+
 
 class Given(NamedTuple):
     """What a kernel computes with, besides the plan; see `Attention.attend`.
@@ -325,6 +356,8 @@ class SdpaAttention:
     Query heads that share a KV head become rows of one matrix, so keys and values are never repeated. A span that
     starts at 0 attends to the batch's own keys. Other spans attend to their pages, in place if these are consecutive.
     """
+
+    repeats = False
 
     def attend(
         self,
@@ -371,6 +404,10 @@ class SdpaAttention:
             out[rows] = latents.project(found[rows])
         return out
 
+    def replan(self, plan: BatchPlan, new: BatchPlan) -> bool:
+        """Returns False; see `Attention.replan`."""
+        return False
+
     def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """Computes the rows of some extents of a plan, the `members`, into their rows of `out`."""
         for span in (plan.spans[index] for index in members):
@@ -391,7 +428,7 @@ def _attend_span(
 ) -> None:
     """Computes attention of a span's rows of the batch, `query`, to its own keys, into its rows of `out`."""
     if span.causal and sinks is None and softcap is None:
-        out[span.rows] = _causal(query[span.rows], keys, values, scale)
+        out[span.rows] = causal(query[span.rows], keys, values, scale)
         return
     for tile in span.tiles:
         mask = masks.get(tile, query.shape[1] // keys.shape[1])
@@ -399,7 +436,7 @@ def _attend_span(
         _attend_tile(query[tile.rows], k, v, scale, mask, sinks, softcap, out[tile.rows])
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Computes attention of a whole prompt to itself, [tokens, heads, head_dim]."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

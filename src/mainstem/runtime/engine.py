@@ -119,7 +119,8 @@ class Engine:
         config: sizes and limits.
         clock: monotonic, in seconds.
         random: the source of seeds for requests without one.
-        runner: makes the runner from the model, the pages or slots of each component by its name, and the page size.
+        runner: makes the runner from the model, the pages or slots of each component by its name, the page size,
+            and further arguments of `ModelRunner`.
         progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, "tiers", and
             "measure", for what computing a prompt takes.
 
@@ -144,22 +145,22 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         random: random_module.Random | None = None,
-        runner: Callable[[LoadedModel, Mapping[str, int], int, str], EngineRunner] = ModelRunner,
+        runner: Callable[[LoadedModel, Mapping[str, int], int, str, bool], EngineRunner] = ModelRunner,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         report = progress or (lambda stage, done, total: None)
         if config.tp != loaded.ranks.size:
             raise BadArgument("tp", config.tp, f"{loaded.ranks.size}, the number of ranks that have loaded the model")
-        self._ranks, self.config = loaded.ranks, config
+        self._ranks, self.config, self._clock = loaded.ranks, config, clock
         sizes = pool_sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
         self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.has_states = any(isinstance(component, State) for component in sizes)
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
-        self._clock = clock
         report("test", 0, 1)
-        self._model = model = runner(loaded, counts_of(sizes), config.page_size, config.kv_cache_dtype)
+        how = config.page_size, config.kv_cache_dtype, config.cuda_graphs
+        self._model = model = runner(loaded, counts_of(sizes), *how)
         require_equal(self._ranks, lambda: model.computation, "scans")
         report("test", 1, 1)
         self.vision = model.vision

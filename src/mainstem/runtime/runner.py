@@ -54,6 +54,7 @@ from mainstem.runtime.pools import STATE_LAYER, Pools
 from mainstem.runtime.ranks import largest
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
+from mainstem.runtime.step_graphs import CudaRecorder, Plans, Recorder, StepGraphs, padded_rows
 from mainstem.runtime.tree_attention import TreeAttention
 from mainstem.runtime.vision import Vision
 from mainstem.settings.engine import HostSize
@@ -135,6 +136,7 @@ class ModelRunner:
             one component.
         page_size: positions per page.
         kv_cache_dtype: of the keys and values in pages: `auto` is the model's, `int8` and `fp8` have 8 bits.
+        cuda_graphs: whether decode steps are recorded, on a device that can; see `step_graphs`.
 
     Attributes:
         exchanged: what kernels compute in place of the model's own code.
@@ -145,7 +147,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, pages: int | Mapping[str, int], page_size: int, kv_cache_dtype: str = "auto"
+        self,
+        loaded: LoadedModel,
+        pages: int | Mapping[str, int],
+        page_size: int,
+        kv_cache_dtype: str = "auto",
+        cuda_graphs: bool = True,
     ) -> None:
         model = loaded.model
         text = model.config.get_text_config(decoder=True)
@@ -179,6 +186,7 @@ class ModelRunner:
         if self.exchanged.refused:
             log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
         log.info("%s: %s", loaded.name, self.exchanged)
+        self._steps = self._recorded_steps() if cuda_graphs else None
         if self._alone is None:
             install(model)
         else:
@@ -282,6 +290,16 @@ class ModelRunner:
         pools = {name: pool.kept for name, pool in self._pools.paged.items() if pool.kept is not pool.dtype}
         return {layer: pools[name] for layer, (name, _) in self._places.items() if name in pools}
 
+    def _recorded_steps(self) -> StepGraphs | None:
+        """Returns what computes decode steps of single tokens; None: nothing else than a forward."""
+        is_alone = self.alone or not self._places or self._shape is not None or self._ranks.size > 1
+        if is_alone or not self._attention.repeats or any(shape.latent for shape in self._kv.values()):
+            return None
+        recorder = recorder_for(self._like.device)
+        if recorder is None:
+            return None
+        return StepGraphs(self._forward_step, self._attention, recorder, self._like.device, self._limit)
+
     # ------------------------------------------------------------ computing
 
     def _run(self, segments: Sequence[Segment], pools: Pools) -> torch.Tensor:
@@ -324,8 +342,30 @@ class ModelRunner:
         for position in range(segment.start, segment.end):
             yield segment.part(position, position + 1)
 
+    def _step(self, segments: Sequence[Segment]) -> torch.Tensor | None:
+        """Computes a decode step that is recorded; returns None if this one is computed as other forwards are."""
+        if self._steps is None or not all(_is_step(s) for s in segments) or not self._steps.takes(len(segments)):
+            return None
+        tokens = np.concatenate([s.tokens for s in segments])
+        positions = np.array([s.start for s in segments], dtype=np.int64)
+        with torch.inference_mode(), self.adapters.select(None):
+            plans = self._plans(segments, self._pools, padded_rows(len(segments)))
+            return self._steps.compute(tokens, positions, plans).to(torch.float32, copy=True)
+
+    def _forward_step(self, tokens: torch.Tensor, positions: torch.Tensor, plans: Plans) -> torch.Tensor:
+        """See `step_graphs.Forward`."""
+        paging = Paging(self._attention, plans, self._places, self._max_context)
+        cache = {"past_key_values": PackedPositions(positions)} if self._is_tuned else {}
+        output = self._model(
+            input_ids=tokens, position_ids=positions, logits_to_keep=0, paging=paging, use_cache=False, **cache
+        )
+        logits: torch.Tensor = output.logits.flatten(0, 1)
+        return logits
+
     def _compute(self, segments: Sequence[Segment], pools: Pools) -> torch.Tensor:
         """Runs one forward. Without states, all tokens are one row; with states, each segment is, all equally long."""
+        if pools is self._pools and (repeated := self._step(segments)) is not None:
+            return repeated
         rows = 1 if pools.states is None else len(segments)
         ends = np.cumsum([len(s.tokens) for s in segments])
         asked = [np.arange(end - s.logits, end) for s, end in zip(segments, ends, strict=True)]
@@ -387,11 +427,11 @@ class ModelRunner:
             parts.append(np.broadcast_to(given, (*axes, len(segment.tokens))))
         return self._tensor(np.concatenate(parts, axis=-1).astype(np.int64)).view(*axes, rows, -1)
 
-    def _plans(self, segments: Sequence[Segment], pools: Pools) -> dict[str, BatchPlan]:
+    def _plans(self, segments: Sequence[Segment], pools: Pools, repeated: int | None = None) -> dict[str, BatchPlan]:
         plans = {}
         for i, (name, pool) in enumerate(pools.paged.items()):
             extents = [Extent(len(s.tokens), s.start, s.tables[i], self._regions(s)) for s in segments]
-            plans[name] = plan_batch(extents, pool, self._attended[name])
+            plans[name] = plan_batch(extents, pool, self._attended[name], repeated)
         return plans
 
     def _regions(self, segment: Segment) -> tuple[tuple[int, int], ...]:
@@ -612,6 +652,11 @@ def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attenti
     return TreeAttention()
 
 
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Returns what records the launches of a device; None: nothing does."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
 @contextmanager
 def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
     """Tunes the temperature of attention anew every few positions, not thousands, so that a short test sees it."""
@@ -624,6 +669,12 @@ def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, step in zip(tuned, before, strict=True):
             module.floor_scale = step
+
+
+def _is_step(segment: Segment) -> bool:
+    """Returns whether a segment is one token of the base model, with logits, and nothing before it is on its way."""
+    alone = segment.adapter is None and segment.arriving is None and segment.positions is None
+    return alone and len(segment.tokens) == segment.logits == 1 and segment.start > 0 and not _inside(segment)
 
 
 def _inside(segment: Segment) -> list[ImageInput]:

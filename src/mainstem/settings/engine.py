@@ -475,6 +475,8 @@ class EngineConfig(Limits, Shares):
         page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
         kv_cache_dtype: Number format of the keys and values in pages, on the device, the host and in storage.
             auto: that of the model. int8, fp8: 8 bits, so that about twice as many pages fit, with a loss.
+        cuda_graphs: Record decode steps on a GPU, and repeat them, so that a step is launched at once.
+            --no-cuda-graphs launches every kernel.
         max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
         policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
             See docs/policies.md.
@@ -494,6 +496,7 @@ class EngineConfig(Limits, Shares):
     window_trace: WindowTrace | None = setting(None, instance(tuple, "a tuple of sequences"), unit=WINDOW_TRACE)
     page_size: int = setting(16, integer(1))
     kv_cache_dtype: KVCacheDtype = setting("auto", one_of(KVCacheDtype))
+    cuda_graphs: bool = setting(True, switch())
     max_waiting: int = setting(1024, integer(1, INT32_MAX))
     policy: str = setting("lru")  # `find_policy` checks it
     cache: bool = setting(True, switch())
