@@ -38,7 +38,7 @@ from mainstem.runtime.attention import Attention, Extent, SdpaAttention, plan_ba
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool, KVShape
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.runner import attention_for
+from mainstem.runtime.runner import ModelRunner, Segment, attention_for, recorder_for
 from mainstem.runtime.tree_attention import TreeAttention
 from mainstem.tiers.transfer import Move, Ticket
 
@@ -66,8 +66,10 @@ class Settings:
         sharers: numbers of requests that share one prefix.
         prefix, own: positions that these share, and that each has beside it.
         prompts: lengths of prefixes, for the time to the first token.
+        chunks: prompt tokens of a step, likewise.
         concurrent: requests at a time, for throughput.
         new_tokens: of each of them.
+        decoded: positions of each request whose decode steps are measured; `concurrent` at a time.
     """
 
     device: str = "cuda"
@@ -89,8 +91,10 @@ class Settings:
     prefix: int = 4096
     own: int = 128
     prompts: tuple[int, ...] = (1024, 4096, 8192)
+    chunks: tuple[int, ...] = (512, 4096)
     concurrent: tuple[int, ...] = (1, 8, 32)
     new_tokens: int = 64
+    decoded: int = 1024
 
 
 REHEARSAL = Settings(
@@ -113,8 +117,10 @@ REHEARSAL = Settings(
     prefix=32,
     own=8,
     prompts=(64,),
+    chunks=(32,),
     concurrent=(2,),
     new_tokens=2,
+    decoded=32,
 )
 
 
@@ -178,6 +184,7 @@ class Bench:
         self._settings, self._attention = settings, attention
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._clock = clock_of(settings.device)
+        self._recorder = recorder_for(torch.device(settings.device))
 
     @property
     def parts(self) -> dict[str, Callable[[], Iterator[Row]]]:
@@ -187,7 +194,7 @@ class Bench:
             "hidden loads": self.hidden,
             "attention": self.attention,
             "folding": self.folding,
-            "graph": self.graph,
+            "decode": self.decode,
             "ttft": self.ttft,
             "throughput": self.throughput,
         }
@@ -280,17 +287,40 @@ class Bench:
     # ------------------------------------------------------------ attention
 
     def attention(self) -> Iterator[Row]:
-        """Yields a step's attention in all layers by each kernel, and by dense ones that read no pages."""
+        """Yields a step's attention in all layers by each kernel, and by dense ones that read no pages.
+
+        `graph_s` are times of one CUDA graph, planned before. Others launch each kernel, and plan in each step.
+        """
         kernels = {type(kernel).__name__: kernel for kernel in (self._attention, TreeAttention(), SdpaAttention())}
         for shape in (*self._settings.decodes, *self._settings.prefills):
             for page_size in self._settings.page_sizes:
                 step = self._step(shape, page_size)
                 times = {f"{name}_s": self._seconds(partial(step, kernel)) for name, kernel in kernels.items()}
-                yield {"shape": shape.label, "page_size": page_size, **times, **self._dense(shape)}
+                graph_s = self._seconds(self._planned(shape, page_size))
+                yield {"shape": shape.label, "page_size": page_size, **times, "graph_s": graph_s, **self._dense(shape)}
 
     def _step(self, shape: Shape, page_size: int) -> Callable[[Attention], float]:
         extents, pool, new = self._batch(shape, page_size)
         return lambda kernel: step_s(kernel, extents, pool, new, time.perf_counter)
+
+    def _planned(self, shape: Shape, page_size: int) -> Callable[[], object]:
+        """Returns a step's attention in all layers, with its plan made, as one launch."""
+        extents, pool, new = self._batch(shape, page_size)
+        plan = plan_batch(extents, pool)
+
+        def layers() -> torch.Tensor:
+            for layer in range(self._settings.layers):
+                out = self._attention.attend(layer, *new, self._settings.head_dim**-0.5, plan)  # type: ignore[call-arg]
+            return out
+
+        return self._recorded(layers)
+
+    def _recorded(self, work: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        """Returns what repeats all launches of some work at once; on a CPU, the work."""
+        if self._recorder is None:
+            return work
+        work()
+        return self._recorder(work)[0]
 
     def _batch(self, shape: Shape, page_size: int) -> tuple[list[Extent], KVPool, list[torch.Tensor]]:
         """Returns the requests of a step, their pages, and new queries, keys and values."""
@@ -319,12 +349,14 @@ class Bench:
         )
         is_causal = shape.new > 1
 
-        def torch_flash() -> None:
+        def torch_flash() -> torch.Tensor:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION if s.device != "cpu" else SDPBackend.MATH):
                 for _ in range(s.layers):
-                    scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+                    out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+            return out
 
-        times: Row = {"torch_flash_s": self._seconds(torch_flash), "flash_attn_s": None}
+        flash_s = {"torch_flash_s": torch_flash, "torch_flash_graph_s": self._recorded(torch_flash)}
+        times: Row = {name: self._seconds(work) for name, work in flash_s.items()} | {"flash_attn_s": None}
         try:
             from flash_attn import flash_attn_func  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError:
@@ -338,51 +370,97 @@ class Bench:
         return {**times, "flash_attn_s": self._seconds(flash_attn)}
 
     def folding(self) -> Iterator[Row]:
-        """Yields a decode of requests that share a prefix, beside as many that have copies of it."""
+        """Yields a decode of requests that share a prefix, beside as many that have copies of it: as CUDA graphs."""
         s = self._settings
         for count in s.sharers:
             shared, apart = Shape(count, s.prefix, s.own), Shape(count, 0, s.prefix + s.own)
-            taken = []
-            for shape in (shared, apart):
-                step = self._step(shape, s.page_sizes[0])
-                taken.append(self._seconds(partial(step, self._attention)))
-                del step
+            taken = [self._seconds(self._planned(shape, s.page_sizes[0])) for shape in (shared, apart)]
             yield {"sharers": count, "shared_s": taken[0], "apart_s": taken[1], "ratio": taken[1] / taken[0]}
-
-    def graph(self) -> Iterator[Row]:
-        """Yields a decode step's attention, launched kernel by kernel and as one CUDA graph, with the same plan."""
-        s = self._settings
-        shape = s.decodes[-1]
-        extents, pool, new = self._batch(shape, s.page_sizes[0])
-        plan = plan_batch(extents, pool)
-
-        def layers() -> None:
-            for layer in range(s.layers):
-                self._attention.attend(layer, new[0], new[1], new[2], s.head_dim**-0.5, plan)
-
-        eager_s = self._seconds(layers)
-        row: Row = {"shape": shape.label, "eager_s": eager_s, "graph_s": None}
-        if s.device != "cpu":
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                layers()
-            row["graph_s"] = self._seconds(captured.replay)
-        yield row
 
     # ------------------------------------------------------------ the engine
 
+    def decode(self) -> Iterator[Row]:
+        """Yields decode steps: repeated, launched, and those of transformers, beside the bytes that they must read.
+
+        Requests share nothing. The floor is the time to read weights, keys and values at the bandwidth that a copy on
+        the device has.
+        """
+        s = self._settings
+        loaded, bandwidth = self._loaded(), self._bandwidth()
+        read = sum(weight.nbytes for weight in loaded.model.parameters())
+        position = 2 * s.layers * s.kv_heads * s.head_dim * self._dtype.itemsize
+        tokens = torch.randint(0, s.vocab, (max(s.concurrent), s.decoded), device=s.device)
+        theirs = {count: self._transformers_s(loaded.model, tokens[:count]) for count in s.concurrent}
+        for count in s.concurrent:
+            floor_s = (read + count * s.decoded * position) / bandwidth
+            times = {
+                f"{name}_s": self._step_s(
+                    ModelRunner(loaded, self._pages(count), 16, cuda_graphs=graphs), tokens[:count]
+                )
+                for name, graphs in (("graph", True), ("launched", False))
+            }
+            row = {
+                "requests": count,
+                "context": s.decoded,
+                **times,
+                "transformers_s": theirs[count],
+                "floor_s": floor_s,
+            }
+            yield {**row, "ratio": row["transformers_s"] / row["graph_s"], "share": floor_s / row["graph_s"]}
+
+    def _pages(self, requests: int) -> int:
+        return requests * (self._settings.decoded // 16 + self._settings.rounds + 2)
+
+    def _step_s(self, runner: ModelRunner, tokens: torch.Tensor) -> float:
+        """Returns the seconds of a step of some requests after their prompts, [requests, positions]."""
+        tables = np.split(np.arange(self._pages(len(tokens)), dtype=np.int32), len(tokens))
+        prompts, length = tokens.cpu().numpy().astype(np.int32), tokens.shape[1]
+        for prompt, table in zip(prompts, tables, strict=True):
+            runner.forward([Segment(prompt, 0, (table,), 1)])
+        at = iter(range(length, self._settings.context))
+
+        def step() -> None:
+            end = next(at)
+            runner.forward(
+                [Segment(prompt[:1], end, (table,), 1) for prompt, table in zip(prompts, tables, strict=True)]
+            )
+
+        for _ in range(2):  # the first is recorded, and the second compared
+            step()
+        return self._seconds(step)
+
+    def _transformers_s(self, model: Any, tokens: torch.Tensor) -> float:
+        """Returns the seconds of a step by the model's own code and transformers' cache."""
+        cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+        model(tokens[:, :1], past_key_values=cache, use_cache=True)
+        return self._seconds(lambda: model(tokens[:, :1], past_key_values=cache, use_cache=True))
+
+    def _bandwidth(self) -> float:
+        """Returns the bytes per second that a copy on the device reads and writes."""
+        there = torch.empty(self._settings.copied_bytes, dtype=torch.uint8, device=self._settings.device).fill_(1)
+        other = torch.empty_like(there)
+        return 2 * there.nbytes / self._seconds(lambda: other.copy_(there))
+
     def ttft(self) -> Iterator[Row]:
-        """Yields the time to the first token, cold and warm."""
-        lengths = ttft.Settings(self._settings.prompts, token_budget=2 * max(self._settings.prompts), repeats=(5, 2))
-        yield from self._engine(lambda report, loaded: ttft.run(lengths, report, loaded))
+        """Yields the time to the first token, cold and warm, with the default size of a step and a larger one."""
+        prompts = self._settings.prompts
+        for chunk in self._settings.chunks:
+            lengths = ttft.Settings(prompts, token_budget=2 * max(prompts), repeats=(5, 3), chunk=chunk)
+            for row in self._engine(lambda report, loaded, lengths=lengths: ttft.run(lengths, report, loaded)):  # type: ignore[misc]
+                yield {"chunk": chunk, **row}
 
     def throughput(self) -> Iterator[Row]:
         """Yields requests and tokens per second of requests that share a prefix, with and without reuse."""
         s = self._settings
-        loads = throughput.Settings(s.concurrent, max(s.prompts) // 4, 20, s.new_tokens, dtype=s.dtype)
+        loads = throughput.Settings(s.concurrent, max(s.prompts) // 4, 20, s.new_tokens, rounds=3, dtype=s.dtype)
         yield from self._engine(lambda report, loaded: throughput.run(loads, report, loaded))
 
     def _engine(self, measure: Callable[[Report, LoadedModel], None]) -> list[Row]:
+        report = Report("gpu", "", quick=False, progress=lambda line: None)
+        measure(report, self._loaded())
+        return report.rows
+
+    def _loaded(self) -> LoadedModel:
         s = self._settings
         config = LlamaConfig(
             vocab_size=s.vocab,
@@ -397,10 +475,7 @@ class Bench:
         torch.manual_seed(0)
         with torch.device(s.device):
             model = AutoModelForCausalLM.from_config(config, dtype=self._dtype).eval()
-        loaded = LoadedModel(model, Letters(), "llama, random weights", self._dtype, s.context)  # type: ignore[arg-type]
-        report = Report("gpu", "", quick=False, progress=lambda line: None)
-        measure(report, loaded)
-        return report.rows
+        return LoadedModel(model, Letters(), "llama, random weights", self._dtype, s.context)  # type: ignore[arg-type]
 
 
 def _whole(begin: Callable[[list[Move]], Ticket], move: list[Move]) -> None:

@@ -27,6 +27,7 @@ class Settings:
         token_budget: prompt tokens per length, which determines the number of repetitions.
         repeats: maximum and minimum repetitions of a length.
         dtypes: types of the weights.
+        chunk: prompt tokens of a step (`EngineConfig.token_budget`).
     """
 
     prefix_lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
@@ -34,6 +35,7 @@ class Settings:
     token_budget: int = 8192
     repeats: tuple[int, int] = (5, 2)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    chunk: int = 512
 
 
 QUICK = Settings(prefix_lengths=(256, 1024), token_budget=2048, repeats=(3, 2))
@@ -41,7 +43,7 @@ QUICK = Settings(prefix_lengths=(256, 1024), token_budget=2048, repeats=(3, 2))
 
 def run(settings: Settings, report: Report, loaded: LoadedModel) -> None:
     """Measures one model in its dtype, and adds rows to the report."""
-    config = EngineConfig(kv_bytes=1 << 30)
+    config = EngineConfig(kv_bytes=1 << 30, token_budget=settings.chunk)
     prompts = Prompts(loaded)
     report.settings.update(asdict(settings), model=loaded.name)
     with Engine(loaded, config) as engine:
