@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    "README.md", "docs/fleet.md", "docs/models.md", "docs/numbers.md", "docs/performance.md", "docs/planning.md",
-    "docs/policies.md", "docs/serving.md", "docs/vllm.md",
+    "README.md", "docs/fleet.md", "docs/gpu.md", "docs/models.md", "docs/numbers.md", "docs/performance.md",
+    "docs/planning.md", "docs/policies.md", "docs/serving.md", "docs/vllm.md",
 )  # fmt: skip
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
@@ -39,9 +39,11 @@ Records = Mapping[str, Mapping[str, Any]]
 
 
 def load(folder: Path = RESULTS) -> Records:
-    """Loads all records."""
+    """Loads all records; `gpu` is the newest one of a GPU."""
     paths = folder.glob("recorded-*.json")
-    return {path.stem.removeprefix("recorded-"): json.loads(path.read_text()) for path in paths}
+    records = {path.stem.removeprefix("recorded-"): json.loads(path.read_text()) for path in paths}
+    of_gpus = [json.loads(path.read_text()) for path in folder.glob("gpu-*.json") if "gpu-tests-" not in path.name]
+    return {**records, "gpu": max(of_gpus, key=lambda record: record["date"])} if of_gpus else records
 
 
 def rewritten(page: str, records: Records) -> str:
@@ -589,6 +591,58 @@ def _fleet_apart(records: Records) -> str:
     return _table(heads, map(cells, records["fleet"]["apart"]))
 
 
+_GPU: Mapping[str, Sequence[tuple[str, str, str]]] = {
+    "copies": (
+        ("page", "page_size", "d"),
+        ("layout", "layout", ""),
+        ("way", "way", ""),
+        ("of the link", "share", ".2f"),
+    ),
+    "decode": (
+        ("requests", "requests", "d"),
+        ("recorded, ms", "graph_s", "ms"),
+        ("launched, ms", "launched_s", "ms"),
+        ("transformers, ms", "transformers_s", "ms"),
+        ("the bytes alone, ms", "floor_s", "ms"),
+        ("transformers / recorded", "ratio", ".1f"),
+    ),
+    "attention": (
+        ("step", "shape", ""),
+        ("page", "page_size", "d"),
+        ("Mainstem, ms", "graph_s", "ms"),
+        ("PyTorch's flash attention, dense keys, ms", "torch_flash_graph_s", "ms"),
+    ),
+    "folding": (
+        ("requests", "sharers", "d"),
+        ("shared, ms", "shared_s", "ms"),
+        ("copies, ms", "apart_s", "ms"),
+        ("ratio", "ratio", ".2f"),
+    ),
+    "ttft": (
+        ("tokens of a step", "chunk", ",d"),
+        ("prefix", "prefix", ",d"),
+        ("cold, ms", "cold_s", "ms"),
+        ("warm, ms", "warm_s", "ms"),
+        ("ratio", "ratio", ".1f"),
+    ),
+}
+"""Columns of the tables of a GPU: head, field and format."""
+
+
+def _gpu(part: str) -> Callable[[Records], str]:
+    """Returns what makes the table of a part of the benchmark of a GPU."""
+
+    def cell(value: Any, form: str) -> str:
+        return "–" if value is None else f"{1000 * value:.2f}" if form == "ms" else format(value, form)
+
+    def table(records: Records) -> str:
+        heads, fields, forms = zip(*_GPU[part], strict=True)
+        rows = records["gpu"][part]
+        return _table(heads, ([cell(row.get(f), form) for f, form in zip(fields, forms, strict=True)] for row in rows))
+
+    return table
+
+
 TABLES: Mapping[str, Callable[[Records], str]] = {
     "requests": _requests,
     "requests, main peers": lambda records: _requests(records, MAIN_PEERS),
@@ -618,6 +672,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "servers": _servers,
     "states": _states,
     "engines": _engines,
+    **{f"gpu {part}": _gpu(part) for part in _GPU},
     "records": _runs,
 }
 

@@ -658,13 +658,38 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a GPU gives a tile the keys of its first row only", "-", _TRITON,
-        "int(bounds[rows, 1].max()))", "int(bounds[rows[0], 1]))",
+        "np.maximum.reduceat(bounds[:, 1], first))", "bounds[first, 1])",
         "tests/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a GPU puts a result at the place of another row", "-", _TRITON,
         'np.argsort(rows, kind="stable")', "np.arange(len(rows))",
         "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a recorded step writes keys of rows that have no request", "-", _TRITON,
+        "constant_values=-1", "constant_values=0",
+        "tests/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
+    ),
+    _mutant(
+        "a recorded step keeps the requests that it was recorded with", "-", _TRITON,
+        "self._memory.fill(tables.padded(self._sizes))\n        return True", "return True",
+        "tests/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
+    ),
+    _mutant(
+        "a recorded step is used though its logits differ", "-", "runtime/step_graphs.py",
+        "if error <= self._limit:", "if True:",
+        "tests/test_step_graphs.py::test_a_repeated_step_that_differs_is_not_used",
+    ),
+    _mutant(
+        "a step is recorded while pages before it are on their way", "-", "runtime/runner.py",
+        "and segment.arriving is None", "",
+        "tests/test_step_graphs.py::test_what_is_on_its_way_is_waited_for",
+    ),
+    _mutant(
+        "a copy on a GPU leaves out the end of a row", "-", "runtime/triton_copies.py",
+        "len(sources) * -(-words // WORDS)", "len(sources) * (words // WORDS)",
+        "tests/test_triton_copies.py::test_it_copies_the_rows_that_are_asked_for",
     ),
     # ---------------------------------------------------------------- quantized weights
     _mutant(

@@ -21,6 +21,7 @@ from machine import patience
 from rigs.serving import real_server
 
 import mainstem
+from bench import figures
 from mainstem import cli
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +74,7 @@ def test_every_page_is_in_the_menu() -> None:
 def test_the_reference_has_every_public_name_and_the_numbers_every_record() -> None:
     reference = "".join((DOCS / "reference" / name).read_text() for name in ("python.md", "lower.md"))
     assert set(re.findall(r":: mainstem\.(\w+)", reference)) == set(mainstem.__all__) - {"__version__"}
-    records = {path.stem.removeprefix("recorded-") for path in (ROOT / "bench" / "results").glob("recorded-*.json")}
+    records = set(figures.load())
     assert set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "numbers.md").read_text(), re.MULTILINE)) == records
 
 

@@ -6,6 +6,7 @@ On the CPU, the kernels are interpreted, and what is recorded is called again; o
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,20 @@ def test_other_forwards_are_not_recorded(kernel: Attention, monkeypatch: pytest.
     requests.compute([(0, 1), (1, 2)])
     requests.compute([(0, 3)])
     assert recorder.recorded == 0
+
+
+def test_what_is_on_its_way_is_waited_for(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests.add(8)
+    for _ in range(2):
+        requests.step(0)
+    waited: list[int] = []
+    ticket: Any = SimpleNamespace(wait_layer=waited.append)
+    runner, table = requests.runners[0], np.arange(CONTEXT // PAGE, dtype=np.int32)
+    runner.forward([Segment(np.array([1], dtype=np.int32), 10, (table,), 1, arriving=ticket)])
+    assert waited == list(range(len(waited))) and waited
+    assert (recorder.recorded, recorder.repeated) == (1, 1)
 
 
 def test_what_cannot_be_recorded_is_computed_and_said_once(
