@@ -1,10 +1,12 @@
 """`Linter`: finds what in prompts keeps them from sharing their prefixes, and what that costs.
 
-Prompts are compared as text: tools first, as templates place them, then the messages. Each is compared with the
-earlier prompts next to it in sorted order, as they are and with all times, ids and numbers blanked out. Where two
-prompts part, the rules say why; if they know, the comparison goes on after what differs. What is the same there could
-have been found if it had not differed. Only what no earlier prompt begins with counts as lost. Other prompts may
-share more, so the count is a lower bound.
+Prompts are compared as text (see `prompts`). Each is compared with the earlier prompts of its salt next to it in sorted
+order, as they are and with all times, ids and numbers blanked out. Where two prompts part, the rules say why; if they
+know, the comparison goes on after what differs. What is the same there could have been found if it had not differed.
+Only what no earlier prompt begins with counts as lost. Other prompts may share more, so the count is a lower bound.
+
+The first prompt of a salt is compared with those of other salts. That counts only if salts are new so
+often that they cannot be one for each tenant.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import json
 import re
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
 
-from mainstem.errors import MainstemError
+from mainstem.watch.prompts import END, BadRequestBody, Body, Prompt, prompts
 
-Body = Mapping[str, Any]
-"""The body of a request, as OpenAI's API has it."""
+__all__ = ["ADVICE", "KEPT", "BadRequestBody", "Finding", "Linter", "Report", "about"]
 
 SHORTEST = 64
 """Characters that must be the same after a difference for it to count: fewer are chance, or less than a page."""
@@ -30,7 +33,9 @@ KEPT = 10_000
 
 _AROUND, _SHOWN = 12, 60  # characters of an example before the difference, and in all
 _WORDS, _AGREE = 8, 6  # words that may differ, and that agree after them
-_END = "\0"  # between the parts of a prompt
+_PIECES, _LONGEST = 1000, 4000  # of a list: how many may be in another order; characters of one
+_OFTEN = 4  # of as many prompts with a salt, one is the first of its salt, or more: it is not a tenant's
+_SYSTEM = ("system", "system)", "developer)", "instructions")  # how the names of system prompts end
 _BLANK = "\1"
 
 ADVICE = {
@@ -40,7 +45,8 @@ ADVICE = {
     "tools reordered": "Send the tools in one order, for example by name.",
     "tool keys reordered": "Write the JSON of a tool with its keys in one order.",
     "tools changed": "Send the same tools each time, and restrict them by tool_choice.",
-    "parts reordered": "Keep documents in one order, and put the question after them.",
+    "parts reordered": "Sort documents, facts and lists, by name for example, and put the question after them.",
+    "salt": "Send one salt for all requests that may share, such as those of a tenant, not one for each request.",
     "spaces": "Write the prompt with the same spaces and line ends each time.",
     "words": "Use one system prompt, and put what differs into the last message.",
 }
@@ -48,81 +54,6 @@ ADVICE = {
 
 ORDERS = {"tools reordered", "tool keys reordered", "parts reordered"}
 """Causes where what differs is the same text in another order, which would be shared, too."""
-
-
-class BadRequestBody(MainstemError, ValueError):
-    """A line is not the body of a request with text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as text.
-
-    Args:
-        model: prompts of different models share nothing.
-        tools: the text of each tool.
-        text: everything, each part followed by `_END`.
-        parts: what each part is, such as `messages[0] (system)`, and where it ends in the text.
-    """
-
-    model: str
-    tools: tuple[str, ...]
-    text: str
-    parts: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, body: Body) -> Prompt:
-        """Returns the prompt of a request.
-
-        Raises:
-            BadRequestBody: it has neither messages nor a prompt with text.
-        """
-        tools = tuple(json.dumps(tool, ensure_ascii=False) for tool in body.get("tools") or ())
-        named = [(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
-        named += list(_messages(body))
-        pieces: list[str] = []
-        parts: list[tuple[str, int]] = []
-        end = 0
-        for name, piece in named:
-            pieces.append(piece.replace(_END, " ") + _END)
-            end += len(pieces[-1])
-            parts.append((name, end))
-        return cls(str(body.get("model") or ""), tools, "".join(pieces), tuple(parts))
-
-    def part(self, at: int) -> tuple[str, int, int]:
-        """Returns the name of the part at a position, where it begins and where it ends."""
-        begin = 0
-        for name, end in self.parts:
-            if at < end:
-                return name, begin, end
-            begin = end
-        return "the end", begin, len(self.text)
-
-    @property
-    def tools_end(self) -> int:
-        """Where the tools end in the text."""
-        return self.parts[len(self.tools) - 1][1] if self.tools else 0
-
-
-def _messages(body: Body) -> Iterator[tuple[str, str]]:
-    """Yields the name and text of each message, or of the prompt."""
-    prompt, messages = body.get("prompt"), body.get("messages")
-    if isinstance(prompt, str):
-        yield "prompt", prompt
-        return
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise BadRequestBody("neither messages (a list of objects) nor a prompt (a string) is present")
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        if isinstance(content, list) and all(
-            isinstance(part, Mapping) and part.get("type") == "text" for part in content
-        ):
-            text = "\n".join(str(part.get("text", "")) for part in content)
-        rest = {key: value for key, value in message.items() if key not in ("role", "content")}
-        more = json.dumps(rest, ensure_ascii=False) if rest else ""
-        role = str(message.get("role", ""))
-        yield f"messages[{number}] ({role})", f"{role}\n{text}{more}"
 
 
 # --- why two prompts part ---------------------------------------------------------------------------------------------
@@ -200,16 +131,47 @@ def _space(text: str, at: int) -> int:
     return at
 
 
+_SEPARATOR = rf"(?:[][(){{}},;|\n{END}]|[.:!?](?=\s))"
+_SEPARATORS, _LAST_SEPARATOR = re.compile(_SEPARATOR), re.compile(rf"(?s:.*){_SEPARATOR}")
+_WRAPPING = " \t\r\"'`-*\u2022"  # around pieces of lists
+
+
 def _parts(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
-    (name, begin, end), (other, begin_there, end_there) = here.part(at.here), there.part(at.there)
-    ours, theirs = (re.split(r"\n+", text) for text in (here.text[begin:end], there.text[begin_there:end_there]))
-    same = name == other and len(ours) > 2 and Counter(ours) == Counter(theirs)
-    return ("parts reordered", Place(end, end_there)) if same else None
+    """Looks for the fewest pieces after which both have had the same ones."""
+    (name, *ours), (other, *theirs) = here.part(at.here), there.part(at.there)
+    if name != other:
+        return None
+    balance: Counter[str] = Counter()
+    pairs = zip(_pieces(here.text, at.here, *ours), _pieces(there.text, at.there, *theirs), strict=False)
+    for number, ((mine, end), (its, end_there)) in enumerate(islice(pairs, _PIECES)):
+        if number == 0 and (mine == its or mine not in there.text or its not in here.text):
+            return None  # as most often, and quickly found
+        for piece, more in ((mine, 1), (its, -1)):
+            balance[piece] += more
+            if not balance[piece]:
+                del balance[piece]
+        if not balance:
+            return "parts reordered", Place(end, end_there)
+    return None
+
+
+def _pieces(text: str, at: int, begin: int, end: int) -> Iterator[tuple[str, int]]:
+    """Yields the pieces of a part from the one at a position on, each without what wraps it, and where it ends."""
+    begin = max(begin, at - _LONGEST)
+    last = _LAST_SEPARATOR.match(text, begin, at)
+    begin = begin if last is None else last.end()
+    while begin < end:
+        found = _SEPARATORS.search(text, begin, min(end, begin + _LONGEST))
+        if found is None:
+            return
+        if piece := text[begin : found.start()].strip(_WRAPPING):
+            yield piece, found.start()
+        begin = found.end()
 
 
 def _words(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
     name, begin, end = here.part(at.here)
-    if not name.endswith(("(system)", "(developer)")):
+    if not name.endswith(_SYSTEM):
         return None
     _, begin_there, end_there = there.part(at.there)
     ours = _split(here.text, max(begin, here.text.rfind(" ", 0, at.here) + 1), end)
@@ -232,7 +194,7 @@ def _split(text: str, begin: int, end: int) -> list[tuple[str, int]]:
     return found
 
 
-RULES: Sequence[Rule] = (_tools, _values, _spaces, _parts, _words)
+RULES: Sequence[Rule] = (_tools, _parts, _values, _spaces, _words)
 """In order; the first counts after which enough is the same."""
 
 
@@ -245,10 +207,10 @@ class Finding:
 
     Attributes:
         cause: a key of `ADVICE`.
-        where: the part of the prompt, such as `messages[0] (system)`.
+        where: the part of the prompt, such as `messages[0] (system)`, or `tools`, or `cache_salt`.
         requests: prompts that lost something by it.
         lost_tokens: what they could have found in the cache beyond what they found; a lower bound.
-        examples: two texts that differ.
+        examples: two texts that differ; of salts, digests.
     """
 
     cause: str
@@ -268,7 +230,7 @@ class Report:
     """What a linter found.
 
     Attributes:
-        requests, tokens: all that it has seen.
+        requests, tokens: all that it has seen; each prompt of a list is a request.
         shared_tokens: those that a prompt has in common with an earlier one from its beginning.
         seconds: between the first and the last request; 0: they have no times.
         findings: by what they cost, the most first.
@@ -295,36 +257,53 @@ def about(text: str) -> int:
     return -(-len(text.encode(errors="replace")) // 4)
 
 
+_Keys = tuple[tuple[str, str], ...]
+
+
+def _keys(prompt: Prompt) -> _Keys:
+    """Returns what a prompt is sorted by: its text, as it is and blanked; each after its salt, and alone."""
+    blanked = prompt.text if prompt.ids else _ANY.sub(_BLANK, prompt.text)
+    return tuple((salt, text) for salt in (prompt.salt, "") for text in (prompt.text, blanked))
+
+
 class _Model:
-    """The last prompts of one model, in two orders."""
+    """The last prompts of one model, in each order of `_keys`."""
 
     def __init__(self) -> None:
-        self._plain: list[tuple[str, int]] = []
-        self._blanked: list[tuple[str, int]] = []
-        self._last: deque[tuple[str, str, int]] = deque()
+        self._orders: tuple[list[tuple[str, str, int]], ...] = ([], [], [], [])
+        self._last: deque[tuple[_Keys, int]] = deque()
         self._prompts: dict[int, Prompt] = {}
         self._next = 0
 
-    def neighbours(self, prompt: Prompt, blanked: str) -> list[Prompt]:
-        """Returns the earlier prompts that begin most like this one."""
+    def neighbours(self, keys: _Keys) -> list[Prompt]:
+        """Returns the earlier prompts that begin most like this one, of its salt and of all."""
         found = {}
-        for order, key in ((self._plain, prompt.text), (self._blanked, blanked)):
-            at = bisect_left(order, (key, self._next))
-            for _, number in order[max(0, at - 1) : at + 1]:
+        for order, key in zip(self._orders, keys, strict=True):
+            at = bisect_left(order, (*key, self._next))
+            for *_, number in order[max(0, at - 1) : at + 1]:
                 found[number] = self._prompts[number]
         return [found[number] for number in sorted(found)]
 
-    def add(self, prompt: Prompt, blanked: str) -> None:
+    def add(self, prompt: Prompt, keys: _Keys) -> None:
         number, self._next = self._next, self._next + 1
         self._prompts[number] = prompt
-        self._last.append((prompt.text, blanked, number))
-        insort(self._plain, (prompt.text, number))
-        insort(self._blanked, (blanked, number))
+        self._last.append((keys, number))
+        for order, key in zip(self._orders, keys, strict=True):
+            insort(order, (*key, number))
         if len(self._last) > KEPT:
-            text, blanked, number = self._last.popleft()
+            keys, number = self._last.popleft()
             del self._prompts[number]
-            del self._plain[bisect_left(self._plain, (text, number))]
-            del self._blanked[bisect_left(self._blanked, (blanked, number))]
+            for order, key in zip(self._orders, keys, strict=True):
+                del order[bisect_left(order, (*key, number))]
+
+
+class _Findings(dict[tuple[str, str], Finding]):
+    """Findings by their causes and places."""
+
+    def note(self, cause: str, where: str, examples: tuple[str, str], requests: int, tokens: int) -> None:
+        finding = self.setdefault((cause, where), Finding(cause, where, examples=examples))
+        finding.requests += requests
+        finding.lost_tokens += tokens
 
 
 class Linter:
@@ -336,41 +315,48 @@ class Linter:
 
     def __init__(self, count: Callable[[str], int] = about) -> None:
         self._count = count
-        self._models: dict[str, _Model] = {}
+        self._models: dict[tuple[str, bool], _Model] = {}
         self._report = Report()
-        self._findings: dict[tuple[str, str], Finding] = {}
+        self._findings, self._across = _Findings(), _Findings()  # among prompts of one salt; of several
+        self._salted = self._fresh = 0  # prompts with a salt; the first ones of a salt that lost something
         self._times: list[float] = []
 
     def add(self, body: Body, time_s: float | None = None) -> None:
-        """Compares one request with those before it.
+        """Compares the prompts of one request with those before it.
 
         Raises:
-            BadRequestBody: it has no text. Nothing has changed.
+            BadRequestBody: it has none, or a field of them is malformed. Nothing has changed.
         """
-        prompt = Prompt.of(body)
-        blanked = _ANY.sub(_BLANK, prompt.text)
-        model = self._models.setdefault(prompt.model, _Model())
-        found = model.neighbours(prompt, blanked)
-        model.add(prompt, blanked)
-        shared = max((_common(prompt.text, 0, other.text, 0) for other in found), default=0)
-        report = self._report
-        report.requests += 1
-        report.tokens += self._count(prompt.text)
-        report.shared_tokens += self._count(prompt.text[:shared])
+        for prompt in prompts(body):
+            self._add(prompt)
         if time_s is not None:
             self._times = [min([*self._times, time_s]), max([*self._times, time_s])]
-        walks = [list(_losses(prompt, other, shared)) for other in found]
-        best = max(walks, key=lambda losses: sum(len(loss.text) for loss in losses), default=[])
-        for (cause, where), losses in _grouped(best).items():
-            finding = self._findings.setdefault((cause, where), Finding(cause, where, examples=losses[0].examples))
-            finding.requests += 1
-            finding.lost_tokens += sum(self._count(loss.text) for loss in losses)
+
+    def _add(self, prompt: Prompt) -> None:
+        keys = _keys(prompt)
+        model = self._models.setdefault((prompt.model, prompt.ids), _Model())
+        found = model.neighbours(keys)
+        model.add(prompt, keys)
+        own = [other for other in found if other.salt == prompt.salt]
+        count = len if prompt.ids else self._count
+        shared = _most_common(prompt, own)
+        self._report.requests += 1
+        self._report.tokens += count(prompt.text)
+        self._report.shared_tokens += count(prompt.text[:shared])
+        losses = _most_lost(prompt, own, shared) if own else _lost_by_salt(prompt, found)
+        self._salted += bool(prompt.salt)
+        self._fresh += bool(losses and not own)
+        findings = self._findings if own else self._across
+        for (cause, where), each in _grouped(losses).items():
+            findings.note(cause, where, each[0].examples, 1, sum(count(loss.text) for loss in each))
 
     def report(self) -> Report:
         """Returns what was found so far."""
-        self._report.findings = sorted(
-            self._findings.values(), key=lambda one: (-one.lost_tokens, one.cause, one.where)
-        )
+        found = _Findings()
+        across = self._across if self._fresh * _OFTEN >= self._salted else _Findings()
+        for one in (*self._findings.values(), *across.values()):
+            found.note(one.cause, one.where, one.examples, one.requests, one.lost_tokens)
+        self._report.findings = sorted(found.values(), key=lambda one: (-one.lost_tokens, one.cause, one.where))
         self._report.seconds = self._times[1] - self._times[0] if self._times else 0.0
         return self._report
 
@@ -382,8 +368,34 @@ def _grouped(losses: Sequence[Loss]) -> dict[tuple[str, str], list[Loss]]:
     return found
 
 
+def _most_common(prompt: Prompt, others: Sequence[Prompt]) -> int:
+    return max((_common(prompt.text, 0, other.text, 0) for other in others), default=0)
+
+
+def _most_lost(prompt: Prompt, others: Sequence[Prompt], shared: int) -> list[Loss]:
+    walks = [list(_losses(prompt, other, shared)) for other in others]
+    return max(walks, key=lambda losses: sum(len(loss.text) for loss in losses), default=[])
+
+
+def _lost_by_salt(prompt: Prompt, others: Sequence[Prompt]) -> list[Loss]:
+    """Returns what a prompt, the first of its salt, would share with those of other salts; empty if that is little."""
+    shared = _most_common(prompt, others)
+    losses = _most_lost(prompt, others, shared)
+    if shared + sum(len(loss.text) for loss in losses) < SHORTEST:
+        return []
+    names = _name(prompt.salt), _name(others[0].salt)
+    return [Loss("salt", "cache_salt", prompt.text[:shared].replace(END, "\n"), names), *losses]
+
+
+def _name(salt: str) -> str:
+    """Returns a name for a salt, which is a secret."""
+    return f"salt {blake2b(salt.encode(errors='replace'), digest_size=4).hexdigest()}" if salt else "no salt"
+
+
 def _losses(here: Prompt, there: Prompt, shared: int) -> Iterator[Loss]:
     """Yields what a prompt would share with another beyond `shared` characters, if they did not part where they do."""
+    if here.ids:
+        return
     common = _common(here.text, 0, there.text, 0)
     at = Place(common, common)
     while at.here < len(here.text) and at.there < len(there.text):
@@ -393,7 +405,7 @@ def _losses(here: Prompt, there: Prompt, shared: int) -> Iterator[Loss]:
         cause, begin, next_at = step
         if next_at.here > shared:
             where = "tools" if cause.startswith("tool") else here.part(at.here)[0]
-            text = here.text[max(begin, shared) : next_at.here].replace(_END, "\n")
+            text = here.text[max(begin, shared) : next_at.here].replace(END, "\n")
             yield Loss(cause, where, text, (_example(here.text, at.here), _example(there.text, at.there)))
         at = next_at
 
@@ -412,7 +424,7 @@ def _step(parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Pla
 
 
 def _example(text: str, at: int) -> str:
-    return text[max(0, at - _AROUND) : at - _AROUND + _SHOWN].replace(_END, " ").replace("\n", "\\n")
+    return text[max(0, at - _AROUND) : at - _AROUND + _SHOWN].replace(END, " ").replace("\n", "\\n")
 
 
 def _common(a: str, at_a: int, b: str, at_b: int) -> int:
