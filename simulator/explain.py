@@ -156,7 +156,8 @@ class Explain:
             page = self.by_id.pop((tier, id))
             del page.ids[tier]
             if not page.ids:
-                page.gone, page.last = self.remembers.core.tick(), ("device", "host")[tier]
+                last = ("device", "host")[tier] if ns is not None else "removed"  # all of it: a flush
+                page.gone, page.last = self.remembers.core.tick(), last
         self.departed += len(freed[0])
         self.world.did("evict", len(freed[0]), tier)
 

@@ -236,7 +236,7 @@ def test_a_flush_a_drop_and_a_demotion_say_so() -> None:
     cache = make()
     serve(cache, PROMPT)
     cache.flush()
-    assert only(cache.explain(PROMPT), "evicted").eviction.why == "flushed"  # type: ignore[union-attr]
+    assert only(cache.explain(PROMPT, distances=True), "removed").eviction is None  # no size would have kept it
     serve(cache, other(1))
     serve(cache, PROMPT[:8])
     cache.demote(PROMPT[:8])
@@ -249,6 +249,15 @@ def test_an_owner_beyond_its_quota_says_so() -> None:
     serve(cache, PROMPT, "one")
     serve(cache, other(1), "one")
     assert only(cache.explain(PROMPT, "one"), "evicted").eviction.why == "quota"  # type: ignore[union-attr]
+
+
+def test_an_owner_without_a_maximum_is_never_beyond_it() -> None:
+    """It fills the pool alone: more memory would help, and no other quota."""
+    cache = make(20, quotas=Quotas())
+    serve(cache, PROMPT, "one")
+    for seed in range(1, 6):
+        serve(cache, other(seed), "one")
+    assert only(cache.explain(PROMPT, "one"), "evicted").eviction.why == "policy"  # type: ignore[union-attr]
 
 
 def test_a_window_or_a_state_that_is_missing_is_the_cause() -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mainstem.runtime.explaining import CAUSES, Circumstances, Explained, Found, Stretch, Unstored, merge
+from mainstem.cache import PrefixCache
+from mainstem.explain import Evicted, Parted
+from mainstem.keys import Encoded
+from mainstem.runtime.explaining import CAUSES, Circumstances, Explained, Found, Stretch, Unstored, known_to, merge
 from mainstem.tiers.waits import Missed
 
 PAGE = 4
+GONE = Evicted("policy", "device", "lru", 1, 5.0, 7.0, 9, None)
 NEVER = Stretch(8, 22, cause="never_seen")
 KNOWN = [Stretch(0, 8, "device"), NEVER]
 
@@ -95,6 +100,51 @@ def test_a_failed_load_takes_back_what_it_brought() -> None:
     assert explained.failed == (8, 20)
     explained.fail()
     assert explained.found == [Found(0, 8, "device")] and explained.failed == (8, 8)
+
+
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_the_last_page_of_whole_ones_is_always_computed_after_a_load(tier: Any) -> None:
+    """A load ends before it, whether another tier has it or not; on the device, its first positions would be copied."""
+    gone = Stretch(0, 24, cause="evicted", evicted=GONE)
+    made = merge([gone], about(length=24, found=[Found(0, 20, tier)]))
+    assert spans(made) == [(0, 20, tier, None), (20, 24, "partial_page", None)]
+    made = merge([gone], about(length=24, found=[Found(0, 20, "device")]))
+    assert spans(made) == [(0, 20, "device", None), (20, 24, "evicted", None)]
+
+
+def test_what_was_computed_while_the_rest_was_read_is_late() -> None:
+    known = [Stretch(0, 8, "host"), Stretch(8, 22, cause="evicted", evicted=GONE)]
+    made = merge(known, about(found=[Found(8, 20, "storage")]))
+    assert spans(made) == [(0, 8, "late", "meanwhile"), (8, 20, "storage", None), (20, 22, "partial_page", None)]
+
+
+def test_only_what_differs_has_parted() -> None:
+    """The tokens of its page before it agree. What comes after another cause was never seen."""
+    parted = Stretch(8, 22, cause="parted", parted=Parted(10, b"other"), since_s=5.0)
+    known = [Stretch(0, 8, "device"), parted]
+    _, agrees, differs = merge(known, about())
+    assert (agrees.begin, agrees.end, agrees.cause, agrees.parted) == (8, 10, "partial_page", None)
+    assert differs == replace(parted, begin=10)
+    made = merge(known, about(missed=[Missed(2, 4, "fault", "altered")]))
+    assert spans(made)[1:] == [(8, 16, "failed", "altered"), (16, 22, "never_seen", None)]
+    assert made[-1].parted is None and made[-1].since_s == 5.0
+
+
+def test_what_is_new_says_since_when_that_is_known() -> None:
+    cache = PrefixCache(5, PAGE, explain_pages=1)
+
+    def new(number: int) -> tuple[str | None, float | None]:
+        (found,) = known_to(cache, Encoded.of(cache.tree.keys, np.arange(20) + 1000 * number), None)
+        return found.cause, found.since_s
+
+    assert new(0) == ("never_seen", None)
+    for number in range(1, 1200):  # until the oldest evictions are forgotten altogether
+        cache.tell_time(float(number))
+        with cache.lease(np.arange(20) + 1000 * number) as lease:
+            lease.reserve(20)
+            lease.finish()
+    cause, since_s = new(5000)
+    assert cause == "never_seen" and since_s is not None and 0 < since_s < 1200
 
 
 def test_stretches_cover_every_prompt_once() -> None:

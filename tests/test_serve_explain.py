@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -107,6 +108,12 @@ def flood(server: TestClient, count: int = 8) -> None:
         complete(server, f"{number:03d}" + "z" * 90, explain=False)
 
 
+def flood_as(server: TestClient, key: str, count: int = 8) -> None:
+    """The same of one tenant."""
+    for number in range(count):
+        complete(server, f"{number}" * 300, key=key, explain=False)
+
+
 def counted(server: TestClient) -> tuple[float, float, dict[str, float]]:
     """Returns prompt tokens, those found, and those missed by cause, of the metrics."""
     text = server.get("/metrics").text
@@ -174,10 +181,14 @@ def test_evicted_and_how_much_room_would_have_kept_it(start: Start) -> None:
         complete(server, prompt)
         flood(server)
         body = {"model": "tiny", "prompt": prompt}
-        asked = server.post("/v1/cache/explain?route=/v1/completions", json=body).json()["prompts"][0]["stretches"][0]
+        path = "/v1/cache/explain?route=/v1/completions"
+        asked, plain = (
+            server.post(path + more, json=body).json()["prompts"][0]["stretches"][0] for more in ("&distances=true", "")
+        )
+        assert server.post(path + "&distances=1", json=body).status_code == 400
         first, *rest = missed(complete(server, prompt))
         text = server.get("/metrics").text
-    assert first["cause"] == asked["cause"] == "evicted"
+    assert first["cause"] == asked["cause"] == "evicted" and "kept_by_tokens" not in plain["evicted"]
     gone = first["evicted"]
     assert (gone["tier"], gone["policy"], gone["why"]) == ("device", "lru", "policy")
     assert gone["ago_s"] >= 0 and gone["idle_s"] >= 0
@@ -291,6 +302,18 @@ def test_not_stored_scored_and_removed(start: Start) -> None:
         assert first["cause"] == "removed"
 
 
+def test_what_was_flushed_is_removed_and_nobody_regrets_it(start: Start) -> None:
+    with start() as (server, _):
+        complete(server, RULES)
+        assert server.post("/v1/cache/flush").status_code == 200
+        first, *_ = missed(complete(server, RULES))
+        assert first["cause"] == "removed" and "evicted" not in first
+        regret = [
+            line for line in server.get("/metrics").text.splitlines() if line.startswith("mainstem_regret_tokens")
+        ]
+        assert all(line.endswith(" 0.0") for line in regret)
+
+
 def test_hits_and_misses_add_up_to_prompt_tokens(start: Start) -> None:
     with start(storing()) as (server, _):
         for number in range(30):
@@ -299,6 +322,44 @@ def test_hits_and_misses_add_up_to_prompt_tokens(start: Start) -> None:
         asked, found, causes = counted(server)
     assert found > 0 and len(causes) > 2
     assert asked == found + sum(causes.values())
+
+
+def test_what_a_client_missed_that_left_counts_everywhere(start: Start) -> None:
+    with start() as (server, _):
+        complete(server, RULES)
+        flood(server)
+        id = asyncio.run(left(server, {"model": "tiny", "prompt": RULES, "stream": True, "max_tokens": 100}))
+        known = server.get(f"/v1/cache/explain/{id}")
+        asked, found, causes = counted(server)
+        [tenant] = server.get("/v1/cache/explain").json()["tenants"]
+        lines = server.get("/metrics").text.splitlines()
+    assert known.status_code == 200 and known.json()["prompts"][0]["missed_tokens"]["evicted"] > 0
+    assert tenant["prompt_tokens"] == asked == found + sum(causes.values())
+    regret = sum(float(line.split()[1]) for line in lines if line.startswith("mainstem_regret_tokens_total"))
+    assert regret == causes["evicted"]
+    assert 'mainstem_requests_total{outcome="cancelled"} 1.0' in lines
+
+
+async def left(server: TestClient, body: dict[str, Any]) -> str:
+    """Asks for a stream, and leaves after its first event; returns the id of the answer."""
+    inbox = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    first = asyncio.Event()
+    texts: list[str] = []
+
+    async def receive() -> dict[str, Any]:
+        if inbox:
+            return inbox.pop()
+        await first.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if text := message.get("body", b"").decode():
+            texts.append(text)
+            first.set()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await asyncio.wait_for(server.app(scope, receive, send), patience(60))  # type: ignore[arg-type]
+    return str(json.loads(texts[0].partition("data: ")[2])["id"])
 
 
 # ---------------------------------------------------------------- who may know what
@@ -343,6 +404,37 @@ def test_what_others_use_and_public_prefixes_are_for_the_admin(tmp_path: Any) ->
     unknown = [server.get(f"/v1/cache/explain/{id}", headers={"x-api-key": "l"}) for id in (answer["id"], "cmpl-0000")]
     assert [each.status_code for each in unknown] == [404, 404]
     assert unknown[0].json()["error"]["code"] == unknown[1].json()["error"]["code"] == "explanation_not_found"
+
+
+def test_the_admin_names_the_tenant_whose_cache_is_asked_about(start: Start) -> None:
+    body, path = {"model": "tiny", "prompt": RULES}, "/v1/cache/explain?route=/v1/completions&distances=true"
+    with start(api_key=("k", "l"), admin_key="a") as (server, _):
+        complete(server, RULES, key="k")
+        flood_as(server, "k")
+
+        def ask(bearer: str, key: str) -> Any:
+            headers = {"authorization": f"Bearer {bearer}", "x-api-key": key}
+            return server.post(path, json=body, headers=headers)
+
+        for reply in (ask("a", "k"), ask("k", "a")):
+            [first, *_] = reply.json()["prompts"][0]["stretches"]
+            assert first["cause"] == "evicted" and first["evicted"]["kept_by_tokens"] > 0
+        assert ask("a", "l").json()["prompts"][0]["stretches"][0]["cause"] == "never_seen"
+        [mine, *_] = ask("k", "k").json()["prompts"][0]["stretches"]
+        assert mine["cause"] == "evicted" and "kept_by_tokens" not in mine["evicted"]
+        refused = server.post(path, json=body, headers={"x-api-key": "a"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-api-key")
+        assert ask("x", "y").status_code == 401
+
+
+def test_how_far_back_anything_is_known_is_for_the_admin() -> None:
+    server, engine = scripted(api_key=("k", "l"), admin_key="a")
+    engine.why = {0: Stretch(0, 0, cause="never_seen", since_s=90.0)}
+    answer = complete(server, LONG, key="k")
+    [stretch] = answer["explanation"][0]["stretches"]
+    assert "since_s" not in stretch
+    whole = server.get(f"/v1/cache/explain/{answer['id']}", headers={"x-api-key": "a"}).json()
+    assert whole["prompts"][0]["stretches"][0]["since_s"] == 90.0
 
 
 def test_misses_by_tenant_need_the_admin_key() -> None:

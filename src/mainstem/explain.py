@@ -22,10 +22,10 @@ Cause = Literal[
 ]  # fmt: skip
 """Why a stretch is not found.
 
-- `never_seen`: it was never in the cache, of this namespace. What another namespace has looks the same.
+- `never_seen`: none of its pages was ever in the cache, of this namespace. What another namespace has looks the same.
 - `parted`: the same, and the cache has a prompt that agrees up to here, or to a position in the first page from here.
 - `evicted`: it was here; see `Evicted`.
-- `removed`: it was here, and was removed.
+- `removed`: it was here, and was removed or flushed.
 - `forgotten`: it may have been here; the memory of evictions cannot know.
 - `in_flight`: it is being copied or computed at this moment.
 - `partial_page`: too few tokens for a page; and the last token, which is always computed.
@@ -34,8 +34,8 @@ Cause = Literal[
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
-Why = Literal["policy", "quota", "demoted", "dropped", "flushed"]
-"""What made it go: the policy's order; its owner had more than its quota; it was demoted, dropped or flushed."""
+Why = Literal["policy", "quota", "demoted", "dropped"]
+"""What made it go: the policy's order; its owner had more than its quota; it was demoted or dropped."""
 
 TIERS: tuple[Literal["device"], Literal["host"], Literal["storage"]] = ("device", "host", "storage")
 _MOST_NOTES = 4096

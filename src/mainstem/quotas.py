@@ -13,6 +13,7 @@ from functools import cached_property
 from mainstem.errors import BadArgument
 from mainstem.namespaces import NamespaceLike, encode_namespace, owner_of
 
+_NO_LIMIT = 2**63 - 1
 _TIERS = ("device", "host")
 
 
@@ -119,8 +120,12 @@ class Quotas:
 def limits(quota: Quota, totals: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Returns a quota in ids, guaranteed and at most, by component and then by tier, as the core has it.
 
+    A whole pool is no limit: who fills it alone makes room as if there were no quotas.
+
     Args:
         quota: the quota.
         totals: the sizes of the pools, by tier and component.
     """
-    return [quota.tiers[tier].of(sizes[row]) for row in range(len(totals[0])) for tier, sizes in enumerate(totals)]
+    shares = [(quota.tiers[tier], sizes[row]) for row in range(len(totals[0])) for tier, sizes in enumerate(totals)]
+    parts = [(*share.of(total), share.maximum) for share, total in shares]
+    return [(guaranteed, most if maximum < 1 else _NO_LIMIT) for guaranteed, most, maximum in parts]

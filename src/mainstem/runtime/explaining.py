@@ -33,14 +33,15 @@ Cause: TypeAlias = Literal[
 ]  # fmt: skip
 """Why tokens were computed.
 
-    never_seen      no prompt of this namespace began with them, as far as this server knows
+    never_seen      no earlier prompt of this namespace had the whole page that they are in, as far as is known
     parted          a prompt agreed up to here, and went on with other tokens
     evicted         they made room for others
     over_quota      they were evicted, because their tenant had more than its quota
     removed         they were removed or flushed
     forgotten       they were evicted or never seen: it is too long ago to know
     in_flight       they were on their way between tiers, or another request was computing them
-    partial_page    too few tokens for a page; and the last token, which is always computed, for its logits
+    partial_page    too few tokens for a page, or the first ones of a page that goes on differently; and the last token,
+                    which is always computed, for its logits
     window_missing  full attention has them, but no window is kept there; the same for state_missing
     too_short       fewer than are worth loading, reading or asking for
     no_room         another tier has them, and there was no page to copy them to
@@ -61,6 +62,9 @@ _OF_STORAGE: dict[str, Cause] = {
 _GONE = ("evicted", "over_quota", "forgotten", "removed")
 """What storage may still have, where it was not asked."""
 
+_NEW = ("never_seen", "parted")
+"""What has no earlier page."""
+
 _UNSTORED_PAGES, _MAX_SYMBOL = 1 << 16, 2**31 - 1
 
 
@@ -75,6 +79,7 @@ class Stretch:
         evicted: of what was evicted: when, and how.
         parted: of what parted: where, and from what.
         idle_s: of what was found: how long ago it had been used last; None: not known.
+        since_s: of what was never seen, or parted: for how long that is so; None: since the server started.
     """
 
     begin: int
@@ -85,6 +90,7 @@ class Stretch:
     evicted: explain.Evicted | None = None
     parted: explain.Parted | None = None
     idle_s: float | None = None
+    since_s: float | None = None
 
 
 Stretches: TypeAlias = tuple[Stretch, ...]
@@ -127,14 +133,16 @@ def known_to(
     cache: PrefixCache, prompt: Encoded, namespace: NamespaceLike, *, distances: bool = False
 ) -> list[Stretch]:
     """Returns what a cache knows of a prompt; `distances`: also how much memory would have kept what was evicted."""
-    return [_own(each) for each in cache.explain(prompt, namespace, distances=distances).stretches]
+    found = cache.explain(prompt, namespace, distances=distances)
+    return [_own(each, found.since_s) for each in found.stretches]
 
 
-def _own(known: explain.Stretch) -> Stretch:
+def _own(known: explain.Stretch, since_s: float | None) -> Stretch:
     """Returns a stretch of the cache as one of a request."""
     over = known.cause == "evicted" and known.eviction is not None and known.eviction.why == "quota"
     cause: Cause | None = "over_quota" if over else known.cause
-    return Stretch(known.begin, known.end, known.tier, cause, None, known.eviction, known.parted, known.idle_s)
+    since_s = since_s if cause in _NEW else None
+    return Stretch(known.begin, known.end, known.tier, cause, None, known.eviction, known.parted, known.idle_s, since_s)
 
 
 class Explained:
@@ -177,9 +185,10 @@ def merge(known: Sequence[Stretch], about: Circumstances) -> Stretches:
     edges = {0, last, about.length, *about.failed, *about.unstored}
     for parts in (known, about.found, missed):
         edges |= {edge for part in parts for edge in (part.begin, part.end)}
+    edges |= {each.parted.at for each in known if each.parted is not None}
     bounds = sorted(edge for edge in edges if 0 <= edge <= about.length)
     made = (_explain(begin, end, known, missed, about, last) for begin, end in pairwise(bounds))
-    return tuple(_joined(made))
+    return tuple(_without_place(each) for each in _joined(made))
 
 
 def _explain(
@@ -198,6 +207,11 @@ def _explain(
         return Stretch(begin, end, cause="scored")
     if at([about.failed]):
         return Stretch(begin, end, cause="failed", detail="load")
+    loaded = [each.end for each in about.found if each.tier != "device"]
+    if begin >= last and last in loaded:  # all that another tier could bring
+        return Stretch(begin, end, cause="partial_page")
+    if before.tier == "host" and any(begin < after for after in loaded):
+        return Stretch(begin, end, cause="late", detail="meanwhile")
     if before.tier is not None:
         return _unused(begin, end, before.tier, begin >= last, about)
     storage = next((each for each in missed if at([(each.begin, each.end)])), None)
@@ -205,8 +219,10 @@ def _explain(
         if storage.cause == "component":
             return Stretch(begin, end, cause=_component(storage.detail))
         return Stretch(begin, end, cause=_OF_STORAGE[storage.cause], detail=storage.detail or storage.cause)
-    if before.cause in ("never_seen", "parted") and at([about.unstored]):
+    if before.cause in _NEW and at([about.unstored]):
         return Stretch(begin, end, cause="not_stored")
+    if before.parted is not None and end <= before.parted.at:  # they agree, but their page does not
+        return Stretch(begin, end, cause="partial_page")
     return replace(before, begin=begin, end=end)
 
 
@@ -219,6 +235,13 @@ def _unused(begin: int, end: int, tier: Tier, is_last: bool, about: Circumstance
     if tier == "host":
         return Stretch(begin, end, cause="no_room", detail="device")
     return Stretch(begin, end, cause="partial_page")
+
+
+def _without_place(part: Stretch) -> Stretch:
+    """Returns a stretch that does not begin where its prompt parts, because of another cause, as one that is new."""
+    if part.parted is None or part.begin == part.parted.at:
+        return part
+    return replace(part, cause="never_seen", parted=None)
 
 
 def _component(name: str | None) -> Cause:

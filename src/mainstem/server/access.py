@@ -94,6 +94,23 @@ class Access:
             return False
         return True
 
+    def asker(self, headers: Headers) -> tuple[bytes | None, bool]:
+        """Returns the tenant whose prefixes are asked about, and whether the client is the admin.
+
+        Where clients are tenants, the admin sends two keys: its own as the bearer, and theirs as `x-api-key`.
+
+        Raises:
+            ApiError: 401; a key is missing or unknown. 400; the admin's request names no tenant.
+        """
+        sent = self._sent(headers)
+        if not (self._admin_key in sent or self.is_admin(headers)):
+            return self.tenant(headers), False
+        named = [key for key in sent if key in self._keys]
+        if self.separates and not named:
+            message = "x-api-key: must be the API key of the tenant whose cache the admin asks about"
+            raise ApiError(400, message, param="x-api-key")
+        return (named[0] if named else None), True
+
     def remover(self, headers: Headers) -> tuple[bytes | None, bool]:
         """Returns the tenant whose prefixes a client may remove, and whether the client is the admin.
 

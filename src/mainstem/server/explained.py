@@ -29,7 +29,10 @@ class PartedBody(Struct, omit_defaults=True):
 
 
 class StretchBody(Struct, omit_defaults=True):
-    """Positions [begin, end) of a prompt: found on a `tier`, or computed for one `cause`. `text`: where it begins."""
+    """Positions [begin, end) of a prompt: found on a `tier`, or computed for one `cause`. `text`: where it begins.
+
+    `since_s`, for the admin: that it was never seen, or parted, is known for so many seconds; absent: since the start.
+    """
 
     begin: int
     end: int
@@ -39,6 +42,7 @@ class StretchBody(Struct, omit_defaults=True):
     text: str | UnsetType = UNSET
     evicted: EvictedBody | UnsetType = UNSET
     parted: PartedBody | UnsetType = UNSET
+    since_s: float | UnsetType = UNSET
 
 
 class PromptExplained(Struct):

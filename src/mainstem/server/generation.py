@@ -5,6 +5,7 @@ Knows streams, events and disconnected clients. It does not know keys, limits, p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class Task:
     reply: MakeReply
     names: Mapping[str, str] = field(default_factory=dict)
     shape: Shape | None = None
+
+
+_LAST_EVENT_S = 10.0
+"""How long the last event of a choice is waited for whose client has left: about the longest step."""
 
 
 class Watcher(Protocol):
@@ -129,8 +134,21 @@ class Run:
         except OSError:  # how ASGI 2.4 servers report a disconnected client
             scope.cancel()
         finally:
+            await self._see_the_end(index)
             for watcher in watchers:
                 watcher.close()
+
+    async def _see_the_end(self, index: int) -> None:
+        """Shows watchers the last event of a choice that its client has left: what it found and missed counts, too."""
+        stream, answer = self._streams[index], self.answers[index]
+        if answer and answer[-1].finish_reason is not None:
+            return
+        stream.cancel()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_EVENT_S), contextlib.suppress(EngineClosed):
+            async for delta in stream:
+                if delta.finish_reason is not None:
+                    for watcher in self._watchers[index]:
+                        watcher.see(delta)
 
 
 def scored(answers: Sequence[Sequence[Delta]], of: int) -> list[Sequence[Delta]]:

@@ -349,10 +349,12 @@ class Reuse:
                 self._gap.labels("found").observe(each.idle_s)
             if each.evicted is not None and each.cause is not None:
                 self._tokens.labels(each.evicted.tier, each.evicted.why).inc(each.end - each.begin)
-                self._gone.observe(each.evicted.ago_s or 0.0)
-                self._idle.observe(each.evicted.idle_s or 0.0)
-                if each.evicted.ago_s is not None and each.evicted.idle_s is not None:
-                    self._gap.labels("evicted").observe(each.evicted.ago_s + each.evicted.idle_s)
+                ago_s, idle_s = each.evicted.ago_s, each.evicted.idle_s
+                for histogram, seconds in ((self._gone, ago_s), (self._idle, idle_s)):
+                    if seconds is not None:
+                        histogram.observe(seconds)
+                if ago_s is not None and idle_s is not None:
+                    self._gap.labels("evicted").observe(ago_s + idle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,8 +397,9 @@ class RequestMeter:
         if delta.finish_reason is not None:
             self._end(delta.finish_reason)
             if delta.usage is not None:
-                self._latencies.observe(delta.usage)
                 self._reuse.observe(delta.usage.explanation or ())
+            if delta.usage is not None and delta.finish_reason != "cancelled":
+                self._latencies.observe(delta.usage)
 
     def close(self) -> None:
         """Ends the watch: without a last event the generation counts as cancelled. A second call does nothing."""

@@ -38,8 +38,7 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
 
 // Why the next victim goes.
 Why Tree::reason(Index node, std::size_t column, OwnerId owner, std::uint64_t want) const {
-  if (owner == kEverybody) return Why::flushed;
-  if (nodes_[node].removed) return Why::removed;
+  if (owner == kEverybody || nodes_[node].removed) return Why::removed;
   if (cells_.tier_of(column) < nodes_[node].demoted) return Why::demoted;
   return eviction_.shares() && eviction_.shares()->is_beyond(node, column, want, owner) ? Why::quota : Why::policy;
 }

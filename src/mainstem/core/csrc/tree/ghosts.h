@@ -28,9 +28,9 @@
 
 namespace mainstem {
 
-enum class Why : std::uint8_t { policy, quota, demoted, dropped, flushed, removed, unknown };
+enum class Why : std::uint8_t { policy, quota, demoted, dropped, removed, unknown };
 
-inline constexpr const char* kWhyNames[] = {"policy", "quota", "demoted", "dropped", "flushed", "removed", "unknown"};
+inline constexpr const char* kWhyNames[] = {"policy", "quota", "demoted", "dropped", "removed", "unknown"};
 
 struct Departure {  // of consecutive pages of one path, at once
   Why why = Why::unknown;
