@@ -33,9 +33,9 @@ Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Plans], torch.Tensor]
 Recorder: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
 """Records what is launched by a function, which it calls: returns what repeats it, and the tensor of its results."""
 
-MOST_ROWS = 512
+MOST_ROWS = 256
 # Recorded steps that are kept. Each holds its logits and its tables; what it computes between shares memory.
-MOST_STEPS = 64
+MOST_STEPS = 48
 
 log = logging.getLogger(__name__)
 
