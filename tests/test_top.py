@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import BadStatusLine, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from rich.console import Console
+from rigs.answering import answering
 from rigs.fake_engine import FakeEngine
 from rigs.hand_driven import Clock
 from starlette.testclient import TestClient
@@ -165,6 +167,49 @@ def test_one_server_that_goes_does_not_hide_the_others() -> None:
     assert a.error is None and not a.measures and both.measures["prompt_tokens_per_s"] == 20
 
 
+BAD_ANSWERS = [
+    BadStatusLine("SSH-2.0-OpenSSH_9\r\n"),
+    IncompleteRead(b"mainstem_x 1", 4000),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    "{, =TYPE",
+    "mainstem_time_to_first_token_seconds_bucket 5",
+    'mainstem_time_to_first_token_seconds_bucket{le="x"} 5',
+]
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS, ids=lambda bad: str(bad)[:40])
+def test_one_server_that_answers_badly_does_not_hide_the_others(bad: str | Exception) -> None:
+    servers = Servers()
+    servers.says = {"http://a": bad, "http://b": text(mainstem_prompt_tokens_total=0)}
+    watch = Watch(["http://a", "http://b"], servers.fetch, servers.clock)
+    watch.look()
+    servers.clock.now_s += 2.0
+    servers.says["http://b"] = text(mainstem_prompt_tokens_total=40)
+    a, b, both = watch.look()
+    assert a.error and "as mainstem serve does" in a.error and not a.measures
+    assert b.error is None and b.measures["prompt_tokens_per_s"] == both.measures["prompt_tokens_per_s"] == 20
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e308])
+@pytest.mark.parametrize("since", [0, 2])
+def test_what_is_no_number_is_null_and_in_no_sum(value: float, since: int) -> None:
+    servers = Servers()
+    watch = Watch(["http://a", "http://b"], servers.fetch, servers.clock)
+    for at in range(3):
+        servers.clock.now_s += 2.0
+        counted = {"mainstem_prompt_tokens_total": 100.0 + 40 * at, "mainstem_requests_total__stop": 10.0 + at}
+        odd = {"mainstem_prompt_tokens_total": value} if at >= since else {}
+        twice = {"mainstem_requests_total__stop": value, "mainstem_requests_total__error": value} if at < since else {}
+        servers.says = {"http://a": text(**counted | odd | twice), "http://b": text(**counted)}
+        looks = watch.look()
+    a, b, both = looks
+    names = ("prompt_tokens_per_s", "requests_per_s")
+    assert [a.measures[name] for name in names] == [None, None if since else 0.5]
+    assert [both.measures[name] for name in names] == [20, 0.5 if since else 1.0]
+    assert b.measures["prompt_tokens_per_s"] == 20
+    json.dumps([look.measures for look in looks], allow_nan=False)
+
+
 @pytest.mark.parametrize("said", ["<html>", "", "other_metric 5\n", "mainstem_x{ 3\n"])
 def test_what_is_not_a_server_of_ours_is_said(said: str) -> None:
     with pytest.raises(MainstemError, match="no metrics"):
@@ -247,6 +292,18 @@ def test_the_command_ends_with_one_line_where_no_server_answers(capsys: pytest.C
     assert said.err.startswith(f"mainstem: no server answers: http://{gone}") and said.err.count("\n") == 1
     assert main(["top", gone, "--interval-s", "0"]) == 2
     assert "must be 0.1 to 3600" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH_9\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\nmainstem_x 1\n"]
+)
+def test_the_command_goes_on_beside_what_is_no_server(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with served([text(mainstem_prompt_tokens_total=4)]) as good, answering(answer) as bad:
+        assert main(["top", bad, good, "--json", "--interval-s", "0.1"]) == 0
+        shown, _, _ = map(json.loads, capsys.readouterr().out.splitlines())
+        assert "as mainstem serve does" in shown["error"]
+        assert main(["top", bad]) == 1
+        assert "no server answers" in capsys.readouterr().err
 
 
 def test_control_c_is_the_usual_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,17 @@
 """Explains a request of a trace: the requests before it go through a cache of a given size, then it is asked why.
 
-A block of the trace is a page of the cache, so positions are those of blocks.
+A block of the trace is a page of the cache, so positions are those of blocks. The cache forgets what it evicted long
+ago. The trace does not: what an earlier request had is never called new.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from json import loads
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +20,16 @@ from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, OutOfPages
 from mainstem.explain import Stretch
 from mainstem.keys import HashKeys
-from mainstem.replay.trace import Batch, Trace
+from mainstem.replay.readers.formats import FORMATS
+from mainstem.replay.readers.lines import Source
+from mainstem.replay.trace import MAGIC, Batch, Trace
 
 _MEMORY = 4  # capacities of evictions that are remembered
+_UNSURE = ("never_seen", "parted", "forgotten")  # where the cache remembers no eviction
+_TEXT, _IDS = "text", "token ids"
+_KINDS = {"recording": "keyed hashes", "bailian": "hash ids", "mooncake": "hash ids", "tokens": _IDS}  # by format
+_TEXT_NOTE = "Tokens are bytes, not those of a model."  # of a trace as `mainstem.replay.readers.open` reads text
+_FIRST_LINES = 16  # which say what a file is
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +69,44 @@ def explain_request(
         raise BadArgument("request", number, f"a number from 1 to {len(trace)}, the requests of the trace")
     keys = HashKeys(8, trace.block_size)
     cache = PrefixCache(capacity_blocks, 1, keys=keys, policy=policy, explain_pages=_MEMORY * capacity_blocks)
-    at = 0
-    for batch in trace.batches():
-        for i in range(min(len(batch), last - at)):
-            cache.tell_time(float(batch.time_s[i]))
-            _serve(cache, batch, i)
-        at += len(batch)
-        if at >= last:
-            break
     batch, i = (request.whole, 0) if request is not None else (trace.whole, last)
+    asked = _blocks(batch, i)
+    seen = np.zeros(len(asked), bool)
+    for earlier in _before(trace, last):
+        seen |= np.isin(asked, earlier.blocks)
+        for each in range(len(earlier)):
+            cache.tell_time(float(earlier.time_s[each]))
+            _serve(cache, earlier, each)
     if request is None:
         cache.tell_time(float(batch.time_s[i]))
     size, tokens = trace.block_size, int(batch.input_tokens[i])
-    found = cache.explain(_blocks(batch, i), distances=True).stretches
+    found = _corrected(cache.explain(asked, distances=True).stretches, int(np.logical_and.accumulate(seen).sum()))
     return RequestExplained(last + 1, tokens, tuple(_in_tokens(each, size, tokens) for each in found))
+
+
+def _before(trace: Trace, number: int) -> Iterator[Batch]:
+    """Yields the first requests of a trace."""
+    for batch in trace.batches():
+        yield batch.slice(0, min(len(batch), number))
+        number -= len(batch)
+        if number <= 0:
+            return
+
+
+def _corrected(stretches: Iterable[Stretch], seen: int) -> Iterator[Stretch]:
+    """Corrects what the cache cannot know: earlier requests had the first `seen` blocks, and none had the others."""
+    for unsure, parts in groupby(stretches, lambda each: each.cause in _UNSURE):
+        first, *rest = parts
+        if not unsure:
+            yield from (first, *rest)
+            continue
+        end = rest[-1].end if rest else first.end
+        known = min(max(first.begin, seen), end)
+        if first.begin < known:
+            yield Stretch(first.begin, known, cause="forgotten")
+        if known < end:
+            parted = first.parted if known == first.begin else None  # the cache has nothing below what it forgot
+            yield Stretch(known, end, cause="parted" if parted else "never_seen", parted=parted)
 
 
 def _blocks(batch: Batch, number: int) -> NDArray[np.uint64]:
@@ -92,3 +129,45 @@ def _serve(cache: PrefixCache, batch: Batch, number: int) -> None:
 def _in_tokens(stretch: Stretch, size: int, tokens: int) -> Stretch:
     parted = stretch.parted and replace(stretch.parted, at=stretch.parted.at * size)
     return replace(stretch, begin=stretch.begin * size, end=min(stretch.end * size, tokens), parted=parted)
+
+
+# --- what is compared
+
+
+def check_comparable(path: str, trace: Trace, own_path: str, own: Trace) -> None:
+    """Checks that blocks of a request can be equal to those of a trace.
+
+    A converted trace says only whether it was text, as does one that cannot be read again.
+
+    Args:
+        path: of the trace's file.
+        trace: what was read of it.
+        own_path: of the request's file.
+        own: what was read of that.
+
+    Raises:
+        BadArgument: they cannot: blocks of one are named by its text, those of the other by hashes, say.
+    """
+    kind = _kind(path)
+    kinds = {_TEXT, _IDS} if _TEXT_NOTE in trace.notes else {kind} if kind else {*_KINDS.values()}
+    own_kind = _kind(own_path) or (_TEXT if _TEXT_NOTE in own.notes else None)
+    if own_kind is not None and own_kind not in kinds:
+        number = f"the number of a request of {path}, 1 to {len(trace)}"
+        why = f"{own_kind} cannot be compared with {' or '.join(sorted(kinds))}"
+        raise BadArgument("request", own_path, f"{number}, or of the same kind as those: {why}")
+
+
+def _kind(path: str) -> str | None:
+    """Returns what names the blocks of a file; None: it cannot be read again, or was converted."""
+    if not Path(path).is_file():
+        return None
+    with Source(path) as source:
+        if source.head == MAGIC:
+            return None
+        for _, line in islice(source.lines(), _FIRST_LINES):
+            with suppress(ValueError, RecursionError):
+                found = loads(line)
+                if isinstance(found, dict) and (format := next((each for each in FORMATS if each.fits(found)), None)):
+                    body = found["body"] if isinstance(found.get("body"), dict) else found
+                    return _KINDS.get(format.name) or (_IDS if isinstance(body.get("prompt"), list) else _TEXT)
+    return None

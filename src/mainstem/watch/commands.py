@@ -9,6 +9,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from http.client import HTTPException
 from json import dumps, loads
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mainstem.watch.top import Watch
 
 _TIMEOUT_S = 5.0
+_BAD_ANSWER = (HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _LONGEST_S = 3600.0
 
 _TOP_EXAMPLES = """\
@@ -46,11 +48,13 @@ Examples:
 
   mainstem explain request.json
   mainstem explain request.json --server https://kv.example.com --route /v1/messages --json
+  mainstem explain request.json --admin-key secret --api-key theirs
   mainstem explain 1234 --trace requests.jsonl --capacity 40%
   mainstem explain request.json --trace prompts.jsonl --capacity 2Mtok --policy slru
 
-A server explains if it was started with --explain. Capacities are blocks (1000), tokens (2Mtok) or percentages of the
-trace's distinct blocks (5%)."""
+A server explains if it was started with --explain. A file with --trace has what the trace has: a body of a request if
+that has bodies, token ids or hashes if it has those. Requests of a recording are named by their numbers. Capacities are
+blocks (1000), tokens (2Mtok) or percentages of the trace's distinct blocks (5%)."""
 
 explain = cyclopts.App(name="explain", help_epilogue=_EXPLAIN_EXAMPLES, help_format="plaintext")
 top = cyclopts.App(name="top", help_epilogue=_TOP_EXAMPLES, help_format="plaintext")
@@ -139,6 +143,7 @@ def explain_request(
     server: str = "127.0.0.1:8000",
     route: Route | None = None,
     api_key: Annotated[str | None, Parameter(env_var="MAINSTEM_API_KEY")] = None,
+    admin_key: Annotated[str | None, Parameter(env_var="MAINSTEM_ADMIN_KEY")] = None,
     trace: str | None = None,
     capacity: str = "10%",
     policy: str = "lru",
@@ -149,7 +154,8 @@ def explain_request(
     Args:
         server: URL or HOST:PORT of `mainstem serve`.
         route: What the body is for. Default: as its fields say.
-        api_key: Key of the server.
+        api_key: Key of the server. With --admin-key: of the client whose cache is asked about, if it has several.
+        admin_key: Key of the admin, who also learns how much memory would have kept what was evicted.
         trace: Ask a cache that has served this trace or recording instead of a server.
         capacity: Size of that cache.
         policy: Its eviction policy.
@@ -158,18 +164,21 @@ def explain_request(
     if trace is not None:
         prompts = [_explain_offline(request, trace, capacity, policy)]
     else:
-        prompts = _explain_online(_read_body(request), server, route, api_key)
+        prompts = _explain_online(_read_body(request), server, route, api_key, admin_key)
     if json:
         print(dumps({"prompts": prompts}, ensure_ascii=False))
         return
     from rich.console import Console
 
-    from mainstem.watch.wording import table
-
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     for prompt in prompts:
-        console.print(f"{prompt['cached_tokens']:,} of {prompt['prompt_tokens']:,} tokens are cached.")
-        console.print(table(prompt["stretches"]))
+        console.print(*_shown(prompt), sep="\n")
+
+
+def _shown(prompt: dict[str, Any]) -> tuple[str, Table]:
+    from mainstem.watch.wording import table
+
+    return f"{prompt['cached_tokens']:,} of {prompt['prompt_tokens']:,} tokens are cached.", table(prompt["stretches"])
 
 
 def _read_body(path: str) -> dict[str, Any]:
@@ -182,33 +191,58 @@ def _read_body(path: str) -> dict[str, Any]:
         raise MainstemError(f"{path}: {error}") from None
 
 
-def _explain_online(body: dict[str, Any], server: str, route: str | None, api_key: str | None) -> list[dict[str, Any]]:
-    from mainstem.watch.top import address
+def _explain_online(
+    body: dict[str, Any], server: str, route: str | None, api_key: str | None, admin_key: str | None
+) -> list[dict[str, Any]]:
+    from mainstem.watch.top import address, not_ours
 
     if route is None:
         fields = {"prompt": "/v1/completions", "input": "/v1/responses", "system": "/v1/messages"}
         route = next((fields[name] for name in fields if name in body), "/v1/chat/completions")
-    url = f"{address(server)}/v1/cache/explain?{urllib.parse.urlencode({'route': route})}"
-    headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    query = {"route": route, "distances": "true"}  # which only the admin is given
+    base, headers = address(server), {"Content-Type": "application/json", **_keys(api_key, admin_key)}
+    url = f"{base}/v1/cache/explain?{urllib.parse.urlencode(query)}"
     asked = urllib.request.Request(url, dumps(body).encode(), headers)  # http or https, see `address`
     try:
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:
-            found: list[dict[str, Any]] = loads(answer.read())["prompts"]
-            return found
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as reply:
+            return _checked(loads(reply.read()))
     except urllib.error.HTTPError as error:
-        raise MainstemError(_said(error)) from None
+        raise MainstemError(_said(error) or f"{base} {not_ours(error)}") from None
+    except _BAD_ANSWER as error:
+        raise MainstemError(f"{base} {not_ours(error)}") from None
+    except OSError as error:
+        raise MainstemError(f"{base}: {error}") from None
 
 
-def _said(error: urllib.error.HTTPError) -> str:
-    """Returns the message of a server's error."""
+def _keys(api_key: str | None, admin_key: str | None) -> dict[str, str]:
+    """Returns the headers with a request's keys. The admin names a client by its key. Raises BadArgument."""
+    for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise BadArgument(name, "as given", "printable ASCII")
+    keys = {"Authorization": f"Bearer {admin_key or api_key}"} if admin_key or api_key else {}
+    return keys | ({"x-api-key": api_key} if admin_key and api_key else {})
+
+
+def _checked(answer: Any) -> list[dict[str, Any]]:
+    """Returns the prompts of an answer. Raises any error of `_BAD_ANSWER` where it has another shape."""
+    prompts: list[dict[str, Any]] = answer["prompts"]
+    if not (isinstance(prompts, list) and prompts):
+        raise ValueError("no list of prompts")
+    for prompt in prompts:
+        _shown(prompt)
+    return prompts
+
+
+def _said(error: urllib.error.HTTPError) -> str | None:
+    """Returns the message of a server's error; None: it has none."""
     try:
         return str(loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answers {error.code}: is it mainstem serve?"
+    except (OSError, *_BAD_ANSWER):
+        return None
 
 
 def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dict[str, Any]:
-    from mainstem.replay.explain import explain_request
+    from mainstem.replay.explain import check_comparable, explain_request
     from mainstem.replay.readers.open import open_trace
     from mainstem.replay.simulate.sweep import check_policy, parse_capacities
     from mainstem.settings.replay import TraceOptions
@@ -221,6 +255,8 @@ def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dic
     check_policy(policy)
     number = int(request) if request.isascii() and request.isdecimal() else None
     own = open_trace(request, TraceOptions(block_size=trace.block_size)) if number is None else None
+    if own is not None:
+        check_comparable(path, trace, request, own)
     found = explain_request(trace, number, blocks[0], policy, own)
     size = trace.block_size
     stretches = [shown(each, size) for each in found.stretches]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException
+from math import isfinite
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 ALL = "all"
 """The name of the column of all servers that answered."""
+
+_MOST = 1e100  # beyond it, and where it is NaN, a value is no count of anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,17 @@ def address(text: str) -> str:
     return url.rstrip("/")
 
 
+def not_ours(error: Exception) -> str:
+    """Returns why an answer is none of `mainstem serve`."""
+    return " ".join(f"does not answer as mainstem serve does ({type(error).__name__}: {error})".split())
+
+
 class Watch:
     """Several servers.
 
     Args:
         servers: their URLs, each once.
-        fetch: returns the metrics of a server as text, or raises OSError or MainstemError.
+        fetch: returns the metrics of a server as text, or raises OSError, HTTPException, ValueError or MainstemError.
         clock: returns seconds, monotonic.
     """
 
@@ -85,18 +94,37 @@ class Watch:
             if before is None:
                 looks.append(Look(server))
                 continue
-            windows.append(Window.between(before, sample))
-            looks.append(Look(server, measure(windows[-1])))
+            windows.append(_between(before, sample))
+            looks.append(Look(server, _measured(windows[-1])))
         if len(self._servers) > 1:
-            looks.append(Look(ALL, measure(_joined(windows))) if windows else Look(ALL))
+            looks.append(Look(ALL, _measured(_joined(windows))) if windows else Look(ALL))
         return looks
 
     def _scrape(self, server: str) -> Sample | str:
         """Returns a server's sample, or why there is none."""
         try:
-            return Sample.parse(self._fetch(server), self._clock())
+            sample = Sample.parse(self._fetch(server), self._clock())
+            measure(_between(sample, sample))  # fails here, rather than for all servers, if its labels are bad
         except (OSError, MainstemError) as error:
-            return " ".join(str(error).split())
+            return " ".join(str(error).split()) or type(error).__name__
+        except (HTTPException, ValueError, LookupError) as error:
+            return not_ours(error)
+        return sample
+
+
+def _between(before: Sample, now: Sample) -> Window:
+    """Returns the time between two scrapes, without series that were no number in one of them."""
+    bad = {key for each in (before, now) for key, value in each.values.items() if not abs(value) < _MOST}
+
+    def good(sample: Sample) -> Sample:
+        return replace(sample, values={key: value for key, value in sample.values.items() if key not in bad})
+
+    return Window.between(good(before), good(now))
+
+
+def _measured(window: Window) -> dict[str, float | None]:
+    found = measure(window)
+    return {name: value if value is not None and isfinite(value) else None for name, value in found.items()}
 
 
 def _joined(windows: Sequence[Window]) -> Window:

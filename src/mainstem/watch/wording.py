@@ -65,7 +65,9 @@ def why(stretch: Mapping[str, Any]) -> str:
         words += f" at token {stretch['parted']['at']:,}"
     if "detail" in stretch:
         words += f" ({_DETAILS.get(stretch['detail'], stretch['detail'])})"
-    return "; ".join([words, *_eviction(stretch.get("evicted"))])
+    since = stretch.get("since_s")
+    known = [] if since is None else [f"nothing is known of what was more than {show_seconds(since)} ago"]
+    return "; ".join([words, *known, *_eviction(stretch.get("evicted"))])
 
 
 def _eviction(gone: Mapping[str, Any] | None) -> Iterator[str]:
@@ -89,9 +91,13 @@ def table(stretches: Sequence[Mapping[str, Any]]) -> Table:
     for title, side in (("tokens", "right"), ("of them", "right"), ("", "left"), ("text", "left")):
         made.add_column(title, justify=side)  # type: ignore[arg-type]
     for each in stretches:
-        text = repr(each["text"]) if "text" in each else ""
-        if "instead" in each.get("parted", {}):
-            text += f"\n  where it had {each['parted']['instead']!r}"
         span = f"{each['begin']:,} to {each['end']:,}"
-        made.add_row(span, f"{each['end'] - each['begin']:,}", escape(why(each)), escape(text))
+        made.add_row(span, f"{each['end'] - each['begin']:,}", escape(why(each)), escape(_text(each)))
     return made
+
+
+def _text(stretch: Mapping[str, Any]) -> str:
+    text, instead = stretch.get("text"), stretch.get("parted", {}).get("instead")
+    if instead is None:
+        return "" if text is None else repr(text)
+    return f"an earlier prompt had {instead!r}" if text is None else f"{text!r}\n  where it had {instead!r}"
