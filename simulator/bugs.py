@@ -667,6 +667,16 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
+        "who fills a pool alone is said to be beyond a quota", "-", "quotas.py",
+        "most if maximum < 1 else _NO_LIMIT", "most",
+        "tests/test_explain.py::test_an_owner_without_a_maximum_is_never_beyond_it",
+    ),
+    _mutant(
+        "what a client missed that left is in some metrics only", "-", "server/generation.py",
+        "            await self._see_the_end(index)\n", "",
+        "tests/test_serve_explain.py::test_what_a_client_missed_that_left_counts_everywhere",
+    ),
+    _mutant(
         "a recorded step writes keys of rows that have no request", "-", _TRITON,
         "constant_values=-1", "constant_values=0",
         "tests/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
