@@ -202,6 +202,30 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(
     assert "not permitted when stream is capturing" in why
 
 
+@pytest.mark.parametrize(("failures", "recorded"), [(2, 1), (3, 0)])
+def test_a_recording_without_memory_is_tried_again_a_few_times(
+    failures: int,
+    recorded: int,
+    kernel: Attention,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder, left = Recorder(), [None] * failures
+
+    def record(work: Callable[[], torch.Tensor]) -> Any:
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("on purpose")
+        return recorder(work)
+
+    requests = Requests("llama", {}, kernel, record, monkeypatch)
+    requests.add(8)
+    for _ in range(5):
+        requests.step(0)
+    assert requests.same_keys() and recorder.recorded == recorded
+    assert sum("no memory to record" in line for line in caplog.messages) == 1 - recorded
+
+
 @pytest.mark.parametrize("number", [1.0, float("nan")])
 def test_a_repeated_step_that_differs_is_not_used(
     number: float, kernel: Attention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -224,6 +248,7 @@ def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
     with pytest.raises(RuntimeError):
         recorder(lambda: number * number.sum().item())  # reads a result while nothing is computed
     assert torch.rand(5, device="cuda").shape == (5,)
+    torch.cuda.empty_cache()  # refuses while a recording goes on
     again, doubled = recorder(lambda: number * 2)
     number.fill_(4)
     again()

@@ -88,10 +88,15 @@ def test_clear_leaves_foreign_objects(backend: S3Backend, endpoint: str) -> None
     for name in others:
         bucket.put(name, b"kept")
     backend.put(KEYS, [page(1, 10) for _ in KEYS])
-    assert len(bucket.list().collect()) == len(KEYS) + 3
+
+    def names() -> list[str]:
+        """Without what an earlier test gave up waiting for, which a slow server may write only now."""
+        return sorted(found["path"] for found in bucket.list().collect() if not found["path"].startswith("cases/"))
+
+    assert len(names()) == len(KEYS) + 3
     assert S3Backend("bucket", "mainstem/deeper", endpoint=endpoint, timeout_s=TIMEOUT_S).exists([bytes(32)]) == [True]
     backend.clear()
-    assert sorted(found["path"] for found in bucket.list().collect()) == others
+    assert names() == others
 
 
 def test_killed_and_started_again(tmp_path: Path) -> None:

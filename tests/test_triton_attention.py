@@ -95,6 +95,24 @@ def test_long_runs_are_divided_and_a_shared_one_is_read_once(kernel: Attention) 
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_prompts_from_0_are_computed_by_pytorch_among_others(
+    dtype: torch.dtype, kernel: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision, for which it has a kernel that keeps no matrix of scores."""
+    from mainstem.runtime import triton_attention
+
+    lengths: list[int] = []
+    monkeypatch.setattr(triton_attention, "WHOLE_PROMPT", 8)
+    of_pytorch = triton_attention.causal
+    monkeypatch.setattr(triton_attention, "causal", lambda q, *more: (lengths.append(len(q)), of_pytorch(q, *more))[1])
+    news = [Extent(12, 0, table(0)), Extent(1, 20, table(1, 2)), Extent(9, 0, table(3)), Extent(3, 0, table(4))]
+    both_ways = Extent(10, 0, table(5), ((2, 6),))
+    expected, found = compared(kernel, KVShape(1, 2, 8, 8), 4, [*news, both_ways], dtype)
+    torch.testing.assert_close(found, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
+    assert lengths == ([12, 9] if dtype is torch.bfloat16 else [])
+
+
 def test_a_plan_is_divided_once_for_all_its_layers(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = KVPool(SHAPE, 30, 4, torch.float32, DEVICE)
     for plane in pool.planes:

@@ -11,6 +11,7 @@ This module knows rows and ids. It does not know layouts, components or the owne
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from mainstem._core import copy_rows
 from mainstem.errors import BadArgument, MainstemError
 
+log = logging.getLogger(__name__)
 ERRORS = (MainstemError, RuntimeError, ValueError, LookupError, OSError, MemoryError)  # from outside, not our bugs
 
 
@@ -122,7 +124,7 @@ class CudaCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copy_rows = _device_copy()
+        self._copy_rows = _device_copy(device)
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
         """Pins the memory, and returns it as a tensor of the device."""
@@ -152,7 +154,7 @@ class CudaCopier:
             try:
                 for copy in copies:
                     self._copy_rows(*copy)
-            except RuntimeError:
+            except Exception:
                 self.drain()
                 raise
             return self._stream.record_event()
@@ -174,11 +176,18 @@ class CudaCopier:
         self._stream.synchronize()
 
 
-def _device_copy() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Returns what copies rows on a device; its arguments are those of `Copy`."""
+def _device_copy(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Returns what copies rows on a device, tried with one row; its arguments are those of `Copy`."""
     try:
         from mainstem.runtime import triton_copies
-    except ImportError:
+
+        row, first = (
+            torch.ones(2, 8, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        triton_copies.copy_rows(row[:1], first, row[1:], first)
+    except Exception as error:  # noqa: BLE001  # Triton may be absent, or its compiler
+        log.warning("pages are copied by PyTorch, and layers wait for them: %s: %s", type(error).__name__, error)
         return _copy_by_torch
     return triton_copies.copy_rows
 

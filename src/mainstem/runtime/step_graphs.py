@@ -15,9 +15,11 @@ CUDA C++ Programming Guide, "CUDA Graphs"; https://docs.pytorch.org/docs/stable/
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +38,8 @@ Recorder: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], 
 MOST_ROWS = 256
 # Recorded steps that are kept. Each holds its logits and its tables; what it computes between shares memory.
 MOST_STEPS = 48
+# Recordings without enough memory, after which no more is tried.
+MOST_FAILURES = 3
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,18 @@ log = logging.getLogger(__name__)
 def padded_rows(requests: int) -> int:
     """Returns the rows of the recorded step for so many requests: 1, 2, 4, 8, 16, 24, 32, ..."""
     return 1 << (requests - 1).bit_length() if requests <= 8 else -(-requests // 8) * 8
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collects no garbage inside the `with` block."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CudaRecorder:
@@ -57,6 +73,7 @@ class CudaRecorder:
         self._random = torch.cuda.default_generators[self._stream.device.index]
         self._pool: Any = None
         self._first: torch.cuda.CUDAGraph | None = None  # keeps the memory that they share
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         """Records on a stream of its own. Nothing is computed; the copies of other threads go on."""
@@ -64,18 +81,30 @@ class CudaRecorder:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _no_collection():  # which may call the device
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     results = work()
                 finally:
                     graph.capture_end()
         except BaseException:
-            self._random.graphsafe_set_state(random)  # or it would refuse random numbers to everybody from now on
-            self._pool = self._first = None  # it cannot be used again
+            self._leave(graph, random)
             raise
         self._first = self._first or graph
         return graph.replay, results
+
+    def _leave(self, failed: torch.cuda.CUDAGraph, random: torch.Generator) -> None:
+        """Undoes what PyTorch leaves of a recording that failed (2.11: it ends the capture, and then raises).
+
+        The device's generator would refuse random numbers to everybody, and its allocator would take the recording for
+        one that goes on: it would free no cached memory any more.
+        """
+        self._random.graphsafe_set_state(random)
+        with contextlib.suppress(Exception):  # the capture had not begun, or PyTorch has ended it
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+            torch._C._cuda_releasePool(self._stream.device.index, self._pool)
+        self._failed.append(failed)  # what allocates pinned memory may still ask it
+        self._pool = self._first = None
 
 
 class StepGraphs:
@@ -97,6 +126,7 @@ class StepGraphs:
         self._forward, self._attention, self._recorder = forward, attention, recorder
         self._device, self._limit = device, limit
         self._steps: OrderedDict[_Step, None] = OrderedDict()  # the one that was used last is last
+        self._out_of_memory = 0
         self.refused: str | None = None
         """Why steps are no longer recorded."""
 
@@ -119,7 +149,7 @@ class StepGraphs:
         for step in reversed(self._steps):
             if step.rows == rows and step.fill(tokens, positions, plans):
                 self._steps.move_to_end(step)
-                return (step.repeat() if step.is_checked else self._check(step))[: len(tokens)]
+                return (step.repeat() if step.is_checked else self._check(step, len(tokens)))[: len(tokens)]
         step = _Step(rows, plans, self._attention, self._device)
         step.put(tokens, positions)
         logits = step.compute(self._forward)
@@ -129,18 +159,22 @@ class StepGraphs:
     def _record(self, step: _Step) -> None:
         try:
             step.record(self._forward, self._recorder)
+        except torch.OutOfMemoryError as error:
+            self._out_of_memory += 1
+            if self._out_of_memory >= MOST_FAILURES:
+                self._refuse(f"there is no memory to record them: {error}")
         except Exception as error:  # noqa: BLE001  # models and drivers raise all kinds
             self._refuse(f"its launches cannot be recorded: {type(error).__name__}: {error}")
-            return
-        self._steps[step] = None
-        if len(self._steps) > MOST_STEPS:
-            self._steps.popitem(last=False)
+        else:
+            self._steps[step] = None
+            if len(self._steps) > MOST_STEPS:
+                self._steps.popitem(last=False)
 
-    def _check(self, step: _Step) -> torch.Tensor:
+    def _check(self, step: _Step, requests: int) -> torch.Tensor:
         """Returns the logits of a step that was recorded with other requests, and whose keys are those computed."""
         repeated = step.repeat().clone()
         logits = step.compute(self._forward)  # after it, so that these keys and values are kept
-        wanted, found = logits.float(), repeated.float()
+        wanted, found = logits[:requests].float(), repeated[:requests].float()
         error = float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
         if error <= self._limit:
             step.is_checked = True

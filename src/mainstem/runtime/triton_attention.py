@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mainstem.runtime.attention import BatchPlan, Given, SdpaAttention, causal
 from mainstem.runtime.sharing import shared_runs
@@ -28,7 +29,7 @@ from mainstem.runtime.sharing import shared_runs
 # Measured on an H100 (docs/decisions.md). A shared run is attended to at once if that spares so many positions.
 FOLD_POSITIONS = 256
 
-# Prompts that start at 0 and have so many tokens are computed by PyTorch's kernels, which take 0.55 of the time.
+# Prompts that start at 0 and have so many tokens are computed by PyTorch's kernels, which take 0.7 of the time.
 WHOLE_PROMPT = 512
 
 # Where windows begin at different positions, runs begin at multiples of this many positions.
@@ -73,10 +74,11 @@ class TritonAttention(SdpaAttention):
     ) -> torch.Tensor:
         """See `Attention.attend`."""
         out = query.new_empty(*query.shape[:2], value.shape[2])
-        if sinks is None and softcap is None and (whole := _whole_prompts(plan)):
+        if sinks is None and softcap is None and _is_fused(query, value) and (whole := _whole_prompts(plan)):
             plan.write(layer, key, value)
-            for rows in whole.values():
-                out[rows] = causal(query[rows], key[rows], value[rows], scale)
+            with sdpa_kernel(_FUSED):
+                for rows in whole.values():
+                    out[rows] = causal(query[rows], key[rows], value[rows], scale)
         else:
             whole = {}
         members = [index for index in range(len(plan.extents)) if index not in whole]
@@ -101,6 +103,17 @@ class TritonAttention(SdpaAttention):
         work.attend(query, k, v, scale, sinks, softcap, out)
 
 
+# Not cuDNN's, which PyTorch may prefer: it makes a plan for each new length of a prompt, for tens of milliseconds.
+_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def _is_fused(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether PyTorch has a kernel for prompts of these sizes that keeps no matrix of scores."""
+    numbers = query.shape[2]
+    fits = numbers == value.shape[2] <= 256 and numbers % 8 == 0
+    return fits and query.dtype in (torch.float16, torch.bfloat16)
+
+
 def _whole_prompts(plan: BatchPlan) -> dict[int, slice]:
     """Returns the rows of the long prompts of a batch whose queries see all keys up to their own."""
     found, end = {}, 0
@@ -114,8 +127,9 @@ def _whole_prompts(plan: BatchPlan) -> dict[int, slice]:
 
 def _work(plan: BatchPlan, members: Sequence[int], heads: int, has_sinks: bool) -> _Work:
     """Returns what both kernels do for some extents of a batch, planned at the first call."""
-    name = tuple(members), has_sinks
+    name = tuple(members), heads, has_sinks
     if name not in plan.derived:
+        assert plan.repeated is None or len(members) == len(plan.extents)
         plan.derived[name] = _Work(plan, members, heads, has_sinks)
     work: _Work = plan.derived[name]
     return work
