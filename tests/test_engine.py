@@ -42,6 +42,7 @@ class Gate(Ghost):
 
     adapters = SimpleNamespace(names=())
     vision = None
+    records_steps = False
 
     def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> None:
         super().__init__(pages["full"], page_size)
@@ -116,6 +117,20 @@ def request(seed: int = 1, length: int = 8, **params: Any) -> Request:
 
 
 # Output
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_nothing_is_drafted_where_steps_are_recorded(
+    records: bool, rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second answer could be drafted from the first, which the cache has."""
+    monkeypatch.setattr(Gate, "records_steps", records)
+    with caplog.at_level("INFO"):
+        made = rig()
+    first, second = (made.submit(seed=3, max_tokens=24).result(timeout_s=WAIT_S) for _ in range(2))
+    assert first.tokens == second.tokens
+    assert (made.engine.stats().totals.drafted_tokens == 0) == records
+    assert ("nothing is drafted" in caplog.text) == records
 
 
 def test_a_stream_gives_the_whole_output_however_it_is_read(rig: Callable[..., Rig]) -> None:

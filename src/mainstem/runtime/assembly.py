@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random as random_module
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from mainstem.cache import PrefixCache
@@ -40,6 +41,10 @@ class EngineRunner(Runner, HasPools, Protocol):
     @property
     def vision(self) -> Vision | None:
         """Encodes images; None: the model takes none."""
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether steps of single tokens are recorded, and take a fraction of the time of others; see `step_graphs`."""
 
 
 def make_publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | None:
@@ -80,7 +85,10 @@ def make_scheduler(
     clock: Callable[[], float],
     random: random_module.Random,
 ) -> Scheduler:
-    """Makes the scheduler of an engine."""
+    """Makes the scheduler of an engine. It drafts nothing where that would keep a step from being repeated."""
+    if model.records_steps and config.draft_tokens:
+        log.info("%s: decode steps are recorded, so nothing is drafted", loaded.name)
+        config = replace(config, draft_tokens=0)
     context, ends = loaded.max_context, _eos_tokens(loaded)
     return Scheduler(
         cache,

@@ -198,6 +198,11 @@ class ModelRunner:
         return self._alone is not None
 
     @property
+    def records_steps(self) -> bool:
+        """Whether decode steps of single tokens are recorded; see `step_graphs`."""
+        return self._steps is not None
+
+    @property
     def computation(self) -> tuple[str, ...]:
         """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
         scan = () if self._proof is None else (f"scan {self._proof.continuation}",)

@@ -205,7 +205,7 @@ class Limits(Settings):
         states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
         token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
         draft_tokens: Maximum number of guessed tokens per step, over all requests, that are computed beside the next
-            ones and kept if they are right; the answer is the same. 0 turns this off.
+            ones and kept if they are right; the answer is the same. 0 turns this off, as does a GPU that repeats steps.
         max_running: Maximum number of requests that run at the same time; 1 or more.
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
         prefetch_sessions: Part of the device's pages for sessions that are expected back soon: what the host and
