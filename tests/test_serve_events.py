@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,16 @@ def pages(tokens: list[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)}
 
 
+def flush(server: Server, listener: Listener, is_empty: Callable[[], bool]) -> None:
+    """Flushes a server until its router knows of it: a flush leaves what is being copied, to storage too."""
+
+    def flushed() -> bool:
+        server.flush()
+        return is_empty()
+
+    listener.until(flushed)
+
+
 def test_a_router_knows_what_a_server_has_on_each_tier(pair: tuple[Server, Listener]) -> None:
     server, listener = pair
     server.ask(PROMPT, tokens=1)
@@ -49,8 +59,7 @@ def test_a_router_knows_what_a_server_has_on_each_tier(pair: tuple[Server, Liste
     longer = PROMPT + [3] * PAGE
     server.ask(longer, tokens=1)
     listener.until(lambda: listener.on("GPU") >= pages(longer) and listener.on("CPU") >= pages(longer))
-    server.flush()  # it leaves what is being copied
-    listener.until(lambda: not listener.follower.replica.blocks)
+    flush(server, listener, lambda: not listener.follower.replica.blocks)
     counted = server.http.get("/v1/cache/stats").json()["events"]
     assert counted["published"] > 3 and counted["dropped"] == 0 and counted["replays"] >= 1
 
@@ -91,8 +100,7 @@ def test_what_is_in_storage_is_known_until_it_is_removed(serve: Serve, ends: Opt
         body = {"prompt": PROMPT[: 2 * PAGE]}
         assert server.http.post("/v1/cache/remove", json=body).status_code == 200
         listener.until(lambda: listener.on("STORAGE") == pages(PROMPT[:PAGE]))
-        server.flush()
-        listener.until(lambda: not listener.on("GPU") | listener.on("CPU"))
+        flush(server, listener, lambda: not listener.on("GPU") | listener.on("CPU"))
         assert listener.on("STORAGE") == pages(PROMPT[:PAGE])
 
 
@@ -112,8 +120,7 @@ def test_what_a_server_finds_in_storage_is_in_storage_when_its_host_has_given_it
         server.settle()
         listener.replay()
         listener.until(lambda: listener.on("CPU") >= pages(longer))
-        server.flush()
-        listener.until(lambda: not listener.on("CPU"))
+        flush(server, listener, lambda: not listener.on("CPU"))
         assert listener.on("STORAGE") == pages(longer), "three pages that it found, and two that it wrote"
         assert server.ask(longer, tokens=1).storage
 
