@@ -175,7 +175,7 @@ test-gemma: $(VENV)/gemma
 	$(BIN)/pytest tests/test_gemma.py $(ARGS)
 
 # On a machine with a GPU: nothing is installed, and the core is built with a compiler and nanobind alone. Two families
-# need transformers 5.20, and a restart needs a store.
+# need transformers 5.20, and a restart and an identity need blake3.
 GPU := PYTHONPATH=$(CURDIR)/src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
 test-gpu:
 	$(PYTHON) scripts/build_core.py

@@ -668,7 +668,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "who fills a pool alone is said to be beyond a quota", "-", "quotas.py",
-        "most if maximum < 1 else _NO_LIMIT", "most",
+        "most if share.maximum < 1 else _NO_LIMIT", "most",
         "tests/test_explain.py::test_an_owner_without_a_maximum_is_never_beyond_it",
     ),
     _mutant(

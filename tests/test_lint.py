@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem.cli import main
-from mainstem.watch.lint import ADVICE, BadRequestBody, Linter, Report, about
+from mainstem.watch.lint import ADVICE, Linter, Report, about
+from mainstem.watch.prompts import BadRequestBody
 
 FACTS = ("refunds take ten days", "calls are free of charge", "no shop opens on Sundays", "orders can be changed")
 NUMBERS = ("one", "two", "three", "four")

@@ -126,6 +126,9 @@ def limits(quota: Quota, totals: Sequence[Sequence[int]]) -> list[tuple[int, int
         quota: the quota.
         totals: the sizes of the pools, by tier and component.
     """
-    shares = [(quota.tiers[tier], sizes[row]) for row in range(len(totals[0])) for tier, sizes in enumerate(totals)]
-    parts = [(*share.of(total), share.maximum) for share, total in shares]
-    return [(guaranteed, most if maximum < 1 else _NO_LIMIT) for guaranteed, most, maximum in parts]
+
+    def of(share: Share, total: int) -> tuple[int, int]:
+        guaranteed, most = share.of(total)
+        return guaranteed, most if share.maximum < 1 else _NO_LIMIT
+
+    return [of(quota.tiers[tier], sizes[row]) for row in range(len(totals[0])) for tier, sizes in enumerate(totals)]

@@ -20,7 +20,7 @@ from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, OutOfPages
 from mainstem.explain import Stretch
 from mainstem.keys import HashKeys
-from mainstem.replay.readers.formats import FORMATS
+from mainstem.replay.readers.formats import BYTES_NOTE, FORMATS
 from mainstem.replay.readers.lines import Source
 from mainstem.replay.trace import MAGIC, Batch, Trace
 
@@ -28,7 +28,6 @@ _MEMORY = 4  # capacities of evictions that are remembered
 _UNSURE = ("never_seen", "parted", "forgotten")  # where the cache remembers no eviction
 _TEXT, _IDS = "text", "token ids"
 _KINDS = {"recording": "keyed hashes", "bailian": "hash ids", "mooncake": "hash ids", "tokens": _IDS}  # by format
-_TEXT_NOTE = "Tokens are bytes, not those of a model."  # of a trace as `mainstem.replay.readers.open` reads text
 _FIRST_LINES = 16  # which say what a file is
 
 
@@ -149,8 +148,8 @@ def check_comparable(path: str, trace: Trace, own_path: str, own: Trace) -> None
         BadArgument: they cannot: blocks of one are named by its text, those of the other by hashes, say.
     """
     kind = _kind(path)
-    kinds = {_TEXT, _IDS} if _TEXT_NOTE in trace.notes else {kind} if kind else {*_KINDS.values()}
-    own_kind = _kind(own_path) or (_TEXT if _TEXT_NOTE in own.notes else None)
+    kinds = {_TEXT, _IDS} if BYTES_NOTE in trace.notes else {kind} if kind else {*_KINDS.values()}
+    own_kind = _kind(own_path) or (_TEXT if BYTES_NOTE in own.notes else None)
     if own_kind is not None and own_kind not in kinds:
         number = f"the number of a request of {path}, 1 to {len(trace)}"
         why = f"{own_kind} cannot be compared with {' or '.join(sorted(kinds))}"

@@ -74,6 +74,11 @@ class Extent(NamedTuple):
         """The position after the last."""
         return self.start + self.tokens
 
+    def is_causal(self, component: Attended) -> bool:
+        """Whether all its keys are new, and every query sees those up to its own."""
+        both_ways = any(low < self.end and high > self.start for low, high in self.regions)
+        return self.start == 0 and component.seen_from(self.end - 1) == 0 and not both_ways
+
     def seen(self, first: int, last: int, component: Attended) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the begin and the end of the keys that each query at positions [first, last) sees."""
         positions = np.arange(first, last, dtype=np.int64)
@@ -180,9 +185,7 @@ def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
         origin = first * pool.page_size
     cuts = pairwise([*tile_starts(extent, component), extent.end])
     tiles = tuple(_tile(extent, first, last, row - extent.start, origin, component) for first, last in cuts)
-    whole = page_index is None and component.seen_from(extent.end - 1) == 0
-    causal = whole and all(tile.runs is None for tile in tiles)
-    return Span(slice(row, row + extent.tokens), page_index, tiles, causal)
+    return Span(slice(row, row + extent.tokens), page_index, tiles, extent.is_causal(component))
 
 
 def tile_starts(extent: Extent, component: Attended) -> list[int]:

@@ -297,8 +297,8 @@ class ModelRunner:
 
     def _recorded_steps(self) -> StepGraphs | None:
         """Returns what computes decode steps of single tokens; None: nothing else than a forward."""
-        is_alone = self.alone or not self._places or self._shape is not None or self._ranks.size > 1
-        if is_alone or not self._attention.repeats or any(shape.latent for shape in self._kv.values()):
+        is_plain = self._places and not self.alone and self._shape is None and self._ranks.size == 1
+        if not is_plain or not self._attention.repeats or any(shape.latent for shape in self._kv.values()):
             return None
         recorder = recorder_for(self._like.device)
         if recorder is None:
@@ -678,8 +678,8 @@ def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
 
 def _is_step(segment: Segment) -> bool:
     """Returns whether a segment is one token of the base model, with logits, and nothing before it is on its way."""
-    alone = segment.adapter is None and segment.arriving is None and segment.positions is None
-    return alone and len(segment.tokens) == segment.logits == 1 and segment.start > 0 and not _inside(segment)
+    is_plain = segment.adapter is None and segment.arriving is None and segment.positions is None
+    return is_plain and len(segment.tokens) == segment.logits == 1 and segment.start > 0 and not _inside(segment)
 
 
 def _inside(segment: Segment) -> list[ImageInput]:

@@ -119,8 +119,7 @@ def _whole_prompts(plan: BatchPlan) -> dict[int, slice]:
     found, end = {}, 0
     for index, extent in enumerate(plan.extents):
         begin, end = end, end + extent.tokens
-        is_causal = not extent.regions and plan.component.seen_from(extent.end - 1) == 0
-        if extent.start == 0 and extent.tokens >= WHOLE_PROMPT and is_causal:
+        if extent.tokens >= WHOLE_PROMPT and extent.is_causal(plan.component):
             found[index] = slice(begin, end)
     return found
 

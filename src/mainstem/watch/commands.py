@@ -108,7 +108,8 @@ def lint_requests(
         on_bad: Whether a line without a prompt ends it, or is skipped and counted.
         json: Print one JSON object.
     """
-    from mainstem.watch.lint import BadRequestBody, Linter, about
+    from mainstem.watch.lint import Linter, about
+    from mainstem.watch.prompts import BadRequestBody
 
     if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
         raise BadArgument("prefill_tokens_per_s", prefill_tokens_per_s, "above 0")
@@ -182,7 +183,7 @@ def _shown(prompt: dict[str, Any]) -> tuple[str, Table]:
 
 
 def _read_body(path: str) -> dict[str, Any]:
-    from mainstem.watch.lint import BadRequestBody
+    from mainstem.watch.prompts import BadRequestBody
 
     try:
         with open(path, "rb") as file:
@@ -278,7 +279,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 def _body(line: bytes) -> tuple[dict[str, Any], float | None]:
     """Returns the body of a request and when it came, if the line says so. Raises BadRequestBody."""
-    from mainstem.watch.lint import BadRequestBody
+    from mainstem.watch.prompts import BadRequestBody
 
     try:
         found = loads(line)

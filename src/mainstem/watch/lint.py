@@ -21,9 +21,9 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
-from mainstem.watch.prompts import END, BadRequestBody, Body, Prompt, prompts
+from mainstem.watch.prompts import END, Body, Prompt, prompts
 
-__all__ = ["ADVICE", "KEPT", "BadRequestBody", "Finding", "Linter", "Report", "about"]
+__all__ = ["ADVICE", "KEPT", "Finding", "Linter", "Report", "about"]
 
 SHORTEST = 64
 """Characters that must be the same after a difference for it to count: fewer are chance, or less than a page."""

@@ -31,6 +31,8 @@ from mainstem.keys import hash_blocks
 from mainstem.replay.trace import MAX_TOKENS
 
 RECORDING = "mainstem-recording"
+BYTES_NOTE = "Tokens are bytes, not those of a model."
+"""The note of a trace of texts that were read without a tokenizer."""
 
 Line = dict[str, Any]
 Tokenize = Callable[[Line], list[int]]

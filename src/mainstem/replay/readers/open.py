@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument
 from mainstem.imports import is_missing
 from mainstem.replay.readers.formats import (
+    BYTES_NOTE,
     FORMATS,
     RECORDING,
     BadLine,
@@ -212,7 +213,7 @@ class _Reader:
         if self._format.name != "openai":
             _refuse_tokenizer(name, self._format.name)
             return as_bytes
-        self._notes.append(f"Tokens are those of {name}." if name else "Tokens are bytes, not those of a model.")
+        self._notes.append(f"Tokens are those of {name}." if name else BYTES_NOTE)
         return as_bytes if name is None else Tokenizer(name)
 
 
