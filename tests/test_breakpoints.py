@@ -18,7 +18,8 @@ from mainstem.runtime.request import Prefix
 from mainstem.server.app import create_app
 from mainstem.server.breakpoints import MOST, TTLS, CacheOptions, Mark, counted
 from mainstem.server.dialect import Dialect, speaking
-from mainstem.server.requests import ChatRequest, decode, template_input, tools_of
+from mainstem.server.requests import ChatRequest, decode, template_input
+from mainstem.server.tool_fields import tools_of
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 

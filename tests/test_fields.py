@@ -31,14 +31,10 @@ from mainstem.server.requests import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    FunctionCall,
-    FunctionSpec,
     Message,
-    ToolCall,
-    ToolChoice,
-    ToolSpec,
 )
 from mainstem.server.responses import ResponseRequest
+from mainstem.server.tool_fields import FunctionCall, FunctionSpec, ToolCall, ToolChoice, ToolSpec
 
 KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
     CompletionRequest: (

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, decode_known, parts, template_input
+from mainstem.server.requests import Messages, TokenId, decode, decode_known, parts, template_input
+from mainstem.server.tool_fields import ToolSpec
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):

@@ -33,11 +33,10 @@ from mainstem.server.requests import (
     ChatRequest,
     CompletionRequest,
     Messages,
-    ToolSpec,
     parts,
     template_input,
-    tools_of,
 )
+from mainstem.server.tool_fields import ToolSpec, tools_of
 from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig

@@ -11,7 +11,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.prompts import Template
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, ToolSpec, decode, decode_known, template_of
+from mainstem.server.requests import Messages, TokenId, decode, decode_known, template_of
+from mainstem.server.tool_fields import ToolSpec
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
