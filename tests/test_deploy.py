@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from machine import eventually
 from rigs.clients import served
 from rigs.fake_engine import FakeEngine
 from rigs.full_stats import filled
+from skips import PROMETHEUS
 
 from mainstem.explain import Evicted
 from mainstem.runtime.engine import EngineStats
@@ -41,10 +41,6 @@ HISTOGRAMS = {
     *("time_to_first_token", "inter_token_latency", "e2e_request_latency", "time_per_output_token", "storage_wait"),
     *("regret", "regret_idle", "reuse"),
 }
-
-needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason="no prometheus: apt-get install prometheus"
-)
 
 
 def written(path: Path) -> str:
@@ -150,7 +146,7 @@ def found(url: str, expression: str) -> list[Any]:
         return []
 
 
-@needs_prometheus
+@PROMETHEUS.needed
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_every_panel_shows_something(prometheus: str, name: str) -> None:
     expression = EXPRESSIONS[name].replace("$__rate_interval", "1m").replace("$instance", ".*")
@@ -161,7 +157,7 @@ def test_every_panel_shows_something(prometheus: str, name: str) -> None:
     assert all(labels_of.keys() >= set(labels) for labels_of in (one["metric"] for one in result))
 
 
-@needs_prometheus
+@PROMETHEUS.needed
 def test_every_rule_is_evaluated(prometheus: str) -> None:
     def evaluated() -> bool:
         rules = [rule for group in api(prometheus, "rules")["groups"] for rule in group["rules"]]
@@ -208,7 +204,7 @@ BAD: dict[str, dict[str, str]] = {
 """Series, a value a minute, that an alert is for."""
 
 
-@needs_prometheus
+@PROMETHEUS.needed
 @pytest.mark.parametrize("bad", [True, False], ids=["trouble", "calm"])
 def test_alerts_fire_in_trouble_and_only_then(tmp_path: Path, bad: bool) -> None:
     assert BAD.keys() == alerts().keys()

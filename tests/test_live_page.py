@@ -16,10 +16,11 @@ import httpx
 import pytest
 import uvicorn
 from machine import eventually, patience
-from rigs.browser import Page, browsing, program
+from rigs.browser import Page, browsing
 from rigs.fake_engine import FakeEngine
 from rigs.servers import free_port
 from rigs.serving import tiny_folder
+from skips import BROWSER
 from starlette.testclient import TestClient
 
 from mainstem.explain import Parted
@@ -214,7 +215,7 @@ def served(engine: Any, **config: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    program()
+    BROWSER.need()
     with browsing(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
 

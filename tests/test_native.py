@@ -3,13 +3,13 @@ counts compared with the recorded ones. These runs are short; `make native` is t
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from machine import patience
+from skips import COMPILER, VALGRIND
 
 from bench.native import compiler_version, instructions
 
@@ -19,8 +19,7 @@ NATIVE = ROOT / "tests" / "native"
 
 @pytest.fixture(scope="module")
 def build() -> None:
-    if sys.platform != "linux" or not shutil.which("g++") or not shutil.which("make"):
-        pytest.skip("needs Linux, g++ and make")
+    COMPILER.need()
 
 
 @pytest.mark.slow
@@ -68,8 +67,7 @@ def test_random_operations_and_failing_allocations() -> None:
 @pytest.mark.usefixtures("build")
 def test_instructions_have_not_grown() -> None:
     """A change with a good reason for more instructions commits the new counts, for reviewers to see."""
-    if not shutil.which("valgrind"):
-        pytest.skip("valgrind was not found, so the core's instructions were not counted")
+    VALGRIND.need()
     kept = instructions.kept()
     if kept["compiler"] != compiler_version():
         pytest.skip(f"the counts that are kept are of {kept['compiler']}, this is {compiler_version()}")

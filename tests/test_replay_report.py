@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
+from skips import BROWSER
 
 from mainstem import cli
 from mainstem.errors import BadArgument
@@ -211,12 +211,7 @@ def test_a_name_that_is_not_valid_unicode_is_written(found: tuple[TraceInfo, lis
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    paths = filter(None, map(shutil.which, names))
-    path = next(paths, None)
-    if path is None:
-        pytest.skip("no browser: apt-get install chromium")
-    return path
+    return BROWSER.need()
 
 
 @pytest.fixture(scope="module")

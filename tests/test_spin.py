@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from skips import SPIN
 
 from proof.checks import BUGS, CHECKS, Bug, Check
-from proof.spin import ProofError, lacking, search
+from proof.spin import ProofError, search
 from simulator.bugs import NATIVE, PYTHON
 
-needs_spin = pytest.mark.skipif(bool(lacking()), reason="no SPIN here: apt-get install spin")
 BY_NAME = {check.name: check for check in CHECKS}
 
 
@@ -26,13 +26,13 @@ def test_the_documentation_has_the_states_of_each_check() -> None:
     assert f"all {len(BUGS)} bugs" in text
 
 
-@needs_spin
+@SPIN.needed
 def test_a_model_that_does_not_compile_is_told() -> None:
     with pytest.raises(ProofError, match=r"cache\.pml"):
         search(Check("wrong", "cache", ("N_PAGES(",), 0))
 
 
-@needs_spin
+@SPIN.needed
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_no_reachable_state_violates_anything(check: Check) -> None:
@@ -41,7 +41,7 @@ def test_no_reachable_state_violates_anything(check: Check) -> None:
     assert found.states == check.states
 
 
-@needs_spin
+@SPIN.needed
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.flag.lower())
 def test_the_bug_is_found(bug: Bug) -> None:

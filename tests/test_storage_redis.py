@@ -19,6 +19,7 @@ import pytest
 from machine import patience
 from rigs.servers import free_port, freeze, patiently, valkey
 from rigs.stores import cause_of
+from skips import OPENSSL
 
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.storage import ABSENT, open_backend
@@ -259,10 +260,7 @@ def make_certificate(folder: Path) -> tuple[str, str]:
     key, certificate = str(folder / "key"), str(folder / "certificate")
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
     name = ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    try:
-        subprocess.run(command + name, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no openssl to make a certificate with")
+    subprocess.run([OPENSSL.need(), *command[1:], *name], check=True, capture_output=True)
     return key, certificate
 
 

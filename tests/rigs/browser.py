@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import select
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,18 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from machine import patience
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-def program() -> str:
-    """Returns the browser, or skips the test."""
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no browser: apt-get install chromium")
-    return found
+from skips import BROWSER
 
 
 class Page:
@@ -145,7 +134,7 @@ def browsing(folder: Path) -> Iterator[Page]:
     ours_in, theirs_out = (_above_ten(end) for end in os.pipe())
     theirs_in, ours_out = (_above_ten(end) for end in os.pipe())
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
-    command = [program(), *options, "--no-first-run", f"--user-data-dir={folder / 'profile'}", "about:blank"]
+    command = [BROWSER.need(), *options, "--no-first-run", f"--user-data-dir={folder / 'profile'}", "about:blank"]
     shell = ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', *command]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(shell, pass_fds=(theirs_in, theirs_out), stdout=quiet, stderr=quiet) as process:
