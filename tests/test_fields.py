@@ -1,4 +1,4 @@
-"""Fields of requests: each that a client can send is honoured, without effect, or refused by name."""
+"""Fields of requests: each that a client can send is honoured, advice, or refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from openai.types.shared_params import FunctionDefinition, Reasoning
 
 from mainstem.server import messages, responses
 from mainstem.server.breakpoints import Breakpoint, CacheOptions
-from mainstem.server.fields import OPENAI, REFUSED, WITHOUT_EFFECT, Refused, Rules, check_fields
+from mainstem.server.fields import OPENAI, Field, Refused, Rules, Unheeded, check_fields
 from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.requests import (
     ChatRequest,
@@ -148,10 +148,14 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
 """Objects in requests: the routes, the field that they are in, our type, and the client's."""
 
 
-def check(
-    kind: Any = CompletionRequest, tolerated: list[str] | None = None, rules: Rules = OPENAI, **fields: Any
-) -> None:
-    check_fields(json.dumps(fields).encode(), kind, tolerated, rules)
+class Nothing(msgspec.Struct):
+    """A body of which no field is honoured."""
+
+
+def check(kind: Any = CompletionRequest, tolerant: Any = False, rules: Any = OPENAI, **fields: Any) -> Unheeded:
+    unheeded = Unheeded(tolerant)
+    check_fields(json.dumps(fields).encode(), kind, unheeded, rules)
+    return unheeded
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -159,24 +163,24 @@ def test_every_field_of_the_official_clients_is_classified(kind: Any) -> None:
     """A new version of a client with a new field fails here."""
     _, rules, fields = KINDS[kind]
     assert len(fields) > 10
-    assert not fields - {*kind.__struct_fields__} - rules.without_effect.keys() - rules.refused.keys()
+    assert not fields - {*kind.__struct_fields__} - rules.advice.keys() - rules.refused.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_no_field_is_in_two_classes(kind: Any) -> None:
     _, rules, _ = KINDS[kind]
     honoured = {*kind.__struct_fields__}
-    assert not honoured & rules.without_effect.keys() and not honoured & rules.refused.keys()
-    assert not rules.without_effect.keys() & rules.refused.keys()
+    assert not honoured & rules.advice.keys() and not honoured & rules.refused.keys()
+    assert not rules.advice.keys() & rules.refused.keys()
 
 
 @pytest.mark.parametrize(("routes", "name", "kind", "clients"), INNER, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_field_inside_is_in_one_class(routes: str, name: str, kind: Any, clients: tuple[Any, ...]) -> None:
     others = RULES[routes].inside.get(name, Rules())
     known = {field for client in clients for field in get_type_hints(client)}
-    assert known and not known - {*kind.__struct_fields__} - others.without_effect.keys() - others.refused.keys()
-    assert not {*kind.__struct_fields__} & (others.without_effect.keys() | others.refused.keys())
-    assert not others.without_effect.keys() & others.refused.keys()
+    assert known and not known - {*kind.__struct_fields__} - others.advice.keys() - others.refused.keys()
+    assert not {*kind.__struct_fields__} & (others.advice.keys() | others.refused.keys())
+    assert not others.advice.keys() & others.refused.keys()
 
 
 def test_fields_inside_are_checked_wherever_they_are() -> None:
@@ -184,23 +188,25 @@ def test_fields_inside_are_checked_wherever_they_are() -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(Refused, match=r"^messages\[1\].tool_calls\[0\].function.output: unknown field$"):
         check(ChatRequest, messages=messages)
-    unknown: list[str] = []
-    check(
-        ChatRequest, unknown, messages=messages, tools=[{"function": {"name": "f", "parameters": {"any": 1}}, "new": 1}]
-    )
-    assert unknown == ["messages[1].tool_calls[0].function.output", "tools[0].new"]
+    tools = [{"function": {"name": "f", "parameters": {"any": 1}}, "new": 1}]
+    found = check(ChatRequest, True, messages=messages, tools=tools)
+    assert found.unknown == ["messages[1].tool_calls[0].function.output", "tools[0].new"]
+    assert found.ignored == ["messages[1].tool_calls[0].index"]
     with pytest.raises(Refused, match=r"did you mean content\?"):
         check(ChatRequest, messages=[{"contents": "x"}])
-    with pytest.raises(Refused, match=r"^messages\[0\].function_call: not supported; omit it$"):
+    with pytest.raises(Refused, match=r"^messages\[0\].function_call: not supported; omit it \("):
         check(ChatRequest, messages=[{"function_call": {"name": "f"}}])
     check(ChatRequest, messages=[{"function_call": None, "annotations": [1]}], chat_template_kwargs={"any": {"x": 1}})
 
 
 def rows(routes: str, rules: Rules) -> list[str]:
-    idle = [f"| {routes} | `{name}` | without effect: {what} |" for name, what in rules.without_effect.items()]
-    return idle + [
-        f"| {routes} | `{name}` | refused, except {' and '.join(f'`{json.dumps(value)}`' for value in values)} |"
-        for name, values in rules.refused.items()
+    def values(field: Field) -> str:
+        return ", ".join(f"`{json.dumps(value)}`" for value in (None, *field.neutral))
+
+    advice = [f"| {routes} | `{name}` | ignored: {field.why} |" for name, field in rules.advice.items()]
+    return advice + [
+        f"| {routes} | `{name}` | refused, except {values(field)}: {field.why} |"
+        for name, field in rules.refused.items()
     ]
 
 
@@ -228,20 +234,23 @@ def test_the_documentation_lists_every_field() -> None:
     assert text.partition("<!-- fields -->\n")[2].partition("\n<!-- /fields -->")[0] == table()
 
 
-@pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_fields_without_effect_take_any_value(name: str) -> None:
-    for value in (None, "x", {"a": [1]}, True):
-        check(**{name: value})
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    for neutral in REFUSED[name]:
-        check(**{name: neutral})
-    for value in ({"something": 1}, "something", 7):
-        with pytest.raises(Refused, match=f"^{name}: not supported; omit it") as caught:
-            check(**{name: value})
-        assert (caught.value.name, caught.value.code) == (name, "unsupported_parameter")
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_every_field_in_a_table_says_why_and_has_one_class_by_what_asks_for_nothing(rules: Rules) -> None:
+    """Each row of each table: what asks for nothing passes in silence, any other value is named, or refused by name."""
+    for within in (rules, *rules.inside.values()):
+        alone = within._replace(inside={})
+        for name, field in {**within.advice, **within.refused}.items():
+            assert field.why and field.neutral.count(None) == 0
+            for neutral in (None, *field.neutral):
+                assert check(Nothing, rules=alone, **{name: neutral}) == Unheeded()
+            for value in ({"something": 1}, "something", 7, [1]):
+                for tolerant in (False, True):
+                    if name in within.advice:
+                        assert check(Nothing, tolerant, alone, **{name: value}).ignored == [name]
+                        continue
+                    with pytest.raises(Refused, match=f"^{name}: not supported; omit it") as caught:
+                        check(Nothing, tolerant, alone, **{name: value})
+                    assert (caught.value.name, caught.value.code) == (name, "unsupported_parameter")
 
 
 def test_false_is_not_zero() -> None:
@@ -270,11 +279,26 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(name: str, nearest: s
 
 
 def test_unknown_fields_are_listed_in_order_where_they_are_tolerated() -> None:
-    unknown: list[str] = []
-    check(tolerated=unknown, new=1, model="m", prompt="p", old={}, user="u")
-    assert unknown == ["new", "old"]
+    found = check(tolerant=True, new=1, model="m", prompt="p", old={}, user="u")
+    assert (found.unknown, found.ignored) == (["new", "old"], ["user"])
     with pytest.raises(Refused, match="functions"):
-        check(tolerated=unknown, functions=[{}])
+        check(tolerant=True, functions=[{}])
+
+
+def test_headers_name_what_does_nothing_the_whole_request_first_and_never_more_than_fits() -> None:
+    assert Unheeded().headers == {}
+    found = Unheeded(ignored=["tools[0].defer_loading", "tools[12].defer_loading", "user"], unknown=["a\r\nb"])
+    assert found.headers == {
+        "X-Mainstem-Ignored": "user, tools[0].defer_loading, tools[12].defer_loading",
+        "X-Mainstem-Unknown-Fields": "a%0D%0Ab",
+    }
+    assert found.kinds == {"user", "tools[].defer_loading"}
+    many = [f"tools[{i}].defer_loading" for i in range(500)]
+    named = Unheeded(ignored=[*many, "user"]).headers["X-Mainstem-Ignored"]
+    assert 990 < len(named) <= 1024
+    first, *others, last = named.split(", ")
+    assert (first, last) == ("user", "...") and others == many[: len(others)]
+    assert Unheeded(unknown=["x" * 2000]).headers == {"X-Mainstem-Unknown-Fields": "..."}
 
 
 def test_fields_of_the_other_route_are_unknown() -> None:
@@ -299,14 +323,14 @@ class Whole(msgspec.Struct):
 
 
 def test_names_inside_of_fields_are_checked_with_their_paths_and_rules() -> None:
-    rules = Rules(inside={"parts": Rules({"idle": "of no use"}, {"odd": (None,)})})
+    rules = Rules(inside={"parts": Rules({"idle": Field("of no use")}, {"odd": Field("another kind")})})
     check(Whole, rules=rules, parts="a text")
     check(Whole, rules=rules, parts=[{"text": "a"}, {"text": "b", "anything": {"goes": [{"here": 1}]}}], only=None)
-    check(Whole, rules=rules, parts=[{"text": "a", "idle": 1, "odd": None}])
-    for wrong, problem in (("txet", "unknown field; did you mean text?"), ("odd", "not supported; omit it")):
+    assert check(Whole, rules=rules, parts=[{"text": "a", "idle": 1, "odd": None}]).ignored == ["parts[0].idle"]
+    problems = (("txet", "unknown field; did you mean text?"), ("odd", "not supported; omit it (another kind)"))
+    for wrong, problem in problems:
         with pytest.raises(Refused) as caught:
             check(Whole, rules=rules, parts=[{"text": "a"}, {"text": "b", wrong: 1}])
         assert str(caught.value) == f"parts[1].{wrong}: {problem}"
-    unknown: list[str] = []
-    check(Whole, unknown, rules, parts=[{"text": "a", "one": []}], only={"text": "c", "idle": False})
-    assert unknown == ["parts[0].one", "only.idle"]
+    found = check(Whole, True, rules, parts=[{"text": "a", "one": []}], only={"text": "c", "idle": False})
+    assert found.unknown == ["parts[0].one", "only.idle"]

@@ -270,7 +270,7 @@ def test_thinking_reaches_the_template() -> None:
     for thinking in ({"type": "enabled", "budget_tokens": 2000}, {"type": "adaptive"}, {"type": "disabled"}, None):
         assert ask(server, thinking=thinking).status_code == 200
     assert ask(server, thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": 3}).status_code == 200
-    assert seen[-5:] == [True, True, False, None, 3]
+    assert seen[-5:] == [True, None, False, None, 3]
 
 
 # --- counting -----------------------------------------------------------------------------------------------------
@@ -294,6 +294,31 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_advice_is_taken_named_in_a_header_and_counted(stream: bool) -> None:
+    """What an agent sends by itself: it gets its answer."""
+    server = client(cors_origin=("https://example.org",))
+    server.headers["Origin"] = "https://example.org"
+    cached = {"type": "ephemeral", "scope": "global"}
+    response = ask(
+        server,
+        system=[text("S", cache_control=cached)],
+        tools=[{**WEATHER, "defer_loading": True, "eager_input_streaming": False}],
+        thinking={"type": "adaptive", "display": "omitted"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        metadata={"user_id": "u"},
+        stream=stream,
+    )
+    assert response.status_code == 200, response.text
+    inside = {"thinking.display", "system[0].cache_control.scope", "tools[0].defer_loading"}
+    named = inside | {"context_management", "metadata"}
+    assert {*response.headers["X-Mainstem-Ignored"].split(", ")} == named
+    assert "X-Mainstem-Ignored" in response.headers["Access-Control-Expose-Headers"]
+    counted = server.get("/metrics").text
+    for field in ("metadata", "system[].cache_control.scope", "tools[].defer_loading"):
+        assert f'mainstem_ignored_fields_total{{field="{field}"}} 1.0' in counted
 
 
 @pytest.mark.parametrize(
@@ -339,15 +364,12 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type: only tools of the type 'custom'"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name: "),
         ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools[0].input_schema: must be a JSON schema"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading: not supported"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: there is no tool"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "any", "name": "weather"}},
             "tool_choice.name: not a field of the type 'any'",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
-        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display: not supported; omit it"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort: not supported"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type: invalid enum value 'json'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: this field is required"),
         ({"container": "c"}, "container: not supported; omit it"),

@@ -378,8 +378,8 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "required"),
         ({"input": [{"role": "user", "content": "x", "arguments": ""}]}, "input[0].arguments", "of the type 'message'"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "detail": "y"}]}]},
-            "input[0].content[0].detail",
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "refusal": "y"}]}]},
+            "input[0].content[0].refusal",
             "not a field of the type 'input_text'",
         ),
         (
@@ -421,8 +421,6 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid enum value"),
         ({"background": True}, "background", "not supported; omit it or use false"),
         ({"conversation": "conv_1"}, "conversation", "not supported; omit it"),
-        ({"truncation": "auto"}, "truncation", 'omit it or use "disabled"'),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported; omit it or use"),
         ({"instuctions": "x"}, "instuctions", "did you mean instructions"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not found"),
     ],
@@ -486,7 +484,15 @@ def test_errors_of_an_image_have_its_path() -> None:
     error = error_of(ask(client(), [*items, {"role": "user", "content": [image]}]), 400)
     assert error["param"] == "input[2].content[0].image_url" and "accepts text only" in error["message"]
     error = error_of(ask(client(), [{"role": "user", "content": [{**image, "detail": "high"}]}]), 400)
-    assert error["param"] == "input[0].content[0].detail" and error["message"].startswith(error["param"])
+    assert error["param"] == "input[0].content[0].image_url" and "accepts text only" in error["message"]
+
+
+def test_advice_is_taken_and_named_in_a_header() -> None:
+    response = ask(client(), "x", truncation="auto", text={"verbosity": "low"}, reasoning={"summary": "auto"})
+    assert response.status_code == 200
+    assert response.headers["X-Mainstem-Ignored"] == "truncation, text.verbosity, reasoning.summary"
+    neutral = ask(client(), "x", truncation="disabled", text={"verbosity": "medium"}, user=None)
+    assert "X-Mainstem-Ignored" not in neutral.headers
 
 
 def test_unknown_fields_are_named_in_a_header_where_they_are_tolerated() -> None:

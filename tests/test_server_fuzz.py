@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.server.app import create_app
-from mainstem.server.fields import REFUSED, WITHOUT_EFFECT
+from mainstem.server.fields import OPENAI
 from mainstem.server.messages import MessageRequest
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.server.responses import ResponseRequest
@@ -92,7 +92,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
 TYPES = (CompletionRequest, ChatRequest, ResponseRequest, MessageRequest)
-FIELDS = sorted({name for each in TYPES for name in each.__struct_fields__} | {*REFUSED} | {*WITHOUT_EFFECT})
+FIELDS = sorted({name for each in TYPES for name in each.__struct_fields__} | {*OPENAI.advice} | {*OPENAI.refused})
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 20, 129, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**63) - 1, 2**64),
     *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, "", "a", "w5", "\x00", "\ud800", "\uffff", "é" * 500, "auto", "none"),

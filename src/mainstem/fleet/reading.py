@@ -24,6 +24,7 @@ from mainstem.server import message_reply, messages, requests
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.errors import ApiError
+from mainstem.server.fields import Unheeded
 from mainstem.server.generation import Task
 from mainstem.server.preparation import Preparation
 from mainstem.server.replies import ChatReply, CompletionReply
@@ -103,10 +104,12 @@ class Reading:
         nothing = ResponseStore[Fingerprint](0, 0.0, time.monotonic)
         responses = Responses(ResponseStore[Kept](0, 0.0, time.monotonic), time.time, nothing)
         self._parsers: Mapping[str, Callable[[bytes, Owner], Task]] = {
-            COMPLETIONS: lambda body, owner: Task(requests.parse_completion(body, []), CompletionReply),
-            CHAT: lambda body, owner: Task(requests.parse_chat(body, []), ChatReply),
-            RESPONSES: lambda body, owner: responses.parse(body, [], owner),
-            MESSAGES: lambda body, owner: messages.parse(body, [], Earlier(nothing, owner)),
+            COMPLETIONS: lambda body, owner: Task(
+                requests.parse_completion(body, Unheeded(tolerant=True)), CompletionReply
+            ),
+            CHAT: lambda body, owner: Task(requests.parse_chat(body, Unheeded(tolerant=True)), ChatReply),
+            RESPONSES: lambda body, owner: responses.parse(body, Unheeded(tolerant=True), owner),
+            MESSAGES: lambda body, owner: messages.parse(body, Unheeded(tolerant=True), Earlier(nothing, owner)),
         }
 
     def read(self, path: str, headers: Headers, body: bytes) -> Prompt | None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, TypeVar
-from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -51,6 +50,7 @@ from mainstem.server.diagnosis import Earlier, Fingerprint
 from mainstem.server.envelope import HANDLERS, Envelope, shown
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
+from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
 from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.precompute import Precompute
@@ -76,7 +76,6 @@ log = logging.getLogger(__name__)
 _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for the interpreter lock
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
-_MOST_NAMED = 1024  # characters of a header
 _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
 _IMAGES = (b'"image_url"', b'"image"')  # in the body of a request with images
 
@@ -135,7 +134,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id", "X-Mainstem-Unknown-Fields"),
+            expose_headers=("Retry-After", "X-Request-Id", IGNORED_HEADER, UNKNOWN_HEADER),
         )
     ]
 
@@ -276,19 +275,19 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What differs between the APIs that generate; `parse` takes a body, where unknown fields go, and the client."""
+    """What differs between the APIs that generate; `parse` takes a body, what notes its fields, and the client."""
 
-    parse: Callable[[bytes, list[str] | None, Owner], Task]
+    parse: Callable[[bytes, Unheeded, Owner], Task]
     id_prefix: str
     name: Kind
 
 
-def _parse_completion(body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
-    return Task(requests.parse_completion(body, unknown), CompletionReply)
+def _parse_completion(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
+    return Task(requests.parse_completion(body, unheeded), CompletionReply)
 
 
-def _parse_chat(body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
-    return Task(requests.parse_chat(body, unknown), ChatReply)
+def _parse_chat(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
+    return Task(requests.parse_chat(body, unheeded), ChatReply)
 
 
 class _Service:
@@ -307,7 +306,7 @@ class _Service:
     ) -> None:
         self.draining = False
         self._engine = engine
-        self._max_body_bytes, self._unknown_fields = config.max_body_bytes, config.unknown_fields
+        self._max_body_bytes, self._tolerant = config.max_body_bytes, config.unknown_fields == "warn"
         tenants = None if config.tenants is None else read_tenants(config.tenants)
         keys = {} if tenants is None else tenants.keys
         self._access = Access([*config.api_key, *keys.values()], config.admin_key, secret(32), separates=bool(keys))
@@ -379,7 +378,7 @@ class _Service:
             ApiError, MainstemError: it cannot be answered.
         """
         tenant = self._access.tenant(headers)
-        task = self._kinds[path].parse(body, [], tenant)
+        task = self._kinds[path].parse(body, Unheeded(tolerant=True), tenant)
         tokens, namespace = self._preparation.addressed(task, tenant if self._access.separates else None)
         return partial(self._engine.advise, "prefetch", tokens, namespace)
 
@@ -387,17 +386,17 @@ class _Service:
         """Parses the body of a request to one of the routes that generate."""
         if route not in self._kinds:
             raise ApiError(400, f"route: must be one of {', '.join(self._kinds)}", param="route")
-        return self._kinds[route].parse(body, self._tolerated([]), owner)
+        return self._kinds[route].parse(body, Unheeded(self._tolerant), owner)
 
     async def _generate(self, http: HttpRequest) -> Response:
         kind = self._kinds[http.url.path]
         trace = self._trace(http, kind)
         try:
-            unknown: list[str] = []
+            unheeded = Unheeded(self._tolerant)
             wish = wish_of(http.scope)
             before = None if wish is None else wish.begun
             id = f"{kind.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
-            made, run = await self._admit(http, kind, id, unknown, trace, before)
+            made, run = await self._admit(http, kind, id, unheeded, trace, before)
         except (ApiError, MainstemError) as error:
             status = shown(error).status
             self._metrics.refused(status)
@@ -416,7 +415,7 @@ class _Service:
         reply = made.task.reply(head, self._prompts.spell, counted, made.extras, lambda: made.parser(next(names)))
         if ask.stream:
             tells = wish is not None and made.requests[0].params.prompt_logprobs is None
-            return _warned(ContinuableStream(run, reply, begun) if tells else EventStream(run, reply), unknown)
+            return self._annotated(ContinuableStream(run, reply, begun) if tells else EventStream(run, reply), unheeded)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
@@ -424,19 +423,19 @@ class _Service:
         if ask.choices > ask.kept:
             answers = best(answers, ask.choices, ask.kept)
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
-        return _warned(body, unknown)
+        return self._annotated(body, unheeded)
 
-    def _parse_message(self, body: bytes, unknown: list[str] | None, owner: Owner) -> Task:
-        return messages.parse(body, unknown, Earlier(self._fingerprints, owner))
+    def _parse_message(self, body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
+        return messages.parse(body, unheeded, Earlier(self._fingerprints, owner))
 
     def _trace(self, http: HttpRequest, kind: _Kind) -> Trace | None:
         operation: Literal["chat", "text_completion"] = "chat" if kind.name == "chat" else "text_completion"
         return None if self._tracing is None else self._tracing.begin(http.headers, operation)
 
     async def _admit(
-        self, http: HttpRequest, kind: _Kind, id: str, unknown: list[str], trace: Trace | None, begun: Begun | None
+        self, http: HttpRequest, kind: _Kind, id: str, unheeded: Unheeded, trace: Trace | None, begun: Begun | None
     ) -> tuple[Prepared, Run]:
-        """Checks and submits a request, with the cheapest checks first; adds unknown fields if these are allowed."""
+        """Checks and submits a request, with the cheapest checks first; adds the fields that do nothing."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
             raise errors.draining()
@@ -444,7 +443,7 @@ class _Service:
         limiter = self._parsing_images if any(name in body for name in _IMAGES) else self._parsing
         sharing = tenant if self._access.separates else None
         made = await anyio.to_thread.run_sync(
-            lambda: self._preparation.prepare(kind.parse(body, self._tolerated(unknown), tenant), sharing),
+            lambda: self._preparation.prepare(kind.parse(body, unheeded, tenant), sharing),
             limiter=limiter,
         )
         if begun is not None:
@@ -471,9 +470,11 @@ class _Service:
             streams = self._submit(made.requests)
         return made, Run(streams, ask.choices, watchers, prompt_tokens)
 
-    def _tolerated(self, unknown: list[str]) -> list[str] | None:
-        """Returns where unknown fields go; None if they are refused."""
-        return unknown if self._unknown_fields == "warn" else None
+    def _annotated(self, response: Response, unheeded: Unheeded) -> Response:
+        """Returns a response with headers that name the fields of its request that do nothing, and counts these."""
+        self._metrics.ignored(unheeded.kinds)
+        response.headers.update(unheeded.headers)
+        return response
 
     def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
@@ -536,12 +537,12 @@ class _Service:
 
     async def _count_tokens(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
-        unknown: list[str] = []
-        counted = await self._parsed(http, lambda body: self._counted(body, self._tolerated(unknown)))
-        return _warned(_json(counted), unknown)
+        unheeded = Unheeded(self._tolerant)
+        counted = await self._parsed(http, lambda body: self._counted(body, unheeded))
+        return self._annotated(_json(counted), unheeded)
 
-    def _counted(self, body: bytes, tolerated: list[str] | None) -> message_reply.TokenCount:
-        task = messages.parse_count(body, tolerated)
+    def _counted(self, body: bytes, unheeded: Unheeded) -> message_reply.TokenCount:
+        task = messages.parse_count(body, unheeded)
         return message_reply.TokenCount(self._preparation.count(task))
 
     async def _models(self, http: HttpRequest) -> Response:
@@ -726,13 +727,6 @@ def _lora_fields() -> Iterator[None]:
     except BadArgument as error:
         field = {"name": "lora_name", "adapter": "lora_name", "path": "lora_path"}.get(error.name, error.name)
         raise BadArgument(field, error.value, error.allowed) from error
-
-
-def _warned(response: Response, unknown: Sequence[str]) -> Response:
-    """Adds a header that names fields of the request that the server does not know."""
-    if unknown:
-        response.headers["X-Mainstem-Unknown-Fields"] = ", ".join(quote(name, "[]") for name in unknown)[:_MOST_NAMED]
-    return response
 
 
 def _json(body: msgspec.Struct) -> Response:

@@ -1,10 +1,10 @@
-"""Which fields of a request are honoured, which change nothing, and which are refused.
+"""What becomes of each field of a request: it is honoured, advice, refused, or unknown.
 
-    honoured          a field of the request's type
-    without effect    on the answer (`WITHOUT_EFFECT`)
-    refused           it would change the answer, and this server does not support it (`REFUSED`), unless its value is
-                      one that asks for nothing
-    unknown           refused, too: it may be a slip that would change the answer
+    honoured   a field of the request's type
+    advice     it can make an answer better, cheaper, or accounted for otherwise, and never another kind of answer:
+               taken whatever its value is, and named as ignored unless it asks for nothing
+    refused    the answer would be of another kind, which this server does not give; unless it asks for nothing
+    unknown    refused, too: it may be a slip that would change the answer. A tolerant server takes it and names it
 
 The same holds for what is inside: messages, parts of their content, calls, tools. Knows names and values,
 not what they mean.
@@ -13,70 +13,91 @@ not what they mean.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_type_hints
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Raw, Struct
 
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "user": "who asks",
-    "safety_identifier": "who asks",
-    "metadata": "notes of the client",
-    "store": "whether OpenAI keeps the answer",
-    "service_tier": "what OpenAI charges",
-    "prediction": "text that OpenAI drafts from; drafts come from the cache and the prompt",
-    "prompt_cache_retention": "a maximum; prefixes are kept while there is room",
-    "request_id": "the header X-Request-Id names a request",
-}
-"""Fields that change no answer, and what they are."""
+IGNORED_HEADER, UNKNOWN_HEADER = "X-Mainstem-Ignored", "X-Mainstem-Unknown-Fields"
+_MOST_NAMED = 1024  # characters of a header
 
-REFUSED: Mapping[str, tuple[object, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "reasoning_effort": (None, "none"),
-    "verbosity": (None, "medium"),
-    "suffix": (None, ""),
-    "spaces_between_special_tokens": (None, True),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
-}
-"""Fields that would change the answer and are not supported, with the values that ask for nothing."""
+
+class Field(NamedTuple):
+    """A field that is not honoured.
+
+    Args:
+        why: it is in its class: what it is, or what it would do.
+        neutral: values that ask for nothing, as null does.
+    """
+
+    why: str
+    neutral: tuple[object, ...] = ()
+
+    def asks(self, value: object) -> bool:
+        """Returns whether a value asks for something; false is not 0."""
+        neutral = (None, *self.neutral)
+        return not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
 class Rules(NamedTuple):
     """What becomes of fields that are not honoured.
 
     Args:
-        without_effect: as `WITHOUT_EFFECT`.
-        refused: as `REFUSED`.
+        advice: the fields that are taken and ignored, by name.
+        refused: those that are not taken.
         inside: the same for the objects in a request, by the field that they are in.
     """
 
-    without_effect: Mapping[str, str] = {}
-    refused: Mapping[str, tuple[object, ...]] = {}
+    advice: Mapping[str, Field] = {}
+    refused: Mapping[str, Field] = {}
     inside: Mapping[str, Rules] = {}
 
 
+_EARLIER = Field("of an earlier answer")
+_OF_THE_CLIENT = Field("a note of the client")
+_ASKER = Field("who asks")
+
 OPENAI = Rules(
-    WITHOUT_EFFECT,
-    REFUSED,
+    advice={
+        "user": _ASKER,
+        "safety_identifier": _ASKER,
+        "metadata": _OF_THE_CLIENT,
+        "store": Field("whether OpenAI keeps the answer", (False,)),
+        "service_tier": Field("what OpenAI charges", ("auto", "default")),
+        "prediction": Field("text to draft from; drafts come from the cache and the prompt"),
+        "prompt_cache_retention": Field("a maximum; prefixes are kept while there is room"),
+        "request_id": Field("the header X-Request-Id names a request"),
+        "reasoning_effort": Field("how much to think", ("none",)),
+        "verbosity": Field("how long an answer should be", ("medium",)),
+        "moderation": Field("a check of the answer by another model"),
+    },
+    refused={
+        "functions": Field("another form of `tools`, and of the answer", ([],)),
+        "function_call": Field("another form of `tool_choice`, and of the answer", ("none", "auto")),
+        "modalities": Field("an answer that is not text", (["text"],)),
+        "audio": Field("an answer that is sound"),
+        "web_search_options": Field("an answer from a search that OpenAI makes"),
+        "suffix": Field("an answer that fits between two texts", ("",)),
+        "spaces_between_special_tokens": Field("other spaces in the answer", (True,)),
+        "use_beam_search": Field("the answers of a beam search", (False,)),
+        "length_penalty": Field("the order of a beam search", (1,)),
+    },
     inside={
         "messages": Rules(
+            {"annotations": _EARLIER, "parsed": _EARLIER, "provider_specific_fields": _OF_THE_CLIENT},
             {
-                "annotations": "sources of an earlier answer",
-                "parsed": "an earlier answer as an object of the client",
-                "provider_specific_fields": "notes of the client",
+                "audio": Field("an earlier answer that was sound"),
+                "function_call": Field("another form of `tool_calls`"),
             },
-            {"audio": (None,), "function_call": (None,)},
         ),
-        "content": Rules({}, dict.fromkeys(("input_audio", "file"), (None,))),
-        "tool_calls": Rules({"index": "the place of a call in a stream"}),
+        "content": Rules(refused=dict.fromkeys(("input_audio", "file"), Field("a prompt that is no text"))),
+        "image_url": Rules({"detail": Field("how closely to look; the model's processor decides", ("auto",))}),
+        "tool_calls": Rules({"index": _EARLIER}),
     },
 )
 """The rules of completions and chats."""
@@ -96,37 +117,76 @@ class Refused(Exception):
         self.name, self.code = name, code
 
 
-def check_fields(body: bytes, kind: type[Struct], tolerated: list[str] | None = None, rules: Rules = OPENAI) -> None:
+@dataclass(slots=True)
+class Unheeded:
+    """The fields of one request that do nothing, by their paths in its body.
+
+    Args:
+        tolerant: whether unknown fields are taken; else they are refused.
+        ignored: those that are advice, and ask for something.
+        unknown: those that the server does not know.
+    """
+
+    tolerant: bool = False
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of a response that name them; as many as there is room for, those of the whole request first."""
+        lists = ((IGNORED_HEADER, self.ignored), (UNKNOWN_HEADER, self.unknown))
+        return {header: _listed(names) for header, names in lists if names}
+
+    @property
+    def kinds(self) -> set[str]:
+        """The ignored fields without indices."""
+        return {re.sub(r"\[\d+\]", "[]", name) for name in self.ignored}
+
+
+def _listed(names: Iterable[str]) -> str:
+    text = ", ".join(quote(name, "[]") for name in sorted(names, key=lambda name: name.count("[")))
+    return (
+        text if len(text) <= _MOST_NAMED else f"{text[: _MOST_NAMED - 3].rpartition(', ')[0]}, ...".removeprefix(", ")
+    )
+
+
+def check_fields(body: bytes, kind: type[Struct], unheeded: Unheeded | None = None, rules: Rules = OPENAI) -> None:
     """Checks the names in a body, a JSON object, that a type has been decoded from.
 
     Args:
         body: the JSON.
         kind: the type; its fields are honoured.
-        tolerated: unknown names are appended to it. None: they are refused.
+        unheeded: names of fields that do nothing are added to it; None: nobody asks for them.
         rules: of the API.
 
     Raises:
-        Refused: a field is unknown, or is not supported and asks for something.
+        Refused: a field is unknown and such are not tolerated, or is not supported and asks for something.
     """
-    _check(body, kind, rules, "", tolerated)
+    _check(body, kind, rules, "", Unheeded() if unheeded is None else unheeded)
 
 
-def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, tolerated: list[str] | None) -> None:
+def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, unheeded: Unheeded) -> None:
     inner = _structs(kind)
     for name, raw in msgspec.json.decode(body, type=dict[str, Raw]).items():
         if name in inner:
             within = rules.inside.get(name, Rules())._replace(inside=rules.inside)
             for path, each in _objects(raw, at + name):
-                _check(each, inner[name], within, f"{path}.", tolerated)
-        if name in kind.__struct_fields__ or name in rules.without_effect:
+                _check(each, inner[name], within, f"{path}.", unheeded)
+        if name in kind.__struct_fields__:
             continue
-        if name in rules.refused:
-            _check_neutral(at + name, msgspec.json.decode(raw), rules.refused[name])
-        elif tolerated is None:
-            known = (*kind.__struct_fields__, *rules.without_effect, *rules.refused)
-            raise Refused(at + name, f"unknown field{_nearest(name, known)}", "unknown_field")
-        else:
-            tolerated.append(at + name)
+        known = rules.advice.get(name) or rules.refused.get(name)
+        if known is None:
+            _take_unknown(at, name, (*kind.__struct_fields__, *rules.advice, *rules.refused), unheeded)
+        elif known.asks(msgspec.json.decode(raw)):
+            if name in rules.refused:
+                raise Refused(at + name, _problem(known), "unsupported_parameter")
+            unheeded.ignored.append(at + name)
+
+
+def _take_unknown(at: str, name: str, known: Iterable[str], unheeded: Unheeded) -> None:
+    if not unheeded.tolerant:
+        raise Refused(at + name, f"unknown field{_nearest(name, known)}", "unknown_field")
+    unheeded.unknown.append(at + name)
 
 
 @cache
@@ -151,12 +211,10 @@ def _objects(raw: Raw, at: str) -> Iterable[tuple[str, Raw]]:
             yield from _objects(each, f"{at}[{i}]")
 
 
-def _check_neutral(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in allowed):
-        return
-    wanted = " or ".join(msgspec.json.encode(neutral).decode() for neutral in allowed[1:])
+def _problem(refused: Field) -> str:
+    wanted = " or ".join(msgspec.json.encode(neutral).decode() for neutral in refused.neutral)
     rest = f"omit it or use {wanted}" if wanted else "omit it"
-    raise Refused(name, f"not supported; {rest}", "unsupported_parameter")
+    return f"not supported; {rest} ({refused.why})"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

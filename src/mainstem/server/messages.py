@@ -17,40 +17,58 @@ from mainstem.server import requests
 from mainstem.server.breakpoints import MOST
 from mainstem.server.diagnosis import Earlier, Finding, Shape
 from mainstem.server.errors import ApiError, renamed
-from mainstem.server.fields import Rules
+from mainstem.server.fields import Field, Rules, Unheeded
 from mainstem.server.generation import Task
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Extras, Head
 from mainstem.server.turns import Turns, check_type
 
-_TEXT = {"citations": "sources of an earlier answer"}
+_EARLIER = Field("of an earlier answer; nothing is verified")
+_ASKER = Field("who asks")
+_DIRECT = "a call of a tool by code that Anthropic runs"
+_TEXT = {"citations": _EARLIER}
+_CACHED = {"scope": Field("who else may share the prefix; the keys of the server say so", ("organization",))}
 
 RULES = Rules(
-    without_effect={
-        "metadata": "who asks",
-        "service_tier": "what Anthropic charges",
-        "speed": "how quickly Anthropic answers",
-        "inference_geo": "where Anthropic computes",
-        "user_profile_id": "who asks",
-        "workspace_id": "who asks",
+    advice={
+        "metadata": _ASKER,
+        "user_profile_id": _ASKER,
+        "workspace_id": _ASKER,
+        "service_tier": Field("what Anthropic charges", ("auto",)),
+        "speed": Field("how quickly Anthropic answers", ("standard",)),
+        "inference_geo": Field("where Anthropic computes"),
+        "context_management": Field("what Anthropic leaves out of a long prompt", ({"edits": []},)),
     },
     refused={
-        "container": (None,),
-        "context_management": (None,),
-        "mcp_servers": (None, []),
+        "container": Field("code that Anthropic runs"),
+        "mcp_servers": Field("calls of tools that Anthropic makes", ([],)),
     },
     inside={
         "system": Rules(_TEXT),
         "content": Rules(
-            _TEXT | {"signature": "of an earlier answer; nothing is verified"},
-            {"caller": (None, {"type": "direct"}), "toolset_name": (None,), "transformations": (None,)},
+            _TEXT | {"signature": _EARLIER},
+            {
+                "caller": Field(_DIRECT, ({"type": "direct"},)),
+                "toolset_name": Field("a tool of a set that Anthropic looks up"),
+                "transformations": Field("an image that Anthropic changes"),
+            },
         ),
+        "cache_control": Rules(_CACHED),
         "tools": Rules(
-            {"eager_input_streaming": "arguments are always streamed"},
-            {"allowed_callers": (None, ["direct"]), "defer_loading": (None, False), "input_examples": (None, [])},
+            {
+                "defer_loading": Field("a tool that Anthropic shows the model only when it looks for it", (False,)),
+                "eager_input_streaming": Field("arguments are always streamed", (False,)),
+                "input_examples": Field("calls to learn from", ([],)),
+            },
+            {"allowed_callers": Field(_DIRECT, (["direct"],))},
         ),
-        "thinking": Rules({"budget_tokens": "a limit that is not enforced"}, {"display": (None, "summarized")}),
+        "thinking": Rules(
+            {
+                "budget_tokens": Field("a limit of thinking"),
+                "display": Field("whether thoughts are shown; they always are", ("summarized",)),
+            }
+        ),
     },
 )
 """What becomes of fields that are not honoured."""
@@ -195,7 +213,8 @@ class CountRequest(Struct, kw_only=True):
             if self.output_config.format is not None:
                 schema = {"name": "output", "schema": self.output_config.format.schema, "strict": True}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        chosen = self.thinking is not None and self.thinking.type in ("enabled", "disabled")
+        thinks = {"enable_thinking": self.thinking.type == "enabled"} if self.thinking and chosen else {}
         if variables := thinks | (self.chat_template_kwargs or {}):
             fields["chat_template_kwargs"] = variables
         if self.messages[-1].role == "assistant":
@@ -357,10 +376,9 @@ def _add_image(turns: Turns, block: ContentBlock, at: str) -> None:
     at = f"{at}.source"
     check_type(source, source.type, _SOURCES, at)
     if source.type == "base64":
-        url = f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}"
-        turns.image({"url": url}, {"url": f"{at}.data"})
+        turns.image(f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}", f"{at}.data")
     else:
-        turns.image({"url": _needed(source, "url", at)}, {"url": f"{at}.url"})
+        turns.image(_needed(source, "url", at), f"{at}.url")
 
 
 def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:
@@ -375,19 +393,19 @@ def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def parse(body: bytes, tolerated: list[str] | None, earlier: Earlier) -> Task:
+def parse(body: bytes, unheeded: Unheeded | None, earlier: Earlier) -> Task:
     """Parses a request.
 
     Args:
         body: the JSON.
-        tolerated: the names of unknown fields are appended to it; None: they are refused.
+        unheeded: fields that do nothing are added to it.
         earlier: requests of the same client.
 
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
     request = requests.decode(body, MessageRequest)
-    task = _task(body, request, tolerated)
+    task = _task(body, request, unheeded)
     if request.diagnostics is None:
         return task
     named = request.diagnostics.previous_message_id
@@ -403,15 +421,15 @@ def parse(body: bytes, tolerated: list[str] | None, earlier: Earlier) -> Task:
     return replace(task, reply=reply)
 
 
-def parse_count(body: bytes, tolerated: list[str] | None = None) -> Task:
+def parse_count(body: bytes, unheeded: Unheeded | None = None) -> Task:
     """Parses a request whose prompt is counted; see `parse`."""
-    return _task(body, requests.decode(body, CountRequest), tolerated)
+    return _task(body, requests.decode(body, CountRequest), unheeded)
 
 
-def _task(body: bytes, request: CountRequest, tolerated: list[str] | None) -> Task:
+def _task(body: bytes, request: CountRequest, unheeded: Unheeded | None) -> Task:
     turns = _turns(request)
     fields = request.fields()
-    requests.check_known(body, type(request), tolerated, RULES)  # after the kinds of blocks: their fields differ
+    requests.check_known(body, type(request), unheeded, RULES)  # after the kinds of blocks: their fields differ
     tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
     schemas = {f"{old}.parameters": f"{new}.input_schema" for old, new in tools.items()}
     names = {**_NAMES, **tools, **schemas, **turns.names}

@@ -298,6 +298,13 @@ class Metrics:
             "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
         )
         self._reuse = Reuse(self._registry)
+        text = "Requests with a field that is taken and does nothing, by its path"
+        self._ignored = Counter("mainstem_ignored_fields", text, ["field"], registry=self._registry)
+
+    def ignored(self, fields: Iterable[str]) -> None:
+        """Counts the fields of a request that do nothing, by their paths without indices."""
+        for field in fields:
+            self._ignored.labels(field).inc()
 
     def refused(self, status: int) -> None:
         """Counts a request that never reached the engine, by its HTTP status."""

@@ -22,7 +22,7 @@ from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Hints
 from mainstem.server.breakpoints import Breakpoint, CacheOptions, Mark, counted
 from mainstem.server.errors import ApiError
-from mainstem.server.fields import OPENAI, Refused, Rules, check_fields
+from mainstem.server.fields import OPENAI, Refused, Rules, Unheeded, check_fields
 from mainstem.server.structured import Asked, Structured
 from mainstem.server.tool_fields import ToolCall, ToolChoice, ToolSpec, tools_of
 from mainstem.server.tools import Tooling
@@ -241,10 +241,9 @@ class CompletionRequest(_Request, kw_only=True):
 
 
 class ImageUrl(Struct):
-    """The location of an image. The model's processor chooses the resolution, so `detail` must be absent or "auto"."""
+    """The location of an image."""
 
     url: str
-    detail: str | None = None
 
 
 class ContentPart(Struct):
@@ -361,9 +360,6 @@ def _image_part(part: ContentPart, at: str) -> dict[str, str]:
     image = part.image_url
     if image is None:
         raise ApiError(400, f"{at}: an image part needs the field 'image_url'", param=f"{at}.image_url")
-    if image.detail not in (None, "auto"):
-        message = f"{at}.image_url.detail: not supported; omit it or use 'auto'"
-        raise ApiError(400, message, param=f"{at}.image_url.detail", code="unsupported_parameter")
     return {"type": "image", "url": image.url, "at": f"{at}.image_url.url"}
 
 
@@ -466,17 +462,17 @@ class ChatRequest(_Request, kw_only=True):
             raise BadArgument("top_logprobs", error.value, error.allowed) from error
 
 
-def parse_completion(body: bytes, tolerated: list[str] | None = None) -> CompletionRequest:
+def parse_completion(body: bytes, unheeded: Unheeded | None = None) -> CompletionRequest:
     """Parses the request in a body.
 
     Args:
         body: the JSON.
-        tolerated: the names of unknown fields are appended to it; None: they are refused.
+        unheeded: fields that do nothing are added to it; see `fields.check_fields`.
 
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = decode_known(body, CompletionRequest, tolerated)
+    request = decode_known(body, CompletionRequest, unheeded)
     if request.choices < request.kept:
         raise ApiError(400, f"best_of: must be at least n, {request.kept}; got {request.best_of}", param="best_of")
     if request.stream and request.choices > request.kept:
@@ -484,19 +480,19 @@ def parse_completion(body: bytes, tolerated: list[str] | None = None) -> Complet
     return request
 
 
-def parse_chat(body: bytes, tolerated: list[str] | None = None) -> ChatRequest:
+def parse_chat(body: bytes, unheeded: Unheeded | None = None) -> ChatRequest:
     """Parses the request in a body; see `parse_completion`."""
-    return decode_known(body, ChatRequest, tolerated)
+    return decode_known(body, ChatRequest, unheeded)
 
 
-def decode_known(body: bytes, kind: type[Decoded], tolerated: list[str] | None = None) -> Decoded:
+def decode_known(body: bytes, kind: type[Decoded], unheeded: Unheeded | None = None) -> Decoded:
     """Parses a body of any kind, and checks the names of its fields; see `parse_completion`."""
     request = decode(body, kind)
-    check_known(body, kind, tolerated)
+    check_known(body, kind, unheeded)
     return request
 
 
-def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, rules: Rules = OPENAI) -> None:
+def check_known(body: bytes, kind: type[Struct], unheeded: Unheeded | None, rules: Rules = OPENAI) -> None:
     """Checks the names of the fields of a body, by an API's rules; see `fields.check_fields`.
 
     Raises:
@@ -504,7 +500,7 @@ def check_known(body: bytes, kind: type[Struct], tolerated: list[str] | None, ru
     """
     with _malformed():
         try:
-            check_fields(body, kind, tolerated, rules)
+            check_fields(body, kind, unheeded, rules)
         except Refused as error:
             raise ApiError(400, str(error), param=error.name, code=error.code) from None
 

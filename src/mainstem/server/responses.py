@@ -16,7 +16,7 @@ from mainstem.server import requests
 from mainstem.server.breakpoints import Breakpoint, CacheOptions
 from mainstem.server.diagnosis import Earlier, Finding, Fingerprint, Shape
 from mainstem.server.errors import ApiError, renamed
-from mainstem.server.fields import Rules
+from mainstem.server.fields import Field, Rules, Unheeded
 from mainstem.server.generation import Task
 from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Extras, Head
@@ -24,49 +24,62 @@ from mainstem.server.response_reply import ID_PREFIX, ResponseReply
 from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.turns import Turns, check_type
 
-_EARLIER = "of an earlier answer"
-_PART = Rules({"annotations": _EARLIER, "logprobs": _EARLIER}, {"file_id": (None,)})
+_EARLIER = Field("of an earlier answer")
+_ASKER = Field("who asks")
+_DIRECT = "a call of a tool by code that OpenAI runs"
+_LATER = Field("a call whose result comes later", (False,))
+_DETAIL = Field("how closely to look; the model's processor decides", ("auto",))
+_PART = Rules(
+    {"annotations": _EARLIER, "logprobs": _EARLIER, "detail": _DETAIL},
+    {"file_id": Field("a file that OpenAI keeps")},
+)
 
 RULES = Rules(
-    without_effect={
-        "user": "who asks",
-        "safety_identifier": "who asks",
-        "service_tier": "what OpenAI charges",
-        "prompt_cache_retention": "a maximum; prefixes are kept while there is room",
-        "max_tool_calls": "limits tools that a server runs; this one runs none",
-        "access_programs": "what OpenAI lets an account do",
+    advice={
+        "user": _ASKER,
+        "safety_identifier": _ASKER,
+        "service_tier": Field("what OpenAI charges", ("auto", "default")),
+        "prompt_cache_retention": Field("a maximum; prefixes are kept while there is room"),
+        "max_tool_calls": Field("a limit of calls that a server makes; this one makes none"),
+        "access_programs": Field("what OpenAI lets an account do"),
+        "context_management": Field("what OpenAI leaves out of a long prompt", ([],)),
+        "moderation": Field("a check of the answer by another model"),
+        "truncation": Field("whether a prompt that is too long is cut", ("disabled",)),
     },
     refused={
-        "background": (None, False),
-        "context_management": (None, []),
-        "conversation": (None,),
-        "image": (None,),
-        "moderation": (None,),
-        "prompt": (None,),
-        "truncation": (None, "disabled"),
+        "background": Field("an answer that is fetched later", (False,)),
+        "conversation": Field("a conversation that OpenAI keeps"),
+        "image": Field("an answer that is a picture"),
+        "prompt": Field("a prompt that OpenAI keeps"),
     },
     inside={
         "input": Rules(
             {"status": _EARLIER, "phase": _EARLIER},
-            {"caller": (None, {"type": "direct"}), "namespace": (None,), "async": (None, False)},
+            {
+                "caller": Field(_DIRECT, ({"type": "direct"},)),
+                "namespace": Field("a tool of a set that OpenAI looks up"),
+                "async": _LATER,
+            },
         ),
         "content": _PART,
         "output": _PART,
         "tools": Rules(
-            {},
             {
-                "allowed_callers": (None, ["direct"]),
-                "defer_loading": (None, False),
-                "output_schema": (None,),
-                "async": (None, False),
+                "defer_loading": Field("a tool that OpenAI shows the model only when it looks for it", (False,)),
+                "output_schema": Field("what a tool returns"),
             },
+            {"allowed_callers": Field(_DIRECT, (["direct"],)), "async": _LATER},
         ),
-        "text": Rules({}, {"verbosity": (None, "medium")}),
+        "text": Rules({"verbosity": Field("how long an answer should be", ("medium",))}),
         "reasoning": Rules(
-            dict.fromkeys(("summary", "generate_summary"), "reasoning is always shown whole"),
-            {"context": (None, "auto"), "mode": (None, "standard")},
+            {
+                "summary": Field("reasoning is always shown whole"),
+                "generate_summary": Field("reasoning is always shown whole"),
+                "context": Field("which earlier reasoning the model sees", ("auto",)),
+                "mode": Field("how OpenAI reasons", ("standard",)),
+            }
         ),
-        "stream_options": Rules({"include_obfuscation": "pads chunks at OpenAI"}),
+        "stream_options": Rules({"include_obfuscation": Field("pads chunks at OpenAI", (False,))}),
     },
 )
 """What becomes of fields that are not honoured."""
@@ -105,7 +118,7 @@ _PARTS = {
     "input_text": ("text", "prompt_cache_breakpoint"),
     **dict.fromkeys(("output_text", "text"), ("text",)),
     "refusal": ("refusal",),
-    "input_image": ("image_url", "detail", "prompt_cache_breakpoint"),
+    "input_image": ("image_url", "prompt_cache_breakpoint"),
 }
 _THOUGHTS = dict.fromkeys(("reasoning_text", "summary_text"), ("text",))
 _FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "schema", "strict", "description")}
@@ -132,7 +145,6 @@ class Part(Struct, omit_defaults=True):
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
-    detail: str | None = None
     prompt_cache_breakpoint: Breakpoint | None = None
 
 
@@ -374,8 +386,7 @@ def _add_content(turns: Turns, content: str | list[Part], at: str) -> None:
         here = f"{at}[{i}]"
         check_type(part, part.type, _PARTS, here)
         if part.type == "input_image":
-            url = _needed(part, "image_url", here)
-            turns.image({"url": url, "detail": part.detail}, {"url": f"{here}.image_url", "detail": f"{here}.detail"})
+            turns.image(_needed(part, "image_url", here), f"{here}.image_url")
         else:
             turns.text(_needed(part, "refusal" if part.type == "refusal" else "text", here))
         if part.prompt_cache_breakpoint is not None:
@@ -428,12 +439,12 @@ class Responses:
     ) -> None:
         self._store, self._now, self._fingerprints = store, now, fingerprints
 
-    def parse(self, body: bytes, tolerated: list[str] | None, owner: Owner) -> Task:
+    def parse(self, body: bytes, unheeded: Unheeded | None, owner: Owner) -> Task:
         """Parses a request, and joins it to the conversation that it continues.
 
         Args:
             body: the JSON.
-            tolerated: the names of unknown fields are appended to it; None: they are refused.
+            unheeded: fields that do nothing are added to it.
             owner: the client, whose responses it may continue.
 
         Raises:
@@ -454,7 +465,7 @@ class Responses:
         if not turns.messages:
             raise ApiError(400, "input: this field is required", param="input")
         chat, names = request.chat(turns.messages), {**request.names(), **turns.names}
-        requests.check_known(body, ResponseRequest, tolerated, RULES)  # after the kinds of items: their fields differ
+        requests.check_known(body, ResponseRequest, unheeded, RULES)  # after the kinds of items: their fields differ
         with renamed(names):
             parsed = requests.parse_chat(chat)
         shape = Shape.of(turns.messages, [msgspec.to_builtins(tool) for tool in request.tools or ()])

@@ -42,12 +42,11 @@ class Turns:
         """Adds a text to the last message."""
         self._parts().append({"type": "text", "text": text})
 
-    def image(self, image_url: Mapping[str, str | None], at: Mapping[str, str]) -> None:
-        """Adds an image to the last message, with the paths of its fields."""
+    def image(self, url: str, at: str) -> None:
+        """Adds an image to the last message; `at` is the path of its URL."""
         parts = self._parts()
-        here = f"{self._here}.content[{len(parts)}].image_url"
-        self.names |= {f"{here}.{name}": path for name, path in at.items()}
-        parts.append({"type": "image_url", "image_url": dict(image_url)})
+        self.names[f"{self._here}.content[{len(parts)}].image_url.url"] = at
+        parts.append({"type": "image_url", "image_url": {"url": url}})
 
     def mark(self, ttl: str | None) -> None:
         """Makes a breakpoint after what was added last to the last message: a part of it, or else the whole message."""
