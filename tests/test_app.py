@@ -377,6 +377,16 @@ def test_an_unknown_field_is_refused_unless_warnings_were_chosen(ask: Any) -> No
     assert "X-Mainstem-Unknown-Fields" not in ask(client(unknown_fields="warn")).headers
 
 
+def test_how_much_to_think_is_taken_by_chats_and_named_where_the_model_has_no_switch() -> None:
+    for stream in (False, True):
+        response = chat(client(), reasoning_effort="high", thinking={"type": "enabled"}, verbosity="low", stream=stream)
+        assert response.status_code == 200
+        assert response.headers["X-Mainstem-Ignored"] == "verbosity, thinking, reasoning_effort"
+    quiet = chat(client(), reasoning_effort="none", thinking={"type": "disabled"}, verbosity="medium")
+    assert "X-Mainstem-Ignored" not in quiet.headers
+    assert error_of(chat(client(), thinking={"type": "much"}), 400)["param"] == "thinking.type"
+
+
 def test_the_end_of_a_prompt_can_be_kept_alone() -> None:
     body = complete(client(FakeEngine(lambda prompt: f"[{prompt}]")), "abcdef", truncate_prompt_tokens=2).json()
     assert body["choices"][0]["text"] == "[ef]"

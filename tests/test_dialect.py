@@ -121,6 +121,30 @@ def test_without_tools_a_conversation_stays_as_it_is() -> None:
         assert dialect(template)[0].conversation([ASK]) == ([ASK], None)
 
 
+@pytest.mark.parametrize(
+    ("template", "thinks", "effort", "ignored"),
+    [
+        ("hermes", True, "high", []),
+        ("hermes", None, "unheard", ["reasoning_effort"]),
+        ("chatml", None, None, []),
+        ("chatml", True, None, ["thinking"]),
+        ("chatml", False, "none", []),
+        ("chatml", False, "low", ["reasoning_effort"]),
+    ],
+)
+def test_a_wish_is_ignored_where_the_template_has_no_switch(
+    template: str, thinks: bool | None, effort: str | None, ignored: list[str]
+) -> None:
+    assert dialect(template)[0].ignored(thinks, effort) == ignored
+
+
+def test_a_model_that_always_thinks_cannot_stop() -> None:
+    assert dialect("chatml", reasoning_parser="deepseek_r1")[0].ignored(False, "none") == [
+        "thinking",
+        "reasoning_effort",
+    ]
+
+
 def test_options_override_what_is_found() -> None:
     found, _ = dialect("hermes")
     assert (found.calls, found.thinking) == (FORMATS["hermes"], THINKING["qwen3"])

@@ -32,6 +32,7 @@ from mainstem.server.requests import (
     CompletionRequest,
     ContentPart,
     Message,
+    Thinking,
 )
 from mainstem.server.responses import ResponseRequest
 from mainstem.server.tool_fields import FunctionCall, FunctionSpec, ToolCall, ToolChoice, ToolSpec
@@ -139,7 +140,8 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     ),
     (MESSAGES, "tools", messages.Tool, (anthropic_types.ToolParam,)),
     (MESSAGES, "tool_choice", messages.ToolChoice, get_args(anthropic_types.ToolChoiceParam)),
-    (MESSAGES, "thinking", messages.Thinking, get_args(anthropic_types.ThinkingConfigParam)),
+    (CHATS, "thinking", Thinking, get_args(anthropic_types.ThinkingConfigParam)),
+    (MESSAGES, "thinking", Thinking, get_args(anthropic_types.ThinkingConfigParam)),
     (MESSAGES, "output_config", messages.OutputConfig, (anthropic_types.OutputConfigParam,)),
     (MESSAGES, "format", messages.OutputFormat, (anthropic_types.JSONOutputFormatParam,)),
     (MESSAGES, "cache_control", messages.CacheControl, (anthropic_types.CacheControlEphemeralParam,)),

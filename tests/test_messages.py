@@ -257,20 +257,44 @@ def test_parallel_use_can_be_switched_off() -> None:
     assert [block["type"] for block in content].count("tool_use") == 1
 
 
-def test_thinking_reaches_the_template() -> None:
+def test_thinking_and_effort_reach_the_template() -> None:
     engine = FakeEngine()
     seen: list[Any] = []
 
     def template(messages: Any, **rest: Any) -> str:
         seen.append(rest.get("enable_thinking"))
-        return "x"
+        return f"x{seen[-1]}"
 
     engine.tokenizer.apply_chat_template = template  # type: ignore[method-assign]
     server = client(engine)
-    for thinking in ({"type": "enabled", "budget_tokens": 2000}, {"type": "adaptive"}, {"type": "disabled"}, None):
-        assert ask(server, thinking=thinking).status_code == 200
-    assert ask(server, thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": 3}).status_code == 200
-    assert seen[-5:] == [True, None, False, None, 3]
+    enabled, disabled, adaptive = ({"type": kind} for kind in ("enabled", "disabled", "adaptive"))
+    for fields, expected in (
+        ({"thinking": {**enabled, "budget_tokens": 2000}}, True),
+        ({"thinking": adaptive}, None),
+        ({"thinking": disabled}, False),
+        ({}, None),
+        ({"output_config": {"effort": "low"}}, True),
+        ({"thinking": adaptive, "output_config": {"effort": "max"}}, True),
+        ({"thinking": disabled, "output_config": {"effort": "high"}}, False),
+        ({"thinking": enabled, "chat_template_kwargs": {"enable_thinking": 3}}, 3),
+    ):
+        for path in (PATH, COUNT):
+            response = ask(server, path=path, **fields)
+            assert (response.status_code, seen[-1]) == (200, expected)
+            budget = "thinking.budget_tokens" if "budget_tokens" in fields.get("thinking", {}) else None
+            assert response.headers.get("X-Mainstem-Ignored") == budget
+
+
+def test_thinking_and_effort_are_named_where_the_model_has_no_switch() -> None:
+    server = client()
+    for fields, ignored in (
+        ({"thinking": {"type": "enabled"}, "output_config": {"effort": "high"}}, "thinking, output_config.effort"),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "unheard"}}, "output_config.effort"),
+        ({"thinking": {"type": "disabled"}}, None),
+    ):
+        for path in (PATH, COUNT):
+            response = ask(server, path=path, **fields)
+            assert (response.status_code, response.headers.get("X-Mainstem-Ignored")) == (200, ignored)
 
 
 # --- counting -----------------------------------------------------------------------------------------------------

@@ -446,6 +446,7 @@ class _Service:
             lambda: self._preparation.prepare(kind.parse(body, unheeded, tenant), sharing),
             limiter=limiter,
         )
+        unheeded.ignored += self._preparation.ignored(made.task)
         if begun is not None:
             made = replace(made, requests=resumed(made.requests, begun))
         ask = made.task.request
@@ -543,6 +544,7 @@ class _Service:
 
     def _counted(self, body: bytes, unheeded: Unheeded) -> message_reply.TokenCount:
         task = messages.parse_count(body, unheeded)
+        unheeded.ignored += self._preparation.ignored(task)
         return message_reply.TokenCount(self._preparation.count(task))
 
     async def _models(self, http: HttpRequest) -> Response:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from mainstem.runtime.prompts import ANSWER, Prompts
+from mainstem.server.effort import EFFORTS, Switches, switches_of
 from mainstem.server.formats import ANY, FORMATS, CallFormat, format_of, terms, upto
 from mainstem.server.output import OutputParser, PlainText
 from mainstem.server.reasoning import THINKING, ReasoningParser, Thinking, thinking_of
@@ -52,12 +53,14 @@ class Dialect:
         thinking: the form of thoughts; None: there are none.
         traits: what the chat template takes.
         special: the ids of special tokens, by text.
+        switches: the variables of the chat template that say whether, and how much, the model thinks.
     """
 
     calls: CallFormat
     thinking: Thinking | None
     traits: TemplateTraits
     special: Mapping[str, int]
+    switches: Switches = field(default_factory=Switches)
 
     def parser(self, tooling: Tooling = NO_TOOLS, ending: str = "", name: str | None = None) -> OutputParser:
         """Returns the parser of one answer.
@@ -116,6 +119,18 @@ class Dialect:
         calls = tooling is None or tooling.callable or self.calls.thinking
         return (*thoughts, *(self.calls.markers if calls else ()))
 
+    def ignored(self, thinks: bool | None, effort: str | None) -> list[str]:
+        """Returns the fields of a request that this model cannot heed; what it does in any case, it heeds.
+
+        Args:
+            thinks, effort: see `Switches.variables`; the fields are `thinking`; `reasoning_effort`.
+        """
+        never = self.thinking is None
+        takes_thinking = thinks is None or self.switches.exist or (never and not thinks)
+        takes_effort = effort is None or (effort in EFFORTS and (self.switches.exist or (never and effort == "none")))
+        taken = {"thinking": takes_thinking, "reasoning_effort": takes_effort}
+        return [name for name in taken if not taken[name]]
+
     def conversation(
         self, messages: Conversation, tools: Sequence[Tool] = ()
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
@@ -160,12 +175,19 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
     def render(messages: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> str:
         return prompts.render(messages, replace(ANSWER, tools=tools))
 
+    def render_with(variables: Mapping[str, Any]) -> str | None:
+        try:
+            return prompts.render([_ASK], replace(ANSWER, variables=variables))
+        except ValueError:
+            return None
+
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return Dialect(
         spoken,
         spoken.thinking or thought,
         traits_of(render),
         {str(each): id for id, each in added.items() if each.special},
+        switches_of(render_with),
     )
 
 

@@ -62,6 +62,14 @@ _EARLIER = Field("of an earlier answer")
 _OF_THE_CLIENT = Field("a note of the client")
 _ASKER = Field("who asks")
 
+THINKING = Rules(
+    {
+        "budget_tokens": Field("a limit of thinking"),
+        "display": Field("whether thoughts are shown; they always are", ("summarized",)),
+    }
+)
+"""The rules of `thinking`, in all APIs that have it."""
+
 OPENAI = Rules(
     advice={
         "user": _ASKER,
@@ -72,7 +80,6 @@ OPENAI = Rules(
         "prediction": Field("text to draft from; drafts come from the cache and the prompt"),
         "prompt_cache_retention": Field("a maximum; prefixes are kept while there is room"),
         "request_id": Field("the header X-Request-Id names a request"),
-        "reasoning_effort": Field("how much to think", ("none",)),
         "verbosity": Field("how long an answer should be", ("medium",)),
         "moderation": Field("a check of the answer by another model"),
     },
@@ -98,6 +105,7 @@ OPENAI = Rules(
         "content": Rules(refused=dict.fromkeys(("input_audio", "file"), Field("a prompt that is no text"))),
         "image_url": Rules({"detail": Field("how closely to look; the model's processor decides", ("auto",))}),
         "tool_calls": Rules({"index": _EARLIER}),
+        "thinking": THINKING,
     },
 )
 """The rules of completions and chats."""

@@ -17,7 +17,7 @@ from mainstem.server import requests
 from mainstem.server.breakpoints import MOST
 from mainstem.server.diagnosis import Earlier, Finding, Shape
 from mainstem.server.errors import ApiError, renamed
-from mainstem.server.fields import Field, Rules, Unheeded
+from mainstem.server.fields import THINKING, Field, Rules, Unheeded
 from mainstem.server.generation import Task
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.output import OutputParser
@@ -63,12 +63,7 @@ RULES = Rules(
             },
             {"allowed_callers": Field(_DIRECT, (["direct"],))},
         ),
-        "thinking": Rules(
-            {
-                "budget_tokens": Field("a limit of thinking"),
-                "display": Field("whether thoughts are shown; they always are", ("summarized",)),
-            }
-        ),
+        "thinking": THINKING,
     },
 )
 """What becomes of fields that are not honoured."""
@@ -90,6 +85,7 @@ _SAME = (
     "cache_salt",
     "priority",
     "explain",
+    "chat_template_kwargs",
 )
 """Fields that a chat has under the same name."""
 
@@ -167,12 +163,6 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct):
-    """Whether the model thinks before it answers."""
-
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-
-
 class OutputFormat(Struct):
     """JSON by a schema."""
 
@@ -195,7 +185,7 @@ class CountRequest(Struct, kw_only=True):
     system: str | list[ContentBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: requests.Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
@@ -213,10 +203,8 @@ class CountRequest(Struct, kw_only=True):
             if self.output_config.format is not None:
                 schema = {"name": "output", "schema": self.output_config.format.schema, "strict": True}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        chosen = self.thinking is not None and self.thinking.type in ("enabled", "disabled")
-        thinks = {"enable_thinking": self.thinking.type == "enabled"} if self.thinking and chosen else {}
-        if variables := thinks | (self.chat_template_kwargs or {}):
-            fields["chat_template_kwargs"] = variables
+        if self.thinking is not None:
+            fields["thinking"] = {"type": self.thinking.type}
         if self.messages[-1].role == "assistant":
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         return fields

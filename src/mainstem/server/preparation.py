@@ -131,6 +131,13 @@ class Preparation:
             self.check_model(task.request.model)
             return sum(len(prompt.tokens) for prompt in self._read(task.request, self._unlimited))
 
+    def ignored(self, task: Task) -> list[str]:
+        """Returns the paths of a task's fields that this model cannot heed."""
+        ask = task.request
+        if not isinstance(ask, ChatRequest):
+            return []
+        return [task.names.get(name, name) for name in self._dialect.ignored(ask.thinks, ask.reasoning_effort)]
+
     def tokens(self, prompt: str | list[int]) -> Tokens:
         """Returns the tokens of a prompt; see `Prompts`."""
         return _tokens(prompt, self.prompts)
@@ -191,7 +198,8 @@ class Preparation:
         """Makes the prompts of a request; `marked`: also finds its breakpoints."""
         if isinstance(ask, ChatRequest):
             marks = ask.marks() if marked else ()
-            return [self._conversation(ask.conversation(), ask.template(), ask.tooling(), maker, marks)]
+            template = ask.template(self._dialect.switches.variables(ask.thinks, ask.reasoning_effort))
+            return [self._conversation(ask.conversation(), template, ask.tooling(), maker, marks)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > MAX_CHOICES:
             name = "n" if ask.best_of is None else "best_of"

@@ -376,8 +376,14 @@ def template_of(
     return Template(begins, continues, variables or {})
 
 
+class Thinking(Struct):
+    """`thinking`, as in the Anthropic API reference: whether the model thinks before it answers."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
 class ChatRequest(_Request, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions. `thinking` is an extension that several open models' servers share."""
 
     messages: Messages
     tools: list[ToolSpec] | None = None
@@ -389,6 +395,8 @@ class ChatRequest(_Request, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         """Checks that the names of tools are unique, and that the tools that are chosen are there."""
@@ -439,9 +447,16 @@ class ChatRequest(_Request, kw_only=True):
                 found.append(Mark(each.ttl, message=i + 1 if i + 1 < len(self.messages) else None))
         return found
 
-    def template(self) -> Template:
-        """Returns how the chat template is applied; see `template_of`."""
-        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think before it answers; None: as its chat template has it."""
+        kind = None if self.thinking is None else self.thinking.type
+        return {"enabled": True, "disabled": False}.get(kind or "")
+
+    def template(self, variables: Mapping[str, Any] = {}) -> Template:
+        """Returns how the chat template is applied, with variables that the request may override; see `template_of`."""
+        given = {**variables, **(self.chat_template_kwargs or {})}
+        return template_of(self.add_generation_prompt, self.continue_final_message, given)
 
     def params(self, room: int, choice: int) -> SamplingParams:
         """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
