@@ -75,5 +75,5 @@ def _levels(render: RenderWith) -> tuple[str, ...]:
     any_word = render({_LEVELS: _NO_LEVEL})
     if len({*texts.values(), any_word}) < 2:
         return ()
-    told = () if any_word is not None and _NO_LEVEL in any_word else tuple(texts)
-    return tuple(level for level in texts if level in _COMMON or (level in told and texts[level] != any_word))
+    distinct = () if any_word is not None and _NO_LEVEL in any_word else tuple(texts)
+    return tuple(level for level in texts if level in _COMMON or (level in distinct and texts[level] != any_word))
