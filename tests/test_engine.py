@@ -358,13 +358,18 @@ def test_what_is_queued_is_counted_step_by_step() -> None:
     assert seen == [0, 4, *range(28, 0, -4)]
 
 
-def test_the_pool_is_sized_from_bytes() -> None:
+def test_the_pool_is_sized_from_bytes(caplog: pytest.LogCaptureFixture) -> None:
     model = _llama()
     page = 2 * 3 * 8 * 2 * 16 * 4  # k and v, layers, positions, heads, numbers per head, bytes
     config = EngineConfig(kv_bytes=5 * page + 1, page_size=8)
     with Engine(_loaded(model=model), config, runner=Gate) as engine:
         assert engine.pages == 5
         assert engine.max_context == 40, "no request can have more than the pool"
+    assert "ghost: a request has at most 40 tokens" in caplog.text and "of the model's 256" in caplog.text
+    caplog.clear()
+    with Engine(_loaded(40, model), config, runner=Gate) as engine:
+        assert engine.max_context == 40
+    assert "at most" not in caplog.text, "the pool holds what the model takes"
     with pytest.raises(BadArgument, match=f"kv_bytes.*{page}"):
         Engine(_loaded(model=model), EngineConfig(kv_bytes=page - 1, page_size=8), runner=Gate)
 
@@ -678,7 +683,7 @@ def test_a_prompt_that_cannot_be_decoded_is_an_error_of_its_own(
 
 def test_a_prompt_that_the_pool_cannot_hold_gets_an_error_that_says_so(rig: Callable[..., Rig]) -> None:
     made = rig(pages=8)
-    with pytest.raises(RequestTooLong, match="memory for KV holds 8 pages"):
+    with pytest.raises(RequestTooLong, match="length is 32 tokens"):
         made.submit(length=40, max_tokens=1)
 
 

@@ -389,9 +389,9 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
         ),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "cannot read"),
         ({"input": [{"role": "user", "content": "x", "txet": 1}]}, "input[0].txet", "unknown field"),
-        ({"input": "x" * 5000}, "input", "input: "),
+        ({"input": "x" * 5000}, "input", "your input resulted in at least 5000 tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
-        ({"max_output_tokens": 9999}, None, "9999"),
+        ({"max_output_tokens": 9999}, "input", "9999"),
         ({"temperature": -1}, "temperature", "must be"),
         ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
         ({"include": ["everything"]}, "include[0]", "invalid enum value"),
@@ -470,12 +470,12 @@ def test_an_error_of_the_engine_has_the_names_of_this_api() -> None:
     engine = FakeEngine()
 
     def submit(request: Any, **options: Any) -> Any:
-        raise RequestTooLong("20 prompt tokens and max_tokens = 9 make 29 positions: the context has 25")
+        raise RequestTooLong("prompt", 20, 25, answer=9)
 
     engine.submit = submit  # type: ignore[method-assign]
     error = error_of(ask(client(engine), max_output_tokens=9), 400)
-    assert error["message"].startswith("20 prompt tokens and max_output_tokens = 9 make 29 positions: the context")
-    assert (error["param"], error["code"]) == (None, "context_length_exceeded")
+    assert "you requested 29 tokens (20 in the input, 9 in the completion)" in error["message"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
 def test_errors_of_an_image_have_its_path() -> None:

@@ -144,7 +144,7 @@ def test_a_request_for_no_tokens_caches_its_prompt() -> None:
 
 def test_no_tokens_still_need_pages_for_the_whole_prompt() -> None:
     bench = Bench(pages=2)
-    with pytest.raises(RequestTooLong, match="need 3 pages"):
+    with pytest.raises(RequestTooLong, match=r"length is 8 tokens\. However, your prompt resulted in 9 tokens"):
         bench.add(prompt(1, 2 * PAGE + 1), max_tokens=0)
 
 
@@ -547,9 +547,9 @@ def test_nothing_passes_a_request_that_waits_for_pages() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     bench = Bench(pages=4, page_size=4, max_context=40)
-    with pytest.raises(RequestTooLong, match=r"30 prompt tokens and max_tokens = 11 make 41 positions: .* 40"):
+    with pytest.raises(RequestTooLong, match=r"16 tokens\. .* 41 tokens \(30 in the prompt, 11 in the completion\)"):
         bench.add(prompt(1, 30), max_tokens=11)
-    with pytest.raises(RequestTooLong, match=r"10 prompt tokens and max_tokens = 8 need 5 pages of 4 positions: .* 4"):
+    with pytest.raises(RequestTooLong, match=r"16 tokens\. .* 18 tokens \(10 in the prompt, 8 in the"):
         bench.add(prompt(1, 10), max_tokens=8)
     with pytest.raises(BadTokens):
         bench.add([1, VOCAB], max_tokens=1)

@@ -14,7 +14,7 @@ from rigs.ghost import Ghost, WrongKVError, complete, prompt
 from rigs.scheduler import PAGE, Bench
 
 from mainstem.components import Chunked, Component, Full, State, Window
-from mainstem.errors import RequestTooLong
+from mainstem.errors import BadArgument
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sizing import window_pages
@@ -298,7 +298,7 @@ def test_a_request_alone_goes_on_with_the_least_window_pages(page_size: int, kin
             assert bench.scheduler.totals.preemptions == 0
             less = Bench(some_rows(kind, window, least - 1), page_size, token_budget=chunk)
             with pytest.raises(
-                RequestTooLong, match=rf"need {least} window pages of {page_size} positions: .* {least - 1}$"
+                BadArgument, match=rf"need {least} window pages of {page_size} positions, .* {least - 1}$"
             ):
                 less.add(prompt(1, 31), max_tokens=25)
 

@@ -15,7 +15,7 @@ from mainstem.server.errors import ApiError, api_error, renamed
     [
         (BadArgument("top_p", 3, "0 .. 1"), 400, None),
         (BadTokens("token 5"), 400, None),
-        (RequestTooLong("too long"), 400, "context_length_exceeded"),
+        (RequestTooLong("prompt", 5, 4), 400, "context_length_exceeded"),
         (EngineFull("full"), 429, "engine_full"),
         (EngineClosed("closed"), 503, "engine_closed"),
         (OutOfPages(1, 2, 3, 4), 500, None),
@@ -43,8 +43,12 @@ NAMES = {"messages": "input", "messages[1]": "input[4]", "messages[1].content[0]
         (ApiError(400, "bad", param="messages[1].content[0].url"), "bad", "input[4].source"),
         (ApiError(400, "maximum: no", param="maximum"), "maximum: no", "maximum"),
         (BadArgument("max", 3, "2: max"), "most = 3: must be 2: max", "most"),
-        (RequestTooLong("messages: 9 are too many"), "input: 9 are too many", "input"),
-        (RequestTooLong("3 tokens and max = 4 make 7"), "3 tokens and most = 4 make 7", None),
+        (
+            RequestTooLong("messages", 9, 8),
+            "This model's maximum context length is 8 tokens. However, your input resulted in 9 tokens. "
+            "Please reduce the length of the input.",
+            "input",
+        ),
     ],
 )
 def test_errors_get_the_names_of_the_clients_fields(

@@ -111,7 +111,32 @@ class ModelNotFound(MainstemError, FileNotFoundError):
 
 
 class RequestTooLong(MainstemError, ValueError):
-    """The request could never run, however long it waited."""
+    """A prompt, or a prompt and its answer, has more tokens than the context.
+
+    The message is in the words of OpenAI's API, by which clients know that they must shorten what they send.
+
+    Args:
+        name: what is too long, such as `prompt`.
+        tokens: of it; where no tokenizer has counted them, the least that it can have.
+        maximum: tokens that prompt and answer may have together.
+        answer: tokens asked for in addition; 0: the prompt alone is too long.
+        counted: whether `tokens` is exact.
+    """
+
+    def __init__(self, name: str, tokens: int, maximum: int, *, answer: int = 0, counted: bool = True) -> None:
+        at_least = "" if counted else "at least "
+        asked = f"your {name} resulted in {at_least}{tokens} tokens. Please reduce the length of the {name}."
+        if answer:
+            asked = (
+                f"you requested {tokens + answer} tokens ({tokens} in the {name}, {answer} in the completion). "
+                f"Please reduce the length of the {name} or the completion."
+            )
+        super().__init__(f"This model's maximum context length is {maximum} tokens. However, {asked}")
+        self.name, self.tokens, self.maximum, self.answer, self.counted = name, tokens, maximum, answer, counted
+
+    def renamed(self, name: str) -> RequestTooLong:
+        """Returns the same error of what a client calls by another name."""
+        return RequestTooLong(name, self.tokens, self.maximum, answer=self.answer, counted=self.counted)
 
 
 class EngineFull(MainstemError):

@@ -252,7 +252,7 @@ class FakeEngine:
         if request.tokens.max() > 255:
             raise BadTokens(f"token {request.tokens.max()}: must be 0 .. 255")
         if len(request.tokens) + request.params.max_tokens > self.max_context:
-            raise RequestTooLong(f"{len(request.tokens)} + {request.params.max_tokens} > {self.max_context}")
+            raise RequestTooLong("prompt", len(request.tokens), self.max_context, answer=request.params.max_tokens)
         if len(self.running()) >= self.max_waiting:
             raise EngineFull(f"{self.max_waiting} requests wait already")
         with self._lock:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats
-from mainstem.components import Full, State
+from mainstem.components import State
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RankFailed, UnsupportedModel
 from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
@@ -51,7 +51,7 @@ from mainstem.runtime.handover import Handover
 from mainstem.runtime.memory import OwnerUsage, TierMemory
 from mainstem.runtime.meter import Totals
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pools import counts_of, id_bytes, pool_sizes
+from mainstem.runtime.pools import counts_of, id_bytes, max_context, pool_sizes
 from mainstem.runtime.public import Publication, PublicPrefixes
 from mainstem.runtime.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
@@ -157,7 +157,7 @@ class Engine:
         self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.has_states = any(isinstance(component, State) for component in sizes)
-        self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
+        self.max_context = max_context(loaded, config, sizes)
         report("test", 0, 1)
         how = config.page_size, config.kv_cache_dtype, config.cuda_graphs
         self._model = model = runner(loaded, counts_of(sizes), *how)

@@ -272,6 +272,15 @@ def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int
     }
 
 
+def max_context(loaded: LoadedModel, config: EngineConfig, sizes: Mapping[Component, int]) -> int:
+    """Returns the positions that one request can have: the model's limit, or the pool's, and says if that is less."""
+    most = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
+    if most < loaded.max_context and loaded.ranks.rank == 0:
+        short = "%s: a request has at most %d tokens, prompt and answer together, of the model's %d"
+        log.warning(f"{short}: the memory for KV holds no more", loaded.name, most, loaded.max_context)
+    return most
+
+
 def counts_of(sizes: Mapping[Component, int]) -> dict[str, int]:
     """Returns sizes by the names of the components."""
     return {name: sizes[row] for name, row in by_name(sizes).items()}

@@ -130,8 +130,8 @@ class Prompts:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._marks = marks
-        # A lossless tokenizer cannot fit more bytes than this into the context.
-        self._max_bytes = max_context * max(len(token.encode()) for token in tokenizer.get_vocab())
+        # A lossless tokenizer cannot fit more bytes than this into a token.
+        self._token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
 
     def text(self, text: str, *, special_tokens: bool = True) -> NDArray[np.int32]:
         """Encodes a plain text, by default with the special tokens that the tokenizer adds.
@@ -240,7 +240,7 @@ class Prompts:
     def render(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> str:
         """Returns the text of a conversation that may fit; raises what `prepare` raises."""
         if len(messages) > self._max_context:
-            raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
+            raise RequestTooLong("messages", len(messages), self._max_context, counted=False)
         self.check_size([message["content"] or "" for message in messages], "messages")
         try:
             text = self._render(messages, template)
@@ -330,16 +330,14 @@ class Prompts:
             BadArgument: a text is not encodable as UTF-8.
         """
         size = sum(_utf8_bytes(text, name) for text in texts)
-        if size > self._max_bytes:
-            raise RequestTooLong(
-                f"{name}: a text of {size} bytes cannot fit {self._max_context} tokens, which are at most"
-                f" {self._max_bytes} bytes"
-            )
+        least = -(-size // self._token_bytes)
+        if least > self._max_context:
+            raise RequestTooLong(name, least, self._max_context, counted=False)
 
     def check_length(self, tokens: int, name: str) -> None:
         """Raises RequestTooLong for a prompt that is longer than the context."""
         if tokens > self._max_context:
-            raise RequestTooLong(f"{name}: {tokens} tokens, but the context has {self._max_context}")
+            raise RequestTooLong(name, tokens, self._max_context)
 
     def _encode(self, text: str, *, special_tokens: bool, name: str) -> NDArray[np.int32]:
         return self._checked_ids(text, self._tokenizer.encode(text, add_special_tokens=special_tokens), name)

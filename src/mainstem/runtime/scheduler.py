@@ -158,6 +158,7 @@ class Scheduler:
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._events: list[Event] = []
+        self._held = cache.pool.total * cache.page_size if "full" in cache.pools else max_context  # positions
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
         components = by_name(cache.tree.components).items()
         self._local = {name: row for name, row in components if isinstance(row, (Window, Chunked))}
@@ -208,10 +209,10 @@ class Scheduler:
         """Rejects a request that could never run, otherwise encodes its prompt for `add`. Callable from any thread.
 
         Raises:
-            RequestTooLong: it exceeds the context or the pool; the message gives the numbers.
+            RequestTooLong: it exceeds the context or the pool.
             BadTokens: a token is outside the vocabulary.
             BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none; its grammar
-                does not compile; or they ask how likely images are.
+                does not compile; they ask how likely images are; or no pool holds the window of one of its images.
             UnsupportedModel: it has a grammar, which this model cannot follow.
         """
         if request.images and request.params.prompt_logprobs is not None:
@@ -221,17 +222,10 @@ class Scheduler:
             raise BadTokens(f"said: token {request.said.max()}: must be below {self._runner.vocab_size}")
         self._compiled(request)
         prompt, new = len(request.tokens), request.params.max_tokens
-        asked = f"{prompt} prompt tokens and max_tokens = {new}"
         longest = max((image.length for image in request.images), default=0)
-        if prompt + new > self._max_context:
-            raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._max_context}")
         # The last token is never computed, so it needs no page.
-        size, total = self._cache.page_size, self._cache.pool.total
-        pages = -(-(prompt + max(new, 1) - 1) // size)
-        if pages > total and "full" in self._cache.pools:
-            raise RequestTooLong(
-                f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
-            )
+        if prompt + new > self._max_context or prompt + max(new, 1) - 1 > self._held:
+            raise RequestTooLong("prompt", prompt, min(self._max_context, self._held), answer=new)
         for name, row in self._local.items():
             self._check_local(name, row, min(prompt, max(longest, self._limits.token_budget)))
         images = spliced_images(request)
@@ -245,10 +239,8 @@ class Scheduler:
         size, total = self._cache.page_size, self._cache.pools[name].total
         pages = window_pages(row.tokens, chunk, size, states=self._plans_states)
         if pages > total:
-            raise RequestTooLong(
-                f"{row.tokens} positions that a query sees and a prefill of {chunk} need {pages} {name} pages of "
-                f"{size} positions: the memory for KV holds {total}"
-            )
+            allowed = f"fewer positions at once: with the {row.tokens} that a query sees they need {pages} {name} pages"
+            raise BadArgument("prefill", chunk, f"{allowed} of {size} positions, and the memory for KV holds {total}")
 
     def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
         """Adds a waiting request.

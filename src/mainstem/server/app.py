@@ -51,14 +51,16 @@ from mainstem.server.envelope import HANDLERS, Envelope, shown
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
 from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
-from mainstem.server.generation import EventStream, Run, Task, Watcher, best, scored
+from mainstem.server.generation import NO_BUFFER, EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
+from mainstem.server.output import PlainText
 from mainstem.server.precompute import Precompute
 from mainstem.server.prefill import Prefiller, PrefillFirst, Prefills, PrefillServer
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
 from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
+from mainstem.server.requests import ChatRequest
 from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Kept, Owner, ResponseStore
 from mainstem.server.responses import Responses
@@ -77,7 +79,6 @@ _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
 _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
-_IMAGES = (b'"image_url"', b'"image"')  # in the body of a request with images
 
 
 def create_app(
@@ -275,11 +276,19 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What differs between the APIs that generate; `parse` takes a body, what notes its fields, and the client."""
+    """What differs between the APIs that generate.
+
+    Args:
+        parse: takes a body, what notes its fields, and the client.
+        id_prefix: of a response.
+        name: in recordings.
+        late: a prompt that is too long is refused within the stream, if there is one: there clients of this API look.
+    """
 
     parse: Callable[[bytes, Unheeded, Owner], Task]
     id_prefix: str
     name: Kind
+    late: bool = False
 
 
 def _parse_completion(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
@@ -287,7 +296,7 @@ def _parse_completion(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
 
 
 def _parse_chat(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
-    return Task(requests.parse_chat(body, unheeded), ChatReply)
+    return Task(requests.parse_chat(body, unheeded), ChatReply, {"prompt": "messages"})
 
 
 class _Service:
@@ -335,7 +344,7 @@ class _Service:
         self._kinds = {
             "/v1/completions": _Kind(_parse_completion, "cmpl-", "completion"),
             "/v1/chat/completions": _Kind(_parse_chat, "chatcmpl-", "chat"),
-            "/v1/responses": _Kind(self._responses.parse, ID_PREFIX, "chat"),
+            "/v1/responses": _Kind(self._responses.parse, ID_PREFIX, "chat", late=True),
             message_reply.PATH: _Kind(self._parse_message, message_reply.ID_PREFIX, "chat"),
         }
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
@@ -391,20 +400,25 @@ class _Service:
     async def _generate(self, http: HttpRequest) -> Response:
         kind = self._kinds[http.url.path]
         trace = self._trace(http, kind)
+        unheeded = Unheeded(self._tolerant)
+        wish = wish_of(http.scope)
+        before = None if wish is None else wish.begun
+        id = f"{kind.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
+        task = None
         try:
-            unheeded = Unheeded(self._tolerant)
-            wish = wish_of(http.scope)
-            before = None if wish is None else wish.begun
-            id = f"{kind.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
-            made, run = await self._admit(http, kind, id, unheeded, trace, before)
+            tenant, task = await self._asked(http, kind, unheeded)
+            made, run = await self._admit(http, kind, task, tenant, id, trace, before)
         except (ApiError, MainstemError) as error:
-            status = shown(error).status
-            self._metrics.refused(status)
+            refusal = shown(error)
+            self._metrics.refused(refusal.status)
             if trace is not None:
-                trace.refused(status)
+                trace.refused(refusal.status)
+            if kind.late and task is not None and task.request.stream and refusal.detail.code == errors.TOO_LONG:
+                return self._annotated(self._refused_in_stream(task, id, refusal), unheeded)
             raise
-        ask = made.task.request
-        model = self._preparation.adapter(ask.model) or self.names[0]
+        unheeded.ignored += self._preparation.ignored(task)
+        ask = task.request
+        model = self._model_of(ask)
         prompts = [Answer(each.tokens, each.params.max_tokens) for each in made.requests]
         begun = Begun(id, int(self._now()), prompts) if before is None else before
         head = Head(begun.id, begun.created, model)
@@ -425,6 +439,15 @@ class _Service:
         body = await anyio.to_thread.run_sync(lambda: _json(reply.whole(answers, run.usage)))
         return self._annotated(body, unheeded)
 
+    def _model_of(self, ask: Ask) -> str:
+        """Returns the name of the model, or of the adapter, that answers."""
+        return self._preparation.adapter(ask.model) or self.names[0]
+
+    def _refused_in_stream(self, task: Task, id: str, error: ApiError) -> Response:
+        head = Head(id, int(self._now()), self._model_of(task.request))
+        reply = task.reply(head, self._prompts.spell, ChunkUsage(False), replies.NO_EXTRAS, PlainText)
+        return Response(reply.opening() + reply.failing(error), headers=NO_BUFFER, media_type=EventStream.media_type)
+
     def _parse_message(self, body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
         return messages.parse(body, unheeded, Earlier(self._fingerprints, owner))
 
@@ -432,21 +455,28 @@ class _Service:
         operation: Literal["chat", "text_completion"] = "chat" if kind.name == "chat" else "text_completion"
         return None if self._tracing is None else self._tracing.begin(http.headers, operation)
 
-    async def _admit(
-        self, http: HttpRequest, kind: _Kind, id: str, unheeded: Unheeded, trace: Trace | None, begun: Begun | None
-    ) -> tuple[Prepared, Run]:
-        """Checks and submits a request, with the cheapest checks first; adds the fields that do nothing."""
+    async def _asked(self, http: HttpRequest, kind: _Kind, unheeded: Unheeded) -> tuple[Owner, Task]:
+        """Reads who asks what, with the cheapest checks first; adds the fields that do nothing."""
         tenant = self._access.tenant(http.headers)
         if self.draining:
             raise errors.draining()
-        body = await self._body(http)
-        limiter = self._parsing_images if any(name in body for name in _IMAGES) else self._parsing
+        return tenant, await self._parsed(http, lambda body: kind.parse(body, unheeded, tenant))
+
+    async def _admit(
+        self,
+        http: HttpRequest,
+        kind: _Kind,
+        task: Task,
+        tenant: Owner,
+        id: str,
+        trace: Trace | None,
+        begun: Begun | None,
+    ) -> tuple[Prepared, Run]:
+        """Prepares and submits a request."""
+        has_images = isinstance(task.request, ChatRequest) and task.request.has_images
+        limiter = self._parsing_images if has_images else self._parsing
         sharing = tenant if self._access.separates else None
-        made = await anyio.to_thread.run_sync(
-            lambda: self._preparation.prepare(kind.parse(body, unheeded, tenant), sharing),
-            limiter=limiter,
-        )
-        unheeded.ignored += self._preparation.ignored(made.task)
+        made = await anyio.to_thread.run_sync(self._preparation.prepare, task, sharing, limiter=limiter)
         if begun is not None:
             made = replace(made, requests=resumed(made.requests, begun))
         ask = made.task.request

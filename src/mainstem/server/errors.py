@@ -19,6 +19,9 @@ from mainstem.errors import (
     UnsupportedModel,
 )
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt, or a prompt and its answer, that the context does not hold."""
+
 
 class ErrorDetail(Struct):
     """What went wrong, in the four fields that OpenAI clients read."""
@@ -45,6 +48,7 @@ class ApiError(Exception):
         param: the path of the wrong field (`messages[0].content`).
         code: a stable word for programs.
         headers: extra response headers.
+        cause: the error of a layer below that this one reports; None: there is none.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        cause: MainstemError | None = None,
     ) -> None:
         super().__init__(message)
+        self.cause = cause
         self.status = status
         self.detail = ErrorDetail(message, type, param, code)
         self.headers = dict(headers or {})
@@ -78,8 +84,7 @@ def api_error(error: MainstemError) -> ApiError:
         case BadTokens():
             return ApiError(400, message, param="prompt")
         case RequestTooLong():
-            named = re.match(r"[\w.\[\]]+(?=: )", message)
-            return ApiError(400, message, param=named and named[0], code="context_length_exceeded")
+            return ApiError(400, message, param=error.name, code=TOO_LONG, cause=error)
         case EngineFull():
             headers = {"Retry-After": "1"}
             return ApiError(429, message, type="rate_limit_error", code="engine_full", headers=headers)
@@ -101,6 +106,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         shown = error if isinstance(error, ApiError) else api_error(error)
         if shown.status >= 500 or not names:
             raise
+        if isinstance(shown.cause, RequestTooLong):
+            raise api_error(shown.cause.renamed(_renamed(shown.cause.name, names))) from error
         param = None if shown.detail.param is None else _renamed(shown.detail.param, names)
         # A message begins with a path, or has a field's value as `name = 1`.
         message = re.sub(r"^[\w.\[\]]+(?=:| = )|\w+(?= = )", lambda found: _renamed(found[0], names), str(shown))

@@ -196,6 +196,10 @@ async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
+NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of a stream of events, for proxies."""
+
+
 class EventStream(Response):
     """A run as server-sent events."""
 
@@ -204,7 +208,7 @@ class EventStream(Response):
     def __init__(self, run: Run, reply: Reply) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers(NO_BUFFER)
         self._run = run
         self._reply = reply
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta, TokenLogprob
 from mainstem.server.blocks import Block, BlockReply, named_event
 from mainstem.server.diagnosis import Finding
@@ -252,4 +253,14 @@ def error_body(error: ApiError) -> bytes:
 
 
 def _error(error: ApiError) -> _Error:
-    return _Error(_ERROR_TYPES.get(error.status, "invalid_request_error"), error.detail.message)
+    message = _too_long(error.cause) if isinstance(error.cause, RequestTooLong) else error.detail.message
+    return _Error(_ERROR_TYPES.get(error.status, "invalid_request_error"), message)
+
+
+def _too_long(error: RequestTooLong) -> str:
+    """Returns the words of this API, which clients look for: they compact, or ask for a shorter answer."""
+    tokens, most = error.tokens, error.maximum
+    if error.answer and tokens <= most:
+        asked = f"input length and `max_tokens` exceed context limit: {tokens} + {error.answer} > {most}"
+        return f"{asked}, decrease input length or `max_tokens` and try again"
+    return f"prompt is too long: {tokens} tokens > {most} maximum" + ("" if error.counted else " (at least)")

@@ -90,6 +90,7 @@ _SAME = (
 """Fields that a chat has under the same name."""
 
 _NAMES = {
+    "prompt": "messages",
     "stop": "stop_sequences",
     "tool_choice.function": "tool_choice",
     "response_format": "output_config.format",

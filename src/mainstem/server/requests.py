@@ -411,6 +411,12 @@ class ChatRequest(_Request, kw_only=True):
                 if name not in names:
                     raise ValueError(f"`{path}`: there is no tool named {name!r}; the tools are {', '.join(names)}")
 
+    @property
+    def has_images(self) -> bool:
+        """Whether a message has an image, which may have to be fetched."""
+        lists = [message.content for message in self.messages if isinstance(message.content, list)]
+        return any(part.type == "image_url" for parts in lists for part in parts)
+
     def conversation(self) -> list[dict[str, Any]]:
         """Converts the messages for a chat template; see `Message.template_input`.
 

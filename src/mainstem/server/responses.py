@@ -127,6 +127,7 @@ _CHOICES = {"function": ("name",), "allowed_tools": ("mode", "tools")}
 
 _NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "response_format": "text.format",
