@@ -158,8 +158,8 @@ class ResponseReply(BlockReply):
         """See `Reply`."""
         body = self._body("failed")
         body.error = Failure(error.detail.code or error.detail.type, error.detail.message)
-        told = self._event("error", {"error": error.detail}) if error.status < 500 else b""  # as OpenAI's own does
-        return told + self._event("response.failed", {"response": body})
+        refused = self._event("error", {"error": error.detail}) if error.status < 500 else b""  # as OpenAI's own does
+        return refused + self._event("response.failed", {"response": body})
 
     def begun(self, block: Block) -> bytes:
         """See `BlockReply`."""
