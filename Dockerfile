@@ -3,6 +3,9 @@
 #   docker build -t mainstem .
 #   docker run -p 8000:8000 -v mainstem-cache:/cache mainstem                        # SmolLM2-135M-Instruct
 #   docker run -p 8000:8000 -v ./my-model:/model:ro mainstem serve /model --host 0.0.0.0
+#
+# Without a key (MAINSTEM_API_KEY) it answers under localhost and at any IP address; a name, such as that of a service in
+# Compose, is allowed with --allowed-host NAME.
 
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

@@ -30,6 +30,7 @@ from mainstem.runtime.models import load_model
 from mainstem.server.app import create_app
 from mainstem.server.live import TREE_COLUMNS, LiveSample, page
 from mainstem.server.metrics import Metrics
+from mainstem.server.origins import reach_of
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.settings.server import ServerConfig
 from mainstem.tree import Tree
@@ -200,7 +201,8 @@ def test_misses_by_cause_are_in_the_sample_where_they_are_counted(monkeypatch: p
 def served(engine: Any, **config: Any) -> Iterator[str]:
     """Serves an engine over HTTP; yields the address."""
     port = free_port()
-    app = create_app(engine, ServerConfig(**config))
+    settings = ServerConfig(**config)
+    app = create_app(engine, settings, reach=reach_of(settings, settings.host))
     server = uvicorn.Server(uvicorn.Config(app, port=port, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -343,6 +343,19 @@ def test_requests_that_make_no_sense_disturb_no_other(server: PeerServer, parts:
         assert PAGES.read(peer, 1) == [SIZE]
 
 
+def test_a_web_page_gets_nothing_of_a_peer(server: PeerServer) -> None:
+    host, port = server.address.rsplit(":", 1)
+    body = b"MSPR" * 20_000
+    head = f"POST / HTTP/1.1\r\nHost: {server.address}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((host, int(port)), patience(30)) as page, suppress(OSError):
+        page.sendall(head + body)
+        page.shutdown(socket.SHUT_WR)
+        assert b"HTTP" not in b"".join(iter(lambda: page.recv(65536), b""))
+    with client(server.address) as peer:
+        assert PAGES.read(peer, 1) == [SIZE]
+    assert server.counts["values"] == 1
+
+
 def test_an_address_that_cannot_be_bound_is_one_clear_line(server: PeerServer, kept: MemoryBackend) -> None:
     with pytest.raises(BadArgument, match="peer_listen"):
         serving(kept, server.address)

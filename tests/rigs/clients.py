@@ -13,6 +13,7 @@ import uvicorn
 from machine import eventually
 
 from mainstem.server.app import bind, create_app
+from mainstem.server.origins import reach_of
 from mainstem.settings.server import ServerConfig
 
 
@@ -22,7 +23,11 @@ def served(engine: Any, **config: Any) -> Iterator[str]:
     settings = ServerConfig(port=0, **config)
     with bind(settings) as listener:
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(create_app(engine, settings), lifespan="off", log_config=None))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(engine, settings, reach=reach_of(settings, settings.host)), lifespan="off", log_config=None
+            )
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -31,6 +31,7 @@ from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, PrefillReplicas, Replica
 from mainstem.fleet.routing import CostRouter
 from mainstem.imports import needs
+from mainstem.server.origins import Guard, reach_of
 from mainstem.settings.engine import Role
 from mainstem.settings.fleet import FleetConfig
 
@@ -195,6 +196,7 @@ class ServedFront:
         loaded = await asyncio.to_thread(load_tokenizer, config.model, config.load.max_context)
         reading = Reading(config, *loaded, homes.get)
         self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
+        self._guard = Guard(self._front, reach_of(config.server, config.host))
         self._introducing = asyncio.create_task(self._introduce(Introductions(self._replicas)))
 
     async def _introduce(self, introductions: Introductions) -> None:
@@ -206,9 +208,9 @@ class ServedFront:
             except Exception:
                 log.exception("replicas could not be introduced to each other")
 
-    def __serve_build_asgi_app__(self) -> Front:
+    def __serve_build_asgi_app__(self) -> Guard:
         """Returns the application; Serve calls it."""
-        return self._front
+        return self._guard
 
     def describe(self) -> dict[str, Any]:
         """Returns what the front sees and has done."""

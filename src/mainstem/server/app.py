@@ -53,6 +53,7 @@ from mainstem.server.explain import Explanations
 from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
 from mainstem.server.generation import NO_BUFFER, EventStream, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
+from mainstem.server.origins import Guard, Reach, reach_of
 from mainstem.server.output import PlainText
 from mainstem.server.precompute import Precompute
 from mainstem.server.prefill import Prefiller, PrefillFirst, Prefills, PrefillServer
@@ -91,6 +92,7 @@ def create_app(
     recorder: Recorder | None = None,
     tracing: Tracing | None = None,
     prefiller: Prefiller | None = None,
+    reach: Reach | None = None,
 ) -> Starlette:
     """Creates the ASGI application over one engine.
 
@@ -106,6 +108,7 @@ def create_app(
         recorder: records every request that the engine accepts; the caller closes it.
         tracing: sends the traces of requests; the caller closes it.
         prefiller: computes the prompts. None: the server that `config` names, if it names one.
+        reach: from where it may be asked. None: from everywhere; whoever passes requests on has looked, as in a fleet.
 
     Raises:
         BadArgument: an adapter has one of the names in `config.served_model_name`.
@@ -115,11 +118,13 @@ def create_app(
         prefiller = PrefillServer(config.prefill)
     prefills = None if prefiller is None else Prefills()
     service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing, prefills)
-    app = Starlette(
-        routes=service.routes(),
-        middleware=[*_cors(config.cors_origin), Middleware(Envelope), *_prefill(config, service, prefiller, prefills)],
-        exception_handlers=HANDLERS,
-    )
+    middleware = [
+        *_cors(config.cors_origin),
+        Middleware(Envelope),
+        *([] if reach is None else [Middleware(Guard, reach)]),
+        *_prefill(config, service, prefiller, prefills),
+    ]
+    app = Starlette(routes=service.routes(), middleware=middleware, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     app.state.service = service
     return app
@@ -186,7 +191,9 @@ def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None
         OSError: another server started to listen on the port after `bind`, or the recording cannot be written.
     """
     with listener, _recorder(engine, config.record) as recorder, _tracing(engine, config) as tracing:
-        _serve(engine, config, listener, create_app(engine, config, recorder=recorder, tracing=tracing))
+        reach = reach_of(config, config.host)
+        app = create_app(engine, config, recorder=recorder, tracing=tracing, reach=reach)
+        _serve(engine, config, listener, app)
     if engine.failure is not None:
         raise EngineClosed(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
 

@@ -49,7 +49,7 @@ class Envelope:
         except Exception:
             log.exception("request %s failed", request_id)
             if not started:
-                await _error_response(errors.internal_error(), scope["path"])(scope, receive, send_named)
+                await error_response(errors.internal_error(), scope["path"])(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -63,7 +63,7 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
     reported = shown(error)
     if reported.status == 500 and reported is not error:
         raise error  # for the envelope to log
-    return _error_response(reported, http.url.path)
+    return error_response(reported, http.url.path)
 
 
 def shown(error: ApiError | MainstemError) -> ApiError:
@@ -76,10 +76,11 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     path = http.url.path
     texts = {404: f"There is no endpoint at {path}.", 405: f"{path} does not accept {http.method}."}
     message = texts.get(error.status_code, str(error.detail))
-    return _error_response(ApiError(error.status_code, message, headers=error.headers), path)
+    return error_response(ApiError(error.status_code, message, headers=error.headers), path)
 
 
-def _error_response(error: ApiError, path: str) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
+    """Returns an error in the form of the API that a path belongs to."""
     body = message_reply.error_body(error) if message_reply.speaks(path) else error.body()
     return Response(body, error.status, error.headers, media_type="application/json")
 

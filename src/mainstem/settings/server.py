@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +52,18 @@ def _is_key(text: object) -> bool:
 
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_HOST = re.compile(r"\*|(\*\.)?[\w.-]+", re.ASCII)
+_HOSTS = (
+    "a name or an address without a port, such as llm.example.org, *.example.org for all names below it, or * for all"
+)
+
+
+def _is_host(text: str) -> bool:
+    with suppress(ValueError):
+        return bool(ip_address(text))
+    return _HOST.fullmatch(text) is not None
+
+
 _ORIGINS = "a scheme, a host and perhaps a port, such as https://chat.example.org:8080, or * for all"
 
 
@@ -180,6 +194,9 @@ class ServerConfig(Settings):
             {"prompt": ...}. They are computed at startup, and copied for each tenant.
         tenants: File of tenants, each with an API key or a salt, and with its guaranteed and its largest part of the
             cache. See docs/serving.md.
+        allowed_host: Name or address under which the server answers without keys, besides localhost and its own
+            address: that of a reverse proxy, or of the machine in its network. *.example.org allows all names below
+            one, * any name. Repeat it for several names.
         cors_origin: Origin of web pages whose scripts may use the server, such as https://chat.example.org; * for all.
             Repeat it for several origins. Default: none.
         images: Where images of requests may come from, and how large they may be.
@@ -211,6 +228,7 @@ class ServerConfig(Settings):
     served_model_name: tuple[str, ...] = setting((), texts(_KEY, _is_key))
     public_prefix: Path | None = setting(None, instance(Path, "the path of a file"))
     tenants: Path | None = setting(None, Range("a file of tenants", _names_tenants))
+    allowed_host: tuple[str, ...] = setting((), texts(_HOSTS, _is_host))
     cors_origin: tuple[str, ...] = setting((), texts(_ORIGINS, lambda text: _ORIGIN.fullmatch(text) is not None))
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()
