@@ -153,7 +153,7 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools[2].function.name"),
         ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "costum", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [tool("f")], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice.function.name"),
         ({"tool_choice": named("g")}, "tool_choice.function.name"),

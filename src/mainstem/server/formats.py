@@ -17,6 +17,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mainstem.server.custom import AROUND, TextInputs, held
+from mainstem.server.output import OutputParser
 from mainstem.server.parameters import Parameters, written
 from mainstem.server.reasoning import Thinking
 from mainstem.server.scanners import (
@@ -67,7 +69,7 @@ class CallFormat:
     signs: tuple[str, ...] = ()
     id_length: int | None = None
 
-    def parser(self, tooling: Tooling, name: str | None = None) -> CallScanner:
+    def parser(self, tooling: Tooling, name: str | None = None) -> OutputParser:
         """Returns a parser of one answer.
 
         Args:
@@ -75,10 +77,10 @@ class CallFormat:
             name: of the answer, unique: the ids of its calls follow from it, so that another engine gives the same.
                 None: they are random.
         """
-        if name is None:
-            return self.scanner(tooling, self.new_id)
         numbers = itertools.count()
-        return self.scanner(tooling, lambda: self._id_of(f"{name} {next(numbers)}"))
+        made = self.scanner(tooling, self.new_id if name is None else lambda: self._id_of(f"{name} {next(numbers)}"))
+        custom = frozenset(tool.name for tool in tooling.callable if tool.custom)
+        return TextInputs(made, custom) if custom else made
 
     def fits(self, place: Container[str]) -> bool:
         """Returns whether a chat template, or a vocabulary, is that of a model with this format."""
@@ -134,7 +136,7 @@ class CallFormat:
             if self.parameter:
                 rules += _Tagged(self.parameter, special).rules(f"arguments_{i}", tool, tool.name in loose)
             else:
-                rules.append(f"arguments_{i}: %json {_schema(tool, loose)}")
+                rules.append(f"arguments_{i}: {_json_arguments(tool, loose)}")
         if self.parameter:
             rules += _Tagged(self.parameter, special).common()
         return "\n".join(rules)
@@ -242,7 +244,7 @@ class _Tagged:
         made = [f"{name}: {' '.join(sequence) or _quoted('')}"]
         for rule, key in each:
             opened = terms(self._before + key + self._middle, self._special)
-            made.append(f"{rule}: {opened} {self._value(parameters, key, tool.parameters)}")
+            made.append(f"{rule}: {opened} {self._value(parameters, key, tool)}")
         return made
 
     def common(self) -> list[str]:
@@ -256,16 +258,28 @@ class _Tagged:
             upto("text", "VALUE", self._after, self._special),
         ]
 
-    def _value(self, parameters: Parameters, key: str, root: Mapping[str, Any]) -> str:
+    def _value(self, parameters: Parameters, key: str, tool: Tool) -> str:
         """Returns the terms of a value and of what is after it."""
         schema, after = parameters.schema(key), terms(self._after, self._special)
+        if tool.form is not None and (text := held(tool.name, tool.form, escaped=False)) is not None:
+            return f"{text} {after}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             return f"({' | '.join(_quoted(written(value)) for value in values)}) {after}"
         if "string" in parameters.types(key):
             return "text"
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        definitions = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
         return f"%json {json.dumps({**definitions, **schema, 'x-guidance': _SPELLING})} {after}"
+
+
+def _json_arguments(tool: Tool, loose: Container[str]) -> str:
+    """Returns the terms of arguments in JSON: by the schema of the tool, or with a text in its form."""
+    if tool.form is not None and tool.name not in loose:
+        text = held(tool.name, tool.form, escaped=True)
+        if text is not None:
+            before, after = AROUND
+            return f"{_quoted(before)} {text} {_quoted(after)}"
+    return f"%json {_schema(tool, loose)}"
 
 
 def _schema(tool: Tool, loose: Container[str]) -> str:

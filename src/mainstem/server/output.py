@@ -27,18 +27,23 @@ class Reasoning(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The beginning of a call of a tool. `number` counts the calls of an answer from 0; `id` is unique."""
+    """The beginning of a call of a tool. `number` counts the calls of an answer from 0; `id` is unique.
+
+    `custom`: its arguments are a text.
+    """
 
     number: int
     id: str
     name: str
+    custom: bool = False
 
 
 class Arguments(NamedTuple):
-    """A part of a call's arguments, which together are a JSON object."""
+    """A part of a call's arguments, which together are a JSON object; of a custom tool, of its text."""
 
     number: int
     text: str
+    custom: bool = False
 
 
 Piece: TypeAlias = Text | Reasoning | Call | Arguments

@@ -36,7 +36,7 @@ from mainstem.server.requests import (
     parts,
     template_input,
 )
-from mainstem.server.tool_fields import ToolSpec, tools_of
+from mainstem.server.tool_fields import GRAMMAR, ToolSpec, tools_of
 from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
@@ -308,6 +308,9 @@ class Preparation:
         asked = ask.asked()
         if asked is not None:
             self._engine.grammars.compile(asked.grammar, asked.field)
+        for i, spec in enumerate((ask.tools or ()) if isinstance(ask, ChatRequest) else ()):
+            if spec.name is not None and (form := spec.tool().form) is not None:
+                self._engine.grammars.compile(Grammar(form.syntax, form.definition), f"tools[{i}].{GRAMMAR}")
 
     def _compile_calls(self, grammar: Grammar, held: Sequence[bool], tooling: Tooling) -> None:
         """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is.
@@ -321,7 +324,7 @@ class Preparation:
             self._engine.grammars.compile(grammar, "tools")
         except BadArgument:
             for i, tool in enumerate(tooling.tools):
-                if held[i]:
+                if held[i] and not tool.custom:
                     schema = Grammar("json_schema", json.dumps(tool.parameters))
                     self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
             raise

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -191,10 +191,18 @@ class CalledFunction(Struct):
     name: str | UnsetType = UNSET
 
 
+class CalledCustom(Struct):
+    """The name and the text of a call of a custom tool, or what a chunk adds to them."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class CalledTool(Struct):
     """A call of a tool, or what a chunk adds to it. Only chunks have the index, and only the first one has an id."""
 
-    function: CalledFunction
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
@@ -635,19 +643,25 @@ def _chat_message(pieces: Sequence[Piece]) -> ChatMessage:
 
 def _chat_piece(pieces: Sequence[Piece]) -> ChatPiece:
     """Returns what pieces of an answer add to it."""
-    calls: dict[int, CalledTool] = {}
+    begun = {piece.number: piece for piece in pieces if isinstance(piece, Call)}
+    given: dict[int, list[Arguments]] = {number: [] for number in begun}
     for piece in pieces:
-        if isinstance(piece, Call):
-            function = CalledFunction("", piece.name)
-            calls[piece.number] = CalledTool(function, piece.number, piece.id, "function")
-        elif isinstance(piece, Arguments):
-            call = calls.setdefault(piece.number, CalledTool(CalledFunction(""), piece.number))
-            call.function.arguments += piece.text
+        if isinstance(piece, Arguments):
+            given.setdefault(piece.number, []).append(piece)
+    calls = [_called(number, begun.get(number), parts) for number, parts in given.items()]
     said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    return ChatPiece(
-        content=said or UNSET, reasoning_content=thought or UNSET, tool_calls=list(calls.values()) or UNSET
-    )
+    return ChatPiece(content=said or UNSET, reasoning_content=thought or UNSET, tool_calls=calls or UNSET)
+
+
+def _called(number: int, begin: Call | None, parts: Sequence[Arguments]) -> CalledTool:
+    """Returns a call, or what is added to it."""
+    text, name = "".join(part.text for part in parts), UNSET if begin is None else begin.name
+    custom = any(part.custom for part in parts) if begin is None else begin.custom
+    what: dict[str, Any] = {"custom": CalledCustom(text, name)} if custom else {"function": CalledFunction(text, name)}
+    if begin is not None:
+        what |= {"id": begin.id, "type": "custom" if custom else "function"}
+    return CalledTool(index=number, **what)
 
 
 def _text(deltas: Sequence[Delta]) -> str:

@@ -303,7 +303,7 @@ class Message(Struct):
         role = "system" if self.role == "developer" else self.role
         rest = {
             "name": self.name,
-            "tool_calls": msgspec.to_builtins(self.tool_calls) if self.tool_calls else None,
+            "tool_calls": [call.template_input() for call in self.tool_calls] if self.tool_calls else None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
@@ -400,10 +400,11 @@ class ChatRequest(_Request, kw_only=True):
 
     def __post_init__(self) -> None:
         """Checks that the names of tools are unique, and that the tools that are chosen are there."""
-        names = [tool.function.name for tool in self.tools or ()]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise ValueError(f"`tools[{i}].function.name`: there is another tool named {name!r}")
+        names: list[str] = []
+        for i, tool in enumerate(self.tools or ()):
+            if tool.name in names:
+                raise ValueError(f"`tools[{i}].{tool.type}.name`: there is another tool named {tool.name!r}")
+            names += [] if tool.name is None else [tool.name]
         if self.tool_choice == "required" and not names:
             raise ValueError("`tool_choice`: 'required' needs tools")
         if isinstance(self.tool_choice, ToolChoice):
