@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -12,18 +12,24 @@ from anthropic import types as anthropic_types
 from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import chat, completion_create_params
 from openai.types import responses as response_types
+from openai.types.chat import chat_completion_custom_tool_param as custom_tool_param
+from openai.types.chat import chat_completion_message_custom_tool_call_param as custom_call_param
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.chat.chat_completion_content_part_text_param import PromptCacheBreakpoint
 from openai.types.chat.chat_completion_message_function_tool_call_param import Function
 from openai.types.responses import (
+    ResponseFunctionShellCallOutputContentParam as Stdout,
+)
+from openai.types.responses import (
+    input_token_count_params,
     response_create_params,
     response_input_item_param,
     response_input_text_param,
     response_reasoning_item_param,
 )
-from openai.types.shared_params import FunctionDefinition, Reasoning
+from openai.types.shared_params import CustomToolInputFormat, FunctionDefinition, Reasoning
 
-from mainstem.server import messages, responses
+from mainstem.server import messages, response_items, response_tools, responses
 from mainstem.server.breakpoints import Breakpoint, CacheOptions
 from mainstem.server.fields import OPENAI, Field, Refused, Rules, Unheeded, check_fields
 from mainstem.server.messages import CountRequest, MessageRequest
@@ -35,7 +41,18 @@ from mainstem.server.requests import (
     Thinking,
 )
 from mainstem.server.responses import ResponseRequest
-from mainstem.server.tool_fields import FunctionCall, FunctionSpec, ToolCall, ToolChoice, ToolSpec
+from mainstem.server.tool_fields import (
+    CustomCall,
+    CustomFormat,
+    CustomGrammar,
+    CustomSpec,
+    FunctionCall,
+    FunctionSpec,
+    ToolCall,
+    ToolChoice,
+    ToolSpec,
+)
+from mainstem.server.tools import is_hosted
 
 KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
     CompletionRequest: (
@@ -52,6 +69,11 @@ KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
         "/v1/responses",
         responses.RULES,
         {*get_type_hints(response_create_params.ResponseCreateParamsBase), "stream"},
+    ),
+    responses.CountRequest: (
+        "/v1/responses/input_tokens",
+        responses.RULES,
+        {*get_type_hints(input_token_count_params.InputTokenCountParams)},
     ),
     MessageRequest: (
         "/v1/messages",
@@ -73,16 +95,24 @@ RULES = {
 
 CHATS, RESPONSES, MESSAGES = RULES
 PARTS = (*get_args(chat.ChatCompletionContentPartParam), chat.ChatCompletionContentPartRefusalParam)
-CHOICES = (chat.ChatCompletionNamedToolChoiceParam, chat.ChatCompletionAllowedToolChoiceParam)
-ITEMS = (
-    response_types.EasyInputMessageParam,
-    response_types.ResponseOutputMessageParam,
-    response_types.ResponseFunctionToolCallParam,
-    response_types.ResponseReasoningItemParam,
-    response_input_item_param.Message,
-    response_input_item_param.FunctionCallOutput,
-    response_input_item_param.ItemReference,
+CHOICES = (
+    chat.ChatCompletionNamedToolChoiceParam,
+    chat.ChatCompletionNamedToolChoiceCustomParam,
+    chat.ChatCompletionAllowedToolChoiceParam,
 )
+
+
+def types_of(kind: Any) -> tuple[str, ...]:
+    """The values of `type` of a client's type."""
+    hint = get_type_hints(kind)["type"]
+    while get_origin(hint) is not Literal:
+        hint = get_args(hint)[0]
+    return get_args(hint)
+
+
+ALL_ITEMS = get_args(response_input_item_param.ResponseInputItemParam)
+ITEMS = tuple(each for each in ALL_ITEMS if response_items.ITEMS.keys() & {*types_of(each)})
+TOOLS = get_args(response_types.ToolParam)
 ITEM_PARTS = (
     response_types.ResponseInputTextParam,
     response_types.ResponseInputImageParam,
@@ -100,23 +130,37 @@ BLOCKS = (
 INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (CHATS, "messages", Message, get_args(chat.ChatCompletionMessageParam)),
     (CHATS, "content", ContentPart, PARTS),
-    (CHATS, "tool_calls", ToolCall, (chat.ChatCompletionMessageFunctionToolCallParam,)),
+    (CHATS, "tool_calls", ToolCall, get_args(chat.ChatCompletionMessageToolCallUnionParam)),
     (CHATS, "function", FunctionCall, (Function,)),
-    (CHATS, "tools", ToolSpec, (chat.ChatCompletionFunctionToolParam,)),
+    (CHATS, "custom", CustomCall, (custom_call_param.Custom,)),
+    (CHATS, "tools", ToolSpec, get_args(chat.ChatCompletionToolUnionParam)),
     (CHATS, "function", FunctionSpec, (FunctionDefinition,)),
+    (CHATS, "custom", CustomSpec, (custom_tool_param.Custom,)),
+    (CHATS, "format", CustomFormat, get_args(custom_tool_param.CustomFormat)),
+    (CHATS, "grammar", CustomGrammar, (custom_tool_param.CustomFormatGrammarGrammar,)),
     (CHATS, "tool_choice", ToolChoice, CHOICES),
     (CHATS, "prompt_cache_options", CacheOptions, (chat_create_params.PromptCacheOptions,)),
     (CHATS, "prompt_cache_breakpoint", Breakpoint, (PromptCacheBreakpoint,)),
-    (RESPONSES, "input", responses.Item, ITEMS),
-    (RESPONSES, "content", responses.Part, ITEM_PARTS),
-    (RESPONSES, "output", responses.Part, (response_types.ResponseInputTextContentParam,)),
-    (RESPONSES, "summary", responses.Part, (response_reasoning_item_param.Summary,)),
-    (RESPONSES, "tools", responses.Tool, (response_types.FunctionToolParam,)),
+    (RESPONSES, "input", response_items.Item, ITEMS),
+    (RESPONSES, "content", response_items.Part, ITEM_PARTS),
+    (RESPONSES, "output", response_items.Part, (response_types.ResponseInputTextContentParam, Stdout)),
+    (RESPONSES, "summary", response_items.Part, (response_reasoning_item_param.Summary,)),
+    (
+        RESPONSES,
+        "tools",
+        response_tools.Tool,
+        (response_types.FunctionToolParam, response_types.CustomToolParam, response_types.NamespaceToolParam),
+    ),
+    (RESPONSES, "format", response_tools.TextFormat, get_args(CustomToolInputFormat)),
     (
         RESPONSES,
         "tool_choice",
-        responses.ToolChoice,
-        (response_types.ToolChoiceFunctionParam, response_types.ToolChoiceAllowedParam),
+        response_tools.ToolChoice,
+        (
+            response_types.ToolChoiceFunctionParam,
+            response_types.ToolChoiceCustomParam,
+            response_types.ToolChoiceAllowedParam,
+        ),
     ),
     (RESPONSES, "text", responses.TextOptions, (response_types.ResponseTextConfigParam,)),
     (RESPONSES, "format", responses.Format, get_args(response_types.ResponseFormatTextConfigParam)),
@@ -253,6 +297,21 @@ def test_every_field_in_a_table_says_why_and_has_one_class_by_what_asks_for_noth
                     with pytest.raises(Refused, match=f"^{name}: not supported; omit it") as caught:
                         check(Nothing, tolerant, alone, **{name: value})
                     assert (caught.value.name, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_every_type_of_item_is_taken_left_out_or_refused() -> None:
+    """A new version of the client with a new type of item fails here."""
+    classes = (response_items.ITEMS.keys(), response_items.LEFT_OUT, response_items.REFUSED.keys())
+    for each in ALL_ITEMS:
+        for kind in types_of(each):
+            assert sum(kind in known for known in classes) == 1, kind
+
+
+def test_every_type_of_tool_is_offered_or_left_out() -> None:
+    for kind in (kind for each in TOOLS for kind in types_of(each)):
+        assert (kind in ("function", "custom", "namespace")) != is_hosted(kind), kind
+    for kind in (kind for each in get_args(anthropic_types.ToolUnionParam) for kind in types_of(each)):
+        assert (kind == "custom") != is_hosted(kind), kind
 
 
 def test_false_is_not_zero() -> None:

@@ -127,7 +127,7 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [called(id=None)]}, "messages[0].tool_calls[0].id"),
-        ({"messages": [called(type="custom")]}, "messages[0].tool_calls[0].type"),
+        ({"messages": [called(type="costum")]}, "messages[0].tool_calls[0].type"),
         ({"messages": [called(function={"name": "f"})]}, "messages[0].tool_calls[0].function.arguments"),
         (
             {"messages": [called(function={"name": "f", "arguments": {}})]},

@@ -45,7 +45,7 @@ class Form:
         return "start: /" + re.sub(r"(\\.)|([/\n])", _slashed, self.definition, flags=re.DOTALL) + "/"
 
     def described(self) -> str:
-        """Returns what a model is told of it."""
+        """Returns what the model reads of it."""
         kind = "Lark grammar" if self.syntax == "lark" else "regular expression"
         return f"A text in the form of this {kind}:\n{self.definition}"
 
@@ -56,8 +56,8 @@ def _slashed(found: re.Match[str]) -> str:
 
 def parameters(form: Form | None) -> Mapping[str, Any]:
     """Returns the schema of the arguments of a tool that takes a text in a form, or any text."""
-    told = {} if form is None else {"description": form.described()}
-    text = {"type": "string", **told}
+    described = {} if form is None else {"description": form.described()}
+    text = {"type": "string", **described}
     return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
 
 

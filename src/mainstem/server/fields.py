@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -22,6 +22,8 @@ from urllib.parse import quote
 
 import msgspec
 from msgspec import Raw, Struct
+
+from mainstem.server.tools import is_hosted
 
 IGNORED_HEADER, UNKNOWN_HEADER = "X-Mainstem-Ignored", "X-Mainstem-Unknown-Fields"
 _MOST_NAMED = 1024  # characters of a header
@@ -51,11 +53,13 @@ class Rules(NamedTuple):
         advice: the fields that are taken and ignored, by name.
         refused: those that are not taken.
         inside: the same for the objects in a request, by the field that they are in.
+        left_out: whether objects of a type are left out as a whole, and named as ignored.
     """
 
     advice: Mapping[str, Field] = {}
     refused: Mapping[str, Field] = {}
     inside: Mapping[str, Rules] = {}
+    left_out: Callable[[str], bool] = lambda _: False
 
 
 _EARLIER = Field("of an earlier answer")
@@ -106,6 +110,7 @@ OPENAI = Rules(
         "image_url": Rules({"detail": Field("how closely to look; the model's processor decides", ("auto",))}),
         "tool_calls": Rules({"index": _EARLIER}),
         "thinking": THINKING,
+        "tools": Rules(left_out=is_hosted),
     },
 )
 """The rules of completions and chats."""
@@ -173,13 +178,22 @@ def check_fields(body: bytes, kind: type[Struct], unheeded: Unheeded | None = No
     _check(body, kind, rules, "", Unheeded() if unheeded is None else unheeded)
 
 
+class _Typed(Struct):
+    """What is known of an object whose fields depend on its type."""
+
+    type: Any = ""
+
+
 def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, unheeded: Unheeded) -> None:
     inner = _structs(kind)
     for name, raw in msgspec.json.decode(body, type=dict[str, Raw]).items():
         if name in inner:
             within = rules.inside.get(name, Rules())._replace(inside=rules.inside)
             for path, each in _objects(raw, at + name):
-                _check(each, inner[name], within, f"{path}.", unheeded)
+                if within.left_out(msgspec.json.decode(each, type=_Typed).type):
+                    unheeded.ignored.append(path)
+                else:
+                    _check(each, inner[name], within, f"{path}.", unheeded)
         if name in kind.__struct_fields__:
             continue
         known = rules.advice.get(name) or rules.refused.get(name)

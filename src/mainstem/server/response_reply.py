@@ -5,7 +5,7 @@ Each block of an answer is an item: reasoning, a message with one text, or a cal
     response.created, response.in_progress
     response.output_item.added      an item begins, and with it its only part, if it has one:
     response.content_part.added
-    response.output_text.delta      or reasoning_text.delta, or function_call_arguments.delta
+    response.output_text.delta      or reasoning_text.delta, function_call_arguments.delta, custom_tool_call_input.delta
     ...                             the same with "done" and the whole content, in the opposite order
     response.completed              or incomplete, or failed
 """
@@ -13,7 +13,7 @@ Each block of an answer is an item: reasoning, a message with one text, or a cal
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -25,6 +25,8 @@ from mainstem.server.diagnosis import Finding
 from mainstem.server.errors import ApiError
 from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
 from mainstem.server.replies import NO_EXTRAS, Explained, Extras, Head, PromptTokensDetails, UsageBody, chosen_token
+from mainstem.server.response_items import sealed
+from mainstem.server.response_tools import Tool
 
 if TYPE_CHECKING:
     from mainstem.server.responses import ResponseCacheOptions, ResponseRequest
@@ -125,6 +127,7 @@ class ResponseReply(BlockReply):
         now: returns seconds since the epoch.
         finding: of the comparison with another request; None: there is none.
         extras: of these only the explanation is shown.
+        apart: namespace and name of tools in a namespace, by the name under which they are offered.
     """
 
     def __init__(
@@ -137,9 +140,10 @@ class ResponseReply(BlockReply):
         now: Callable[[], float] = time.time,
         finding: Finding | None = None,
         extras: Extras = NO_EXTRAS,
+        apart: Mapping[str, tuple[str, str]] = {},
     ) -> None:
         super().__init__(parser())
-        self._extras = extras
+        self._extras, self._apart = extras, apart
         self._head, self._spell, self._request, self._keep, self._now = head, spell, request, keep, now
         self._finding = finding
         self._number = 0  # of the next event
@@ -174,15 +178,15 @@ class ResponseReply(BlockReply):
     def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         """See `BlockReply`."""
         if isinstance(block.begin, Call):
-            return self._of_part("function_call_arguments.delta", block, {"delta": text})
+            return self._of_part(f"{_EVENTS[block.begin.custom]}.delta", block, {"delta": text})
         return self._of_part(f"{_kind(block)}.delta", block, {"delta": text, **self._shown(block, logprobs)})
 
     def ended(self, block: Block) -> bytes:
         """See `BlockReply`."""
         if isinstance(block.begin, Call):
-            done = self._of_part(
-                "function_call_arguments.done", block, {"name": block.begin.name, "arguments": block.text}
-            )
+            item = self._called(block.begin, block.text)
+            fields = ("input",) if block.begin.custom else ("name", "arguments")
+            done = self._of_part(f"{_EVENTS[block.begin.custom]}.done", block, {name: item[name] for name in fields})
         else:
             whole = {"text": block.text, **self._shown(block, block.logprobs)}
             done = self._of_part(f"{_kind(block)}.done", block, whole)
@@ -193,7 +197,7 @@ class ResponseReply(BlockReply):
         """See `BlockReply`."""
         cut = self.last.finish_reason == "length" and not self._request.prewarms
         body = self._body("incomplete" if cut else "completed")
-        body.completed_at = int(self._now())
+        body.completed_at = None if cut else int(self._now())
         body.incomplete_details = Reason("max_output_tokens") if body.status == "incomplete" else None
         details = _input_details(usage.prompt_tokens_details)
         if self._finding is not None:
@@ -229,7 +233,7 @@ class ResponseReply(BlockReply):
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
             text={"format": {"type": "text"}} if text is None else msgspec.to_builtins(text),
-            tools=list(asked.tools or ()),
+            tools=[_shown_tool(tool) for tool in asked.tools or ()],
             tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
             store=self._keep is not None,
             prompt_cache_key=asked.prompt_cache_key,
@@ -241,10 +245,13 @@ class ResponseReply(BlockReply):
         cut = block is self._open or (self.last.finish_reason == "length" and block is self.blocks[-1])
         common = {"id": self._id(block), "status": "incomplete" if cut else "completed"}
         match block.begin:
-            case Call(_, id, name):
-                return {"type": "function_call", **common, "call_id": id, "name": name, "arguments": block.text}
+            case Call():
+                return {**self._called(block.begin, block.text), **common}
             case Reasoning():
-                return {"type": "reasoning", **common, "summary": [], "content": [_part(block, [])]}
+                seal = (
+                    {"encrypted_content": sealed(block.text)} if self._request.seals and block is not self._open else {}
+                )
+                return {"type": "reasoning", **common, "summary": [], "content": [_part(block, [])], **seal}
         return {
             "type": "message",
             **common,
@@ -252,8 +259,17 @@ class ResponseReply(BlockReply):
             "content": [_part(block, self._logprobs_of(block))],
         }
 
+    def _called(self, call: Call, given: str) -> dict[str, Any]:
+        """Returns what an item of a call says of it; `given`: the arguments, or the text."""
+        namespace, name = self._apart.get(call.name, (None, call.name))
+        where = {} if namespace is None else {"namespace": namespace}
+        kind, field = ("custom_tool_call", "input") if call.custom else ("function_call", "arguments")
+        return {"type": kind, "call_id": call.id, **where, "name": name, field: given}
+
     def _id(self, block: Block) -> str:
         prefix = {Call: "fc", Reasoning: "rs"}.get(type(block.begin), "msg")
+        if isinstance(block.begin, Call) and block.begin.custom:
+            prefix = "ctc"
         return f"{prefix}_{self._head.id.removeprefix(ID_PREFIX)}_{block.index}"
 
     def _logprobs_of(self, block: Block) -> list[Any]:
@@ -317,6 +333,12 @@ def _input_details(found: PromptTokensDetails | UnsetType) -> InputDetails:
     return InputDetails(found.cached_tokens, found.cache_write_tokens, writes)
 
 
+def _shown_tool(tool: Tool) -> dict[str, Any]:
+    """Returns a tool as a response repeats it; functions have all their fields, for clients that insist on them."""
+    functions = dict.fromkeys(("name", "description", "parameters", "strict")) if tool.type == "function" else {}
+    return {**functions, **msgspec.to_builtins(tool)}
+
+
 def _applied(options: ResponseCacheOptions | None) -> dict[str, Any] | None:
     """Returns the options that a response repeats: those of a request that gives a time."""
     if options is None or options.ttl is None:
@@ -324,6 +346,10 @@ def _applied(options: ResponseCacheOptions | None) -> dict[str, Any] | None:
     shown = {"mode": options.mode or "implicit", "ttl": options.ttl}
     named = options.comparison_response_id
     return shown if named is None else {**shown, "comparison_response_id": named}
+
+
+_EVENTS = {False: "function_call_arguments", True: "custom_tool_call_input"}
+"""What events of calls are about, by whether the tool is custom."""
 
 
 def _kind(block: Block) -> str:

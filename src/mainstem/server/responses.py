@@ -6,33 +6,28 @@ writes the answer. The ids of items contain that of their response, so that a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Meta, Struct
 
-from mainstem.server import requests
-from mainstem.server.breakpoints import Breakpoint, CacheOptions
+from mainstem.server import requests, response_items, response_tools
+from mainstem.server.breakpoints import CacheOptions
 from mainstem.server.diagnosis import Earlier, Finding, Fingerprint, Shape
 from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import Field, Rules, Unheeded
 from mainstem.server.generation import Task
+from mainstem.server.listing import Page, page
 from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Extras, Head
+from mainstem.server.response_items import Item
 from mainstem.server.response_reply import ID_PREFIX, ResponseReply
 from mainstem.server.response_store import Kept, Owner, ResponseStore
+from mainstem.server.response_tools import Tool, ToolChoice, choice_names, choice_of, tools_of
 from mainstem.server.turns import Turns, check_type
 
-_EARLIER = Field("of an earlier answer")
 _ASKER = Field("who asks")
-_DIRECT = "a call of a tool by code that OpenAI runs"
-_LATER = Field("a call whose result comes later", (False,))
-_DETAIL = Field("how closely to look; the model's processor decides", ("auto",))
-_PART = Rules(
-    {"annotations": _EARLIER, "logprobs": _EARLIER, "detail": _DETAIL},
-    {"file_id": Field("a file that OpenAI keeps")},
-)
 
 RULES = Rules(
     advice={
@@ -44,6 +39,8 @@ RULES = Rules(
         "access_programs": Field("what OpenAI lets an account do"),
         "context_management": Field("what OpenAI leaves out of a long prompt", ([],)),
         "moderation": Field("a check of the answer by another model"),
+        "personality": Field("a style of OpenAI's models"),
+        "client_metadata": Field("a note of the client"),
         "truncation": Field("whether a prompt that is too long is cut", ("disabled",)),
     },
     refused={
@@ -53,23 +50,8 @@ RULES = Rules(
         "prompt": Field("a prompt that OpenAI keeps"),
     },
     inside={
-        "input": Rules(
-            {"status": _EARLIER, "phase": _EARLIER},
-            {
-                "caller": Field(_DIRECT, ({"type": "direct"},)),
-                "namespace": Field("a tool of a set that OpenAI looks up"),
-                "async": _LATER,
-            },
-        ),
-        "content": _PART,
-        "output": _PART,
-        "tools": Rules(
-            {
-                "defer_loading": Field("a tool that OpenAI shows the model only when it looks for it", (False,)),
-                "output_schema": Field("what a tool returns"),
-            },
-            {"allowed_callers": Field(_DIRECT, (["direct"],)), "async": _LATER},
-        ),
+        **response_items.RULES,
+        **response_tools.RULES,
         "text": Rules({"verbosity": Field("how long an answer should be", ("medium",))}),
         "reasoning": Rules(
             {
@@ -107,23 +89,8 @@ _SAME = (
 )
 """Fields that a chat has under the same name."""
 
-_ITEMS = {
-    "message": ("id", "role", "content"),
-    "reasoning": ("id", "content", "summary", "encrypted_content"),
-    "function_call": ("id", "call_id", "name", "arguments"),
-    "function_call_output": ("id", "call_id", "name", "output"),
-    "item_reference": ("id",),
-}
-_PARTS = {
-    "input_text": ("text", "prompt_cache_breakpoint"),
-    **dict.fromkeys(("output_text", "text"), ("text",)),
-    "refusal": ("refusal",),
-    "input_image": ("image_url", "prompt_cache_breakpoint"),
-}
-_THOUGHTS = dict.fromkeys(("reasoning_text", "summary_text"), ("text",))
 _FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "schema", "strict", "description")}
-_CHOICES = {"function": ("name",), "allowed_tools": ("mode", "tools")}
-"""The fields of items and their parts, of forms of an answer, and of choices of tools, by type."""
+"""The fields of forms of an answer, by type."""
 
 _NAMES = {
     "messages": "input",
@@ -133,35 +100,8 @@ _NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "tool_choice.function": "tool_choice",
-    "tool_choice.allowed_tools": "tool_choice",
 }
 """The names of other fields."""
-
-
-class Part(Struct, omit_defaults=True):
-    """A part of a message, of the output of a call, or of reasoning; `type` says which fields it has."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | None = None
-    prompt_cache_breakpoint: Breakpoint | None = None
-
-
-class Item(Struct, omit_defaults=True):
-    """One item of a conversation: a message, a call of a function, its output, reasoning, or a reference to an item."""
-
-    type: str | None = None
-    id: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
-    encrypted_content: str | None = None
 
 
 class Format(Struct):
@@ -186,16 +126,6 @@ class ReasoningOptions(Struct):
     effort: str | None = None
 
 
-class Tool(Struct):
-    """A function that the model may call. A chat's `tools` are checked, so all but the type may be absent here."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class ResponseCacheOptions(CacheOptions):
     """`prompt_cache_options`.
 
@@ -205,22 +135,6 @@ class ResponseCacheOptions(CacheOptions):
 
     prewarm: bool | None = None
     comparison_response_id: str | None = None
-
-
-class ToolName(Struct):
-    """A function by its name."""
-
-    name: str
-    type: Literal["function"] = "function"
-
-
-class ToolChoice(Struct):
-    """The function that must be called, or some that may or must be."""
-
-    type: Literal["function", "allowed_tools"]
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[ToolName] | None = None
 
 
 Include = Literal[
@@ -281,13 +195,12 @@ class ResponseRequest(Struct, kw_only=True):
         """Whether nothing is generated."""
         return bool(self.prompt_cache_options and self.prompt_cache_options.prewarm)
 
-    def items(self) -> list[Item]:
-        """The new items of the conversation."""
-        if isinstance(self.input, str):
-            return [Item(type="message", role="user", content=self.input)]
-        return self.input or []
+    @property
+    def seals(self) -> bool:
+        """Whether reasoning is repeated in a form that the client brings back as it is."""
+        return "reasoning.encrypted_content" in (self.include or ())
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> bytes:
+    def chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bytes:
         """Returns the body of the chat that generates the same."""
         logprobs = bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
         fields = {name: getattr(self, name) for name in _SAME}
@@ -297,40 +210,37 @@ class ResponseRequest(Struct, kw_only=True):
             fields["prompt_cache_options"] = {"mode": options.mode, "ttl": options.ttl}
         if logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
-        if self.tools:
-            fields["tools"] = [_function(tool, f"tools[{i}].type") for i, tool in enumerate(self.tools)]
+        if tools:
+            fields["tools"] = tools
         if self.tool_choice is not None:
-            fields["tool_choice"] = _choice(self.tool_choice)
+            fields["tool_choice"] = choice_of(self.tool_choice)
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = _format(self.text.format)
         if self.reasoning is not None and self.reasoning.effort is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
 
-    def names(self) -> dict[str, str]:
-        """Returns the names of fields by those of `chat`, where they differ, but for the messages."""
-        chosen = self.tool_choice.tools if isinstance(self.tool_choice, ToolChoice) else None
-        allowed = (f"tools[{i}]" for i in range(len(chosen or ())))
-        tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(self.tools or ()))}
-        return _NAMES | tools | {f"tool_choice.allowed_tools.{at}.function": f"tool_choice.{at}" for at in allowed}
+
+class CountRequest(Struct, kw_only=True):
+    """The body of POST /v1/responses/input_tokens: of a request, what the prompt consists of."""
+
+    model: str | None = None
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
-def _function(tool: Tool, at: str) -> dict[str, Any]:
-    if tool.type != "function":
-        message = f"{at}: only tools of the type 'function' are supported, got {tool.type!r}"
-        raise ApiError(400, message, param=at, code="unsupported_tool")
-    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+class TokenCount(Struct):
+    """The response of POST /v1/responses/input_tokens."""
 
-
-def _choice(choice: str | ToolChoice) -> str | dict[str, Any]:
-    if isinstance(choice, str):
-        return choice
-    check_type(choice, choice.type, _CHOICES, "tool_choice")
-    if choice.type == "function":
-        return {"type": "function", "function": {"name": choice.name}}
-    tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools or ()]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode or "auto", "tools": tools}}
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 def _format(format: Format) -> dict[str, Any]:
@@ -339,80 +249,6 @@ def _format(format: Format) -> dict[str, Any]:
         return {"type": format.type}
     fields = {name: getattr(format, name) for name in ("name", "schema", "strict", "description")}
     return {"type": "json_schema", "json_schema": {name: value for name, value in fields.items() if value is not None}}
-
-
-# --- conversations ------------------------------------------------------------------------------------------------
-
-
-def _add(turns: Turns, item: Item, at: str) -> None:
-    """Adds an item to the messages of a chat; what the assistant thought, said and called in a row is one message."""
-    kind = item.type or "message"
-    check_type(item, kind, _ITEMS, at)
-    match kind:
-        case "message":
-            _add_message(turns, item, at)
-        case "reasoning":
-            _begin_turn(turns, at, after=())
-            turns.reasoning(_thought(item, at))
-        case "function_call":
-            _begin_turn(turns, at, after=("reasoning_content", "content", "tool_calls"))
-            call_id, name = _needed(item, "call_id", at), _needed(item, "name", at)
-            turns.call(call_id, name, _needed(item, "arguments", at), at, "call_id")
-        case "function_call_output":
-            turns.result(_needed(item, "call_id", at), at, "call_id")
-            _add_content(turns, _needed(item, "output", at), f"{at}.output")
-
-
-def _add_message(turns: Turns, item: Item, at: str) -> None:
-    role = _needed(item, "role", at)
-    if role == "assistant":
-        _begin_turn(turns, at, after=("reasoning_content",))
-    else:
-        turns.begin("system" if role == "developer" else role, at)
-    _add_content(turns, _needed(item, "content", at), f"{at}.content")
-
-
-def _begin_turn(turns: Turns, at: str, after: Sequence[str]) -> None:
-    """Begins a message of the assistant, unless the last one is its and has nothing but fields of `after`."""
-    last = turns.messages[-1] if turns.role == "assistant" else None
-    if last is None or any(value for name, value in last.items() if name not in ("role", *after)):
-        turns.begin("assistant", at)
-
-
-def _add_content(turns: Turns, content: str | list[Part], at: str) -> None:
-    if isinstance(content, str):
-        turns.text(content)
-        return
-    for i, part in enumerate(content):
-        here = f"{at}[{i}]"
-        check_type(part, part.type, _PARTS, here)
-        if part.type == "input_image":
-            turns.image(_needed(part, "image_url", here), f"{here}.image_url")
-        else:
-            turns.text(_needed(part, "refusal" if part.type == "refusal" else "text", here))
-        if part.prompt_cache_breakpoint is not None:
-            turns.mark(part.prompt_cache_breakpoint.ttl)
-
-
-def _thought(item: Item, at: str) -> str:
-    content = [Part("reasoning_text", item.content)] if isinstance(item.content, str) else item.content or []
-    for name, parts in (("content", content), ("summary", item.summary or [])):
-        for i, part in enumerate(parts):
-            check_type(part, part.type, _THOUGHTS, f"{at}.{name}[{i}]")
-    text = "".join(part.text or "" for part in content) or "\n".join(part.text or "" for part in item.summary or ())
-    if not text and item.encrypted_content:
-        message = f"{at}.encrypted_content: this server cannot read it; send the item with its content"
-        raise ApiError(400, message, param=f"{at}.encrypted_content", code="unsupported_content")
-    return text
-
-
-def _needed(part: Item | Part, name: str, at: str) -> Any:
-    value = getattr(part, name)
-    if value is None:
-        kind = part.type or "message"
-        message = f"{at}.{name}: this field is required where the type is {kind!r}"
-        raise ApiError(400, message, param=f"{at}.{name}")
-    return value
 
 
 # --- the API ------------------------------------------------------------------------------------------------------
@@ -424,6 +260,24 @@ class Deleted(Struct):
     id: str
     deleted: bool = True
     object: str = "response"
+
+
+class _Made(NamedTuple):
+    """The chat that is made of a request.
+
+    Args:
+        chat: its body.
+        messages: of it.
+        names: the client's paths, by those in the chat.
+        apart: see `response_tools.Tools`.
+        items: of the conversation, as the client gave them.
+    """
+
+    chat: bytes
+    messages: list[dict[str, Any]]
+    names: dict[str, str]
+    apart: Mapping[str, tuple[str, str]]
+    items: Sequence[dict[str, Any]]
 
 
 class Responses:
@@ -453,24 +307,49 @@ class Responses:
                 response or the item that it refers to is not there.
         """
         request = requests.decode(body, ResponseRequest)
+        made = self._made(request, body, unheeded, owner)
+        requests.check_known(body, ResponseRequest, unheeded, RULES)  # after the kinds of items: their fields differ
+        with renamed(made.names):
+            parsed = requests.parse_chat(made.chat)
+        shape = Shape.of(made.messages, [msgspec.to_builtins(tool) for tool in request.tools or ()])
+        return Task(parsed, self._replier(request, made, owner), made.names, shape)
+
+    def parse_count(self, body: bytes, unheeded: Unheeded, owner: Owner, model: str) -> Task:
+        """Parses a request whose prompt is counted; see `parse`. `model`: where it names none."""
+        counted = requests.decode(body, CountRequest)
+        fields = msgspec.structs.asdict(counted) | {"model": counted.model or model}
+        request = ResponseRequest(**fields)
+        made = self._made(request, body, unheeded, owner)
+        requests.check_known(body, CountRequest, unheeded, RULES)
+        with renamed(made.names):
+            return Task(requests.parse_chat(made.chat), self._replier(request, made, owner), made.names)
+
+    def _made(self, request: ResponseRequest, body: bytes, unheeded: Unheeded | None, owner: Owner) -> _Made:
+        """Makes the chat of a request."""
+        given: list[dict[str, Any]] = []
+        if isinstance(request.input, str):
+            given = [{"type": "message", "role": "user", "content": request.input}]
+        elif request.input:
+            given = self._resolved(owner, msgspec.json.decode(body)["input"])
         earlier = self._conversation(owner, request.previous_response_id)
-        items = self._resolved(owner, request.items())
+        here = "input[{}]" if isinstance(request.input, list) else "input"
+        items = [("previous_response_id", each) for each in msgspec.convert(earlier, list[Item])]
+        items += [(here.format(i), each) for i, each in enumerate(msgspec.convert(given, list[Item]))]
         turns = Turns()
         if request.instructions:
             turns.begin("system", "instructions")
             turns.text(request.instructions)
-        for item in earlier:
-            _add(turns, item, "previous_response_id")
-        for i, item in enumerate(items):
-            _add(turns, item, f"input[{i}]" if isinstance(request.input, list) else "input")
+        for at, item in items:
+            left = response_items.add(turns, item, at)
+            if unheeded is not None and at != "previous_response_id":
+                unheeded.ignored += left
         if not turns.messages:
             raise ApiError(400, "input: this field is required", param="input")
-        chat, names = request.chat(turns.messages), {**request.names(), **turns.names}
-        requests.check_known(body, ResponseRequest, unheeded, RULES)  # after the kinds of items: their fields differ
-        with renamed(names):
-            parsed = requests.parse_chat(chat)
-        shape = Shape.of(turns.messages, [msgspec.to_builtins(tool) for tool in request.tools or ()])
-        return Task(parsed, self._replier(request, [*earlier, *items], owner), names, shape)
+        offered = [(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
+        more = [(f"{at}.tools[{i}]", tool) for at, item in items for i, tool in enumerate(_offered(item))]
+        tools = tools_of(offered, more)
+        names = {**_NAMES, **choice_names(request.tool_choice), **tools.names, **turns.names}
+        return _Made(request.chat(turns.messages, tools.chat), turns.messages, names, tools.apart, [*earlier, *given])
 
     def get(self, owner: Owner, id: str) -> bytes:
         """Returns the JSON of a response.
@@ -479,6 +358,31 @@ class Responses:
             ApiError: 404; it is not there.
         """
         return self._kept(owner, id, None).body
+
+    def input_items(self, owner: Owner, id: str, query: Mapping[str, str]) -> Page:
+        """Returns a page of what a response answers.
+
+        Args:
+            owner, id: of the response.
+            query: see `listing.page`.
+
+        Raises:
+            ApiError: 404; the response is not there. 400; a parameter is wrong.
+        """
+        kept = self._kept(owner, id, None)
+        items = _numbered(id, kept)
+        given = items[: len(items) - len(msgspec.json.decode(kept.body)["output"])]
+        return page([(item["id"], item) for item in given], query, "desc")
+
+    def cancel(self, owner: Owner, id: str) -> NoReturn:
+        """Cancels nothing: a response that is kept has ended, since none is made in the background.
+
+        Raises:
+            ApiError: 400, or 404; the response is not there.
+        """
+        self._kept(owner, id, None)
+        message = "Only responses that are made in the background can be cancelled: close the connection of any other."
+        raise ApiError(400, message, param="id", code="not_cancellable")
 
     def delete(self, owner: Owner, id: str) -> Deleted:
         """Forgets a response.
@@ -490,9 +394,9 @@ class Responses:
             raise _not_found(id, None)
         return Deleted(id)
 
-    def _replier(self, request: ResponseRequest, items: Sequence[Item], owner: Owner) -> Callable[..., ResponseReply]:
+    def _replier(self, request: ResponseRequest, made: _Made, owner: Owner) -> Callable[..., ResponseReply]:
         def keep(id: str, body: Struct, output: Sequence[dict[str, Any]]) -> None:
-            conversation = msgspec.json.encode([*items, *output])
+            conversation = msgspec.json.encode([*made.items, *output])
             self._store.put(owner, id, Kept(msgspec.json.encode(body), conversation))
 
         def reply(
@@ -504,7 +408,7 @@ class Responses:
         ) -> ResponseReply:
             kept = keep if request.store is not False else None
             finding = self._diagnosed(request, head.id, extras.fingerprint, owner)
-            return ResponseReply(head, spell, request, kept, parser, self._now, finding, extras)
+            return ResponseReply(head, spell, request, kept, parser, self._now, finding, extras, made.apart)
 
         return reply
 
@@ -522,31 +426,32 @@ class Responses:
             requests_before.keep(id, fingerprint)
         return finding
 
-    def _conversation(self, owner: Owner, id: str | None) -> list[Item]:
+    def _conversation(self, owner: Owner, id: str | None) -> list[dict[str, Any]]:
         if id is None:
             return []
-        return msgspec.json.decode(self._kept(owner, id, "previous_response_id").conversation, type=list[Item])
+        found: list[dict[str, Any]] = msgspec.json.decode(self._kept(owner, id, "previous_response_id").conversation)
+        return found
 
-    def _resolved(self, owner: Owner, items: Sequence[Item]) -> list[Item]:
+    def _resolved(self, owner: Owner, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns items with those that references stand for; each at most once, so that a body cannot grow by them."""
-        outputs: dict[str, dict[str, Any]] = {}  # the items of an answer, by id
+        known: dict[str, dict[str, Any]] = {}  # the items of an answer and of what it answers, by id
         resolved = []
         for i, item in enumerate(items):
-            if item.type != "item_reference":
+            if item.get("type") != "item_reference":
                 resolved.append(item)
                 continue
-            at, id = f"input[{i}].id", _needed(item, "id", f"input[{i}]")
+            at = f"input[{i}].id"
+            id = response_items.needed(msgspec.convert(item, Item), "id", f"input[{i}]")
             answer = ID_PREFIX + id.split("_")[1] if id.count("_") == 2 else ""
-            if answer not in outputs:
+            if answer not in known:
                 kept = self._store.get(owner, answer)
-                output = [] if kept is None else msgspec.json.decode(kept.body)["output"]
-                outputs[answer] = {each["id"]: each for each in output}
-            if id not in outputs[answer]:
+                known[answer] = {} if kept is None else {each["id"]: each for each in _numbered(answer, kept)}
+            if id not in known[answer]:
                 message = (
                     f"{at}: the item {id!r} was not found, or it was referred to before; no answer is kept forever"
                 )
                 raise ApiError(404, message, param=at, code="item_not_found")
-            resolved.append(msgspec.convert(outputs[answer].pop(id), Item))
+            resolved.append(known[answer].pop(id))
         return resolved
 
     def _kept(self, owner: Owner, id: str, param: str | None) -> Kept:
@@ -559,3 +464,21 @@ class Responses:
 def _not_found(id: str, param: str | None) -> ApiError:
     message = f"The response {id!r} was not found: not every response is kept, and none forever."
     return ApiError(404, message, param=param, code="response_not_found")
+
+
+def _offered(item: Item) -> Sequence[Tool]:
+    """Returns the tools that an item offers."""
+    return () if item.type in response_items.LEFT_OUT else item.tools or ()
+
+
+def _numbered(id: str, kept: Kept) -> list[dict[str, Any]]:
+    """Returns the items of a conversation, of which each has an id, and messages have parts."""
+    items: list[dict[str, Any]] = msgspec.json.decode(kept.conversation)
+    for i, item in enumerate(items):
+        kind = item.setdefault("type", "message")
+        prefix = "msg" if kind == "message" else "item"
+        item["id"] = item.get("id") or f"{prefix}_{id.removeprefix(ID_PREFIX)}_i{i}"
+        if kind == "message" and isinstance(item.get("content"), str):
+            part = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": part, "text": item["content"]}]
+    return items

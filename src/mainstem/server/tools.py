@@ -58,9 +58,9 @@ HOSTED = frozenset(f"{_OF_OPENAI}, {_OF_ANTHROPIC}".split(", "))
 """Types of tools that OpenAI or Anthropic run, or that their models know by heart: no other model can call them."""
 
 
-def is_hosted(type: str) -> bool:
-    """Returns whether a type, which may end with a date, is one of `HOSTED`."""
-    return re.sub(r"(_\d{8}|_\d{4}_\d{2}_\d{2})$", "", type) in HOSTED
+def is_hosted(type: object) -> bool:
+    """Returns whether the type of a tool, which may end with a date, is one of `HOSTED`."""
+    return isinstance(type, str) and re.sub(r"(_\d{8}|_\d{4}_\d{2}_\d{2})$", "", type) in HOSTED
 
 
 @dataclass(frozen=True, slots=True)

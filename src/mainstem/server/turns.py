@@ -80,6 +80,13 @@ class Turns:
         given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": given}})
 
+    def custom_call(self, id: str, name: str, text: str, at: str, id_name: str = "id") -> None:
+        """Adds a call of a custom tool, with a text, to the last message; see `call`."""
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        here = f"{self._here}.tool_calls[{len(calls)}]"
+        self.names |= {here: at, f"{here}.custom": at, f"{here}.id": f"{at}.{id_name}"}
+        calls.append({"id": id, "type": "custom", "custom": {"name": name, "input": text}})
+
     @property
     def _here(self) -> str:
         return f"messages[{len(self.messages) - 1}]"
