@@ -113,6 +113,27 @@ def test_a_breakpoint_is_after_its_tool(name: str) -> None:
         assert look.count("required") == 1 and listen.count("required") == 2
 
 
+def test_a_tool_that_is_left_out_ends_with_the_one_before_it() -> None:
+    search = {"type": "web_search", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    request = chat([{"role": "user", "content": "Now?"}], tools=[search, tool("look"), search, tool("listen")])
+    assert request.marks() == [Mark("5m", tool=0), Mark(None)]
+    whole, (look, _) = places(request, "hermes")
+    assert "look" in look and "listen" not in look and whole.startswith(look)
+
+
+def test_cache_control_is_a_breakpoint_in_chats_too() -> None:
+    """Some clients send Anthropic's field to OpenAI's routes, on messages, parts and tools."""
+
+    def asked(name: str, own: Any, timed: Any) -> ChatRequest:
+        first = {"role": "system", "content": [part("first", **{name: own}), part("second")]}
+        messages = [first, {"role": "user", "content": "x", name: timed}, {"role": "assistant", "content": "y"}]
+        return chat(messages, tools=[tool("look", **{name: timed}), tool("listen")])
+
+    found = asked("cache_control", {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}).marks()
+    assert found == asked("prompt_cache_breakpoint", PLAIN, {"mode": "explicit", "ttl": "1h"}).marks()
+    assert [mark.ttl for mark in found] == ["1h", None, "1h", None]
+
+
 def test_a_breakpoint_after_the_last_message_is_the_end_of_the_prompt() -> None:
     request = chat([{"role": "user", "content": "x", "prompt_cache_breakpoint": HALF_HOUR}])
     assert request.marks() == [Mark("30m"), Mark(None)]

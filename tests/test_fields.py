@@ -30,7 +30,7 @@ from openai.types.responses import (
 from openai.types.shared_params import CustomToolInputFormat, FunctionDefinition, Reasoning
 
 from mainstem.server import messages, response_items, response_tools, responses
-from mainstem.server.breakpoints import Breakpoint, CacheOptions
+from mainstem.server.breakpoints import Breakpoint, CacheControl, CacheOptions
 from mainstem.server.fields import OPENAI, Field, Refused, Rules, Unheeded, check_fields
 from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.requests import (
@@ -140,6 +140,7 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (CHATS, "grammar", CustomGrammar, (custom_tool_param.CustomFormatGrammarGrammar,)),
     (CHATS, "tool_choice", ToolChoice, CHOICES),
     (CHATS, "prompt_cache_options", CacheOptions, (chat_create_params.PromptCacheOptions,)),
+    (CHATS, "cache_control", CacheControl, (anthropic_types.CacheControlEphemeralParam,)),
     (CHATS, "prompt_cache_breakpoint", Breakpoint, (PromptCacheBreakpoint,)),
     (RESPONSES, "input", response_items.Item, ITEMS),
     (RESPONSES, "content", response_items.Part, ITEM_PARTS),
@@ -188,7 +189,7 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (MESSAGES, "thinking", Thinking, get_args(anthropic_types.ThinkingConfigParam)),
     (MESSAGES, "output_config", messages.OutputConfig, (anthropic_types.OutputConfigParam,)),
     (MESSAGES, "format", messages.OutputFormat, (anthropic_types.JSONOutputFormatParam,)),
-    (MESSAGES, "cache_control", messages.CacheControl, (anthropic_types.CacheControlEphemeralParam,)),
+    (MESSAGES, "cache_control", CacheControl, (anthropic_types.CacheControlEphemeralParam,)),
     (MESSAGES, "diagnostics", messages.Diagnostics, (anthropic_types.DiagnosticsParam,)),
 ]
 """Objects in requests: the routes, the field that they are in, our type, and the client's."""

@@ -87,6 +87,33 @@ REGEXES = st.recursive(
 )
 
 
+@pytest.mark.parametrize(
+    ("pattern", "taken", "refused"),
+    [
+        (r"\d", "07", "٣a"),
+        (r"[\d.]", "7.", "٣a"),
+        (r"[^\d]", "aé٣", "5"),
+        (r"\D", "aé٣", "5"),
+        (r"\w", "aZ_7", "é٣-"),
+        (r"\W", "é٣-", "a_7"),
+        (r"\\d|x", "x", "7"),
+        (r"\x64", "d", "7"),
+    ],
+)
+def test_digits_and_letters_of_expressions_are_those_of_ascii(pattern: str, taken: str, refused: str) -> None:
+    """As in patterns of schemas, which are written in ECMAScript: the classes of Rust have those of all scripts."""
+
+    def takes(character: str) -> bool:
+        matcher = small().compile(Grammar("regex", pattern)).matcher()
+        for token in byte_pairs().encode(character, add_special_tokens=False):
+            if not matcher.following().tokens[token]:
+                return False
+            matcher.accept(token)
+        return matcher.following().may_end
+
+    assert [*filter(takes, taken + refused)] == [*taken]
+
+
 @given(pattern=REGEXES, seed=st.integers(0, 999))
 @settings(max_examples=60, deadline=None)
 def test_what_follows_is_what_trying_each_token_finds(pattern: str, seed: int) -> None:

@@ -28,6 +28,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+OPEN = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
 
 
 def json_schema(**fields: Any) -> Any:
@@ -48,6 +49,16 @@ ASKED = [
     ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
     ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Grammar("json_schema", TEXT)),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, Grammar("json_schema", TEXT)),
+    ({"response_format": json_schema(schema=OPEN)}, Grammar("json_schema", TEXT)),
+    ({"guided_json": OPEN}, Grammar("json_schema", TEXT)),
+    ({"guided_json": json.dumps(OPEN)}, Grammar("json_schema", TEXT)),
+    ({"json_schema": OPEN}, Grammar("json_schema", TEXT)),
+    ({"json_schema": json.dumps(OPEN)}, Grammar("json_schema", TEXT)),
+    ({"regex": "a+"}, Grammar("regex", "a+")),
+    ({"ebnf": 'root ::= "a"'}, Grammar("lark", 'root ::= "a"')),
+    ({"regex": "", "ebnf": None, "json_schema": None}, None),
     ({"response_format": {"type": "text"}, "guided_regex": "a+"}, Grammar("regex", "a+")),
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "guided_json": None, "guided_regex": "", "guided_grammar": ""}, None),
@@ -72,6 +83,12 @@ REFUSED = [
     ({"response_format": json_schema(schema={"type": "oops"})}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema"),
+    ({"response_format": {**json_schema(schema=SCHEMA), "schema": SCHEMA}}, "response_format.schema"),
+    ({"regex": "["}, "regex"),
+    ({"ebnf": "root ::= absent"}, "ebnf"),
+    ({"json_schema": {"type": "oops"}}, "json_schema"),
+    ({"json_schema": SCHEMA, "regex": "a"}, "regex"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": []}, "guided_json"),
     ({"guided_regex": "(a"}, "guided_regex"),

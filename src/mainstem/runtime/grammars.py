@@ -232,11 +232,19 @@ def _spelled(grammar: Grammar) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text)
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            return LLMatcher.grammar_from_regex(_ascii_classes(grammar.text))
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(grammar))))
         case "lark":
             return grammar_from("grammar", grammar.text)
+
+
+_ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+
+
+def _ascii_classes(regex: str) -> str:
+    """Returns a regular expression in which digits and letters are those of ASCII, as in patterns of JSON schemas."""
+    return re.sub(r"\\(.)", lambda escaped: _ASCII.get(escaped[1], escaped[0]), regex, flags=re.DOTALL)
 
 
 def _texts(grammar: Grammar) -> Sequence[str]:

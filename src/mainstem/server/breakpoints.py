@@ -46,6 +46,13 @@ class Breakpoint(Struct):
     ttl: TtlName | None = None
 
 
+class CacheControl(Struct):
+    """`cache_control`, Anthropic's word for the same. Without a time of its own, nothing is retained."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class CacheOptions(Struct):
     """`prompt_cache_options`: whether the end of the prompt is a breakpoint, and the time of those without one."""
 

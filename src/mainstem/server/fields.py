@@ -74,6 +74,9 @@ THINKING = Rules(
 )
 """The rules of `thinking`, in all APIs that have it."""
 
+CACHE_CONTROL = Rules({"scope": Field("who else may share the prefix; the server's keys say so", ("organization",))})
+"""The rules of `cache_control`, in all APIs that have it."""
+
 OPENAI = Rules(
     advice={
         "user": _ASKER,
@@ -111,6 +114,7 @@ OPENAI = Rules(
         "tool_calls": Rules({"index": _EARLIER}),
         "thinking": THINKING,
         "tools": Rules(left_out=is_hosted),
+        "cache_control": CACHE_CONTROL,
     },
 )
 """The rules of completions and chats."""

@@ -14,7 +14,7 @@ import re
 import secrets
 import string
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mainstem.server.custom import AROUND, TextInputs, held
@@ -32,6 +32,7 @@ from mainstem.server.scanners import (
     MistralScanner,
     Qwen3CoderScanner,
 )
+from mainstem.server.schemas import closed
 from mainstem.server.tools import Tool, Tooling
 
 MAX_FORCED = 16
@@ -235,11 +236,12 @@ class _Tagged:
 
     def rules(self, name: str, tool: Tool, loose: bool) -> list[str]:
         """Returns the rules of a tool's arguments, the first one of this name."""
+        tool = replace(tool, parameters=closed(tool.parameters))
         parameters = Parameters({} if loose else tool.parameters)
         each = [(f"{name}_{i}", key) for i, key in enumerate(parameters.names)]
         sequence = [rule if key in parameters.required else f"{rule}?" for rule, key in each]
-        closed = tool.parameters.get("additionalProperties") is False or not tool.parameters.keys() & _OTHER_PROPERTIES
-        if loose or "properties" not in tool.parameters or not closed:
+        others = "properties" not in tool.parameters or tool.parameters.get("additionalProperties") is not False
+        if loose or others:
             sequence.append("other*")
         made = [f"{name}: {' '.join(sequence) or _quoted('')}"]
         for rule, key in each:
@@ -286,14 +288,10 @@ def _schema(tool: Tool, loose: Container[str]) -> str:
     """Returns the schema that arguments are held to: an object, in one spelling, of the properties that it names."""
     if tool.name in loose:
         return json.dumps({"type": "object", "x-guidance": _SPELLING})
-    schema = {"type": "object", **tool.parameters, "x-guidance": _SPELLING}
-    if "properties" in schema and not schema.keys() & _OTHER_PROPERTIES:
-        schema["additionalProperties"] = False
-    return json.dumps(schema)
+    return json.dumps({"type": "object", **closed(tool.parameters), "x-guidance": _SPELLING})
 
 
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_OTHER_PROPERTIES = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 
 
 # ---------------------------------------------------------------- the table

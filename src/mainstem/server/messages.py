@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mainstem.server import requests
-from mainstem.server.breakpoints import MOST
+from mainstem.server.breakpoints import MOST, CacheControl
 from mainstem.server.diagnosis import Earlier, Finding, Shape
 from mainstem.server.errors import ApiError, renamed
-from mainstem.server.fields import THINKING, Field, Rules, Unheeded
+from mainstem.server.fields import CACHE_CONTROL, THINKING, Field, Rules, Unheeded
 from mainstem.server.generation import Task
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.output import OutputParser
@@ -28,7 +28,6 @@ _EARLIER = Field("of an earlier answer; nothing is verified")
 _ASKER = Field("who asks")
 _DIRECT = "a call of a tool by code that Anthropic runs"
 _TEXT = {"citations": _EARLIER}
-_CACHED = {"scope": Field("who else may share the prefix; the keys of the server say so", ("organization",))}
 
 RULES = Rules(
     advice={
@@ -54,7 +53,7 @@ RULES = Rules(
                 "transformations": Field("an image that Anthropic changes"),
             },
         ),
-        "cache_control": Rules(_CACHED),
+        "cache_control": CACHE_CONTROL,
         "tools": Rules(
             {
                 "defer_loading": Field("a tool that Anthropic shows the model only when it looks for it", (False,)),
@@ -98,13 +97,6 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """The names of other fields."""
-
-
-class CacheControl(Struct):
-    """`cache_control`: a breakpoint. Without a time of its own, what it ends is kept while there is room."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class Diagnostics(Struct):

@@ -20,7 +20,7 @@ from mainstem.expected import check_next_use
 from mainstem.retention import LEAST_S
 from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Hints
-from mainstem.server.breakpoints import Breakpoint, CacheOptions, Mark, counted
+from mainstem.server.breakpoints import Breakpoint, CacheControl, CacheOptions, Mark, counted
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import OPENAI, Refused, Rules, Unheeded, check_fields
 from mainstem.server.structured import Asked, Structured
@@ -254,13 +254,14 @@ class ContentPart(Struct):
     image_url: ImageUrl | None = None
     refusal: str | None = None
     prompt_cache_breakpoint: Breakpoint | None = None
+    cache_control: CacheControl | None = None
 
 
 class Message(Struct):
     """One message of a conversation.
 
     `reasoning_content`, which some clients call `reasoning`, is what the assistant thought; some templates show it.
-    `prompt_cache_breakpoint` is an extension: of a message as a whole.
+    `prompt_cache_breakpoint` and `cache_control` are extensions: of a message as a whole.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -272,6 +273,7 @@ class Message(Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     prompt_cache_breakpoint: Breakpoint | None = None
+    cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
         """Checks what a message of its role has."""
@@ -316,8 +318,8 @@ class Message(Struct):
         offset = 0
         for i, part in enumerate(parts):
             offset += len((part.text if part.type == "text" else part.refusal) or "") + (i > 0)  # the line break
-            if part.prompt_cache_breakpoint is not None:
-                yield Mark(part.prompt_cache_breakpoint.ttl, message=index, part=i + 1, offset=offset)
+            if (own := part.prompt_cache_breakpoint or part.cache_control) is not None:
+                yield Mark(own.ttl, message=index, part=i + 1, offset=offset)
 
     def _content(self, at: str) -> str | list[dict[str, str]] | None:
         if self.content is None:
@@ -446,11 +448,14 @@ class ChatRequest(_Request, kw_only=True):
 
     def _marks(self) -> list[Mark]:
         """Returns the places of all breakpoints: after tools, parts of messages, and messages."""
-        tools = [(i, tool.prompt_cache_breakpoint) for i, tool in enumerate(self.tools or ())]
-        found = [Mark(each.ttl, tool=i) for i, each in tools if each is not None]
+        found, shown = list[Mark](), -1
+        for tool in self.tools or ():
+            shown += tool.name is not None  # a tool that is left out counts as the one before it
+            if (each := tool.prompt_cache_breakpoint or tool.cache_control) is not None and shown >= 0:
+                found.append(Mark(each.ttl, tool=shown))
         for i, message in enumerate(self.messages):
             found += message.marks(i)
-            if (each := message.prompt_cache_breakpoint) is not None:
+            if (each := message.prompt_cache_breakpoint or message.cache_control) is not None:
                 found.append(Mark(each.ttl, message=i + 1 if i + 1 < len(self.messages) else None))
         return found
 

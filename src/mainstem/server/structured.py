@@ -12,11 +12,13 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mainstem.server.errors import ApiError
+from mainstem.server.schemas import closed_text
 from mainstem.settings.engine import Grammar, GrammarKind
 
 Choices = Annotated[list[str], Meta(min_length=1)]
 
 _FORMATS = ("text", "json_object", "json_schema")
+_SCHEMA = "response_format.json_schema.schema"
 
 
 class JsonSchema(Struct):
@@ -29,10 +31,11 @@ class JsonSchema(Struct):
 
 
 class ResponseFormat(Struct):
-    """`response_format`, as in the OpenAI API reference."""
+    """`response_format`, as in the OpenAI API reference; `schema` is llama.cpp's place of a schema."""
 
     type: str
     json_schema: JsonSchema | None = None
+    schema: Raw = msgspec.field(default_factory=Raw)
 
 
 class StructuredOutputs(Struct):
@@ -53,7 +56,10 @@ class Asked(NamedTuple):
 
 
 class Structured(Struct, kw_only=True):
-    """The fields of a request that say what form its answer has; None and empty texts ask for nothing."""
+    """The fields of a request that say what form its answer has; None and empty texts ask for nothing.
+
+    `guided_json` and its like are vLLM's; `json_schema`, `regex` and `ebnf` SGLang's.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -61,6 +67,9 @@ class Structured(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    json_schema: Raw = msgspec.field(default_factory=Raw)
+    regex: str | None = None
+    ebnf: str | None = None
 
     def asked(self) -> Asked | None:
         """Returns the grammar of the answer.
@@ -69,11 +78,26 @@ class Structured(Struct, kw_only=True):
             ApiError: 400; two fields ask for one, or a field is of a form that is not supported.
         """
         outputs = self.structured_outputs or StructuredOutputs()
+        schemas = {
+            "structured_outputs.json": outputs.json,
+            "guided_json": self.guided_json,
+            "json_schema": self.json_schema,
+        }
+        texts: list[tuple[str, GrammarKind, str | None]] = [
+            ("structured_outputs.regex", "regex", outputs.regex),
+            ("structured_outputs.choice", "choice", _encoded(outputs.choice)),
+            ("structured_outputs.grammar", "lark", outputs.grammar),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", _encoded(self.guided_choice)),
+            ("guided_grammar", "lark", self.guided_grammar),
+            ("regex", "regex", self.regex),
+            ("ebnf", "lark", self.ebnf),
+        ]
         given = [
             *_of_format(self.response_format),
-            *_of_fields("structured_outputs.", outputs.json, outputs.regex, outputs.choice, outputs.grammar),
+            *(asked for field, schema in schemas.items() for asked in _of_schema(field, schema)),
             *([Asked("structured_outputs.json_object", Grammar("json_object"))] if outputs.json_object else []),
-            *_of_fields("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
+            *(Asked(field, Grammar(kind, text)) for field, kind, text in texts if text),
         ]
         if len(given) > 1:
             names = " and ".join(each.field for each in given)
@@ -88,24 +112,18 @@ def _of_format(format: ResponseFormat | None) -> list[Asked]:
         allowed = ", ".join(map(repr, _FORMATS))
         message = f"response_format.type: must be one of {allowed}, got {format.type!r}"
         raise ApiError(400, message, param="response_format.type", code="unsupported_parameter")
-    if format.type == "json_schema":
-        at = "response_format.json_schema"
-        asked = [] if format.json_schema is None else _of_schema(f"{at}.schema", format.json_schema.schema)
-        if not asked:
-            field = at if format.json_schema is None else f"{at}.schema"
-            raise ApiError(400, f"{field}: this field is required with type 'json_schema'", param=field)
-        return asked
-    return [Asked("response_format", Grammar("json_object"))] if format.type == "json_object" else []
+    inner = format.json_schema or JsonSchema()
+    asked = [*_of_schema(_SCHEMA, inner.schema), *_of_schema("response_format.schema", format.schema)]
+    if format.type == "json_object":
+        return asked or [Asked("response_format", Grammar("json_object"))]
+    if format.type == "json_schema" and not asked:
+        field = _SCHEMA.removesuffix(".schema") if format.json_schema is None else _SCHEMA
+        raise ApiError(400, f"{field}: this field is required with type 'json_schema'", param=field)
+    return asked if format.type == "json_schema" else []
 
 
-def _of_fields(prefix: str, json: Raw, regex: str | None, choice: list[str] | None, grammar: str | None) -> list[Asked]:
-    texts: list[tuple[str, GrammarKind, str | None]] = [
-        ("regex", "regex", regex),
-        ("choice", "choice", None if choice is None else msgspec.json.encode(choice).decode()),
-        ("grammar", "lark", grammar),
-    ]
-    others = [Asked(prefix + name, Grammar(kind, text)) for name, kind, text in texts if text]
-    return _of_schema(f"{prefix}json", json) + others
+def _encoded(choice: list[str] | None) -> str | None:
+    return None if choice is None else msgspec.json.encode(choice).decode()
 
 
 def _of_schema(field: str, schema: Raw) -> list[Asked]:
@@ -113,4 +131,5 @@ def _of_schema(field: str, schema: Raw) -> list[Asked]:
     text = bytes(schema).decode()
     if text in ("", "null"):
         return []
-    return [Asked(field, Grammar("json_schema", msgspec.json.decode(schema) if text.startswith('"') else text))]
+    given = msgspec.json.decode(schema) if text.startswith('"') else text
+    return [Asked(field, Grammar("json_schema", closed_text(given)))]

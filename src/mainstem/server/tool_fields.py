@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from mainstem.server.breakpoints import Breakpoint
+from mainstem.server.breakpoints import Breakpoint, CacheControl
 from mainstem.server.custom import Form, as_arguments
 from mainstem.server.tools import NO_PARAMETERS, Tool, custom_tool, is_hosted
 
@@ -111,13 +111,15 @@ class CustomSpec(Struct):
 class ToolSpec(Struct):
     """A tool of a request: a function, a custom one, or one that only some servers have.
 
-    Those are left out: the model may do without them. `prompt_cache_breakpoint` is an extension.
+    Those are left out: the model may do without them. `prompt_cache_breakpoint` and `cache_control`
+    are extensions.
     """
 
     function: FunctionSpec | None = None
     custom: CustomSpec | None = None
     type: str = "function"
     prompt_cache_breakpoint: Breakpoint | None = None
+    cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
         """Checks that it has the field of its type, and no other."""

@@ -1,0 +1,95 @@
+"""JSON schemas as models are held to them: an object has the properties that its schema names, and no others.
+
+A schema that says nothing of other properties allows them, and a model then makes some up. Most who write schemas mean
+none, and most servers that hold a model to a schema read it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+_LONGEST = 1 << 18  # characters; longer ones are refused when they are compiled
+_OTHERS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_DEFINITIONS = ("$defs", "definitions")
+_NAMED = ("properties", "patternProperties", *_DEFINITIONS)
+_PARTS = ("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+_ALSO = ("properties", "$ref", "anyOf", "oneOf")
+_BEYOND = ("not", "if", "dependentSchemas", "dependencies", "unevaluatedProperties", "$dynamicRef")
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose objects have no properties but those that it names, at any depth.
+
+    An object stays open where its schema says something of others, or requires one that it does not name. So does what
+    is put together of several schemas, and all that is in these: each names a part.
+    """
+    whole = all(_speakers(each) < 2 for each in _all(schema))
+    made: dict[str, Any] = _closed(schema, alone=True, whole=whole)
+    return made
+
+
+@lru_cache(maxsize=16)
+def closed_text(text: str) -> str:
+    """Returns a schema in JSON, closed as by `closed`; what is no schema stays as it is."""
+    if len(text) > _LONGEST:
+        return text
+    try:
+        schema = msgspec.json.decode(text)
+        made = closed(schema) if isinstance(schema, dict) else schema
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return text if made == schema else msgspec.json.encode(made).decode()
+
+
+def _closed(schema: Any, alone: bool, whole: bool) -> Any:
+    """Closes a schema, unless it is not `alone` in what it says of a value; `whole`: whether definitions always are."""
+    if not isinstance(schema, dict):
+        return schema
+    alone = alone and _speakers(schema) < 2
+
+    def within(name: str) -> Callable[[Any], Any]:
+        return lambda part: _closed(part, whole if name in _DEFINITIONS else alone, whole)
+
+    made = {name: _mapped(name, value, within(name)) for name, value in schema.items()}
+    return {**made, "additionalProperties": False} if alone and _names_all(made) else made
+
+
+def _names_all(schema: Mapping[str, Any]) -> bool:
+    """Returns whether a schema names all properties that it says something of."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or any(name in schema for name in _OTHERS):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
+
+
+def _mapped(name: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns the value of a keyword with the schemas in it changed."""
+    if name in _NAMED and isinstance(value, dict):
+        return {key: change(part) for key, part in value.items()}
+    if name in _PARTS:
+        return [change(part) for part in value] if isinstance(value, list) else change(value)
+    return value
+
+
+def _all(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema, and all that are in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    parts: list[Any] = []
+    for name, value in schema.items():
+        _mapped(name, value, parts.append)
+    for part in parts:
+        yield from _all(part)
+
+
+def _speakers(schema: Mapping[str, Any]) -> int:
+    """Returns how many parts of a schema say which properties an object has; 2 for what cannot be said so simply."""
+    several = schema.get("allOf")
+    joined = len(several) if isinstance(several, list) else 0
+    beyond = 2 * any(name in schema for name in _BEYOND)
+    return joined + beyond + sum(name in schema for name in _ALSO)
