@@ -169,7 +169,6 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": 1}}}, "response_format.json_schema.name"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
