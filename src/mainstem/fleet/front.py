@@ -378,6 +378,8 @@ class _Sender:
     async def _begin(self) -> None:
         assert self._head is not None
         self.begun = True
+        if self.said is not None:
+            self.said.opened = True
         if self._path in _HELD and (found := _ID.search(b"".join(map(_bytes, self._held)), 0, _ID_BYTES)):
             self._homes.put(found[1].decode(), self._head.replica)
         named = [(REPLICA, self._head.replica.encode())] if self._head.replica else []

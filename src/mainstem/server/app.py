@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +51,7 @@ from mainstem.server.envelope import HANDLERS, Envelope, shown
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
 from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
-from mainstem.server.generation import NO_BUFFER, EventStream, Run, Task, Watcher, best, scored
+from mainstem.server.generation import NO_BUFFER, EventStream, Pings, Run, Task, Watcher, best, scored
 from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.origins import Guard, Reach, reach_of
 from mainstem.server.output import PlainText
@@ -88,6 +88,7 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
+    sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
     secret: Callable[[int], bytes] | None = None,
     recorder: Recorder | None = None,
     tracing: Tracing | None = None,
@@ -101,8 +102,9 @@ def create_app(
     Args:
         engine: the engine that generates; the caller closes it.
         config: the settings; only `serve` reads host, port, drain_timeout_s and record.
-        clock: returns seconds, monotonic; for latencies.
+        clock: returns seconds, monotonic; for latencies and pings.
         now: returns seconds since the epoch; for the `created` fields.
+        sleep: waits for a number of seconds, by `clock`.
         secret: returns n random bytes, and is called once. API keys are identified by digests under this secret. None:
             derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
         recorder: records every request that the engine accepts; the caller closes it.
@@ -117,7 +119,8 @@ def create_app(
     if prefiller is None and config.prefill.prefill_url is not None:
         prefiller = PrefillServer(config.prefill)
     prefills = None if prefiller is None else Prefills()
-    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing, prefills)
+    pings = Pings(config.ping_interval_s, clock, sleep)
+    service = _Service(engine, config, clock, now, secret or tenant_secret(known), recorder, tracing, prefills, pings)
     middleware = [
         *_cors(config.cors_origin),
         Middleware(Envelope),
@@ -319,8 +322,10 @@ class _Service:
         recorder: Recorder | None,
         tracing: Tracing | None,
         prefills: Prefills | None,
+        pings: Pings,
     ) -> None:
         self.draining = False
+        self._pings = pings
         self._engine = engine
         self._max_body_bytes, self._tolerant = config.max_body_bytes, config.unknown_fields == "warn"
         tenants = None if config.tenants is None else read_tenants(config.tenants)
@@ -436,7 +441,8 @@ class _Service:
         reply = made.task.reply(head, self._prompts.spell, counted, made.extras, lambda: made.parser(next(names)))
         if ask.stream:
             tells = wish is not None and made.requests[0].params.prompt_logprobs is None
-            return self._annotated(ContinuableStream(run, reply, begun) if tells else EventStream(run, reply), unheeded)
+            parts = run, reply, self._pings
+            return self._annotated(ContinuableStream(*parts, begun) if tells else EventStream(*parts), unheeded)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from mainstem.runtime.request import Delta, Request, TokenLogprob
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Run
+from mainstem.server.generation import EventStream, Pings, Run
 from mainstem.server.replies import Reply
 
 WISH, BEGUN, SAID, LOST = "mainstem.wish", "mainstem.begun", "mainstem.said", "mainstem.lost"
@@ -72,11 +72,13 @@ class Begun:
     Args:
         id, created: of the response.
         answers: one for each choice.
+        opened: whether the client has the begin of the stream.
     """
 
     id: str
     created: int
     answers: list[Answer]
+    opened: bool = False
 
     def take(self, said: Said) -> None:
         """Takes into account what was said, and sent to the client."""
@@ -134,12 +136,13 @@ class ContinuableStream(EventStream):
     Args:
         run: the choices.
         reply: writes them.
+        pings: see `EventStream`.
         begun: the stream, with what another engine has sent.
     """
 
-    def __init__(self, run: Run, reply: Reply, begun: Begun) -> None:
-        super().__init__(run, reply)
-        self._begun, self._goes_on = begun, any(each.tokens or each.ended for each in begun.answers)
+    def __init__(self, run: Run, reply: Reply, pings: Pings, begun: Begun) -> None:
+        super().__init__(run, reply, pings)
+        self._begun, self._goes_on = begun, begun.opened
         self._known = deepcopy(begun.answers)  # what is sent from now on is added to those of `begun`, elsewhere
         self._repeated = [0] * len(begun.answers)
         self._unsent: list[list[Delta]] = [[] for _ in begun.answers]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -49,6 +50,21 @@ class Task:
     reply: MakeReply
     names: Mapping[str, str] = field(default_factory=dict)
     shape: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pings:
+    """How a stream shows that it is alive, so that no client or proxy gives up while a long prompt is computed.
+
+    Args:
+        interval_s: after so long without anything that was sent; 0: never.
+        clock: returns seconds, monotonic.
+        sleep: waits for a number of seconds.
+    """
+
+    interval_s: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[object]] = anyio.sleep
 
 
 _LAST_EVENT_S = 10.0
@@ -201,16 +217,24 @@ NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(Response):
-    """A run as server-sent events."""
+    """A run as server-sent events.
+
+    Args:
+        run: the choices.
+        reply: writes them.
+        pings: are sent while there is nothing to say.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run, reply: Reply) -> None:
+    def __init__(self, run: Run, reply: Reply, pings: Pings) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(NO_BUFFER)
         self._run = run
         self._reply = reply
+        self._pings = pings
+        self._sent_s = pings.clock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._run:
@@ -234,15 +258,32 @@ class EventStream(Response):
         async def handle(index: int, delta: Delta) -> None:
             message = self.message(index, delta)
             if message is not None:
+                self._sent_s = self._pings.clock()
                 await send(message)
 
         opening = self.opening()
         if opening:
             await send(_body(opening))
-        if await self._run.follow(receive, handle):
+        async with anyio.create_task_group() as group:
+            if self._pings.interval_s:
+                group.start_soon(self._ping, send)
+            complete = await self._run.follow(receive, handle)
+            group.cancel_scope.cancel()
+        if complete:
             await send(_body(self._reply.closing(self._run.usage), more_body=False))
         elif self._run.failure is not None:
             await send(self.failing(self._run.failure))
+
+    async def _ping(self, send: Send) -> None:
+        """Sends what clients skip, each time that nothing was sent for an interval; until it is cancelled."""
+        with contextlib.suppress(OSError):  # the client has gone, which others notice
+            while True:
+                left_s = self._sent_s + self._pings.interval_s - self._pings.clock()
+                if left_s > 0:
+                    await self._pings.sleep(left_s)
+                else:
+                    self._sent_s = self._pings.clock()
+                    await send(_body(self._reply.ping()))
 
 
 def _body(chunk: bytes, *, more_body: bool = True) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class MessageReply(BlockReply):
         begun = self._usage.after(Delta(""))
         assert isinstance(begun, UsageBody)
         body = self._body([], None, None, MessageUsage(begun.prompt_tokens, 0))
-        return named_event("message_start", {"message": body}) + named_event("ping", {})
+        return named_event("message_start", {"message": body}) + self.ping()
 
     def closing(self, usage: UsageBody) -> bytes:
         """See `Reply`."""
@@ -132,6 +132,10 @@ class MessageReply(BlockReply):
     def failing(self, error: ApiError) -> bytes:
         """See `Reply`."""
         return named_event("error", {"error": _error(error)})
+
+    def ping(self) -> bytes:
+        """See `Reply`."""
+        return named_event("ping", {})
 
     def begun(self, block: Block) -> bytes:
         """See `BlockReply`."""

@@ -380,6 +380,9 @@ class Reply(Protocol):
     def failing(self, error: ApiError) -> bytes:
         """Returns the last events of a stream that failed."""
 
+    def ping(self) -> bytes:
+        """Returns what says that a stream is alive, and nothing else."""
+
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
         """Returns a response with all answers, each given as its events."""
 
@@ -431,6 +434,10 @@ class _Chunks(ABC):
     def failing(self, error: ApiError) -> bytes:
         """See `Reply`."""
         return event(ErrorBody(error.detail)) + DONE
+
+    def ping(self) -> bytes:
+        """See `Reply`."""
+        return COMMENT
 
     def _is_shown(self, delta: Delta, said: object) -> bool:
         """Returns whether an event has anything for the client, beside what it `said`."""
@@ -698,3 +705,6 @@ def event(body: Struct) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 """The event that ends a stream."""
+
+COMMENT = b": ping\n\n"
+"""A comment of server-sent events, which every client skips: https://html.spec.whatwg.org/multipage/server-sent-events."""

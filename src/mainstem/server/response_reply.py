@@ -24,7 +24,16 @@ from mainstem.server.blocks import Block, BlockReply, named_event
 from mainstem.server.diagnosis import Finding
 from mainstem.server.errors import ApiError
 from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
-from mainstem.server.replies import NO_EXTRAS, Explained, Extras, Head, PromptTokensDetails, UsageBody, chosen_token
+from mainstem.server.replies import (
+    COMMENT,
+    NO_EXTRAS,
+    Explained,
+    Extras,
+    Head,
+    PromptTokensDetails,
+    UsageBody,
+    chosen_token,
+)
 from mainstem.server.response_items import sealed
 from mainstem.server.response_tools import Tool
 
@@ -164,6 +173,10 @@ class ResponseReply(BlockReply):
         body.error = Failure(error.detail.code or error.detail.type, error.detail.message)
         refused = self._event("error", {"error": error.detail}) if error.status < 500 else b""  # as OpenAI's own does
         return refused + self._event("response.failed", {"response": body})
+
+    def ping(self) -> bytes:
+        """See `Reply`."""
+        return COMMENT
 
     def begun(self, block: Block) -> bytes:
         """See `BlockReply`."""

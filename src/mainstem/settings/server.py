@@ -218,6 +218,8 @@ class ServerConfig(Settings):
             The client that has the most gives way with its oldest; 0 keeps none.
         response_ttl_s: Seconds for which such an answer is kept at most.
         max_body_bytes: Maximum size of a request body.
+        ping_interval_s: Seconds without anything to send after which a stream sends a ping, so that no client or proxy
+            gives up while a long prompt is computed; 0: never.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
 
@@ -246,4 +248,5 @@ class ServerConfig(Settings):
     response_bytes: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     response_ttl_s: float = setting(86400.0, seconds())
     max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
+    ping_interval_s: float = setting(5.0, seconds(), alias="--sse-ping-interval")
     drain_timeout_s: float = setting(30.0, seconds())
