@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.server.output import Arguments, Call, PlainText, Reasoning, Scanner, Steps, Text, joined
+from mainstem.server.output import Arguments, Call, NoCall, PlainText, Reasoning, Scanner, Steps, Text, joined
 
 
 class Brackets(Scanner):
@@ -19,8 +19,8 @@ class Brackets(Scanner):
             yield from self._until([">>"], lambda c: self._pieces.append(Reasoning(c)))
 
 
-def scanned(parser: Any, *texts: str) -> list[Any]:
-    return joined([*(piece for text in texts for piece in parser.feed(text)), *parser.close()])
+def scanned(parser: Any, *texts: str, cut: bool = False) -> list[Any]:
+    return joined([*(piece for text in texts for piece in parser.feed(text)), *parser.close(cut)])
 
 
 def test_neighbours_of_one_kind_are_one_piece() -> None:
@@ -36,6 +36,7 @@ def test_neighbours_of_one_kind_are_one_piece() -> None:
     assert joined(pieces) == [
         Text("ab"), Call(0, "i", "f"), Arguments(0, "{}"), Arguments(1, "x"), Text("c"),
     ]  # fmt: skip
+    assert joined([Call(0, "i", "f"), NoCall(0), Text("a"), Text("b")]) == [Call(0, "i", "f"), NoCall(0), Text("ab")]
     assert joined([Call(0, "i", "f"), Call(1, "j", "f")]) == [Call(0, "i", "f"), Call(1, "j", "f")]
 
 

@@ -18,7 +18,7 @@ from rigs.templates import byte_tokenizer
 from test_output import scanned
 
 from mainstem.server.formats import FORMATS, MAX_FORCED, CallFormat, format_of
-from mainstem.server.output import Arguments, Call, Piece, Reasoning, Text, joined
+from mainstem.server.output import Arguments, Call, NoCall, Piece, Reasoning, Text, joined
 from mainstem.server.reasoning import THINKING
 from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.server import ReasoningParser, ToolCallParser
@@ -32,23 +32,29 @@ ROME = ("weather", '{"city": "Rome"}')
 TIME = ("time", "{}")
 
 
-def parsed(format: str, *texts: str, tooling: Tooling = TOOLS) -> tuple[list[Any], list[Call]]:
-    """Returns the texts, and the calls as names and arguments, in order; and the calls themselves."""
-    pieces = scanned(FORMATS[format].parser(tooling), *texts)
+def parsed(format: str, *texts: str, tooling: Tooling = TOOLS, cut: bool = False) -> tuple[list[Any], list[Call]]:
+    """Returns the texts, and the calls as names and arguments, in order; and the calls themselves.
+
+    What turned out to be no call is left out, as in a whole answer.
+    """
+    pieces = scanned(FORMATS[format].parser(tooling), *texts, cut=cut)
     shown: list[Any] = []
     calls = [piece for piece in pieces if isinstance(piece, Call)]
+    assert [call.number for call in calls] == list(range(len(calls)))
     for piece in pieces:
         if isinstance(piece, Reasoning):
             shown.append(piece)
         elif isinstance(piece, Text):
-            shown.append(piece.text)
+            shown += [shown.pop() + piece.text if shown and isinstance(shown[-1], str) else piece.text]
         elif isinstance(piece, Call):
             shown.append((piece.name, ""))
+        elif isinstance(piece, NoCall):
+            shown.pop()
+            calls = [call for call in calls if call.number != piece.number]
         else:
             assert isinstance(piece, Arguments)
             name, before = shown[-1]
             shown[-1] = (name, before + piece.text)
-    assert [call.number for call in calls] == list(range(len(calls)))
     return shown, calls
 
 
@@ -70,8 +76,23 @@ CASES: dict[str, list[tuple[str, list[Any]]]] = {
             '<tool_call>{"id": 7, "type": "function", "name":"time","arguments":{"a":[{"}":"\\"]}"}]}}</tool_call>',
             [("time", '{"a":[{"}":"\\"]}"}]}')],
         ),
-        ('<tool_call>{"name": "weather", "arguments": {"city": "Ro', [("weather", '{"city": "Ro')]),
-        ('<tool_call>{"name": "weather"', [("weather", "")]),
+        ('<tool_call>{"name": "time", "arguments": "{\'a\': True,}"}</tool_call>', [("time", '{"a": true}')]),
+        ('<tool_call>{"name": "time", "arguments": " "}</tool_call>', [TIME]),
+        ("<tool_call>{'name': 'weather', 'arguments': {'city': 'Rome',},}</tool_call>", [ROME]),
+        (
+            """<tool_call>{"name": "time", "arguments": {'a': 'it\\'s', "b": [1, None,], }}</tool_call>""",
+            [("time", """{"a": "it's", "b": [1, null] }""")],
+        ),
+        ('<tool_call>{"name": "time", "arguments": {"a": "x\n\ty\\d"}}</tool_call>', [("time", r'{"a": "x\n\ty\\d"}')]),
+        ('<tool_call>{"name": "time", "arguments": {"a": "\\ud83d"}}</tool_call>', [("time", r'{"a": "\ufffd"}')]),
+        (
+            f'No. <tool_call>{{"name": "time", "arguments": {{"a": b}}}}</tool_call> <tool_call>{T}</tool_call>',
+            ['No. <tool_call>{"name": "time", "arguments": {"a": b}}</tool_call>', TIME],
+        ),
+        (
+            f'<tool_call>[{T}, {{"name": "time", "arguments": {{"a": "b" c}}}}]</tool_call>',
+            [TIME, ', {"name": "time", "arguments": {"a": "b" c}}]</tool_call>'],
+        ),
         ('<tool_call>{"name": "wea', ['<tool_call>{"name": "wea']),
         (
             '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
@@ -86,8 +107,18 @@ CASES: dict[str, list[tuple[str, list[Any]]]] = {
         ("a </tool_call> b  ", ["a </tool_call> b  "]),
         ("  \n", ["  \n"]),
         (f"\n <tool_call>{T}</tool_call>", [TIME]),
-        ('<tool_call>{"name": "time", "arguments": 7 , "id": tru}</tool_call>', [("time", "7")]),
-        ('<tool_call>{"name": "time", "name": "time"}</tool_call>', [("time", ""), ', "name": "time"}</tool_call>']),
+        (
+            '<tool_call>{"name": "time", "arguments": 7 , "id": tru}</tool_call>',
+            ['<tool_call>{"name": "time", "arguments": 7 , "id": tru}</tool_call>'],
+        ),
+        (
+            '<tool_call>{"name": "time", "arguments": "7"}</tool_call>',
+            ['<tool_call>{"name": "time", "arguments": "7"}</tool_call>'],
+        ),
+        (
+            '<tool_call>{"name": "time", "name": "time"}</tool_call>',
+            ['<tool_call>{"name": "time", "name": "time"}</tool_call>'],
+        ),
         ('<tool_call>{"name": "time", "arguments": {"a": "\U0001f600"}}', [("time", '{"a": "\U0001f600"}')]),
     ],
     "llama3_json": [
@@ -145,7 +176,7 @@ CASES["deepseek_v3"] = [
     (f'{BEGIN}{CALL}weather{SEP}{{"city": "Rome"}}{END}{CALL}time{SEP}{{}}{END}{DONE}', [ROME, TIME]),
     (f"{BEGIN}\n{CALL}time{SEP}{{}}{END}\n{DONE} Done.", [TIME, "Done."]),
     (f"{CALL}time{SEP}{{}}{END}", [TIME]),
-    (f'{BEGIN}{CALL}weather{SEP}{{"city": "Ro', [("weather", '{"city": "Ro')]),
+    (f'{BEGIN}{CALL}weather{SEP}{{"city": Ro{END}', [f'{BEGIN}{CALL}weather{SEP}{{"city": Ro{END}']),
     (f"{BEGIN}{FENCED[: -len(END) - 1]}", [ROME]),
     (f"{BEGIN}{CALL}function{SEP}weat", [f"{BEGIN}{CALL}function{SEP}weat"]),
     (f"{BEGIN}{CALL}unknown{SEP}{{}}{END}{DONE}", [f"{BEGIN}{CALL}unknown{SEP}{{}}{END}{DONE}"]),
@@ -170,10 +201,7 @@ CASES["harmony"] = [
     (f"{THINKS}I wonder", [Reasoning("I wonder")]),
     (f"<|channel|>commentary<|message|>First this.{AGAIN}{TO_TIME}<|call|>", ["First this.", TIME]),
     (f"<|channel|>commentary<|message|>First.{AGAIN}{FINAL}Then.<|return|>", ["First.\nThen."]),
-    (
-        f'{THINKS}a<|channel|>commentary to=functions.weather<|message|>{{"city": "Ro',
-        [Reasoning("a"), ("weather", '{"city": "Ro')],
-    ),
+    (f"{THINKS}a{TO_WEATHER}Rome<|call|>", [Reasoning("a"), f"{TO_WEATHER}Rome<|call|>"]),
     ("<|channel|>commentary to=python<|message|>{}", ["<|channel|>commentary to=python<|message|>{}"]),
     ("<|channel|>other<|message|>a", ["<|channel|>other<|message|>a"]),
     ("<|channel|>what<|channel|>final<|message|>a", ["<|channel|>whata"]),
@@ -222,12 +250,13 @@ CASES["qwen3_coder"] = [
      [("weather", '{"city": "", "days": "True", "unit": "C", "more": null, "x": {}, "y": "a b"}')]),
     (coder("weather", ("city", "\n<b>\n")), [("weather", '{"city": "\\n<b>\\n"}')]),
     (coder("weather", ("days", "1.5"), ("more", "NaN")), [("weather", '{"days": "1.5", "more": "NaN"}')]),
-    ("<tool_call>\n<function=weather>\n<parameter=city>\nRo", [("weather", '{"city": "Ro')]),
-    ("<tool_call>\n<function=weather>\n<parameter=days>\n1", [("weather", '{"days": 1')]),
-    ("<tool_call>\n<function=weather>\n<parameter=ci", [("weather", "")]),
+    (coder("weather", ("more", "[1,\n2,]"), ("x", "{'a': None}")),
+     [("weather", '{"more": [1,\n2], "x": {"a": null}}')]),
     ("<tool_call>\n<function=weat", ["<tool_call>\n<function=weat"]),
     (coder("unknown"), [coder("unknown")]),
-    ("<function=weather>what?</function>", [("weather", "{}"), "what?</function>"]),
+    ("<function=weather>what?</function>", ["<function=weather>what?</function>"]),
+    ("<function=weather><parameter=city>Rome</parameter>what?",
+     ["<function=weather><parameter=city>Rome</parameter>what?"]),
     ("Hello <b>you</b> </tool_call>", ["Hello <b>you</b> </tool_call>"]),
     (W, [W]),
 ]  # fmt: skip
@@ -237,10 +266,9 @@ CASES["glm45"] = [
     ("So: " + glm("weather", ("city", "Rome")).replace("\n", "") + " Yes.", ["So:", ROME, "Yes."]),
     ("<tool_call>time</tool_call>", [TIME]),
     (glm("weather", ("city", " a\n")), [("weather", '{"city": " a\\n"}')]),
-    ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro</arg", [("weather", '{"city": "Ro</arg')]),
     ("<tool_call>weather", ["<tool_call>weather"]),
     ("<tool_call>weathers\n</tool_call>", ["<tool_call>weathers\n</tool_call>"]),
-    ("<tool_call>weather\nis nice</tool_call>", [("weather", "{}"), "is nice</tool_call>"]),
+    ("<tool_call>weather\nis nice</tool_call>", ["<tool_call>weather\nis nice</tool_call>"]),
 ]  # fmt: skip
 TAGGED = ["glm45", "qwen3_coder"]
 IN_JSON = sorted(FORMATS.keys() - TAGGED)
@@ -257,7 +285,44 @@ def test_canned_texts_cut_at_every_position(format: str, text: str, expected: li
 
 
 def test_every_format_has_canned_texts() -> None:
-    assert CASES.keys() == FORMATS.keys()
+    assert CASES.keys() == FORMATS.keys() == CUT.keys()
+
+
+CUT: dict[str, list[tuple[str, Any]]] = {
+    "hermes": [
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Ro', ("weather", '{"city": "Ro')),
+        ('<tool_call>{"name": "weather"', ("weather", "")),
+    ],
+    "llama3_json": [('{"name": "weather", "parameters": {"city": "Ro', ("weather", '{"city": "Ro'))],
+    "json": [('{"name": "weather", "arguments": {"city": "Ro', ("weather", '{"city": "Ro'))],
+    "mistral": [('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Ro', ("weather", '{"city": "Ro'))],
+    "mistral_args": [('[TOOL_CALLS]weather[ARGS]{"city": "Ro', ("weather", '{"city": "Ro'))],
+    "deepseek_v3": [(f'{BEGIN}{CALL}function{SEP}weather\n```json\n{{"city": "Ro', ("weather", '{"city": "Ro'))],
+    "deepseek_v31": [(f'{BEGIN}{CALL}weather{SEP}{{"city": "Ro', ("weather", '{"city": "Ro'))],
+    "harmony": [
+        ('<|channel|>commentary to=functions.weather<|message|>{"city": "Ro', ("weather", '{"city": "Ro')),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nRo", ("weather", '{"city": "Ro')),
+        ("<tool_call>\n<function=weather>\n<parameter=days>\n1", ("weather", '{"days": 1')),
+        ("<tool_call>\n<function=weather>\n<parameter=ci", ("weather", "")),
+    ],
+    "glm45": [
+        ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro</arg", ("weather", '{"city": "Ro</arg')),
+    ],
+}
+
+
+@pytest.mark.parametrize(("format", "text", "expected"), [(name, *case) for name in CUT for case in CUT[name]])
+@pytest.mark.parametrize("before", ["", "Let me see.\n\n"])
+def test_a_call_that_is_cut_shows_as_far_as_it_goes_and_one_that_ends_is_text(
+    format: str, text: str, expected: Any, before: str
+) -> None:
+    begins = FORMATS[format].scanner.begins
+    before = before if begins and text.startswith(begins) and format != "harmony" else ""
+    said = ["Let me see."] if before else []
+    assert parsed(format, before + text, tooling=TYPED, cut=True)[0] == [*said, expected]
+    assert parsed(format, before + text, tooling=TYPED)[0] == [before + text], "with the white space before it"
 
 
 def is_beginning(some: Sequence[Piece], all: Sequence[Piece]) -> bool:
@@ -268,6 +333,8 @@ def is_beginning(some: Sequence[Piece], all: Sequence[Piece]) -> bool:
         for piece in pieces:
             if isinstance(piece, Call):
                 spelled.append((piece.number, piece.name))
+            elif isinstance(piece, NoCall):
+                spelled.append(("none", piece.number))
             else:
                 spelled += [(type(piece), getattr(piece, "number", None), letter) for letter in piece.text]
         return spelled
@@ -297,6 +364,10 @@ def test_nothing_is_taken_back_and_no_split_matters(
     whole = scanned(FORMATS[format].parser(tooling), text)
     if not any(isinstance(piece, Call) for piece in whole) and (format != "harmony" or "<|message|>" not in text):
         assert whole == ([Text(text)] if text else []), "what is no call is text, all of it"
+    shown, calls = parsed(format, text, tooling=tooling)
+    assert all(isinstance(json.loads(each[1]), dict) for each in shown if isinstance(each, tuple) and len(each) == 2)
+    if not calls and format != "harmony":
+        assert shown == ([text] if text else []), "nor what has begun as one and is none"
     places = [0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]
     pieces: list[Piece] = []
     parser = FORMATS[format].parser(tooling)
@@ -463,7 +534,7 @@ def test_an_answer_of_calls_has_no_text_wherever_it_is_cut(name: str) -> None:
     whole = FORMATS[name].written([ROME, TIME])
     named = 0
     for end in range(len(whole) + 1):
-        shown, calls = parsed(name, whole[:end], tooling=REQUIRED)
+        shown, calls = parsed(name, whole[:end], tooling=REQUIRED, cut=True)
         assert not any(isinstance(each, str) for each in shown), whole[:end]
         named = max(named, len(calls))
     assert named == 2

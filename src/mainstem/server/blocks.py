@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
 
 from mainstem.runtime.request import Delta, TokenLogprob
-from mainstem.server.output import Arguments, Call, OutputParser, Piece, Reasoning, Text
+from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece, Reasoning, Text
 from mainstem.server.replies import UsageBody
 
 
@@ -28,12 +28,14 @@ class Block:
         begin: the piece that began it; of a text, only its type counts.
         parts: its text so far, or the arguments of a call.
         logprobs: of the tokens of a text, if requested.
+        withdrawn: whether it has begun as a call and is none. Only a stream has such a block.
     """
 
     index: int
     begin: Text | Reasoning | Call
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    withdrawn: bool = False
 
     @property
     def text(self) -> str:
@@ -48,12 +50,16 @@ class BlockReply(ABC):
         parser: finds the pieces of the answer.
     """
 
+    shows_cut_calls: ClassVar[bool] = True
+    """Whether a whole answer can have a call that was cut at the answer's limit; else that is text."""
+
     def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
+        self._parser, self._streams = parser, True
         self.blocks: list[Block] = []
         self.reasoning_tokens = 0
         self.last = Delta("")
         self._open: Block | None = None
+        self._withdrew = False
         self._tokens = 0  # that have no piece yet
         self._logprobs: list[TokenLogprob] = []  # of the same
 
@@ -63,7 +69,8 @@ class BlockReply(ABC):
         self._logprobs += delta.logprobs
         pieces = [*self._parser.feed(delta.text)]
         if delta.finish_reason is not None:
-            pieces += self._parser.close()
+            cut = delta.finish_reason == "length" and (self._streams or self.shows_cut_calls)
+            pieces += self._parser.close(cut)
         self._attribute(pieces)
         events = [event for piece in pieces for event in self._take(piece)]
         if delta.finish_reason is not None:
@@ -73,6 +80,7 @@ class BlockReply(ABC):
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
         """See `Reply`."""
+        self._streams = False
         for delta in answers[0]:
             self.events(0, delta)
         return self.finish(usage)
@@ -102,9 +110,18 @@ class BlockReply(ABC):
             if not any(isinstance(piece, Text) for piece in pieces):
                 self._logprobs = []
 
+    @property
+    def calls(self) -> bool:
+        """Whether there are calls, and all can be made."""
+        calls = [block for block in self.blocks if isinstance(block.begin, Call)]
+        return bool(calls) and not self._withdrew
+
     def _take(self, piece: Piece) -> Iterator[bytes]:
         if isinstance(piece, Call):
             yield from self._begin(piece)
+            return
+        if isinstance(piece, NoCall):
+            yield from self._withdraw()
             return
         if not isinstance(piece, Arguments) and (self._open is None or type(self._open.begin) is not type(piece)):
             yield from self._begin(piece)
@@ -115,6 +132,17 @@ class BlockReply(ABC):
         self._open.parts.append(piece.text)
         self._open.logprobs += logprobs
         yield self.grown(self._open, piece.text, logprobs)
+
+    def _withdraw(self) -> Iterator[bytes]:
+        """Ends a call that is none. A stream has begun it; a whole answer has what was written in its place."""
+        assert self._open is not None, "it has begun"
+        self._withdrew = self._open.withdrawn = True
+        if self._streams:
+            yield from self._end_open()
+            return
+        self.blocks.pop()
+        before = self.blocks[-1] if self.blocks else None
+        self._open = before if before is not None and isinstance(before.begin, Text) else None
 
     def _begin(self, piece: Text | Reasoning | Call) -> Iterator[bytes]:
         yield from self._end_open()

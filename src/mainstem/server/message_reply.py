@@ -102,6 +102,8 @@ class MessageReply(BlockReply):
         finding: of the comparison with another request; None: none was asked for.
     """
 
+    shows_cut_calls = False
+
     def __init__(
         self,
         head: Head,
@@ -184,7 +186,7 @@ class MessageReply(BlockReply):
             return "max_tokens"
         if self.last.stop is not None:
             return "stop_sequence"
-        return "tool_use" if any(isinstance(block.begin, Call) for block in self.blocks) else "end_turn"
+        return "tool_use" if self.calls else "end_turn"
 
 
 _REASONS = {
@@ -219,18 +221,10 @@ def _diagnostics(finding: Finding, usage: MessageUsage, missed: tuple[str, int] 
 def _content(block: Block) -> dict[str, Any]:
     match block.begin:
         case Call(_, id, name):
-            return {"type": "tool_use", "id": id, "name": name, "input": _object(block.text)}
+            return {"type": "tool_use", "id": id, "name": name, "input": msgspec.Raw(block.text.encode() or b"{}")}
         case Reasoning():
             return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call; without any where the answer was cut off within them."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return {}
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,13 @@ class Arguments(NamedTuple):
     custom: bool = False
 
 
-Piece: TypeAlias = Text | Reasoning | Call | Arguments
+class NoCall(NamedTuple):
+    """What has begun as a call is none: its arguments have no end, or are no JSON. What was written follows as text."""
+
+    number: int
+
+
+Piece: TypeAlias = Text | Reasoning | Call | Arguments | NoCall
 
 
 class OutputParser(Protocol):
@@ -55,8 +61,12 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> Sequence[Piece]:
         """Returns the pieces that are certain after some more text."""
 
-    def close(self) -> Sequence[Piece]:
-        """Returns what was held back, at the end of the text."""
+    def close(self, cut: bool = False) -> Sequence[Piece]:
+        """Returns what was held back, at the end of the text.
+
+        Args:
+            cut: whether the answer was cut at its limit: then a call that has no end is shown as far as it goes.
+        """
 
 
 class PlainText:
@@ -66,7 +76,7 @@ class PlainText:
         """See `OutputParser.feed`."""
         return [Text(text)] if text else []
 
-    def close(self) -> Sequence[Piece]:
+    def close(self, cut: bool = False) -> Sequence[Piece]:
         """See `OutputParser.close`."""
         return []
 
@@ -83,7 +93,7 @@ class Scanner(ABC):
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._unread: list[str] = []
-        self._ended = False
+        self._ended = self._cut = False
         self._steps = self._scan()
         next(self._steps)
 
@@ -93,8 +103,9 @@ class Scanner(ABC):
             self._steps.send(character)
         return self._found()
 
-    def close(self) -> Sequence[Piece]:
+    def close(self, cut: bool = False) -> Sequence[Piece]:
         """See `OutputParser.close`."""
+        self._cut = cut
         with suppress(StopIteration):
             self._steps.send(END)
         return self._found()
@@ -125,14 +136,21 @@ class Scanner(ABC):
         self._push_back(character)
         return blanks
 
-    def _until(self, markers: Sequence[str], show: Callable[[str], object]) -> Steps[str]:
+    def _until(
+        self, markers: Sequence[str], show: Callable[[str], object], read: Callable[[], Steps[str]] | None = None
+    ) -> Steps[str]:
         """Shows the text before the first of several markers.
+
+        Args:
+            markers: which.
+            show: is given each character.
+            read: reads the next one; None: `_next`.
 
         Returns:
             The marker, or `END`.
         """
-        held = ""
-        while character := (yield from self._next()):
+        held, read = "", read or self._next
+        while character := (yield from read()):
             held += character
             while held and not any(marker.startswith(held) for marker in markers):
                 show(held[0])
@@ -153,9 +171,9 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     result: list[Piece] = []
     for _, group in groupby(pieces, lambda piece: (type(piece), getattr(piece, "number", None))):
         first, *others = group
-        if isinstance(first, Call):
+        if isinstance(first, Call | NoCall):
             result.append(first)
         else:
-            text = "".join(piece.text for piece in (first, *others) if not isinstance(piece, Call))
+            text = "".join(piece.text for piece in (first, *others) if not isinstance(piece, Call | NoCall))
             result.append(first._replace(text=text))
     return result

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from mainstem.server.repair import repaired
+
 TEXT = frozenset(["string"])
 """The types of a parameter that is always a text."""
 
@@ -59,6 +61,7 @@ class Parameters:
         spelled = _PYTHON.get(spelled, spelled)
         if types != TEXT:
             try:
+                spelled = repaired(spelled) if spelled[:1] in ("{", "[") else spelled
                 kind = _type(json.loads(spelled, parse_constant=_refuse))
             except (ValueError, RecursionError):
                 kind = "string"

@@ -75,7 +75,7 @@ class ReasoningParser(Scanner):
             yield from self._blanks()
         while character := (yield from self._next()):
             self._pieces += self._rest.feed(character)
-        self._pieces += self._rest.close()
+        self._pieces += self._rest.close(self._cut)
 
     def _begins(self) -> Steps[bool]:
         """Returns whether a thought begins here; otherwise nothing has been read."""

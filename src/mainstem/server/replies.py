@@ -18,7 +18,7 @@ from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server.diagnosis import Fingerprint
 from mainstem.server.errors import ApiError, ErrorBody
 from mainstem.server.explained import PromptExplained
-from mainstem.server.output import Arguments, Call, OutputParser, Piece, PlainText, Reasoning, Text, joined
+from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece, PlainText, Reasoning, Text, joined
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
 
@@ -414,7 +414,7 @@ class _Chunks(ABC):
         self._usage = usage
         self._extras = extras
         self._parsers = defaultdict[int, OutputParser](parser)  # by choice
-        self._called: set[int] = set()  # choices with calls
+        self._called: dict[int, bool] = {}  # choices with calls, and whether each of these is complete
         self._sent: dict[int, int] = {}  # characters so far, of each choice of which something was sent
 
     def opening(self) -> bytes:
@@ -599,13 +599,17 @@ class ChatReply(_Chunks):
     def _parse(self, index: int, delta: Delta) -> list[Piece]:
         """Returns the pieces that are certain after an event."""
         parser = self._parsers[index]
-        pieces = [*parser.feed(delta.text), *(parser.close() if delta.finish_reason else ())]
-        if any(isinstance(piece, Call) for piece in pieces):
-            self._called.add(index)
+        pieces = [*parser.feed(delta.text)]
+        if delta.finish_reason:
+            pieces += parser.close(delta.finish_reason == "length")
+        for piece in pieces:
+            if isinstance(piece, Call | NoCall):
+                self._called[index] = isinstance(piece, Call) and self._called.get(index, True)
         return pieces
 
     def _reason(self, index: int, delta: Delta) -> str | None:
-        return "tool_calls" if delta.finish_reason == "stop" and index in self._called else delta.finish_reason
+        """Returns why an answer ended: with `tool_calls` only if all that were begun can be made."""
+        return "tool_calls" if delta.finish_reason == "stop" and self._called.get(index) else delta.finish_reason
 
     def _chunk(
         self,
@@ -639,7 +643,8 @@ def chosen_token(
 
 
 def _chat_message(pieces: Sequence[Piece]) -> ChatMessage:
-    shown = _chat_piece(pieces)
+    none = {piece.number for piece in pieces if isinstance(piece, NoCall)}
+    shown = _chat_piece([p for p in pieces if not (isinstance(p, Call | Arguments) and p.number in none)])
     content = shown.content if shown.content is not UNSET else None if pieces else ""
     calls = shown.tool_calls
     if calls is not UNSET:

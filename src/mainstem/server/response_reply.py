@@ -235,7 +235,7 @@ class ResponseReply(BlockReply):
             created_at=self._head.created,
             model=self._head.model,
             status=status,
-            output=[self._item(block) for block in self.blocks],
+            output=[self._item(block) for block in self.blocks if not block.withdrawn],
             instructions=asked.instructions,
             previous_response_id=asked.previous_response_id,
             max_output_tokens=asked.max_output_tokens,
@@ -255,7 +255,8 @@ class ResponseReply(BlockReply):
 
     def _item(self, block: Block) -> dict[str, Any]:
         """Returns the item of a block, as far as it is known."""
-        cut = block is self._open or (self.last.finish_reason == "length" and block is self.blocks[-1])
+        last = self.last.finish_reason == "length" and block is self.blocks[-1]
+        cut = block is self._open or block.withdrawn or last
         common = {"id": self._id(block), "status": "incomplete" if cut else "completed"}
         match block.begin:
             case Call():

@@ -1,9 +1,9 @@
 """Scanners: the parsers that find calls of tools in what a model writes, one for each form.
 
-A scanner shows a call when its name is complete, and then its arguments as they come, as the model wrote them;
-arguments that are no JSON become JSON, by the schema of the tool. Only the names of tools that may be called begin a
-call; anything else is text. What is no call stays in the text as it was written, markers included. White space around
-calls is part of the form.
+A scanner shows a call when its name is complete, and then its arguments as they come: as the model wrote them, if they
+are JSON, or as what they were meant to be; arguments in tags become JSON by the schema of the tool. A call is complete
+with its arguments. Only the names of tools that may be called begin a call; anything else is text. What is no call
+stays in the text as it was written, markers included. White space around calls is part of the form.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from mainstem.server.output import END, Arguments, Call, Piece, Reasoning, Scanner, Steps, Text, joined
+from mainstem.server.output import END, Arguments, Call, NoCall, Piece, Reasoning, Scanner, Steps, Text, joined
 from mainstem.server.parameters import TEXT, Parameters
+from mainstem.server.repair import NoJson, Repair, repaired, strict
 from mainstem.server.tools import Tooling
 
 
@@ -43,15 +44,16 @@ class CallScanner(Scanner):
             tooling.choice == "required"
         )  # then what is no call is the beginning of one that was cut off
         self._new_id = new_id
-        self._calls = 0
+        self._calls = self._complete = 0
+        self._open: int | None = None  # the call that is not complete yet
         self._taken = [""]  # what was read of a call that may still turn out to be text
         self._held = ""  # white space after text, which belongs to the form if a call follows
         self._after_call = False
         super().__init__()
 
-    def close(self) -> Sequence[Piece]:
+    def close(self, cut: bool = False) -> Sequence[Piece]:
         """See `OutputParser.close`."""
-        found = super().close()
+        found = super().close(cut)
         return joined([*found, Text(self._held)]) if self._held else found
 
     def _scan(self) -> Steps[None]:
@@ -84,14 +86,24 @@ class CallScanner(Scanner):
         try:
             yield from calls
         except _Malformed:
+            if self._open is not None and self._ended and self._cut:
+                return True
             before, *read = self._taken
             text = "".join(read)
+            self._withdraw()
             longest = max(map(len, self.markers), default=0)
             again = next(at for at in range(max(len(text) - longest, 0), len(text) + 1) if self._may_begin(text[at:]))
             self._say(before + text[:again])
             self._push_back(text[again:])
             return False
         return True
+
+    def _withdraw(self) -> None:
+        """Says that the call that has begun is none, if there is one. Its text shows, also where calls are alone."""
+        if self._open is not None:
+            if self._shown:
+                self._pieces.append(NoCall(self._open))
+            self._open, self._calls_alone = None, False
 
     def _may_begin(self, text: str) -> bool:
         return not text or any(marker.startswith(text) for marker in self.markers)
@@ -150,12 +162,17 @@ class CallScanner(Scanner):
         begun, early, has_arguments = False, "", False
         separator = ","
         while separator == ",":
+            if (yield from self._peek()) == "}":  # after a comma too many
+                separator = yield from self._solid()
+                break
             key = yield from self._json_text()
             if (yield from self._solid()) != ":":
                 raise _Malformed
             if key == "name" and not begun:
                 begun = self._begin((yield from self._json_text()))
-                self._argue(early)
+                if has_arguments:
+                    self._argue(early)
+                    self._settle()
             elif key in _ARGUMENT_KEYS and not has_arguments:
                 has_arguments = True
                 early = yield from self._arguments(begun)
@@ -168,21 +185,28 @@ class CallScanner(Scanner):
             raise _Malformed
         if not has_arguments:
             self._argue("{}")
+            self._settle()
         self._taken = [""]
 
     def _begin(self, name: str) -> bool:
-        """Shows the beginning of a call. From here on nothing that was read can become text."""
+        """Shows the beginning of a call. The white space before it is text again if it turns out to be none."""
         if name not in self._names:
             raise _Malformed
-        self._taken, self._held, self._after_call = [""], "", True
+        self._taken[0], self._held = self._held + self._taken[0], ""
+        self._open = self._calls
         self._calls += 1
         if self._shown:
-            self._pieces.append(Call(self._calls - 1, self._new_id(), name))
+            self._pieces.append(Call(self._open, self._new_id(), name))
         return True
+
+    def _settle(self) -> None:
+        """Notes that the call is complete. Nothing that was read can become text any more."""
+        self._taken, self._open, self._after_call = [""], None, True
+        self._complete += 1
 
     @property
     def _shown(self) -> bool:
-        return self._most is None or self._calls <= self._most
+        return self._most is None or self._complete < self._most
 
     def _argue(self, text: str) -> None:
         """Adds to the arguments of the call."""
@@ -196,58 +220,52 @@ class CallScanner(Scanner):
         """
         collected: list[str] = []
         if (yield from self._peek()) == "{":
-            try:
-                yield from self._json_value(self._argue if begun else collected.append)
-            finally:
-                self._taken = [""] if begun else self._taken
+            yield from self._strict(self._argue if begun else collected.append)
         else:
             yield from self._json_value(collected.append)
             collected = [_plain_arguments("".join(collected))]
             if begun:
                 self._argue(collected.pop())
+        if begun:
+            self._settle()
         return "".join(collected)
 
     def _json_text(self) -> Steps[str]:
         """Reads a JSON string, and returns what it stands for."""
-        if (yield from self._peek()) != '"':
+        if (yield from self._peek()) not in _QUOTES:
             raise _Malformed
         raw: list[str] = []
-        yield from self._json_value(raw.append)
-        try:
-            return str(json.loads("".join(raw), strict=False))
-        except ValueError:
-            raise _Malformed from None
+        yield from self._strict(raw.append)
+        return str(json.loads("".join(raw)))
 
     def _json_value(self, show: Callable[[str], object]) -> Steps[None]:
-        """Reads a JSON value as far as it takes to find its end."""
-        character = yield from self._solid()
+        """Reads a JSON value. One that is neither an object, an array nor a text ends where something else begins."""
+        character = yield from self._peek()
+        if character in _OPENING or character in _QUOTES:
+            yield from self._strict(show)
+            return
         if character in _ENDS:
             raise _Malformed
-        depth = 0
-        while character != END:
+        while not ((character := (yield from self._take())) in _ENDS or character.isspace()):
+            if character == END:
+                raise _Malformed
             show(character)
-            if character == '"':
-                yield from self._rest_of_string(show)
-            depth += (character in _OPENING) - (character in _CLOSING)
-            if depth == 0 and (character == '"' or character in _CLOSING):
-                return
+        self._reread()
+
+    def _strict(self, show: Callable[[str], object]) -> Steps[None]:
+        """Reads an object, an array or a text, and shows it as strict JSON."""
+        repair = Repair()
+        while not repair.ended:
             character = yield from self._take()
-            if depth == 0 and (character in _ENDS or character.isspace()):
-                self._reread()
-                return
-        raise _Malformed
-
-    def _rest_of_string(self, show: Callable[[str], object]) -> Steps[None]:
-        escaped = False
-        while character := (yield from self._take()):
-            show(character)
-            if character == '"' and not escaped:
-                return
-            escaped = character == "\\" and not escaped
-        raise _Malformed
+            if character == END:
+                raise _Malformed
+            try:
+                show(repair.feed(character))
+            except NoJson:
+                raise _Malformed from None
 
 
-_OPENING, _CLOSING, _ENDS = frozenset("{["), frozenset("}]"), frozenset(",}]")
+_OPENING, _ENDS, _QUOTES = frozenset("{["), frozenset(",}]"), frozenset("\"'")
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 _OTHER_KEYS = frozenset(("id", "type"))
 
@@ -257,14 +275,18 @@ def _ignore(text: str) -> None:
 
 
 def _plain_arguments(written: str) -> str:
-    """Returns arguments that are no JSON object as one, if they stand for one."""
-    if written == "null":
-        return "{}"
+    """Returns arguments that are no object as one, if they stand for one: null, or a text that has one."""
     try:
-        meant = json.loads(written, strict=False)
-    except (ValueError, RecursionError):
-        return written
-    return meant.encode(errors="replace").decode() if isinstance(meant, str) else written
+        if written[:1] not in _QUOTES:
+            meant = "{}" if strict(written) == "null" else ""
+        else:
+            text = json.loads(written)
+            meant = repaired(text) if text.strip() else "{}"
+    except (NoJson, RecursionError):
+        raise _Malformed from None
+    if not meant.startswith("{"):
+        raise _Malformed
+    return meant
 
 
 class HermesScanner(CallScanner):
@@ -495,17 +517,10 @@ class TaggedScanner(CallScanner):
         yield from self._expect(after)
         self._begin(name)
         self._given = 0
-        try:
-            while (yield from self._either(self.key[0], self.tail)) != self.tail:
-                yield from self._argument(self._parameters[name])
-            self._taken = [""]
-        except _Malformed:
-            if self._ended:  # the answer was cut
-                self._taken = [""]
-                return
-            self._argue("}" if self._given else "{}")
-            raise
+        while (yield from self._either(self.key[0], self.tail)) != self.tail:
+            yield from self._argument(self._parameters[name])
         self._argue("}" if self._given else "{}")
+        self._settle()
 
     def _argument(self, parameters: Parameters) -> Steps[None]:
         """Reads an argument, of which the first marker was read."""
@@ -516,7 +531,6 @@ class TaggedScanner(CallScanner):
         self._argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
         self._given += 1
         yield from self._value(name, parameters)
-        self._taken = [""]
 
     def _value(self, name: str, parameters: Parameters) -> Steps[None]:
         """Reads a value up to its end, and shows it."""
@@ -532,7 +546,7 @@ class TaggedScanner(CallScanner):
         if self.lines and (yield from self._next_is("\n")):
             yield from self._take()
         self._argue('"' if is_text else "")
-        ended = yield from self._until([self.value[1]], show)
+        ended = yield from self._until([self.value[1]], show, self._take)
         rest = "".join(waiting)
         if ended == END:
             self._argue(_escaped(rest) if is_text else rest)
