@@ -148,10 +148,7 @@ class FakeStream:
             return
         answer, said = self._engine.answer(prompt).encode(), bytes(self.request.said.tolist())
         answer = said + answer[len(said) :]
-        found = min(
-            ((answer.find(text.encode()), text) for text in params.stop if text.encode() in answer), default=None
-        )
-        cut, stop = found or (len(answer), None)
+        cut, stop = self._end(answer)
         made = 0
         if params.prompt_logprobs is not None and len(self.request.tokens) > 1:
             yield Delta("", prompt_logprobs=self._prompt_logprobs(params.prompt_logprobs))
@@ -161,10 +158,25 @@ class FakeStream:
                 return
             made += 1
             yield Delta(chr(token), (token,), self._logprobs(token) if made > len(said) else ())
-        if params.max_tokens <= cut:
+        if stop is None and params.max_tokens <= cut:
             yield self._last("length", made)
         else:
             yield self._last("stop", made, stop=stop)
+
+    def _end(self, answer: bytes) -> tuple[int, str | None]:
+        """Returns after how many tokens an answer ends, and by which stop text."""
+        params = self.request.params
+        if self.request.content is None or not params.stop:
+            found = ((answer.find(text.encode()), text) for text in params.stop if text.encode() in answer)
+            cut, stop = min(found, default=(len(answer), None))
+            return (cut, stop) if cut < params.max_tokens else (len(answer), None)
+        content = self.request.content()
+        for made, token in enumerate(answer[: params.max_tokens], 1):
+            content.feed(chr(token))
+            if content.stop is not None:
+                return made, content.stop
+        content.close(len(answer) >= params.max_tokens)
+        return len(answer), content.stop
 
     def _logprobs(self, token: int) -> tuple[TokenLogprob, ...]:
         best = self.request.params.logprobs

@@ -5,7 +5,7 @@ Every layer of the runtime and the server uses these types. They do not know sch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from mainstem.runtime.adapters import Adapter
+    from mainstem.runtime.text import Content
 
 _INT32_MAX = 2**31 - 1
 _NOTHING = np.empty(0, np.int32)
@@ -172,6 +173,9 @@ class Request:
         hints: what is known of how its KV will be used again.
         said: int32 [m]: the first tokens of the answer, which another engine has generated. They are events again, and
             the answer goes on as that engine would have gone on, with the same random numbers if there is a seed.
+        content: makes what finds the stop texts of `params` in an answer, where they count in a part of it only: with
+            several ranks, on each of them. The text of events then has all that was generated, and who reads it finds
+            the same. None: they count anywhere.
 
     Raises:
         BadArgument: the namespace, the priority, the images, the positions or the marks are invalid, or `said` is
@@ -190,6 +194,7 @@ class Request:
     marks: Sequence[int] = ()
     hints: Hints = field(default_factory=Hints)
     said: NDArray[np.int32] = field(default_factory=lambda: _NOTHING)
+    content: Callable[[], Content] | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
@@ -316,13 +321,14 @@ class Delta:
     """One event of a stream.
 
     Args:
-        text: text that is safe to show: never part of a character, never the possible start of a stop string.
+        text: text that is safe to show: never part of a character, never the possible start of a stop text, unless the
+            request has `content`.
         tokens: tokens generated since the last event.
         logprobs: one for each of the tokens, if requested.
         finish_reason: None until the last event; then "stop", "length", "cancelled" or "error".
         usage: on the last event.
         error: what went wrong, if the reason is "error".
-        stop: the stop string that ended the text, if one did; on the last event.
+        stop: the stop text that ended the text, if one did; on the last event.
         prompt_logprobs: one for each token of the prompt but the first, if requested: before or with the first token.
     """
 

@@ -71,7 +71,7 @@ from mainstem.runtime.scores import keep_scores
 from mainstem.runtime.sequence import Sequence, common_prefix, spliced_images
 from mainstem.runtime.sessions import Sessions
 from mainstem.runtime.sizing import window_pages
-from mainstem.runtime.text import Detokenizer, Tokenizer
+from mainstem.runtime.text import Detokenizer, Tokenizer, hiding, special_tokens
 from mainstem.runtime.timeline import Timeline
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
@@ -152,6 +152,7 @@ class Scheduler:
         self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
         self._tiers: Tiers | None = cache.tiers
         self._limits, self._max_context, self._eos = limits, max_context, eos
+        self._special = special_tokens(tokenizer)
         self.grammars = Grammars(tokenizer, runner.vocab_size)
         self._clock, self._random, self._ranks = clock, random, ranks
         self._now_s = clock()  # of this step, the same on all ranks
@@ -260,7 +261,9 @@ class Scheduler:
         params = request.params
         rules = (params, request.tokens, self._eos, self._compiled(request)) if params.shapes_logits else None
         sampler = Sampler(params, self._random, None if rules is None else LogitsProcessor(*rules))
-        shown = (params.skip_special_tokens, params.include_stop_str_in_output, params.hidden_tokens)
+        skipped, hidden = hiding(params, self._special)
+        content = request.content() if request.content is not None and params.stop else None
+        shown = (skipped, params.include_stop_str_in_output, hidden, content)
         text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
         timeline, arrival = Timeline(self._clock, arrived_s), self.totals.requests
         self._waiting[id] = sequence = Sequence(id, request, prompt, arrival, arrived_s, sampler, text, timeline)
@@ -774,8 +777,10 @@ class Scheduler:
         sequence.close()
         prefixes = sequence.settle(self._cache.retention, self._now_s, reason)
         self.totals.errors += error is not None
-        usage, stop = sequence.usage(self._clock(), prefixes), sequence.text.stop
+        usage = sequence.usage(self._clock(), prefixes)
         if reason in ("stop", "length"):
             self._sessions.ended(sequence, self._now_s)
-        text = last.text + sequence.flush()
+        text = last.text + sequence.flush(reason == "length")
+        if (stop := sequence.text.stop) is not None and reason == "length":
+            reason = "stop"
         self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))

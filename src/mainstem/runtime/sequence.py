@@ -358,10 +358,10 @@ class Sequence:
         self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
 
-    def flush(self) -> str:
+    def flush(self, cut: bool) -> str:
         """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
         try:
-            return self.text.flush()
+            return self.text.flush(cut)
         except Exception:
             log.exception("the last text of request %s cannot be decoded", self.id)
             return ""

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from mainstem.runtime.prompts import ANSWER, Prompts
+from mainstem.runtime.text import Stops, special_tokens
 from mainstem.server.effort import EFFORTS, Switches, switches_of
 from mainstem.server.formats import ANY, FORMATS, CallFormat, format_of, terms, upto
-from mainstem.server.output import OutputParser, PlainText
+from mainstem.server.output import OutputParser, PlainText, UntilStop
 from mainstem.server.reasoning import THINKING, ReasoningParser, Thinking, thinking_of
+from mainstem.server.repair import NoJson, repaired
 from mainstem.server.tools import NO_TOOLS, Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
@@ -34,7 +36,7 @@ class TemplateTraits:
     Args:
         tools: whether it lists tools.
         objects: whether arguments of calls are given as objects; else as JSON texts.
-        empty: the content of a message that has none.
+        empty: the content of a message that has calls alone.
         system: whether it has a system message.
     """
 
@@ -62,8 +64,22 @@ class Dialect:
     special: Mapping[str, int]
     switches: Switches = field(default_factory=Switches)
 
+    def reading(
+        self, tooling: Tooling, ending: str, params: SamplingParams, name: str | None = None
+    ) -> UntilStop | PlainText:
+        """Returns the parser of one answer that may have stop texts; `PlainText` if they count anywhere in it.
+
+        Args:
+            tooling, ending, name: see `parser`.
+            params: of the request.
+        """
+        parser = self.parser(tooling, ending, name)
+        if isinstance(parser, PlainText):
+            return parser
+        return UntilStop(parser, Stops(params.stop, params.include_stop_str_in_output))
+
     def parser(self, tooling: Tooling = NO_TOOLS, ending: str = "", name: str | None = None) -> OutputParser:
-        """Returns the parser of one answer.
+        """Returns the parser of one answer without stop texts.
 
         Args:
             tooling: the tools of the request.
@@ -145,7 +161,7 @@ class Dialect:
             return _without_tools(given, tools, self), None
         for message in given:
             if message["content"] is None:
-                message["content"] = self.traits.empty
+                message["content"] = self.traits.empty if "tool_calls" in message else ""
             if "tool_calls" in message:
                 message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
             if "tool_call_id" in message:
@@ -181,14 +197,8 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
         except ValueError:
             return None
 
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return Dialect(
-        spoken,
-        spoken.thinking or thought,
-        traits_of(render),
-        {str(each): id for id, each in added.items() if each.special},
-        switches_of(render_with),
-    )
+    traits, switches = traits_of(render), switches_of(render_with)
+    return Dialect(spoken, spoken.thinking or thought, traits, special_tokens(tokenizer), switches)
 
 
 def _template_text(tokenizer: Any) -> str:
@@ -293,12 +303,13 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _parsed(arguments: str) -> Any:
-    """Returns the arguments of a call as an object; a text that is no JSON, or is nested too deeply, stays one."""
+def _parsed(arguments: str) -> Mapping[str, Any]:
+    """Returns the arguments of a call as an object, whatever they are: a call that was cut off comes back, too."""
     try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
+        parsed = json.loads(repaired(arguments) if arguments.strip() else "{}")
+    except (NoJson, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 _GAP = r"/\s{0,2}/"

@@ -276,6 +276,9 @@ def _turns(request: CountRequest) -> Turns:
         _add_content(turns, "system", request.system, "system")
     for i, message in enumerate(request.messages):
         at = f"messages[{i}].content"
+        if not message.content and message.role == "assistant":  # an answer may have been cut before it said anything
+            _enter(turns, "assistant", at)
+            continue
         if isinstance(message.content, list) and not message.content:
             raise ApiError(400, f"{at}: must have at least one block", param=at)
         _add_content(turns, message.role, message.content, at)

@@ -11,6 +11,8 @@ from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
+from mainstem.runtime.text import Stops
+
 Kept = TypeVar("Kept")
 
 
@@ -79,6 +81,49 @@ class PlainText:
     def close(self, cut: bool = False) -> Sequence[Piece]:
         """See `OutputParser.close`."""
         return []
+
+
+class UntilStop:
+    """Ends an answer's text at the first of several stop texts; an `OutputParser`.
+
+    They count in the text that a client sees as the answer: not in thoughts, nor in calls and what marks them.
+
+    Args:
+        parser: finds the pieces of the answer.
+        stops: finds the stop text in a text.
+    """
+
+    def __init__(self, parser: OutputParser, stops: Stops) -> None:
+        self._parser, self._stops = parser, stops
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text that ended the answer; None: none did."""
+        return self._stops.found
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        """See `OutputParser.feed`. What comes after the stop text is left out."""
+        return [] if self.stop is not None else self._cut(self._parser.feed(text))
+
+    def close(self, cut: bool = False) -> Sequence[Piece]:
+        """See `OutputParser.close`."""
+        pieces = [] if self.stop is not None else self._cut(self._parser.close(cut))
+        return joined([*pieces, *self._flushed()])
+
+    def _cut(self, pieces: Sequence[Piece]) -> list[Piece]:
+        shown: list[Piece] = []
+        for piece in pieces:
+            if not isinstance(piece, Text):
+                shown += [*self._flushed(), piece]
+                continue
+            if safe := self._stops.push(piece.text):
+                shown.append(Text(safe))
+            if self.stop is not None:
+                break
+        return shown
+
+    def _flushed(self) -> list[Piece]:
+        return [Text(text)] if (text := self._stops.flush()) else []
 
 
 Steps: TypeAlias = Generator[None, str, Kept]

@@ -19,6 +19,7 @@ from mainstem.errors import BadArgument, RequestTooLong
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import WHOLE, Prompts, Template, Variant
 from mainstem.runtime.request import Hints, PreparedPrompt, Request
+from mainstem.runtime.text import Content
 from mainstem.server import errors
 from mainstem.server.answers import Answers, Turn
 from mainstem.server.breakpoints import Mark
@@ -276,12 +277,12 @@ class Preparation:
             params = replace(ask.params(room, choice), bad_words=words)
             if choice and not ask.stream:
                 params = replace(params, prompt_logprobs=None)
+            content = None
             if isinstance(ask, ChatRequest):
                 params = self._spoken(params, ask.tooling(), ending)
-            given = (params, namespace, ask.priority or 0)
-            return Request(
-                prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=marks, hints=hints
-            )
+                content = self._content(params, ask.tooling(), ending)
+            given = (params, namespace, ask.priority or 0, prompt.images, prompt.positions)
+            return Request(prompt.tokens, *given, marks=marks, hints=hints, content=content)
 
         if ask.seed is not None:
             return [request(choice) for choice in range(ask.choices)]
@@ -302,6 +303,11 @@ class Preparation:
             loose = params.grammar is None and tooling.choice != "required"
             self._compile_calls(grammar, [tool.strict or not loose for tool in tooling.tools], tooling)
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
+
+    def _content(self, params: SamplingParams, tooling: Tooling, ending: str) -> Callable[[], Content] | None:
+        """Returns what finds stop texts where they count in a part of an answer only."""
+        made = partial(self._dialect.reading, tooling, ending, params)
+        return None if not params.stop or isinstance(made(), PlainText) else made  # type: ignore[return-value]
 
     def _check_grammar(self, ask: Ask) -> None:
         """Compiles the grammar of a request, if there is one, so that `submit` finds it; errors name the field."""
@@ -335,7 +341,7 @@ class Preparation:
         """Returns the parser of one answer; see `Prepared`."""
         if isinstance(ask, CompletionRequest):
             return PlainText()
-        return self._dialect.parser(ask.tooling(), self.prompts.ending(request.tokens), name)
+        return self._dialect.reading(ask.tooling(), self.prompts.ending(request.tokens), request.params, name)
 
     def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
         """Returns what the reply shows besides the texts of its answers."""
