@@ -79,11 +79,14 @@ def test_templates_that_know_tools_get_them() -> None:
     assert "TOOL" not in prompt("joined", TURNS, ())
 
 
-def test_arguments_that_are_no_json_stay_text() -> None:
+def test_arguments_that_are_no_json_are_an_object_that_has_them() -> None:
     cut = {**CALL, "function": {"name": "weather", "arguments": '{"city": "Ro'}}
     empty = {**CALL, "function": {"name": "time", "arguments": ""}}
     given, _ = dialect("hermes")[0].conversation([ASK, {**CALLED, "tool_calls": [cut, empty]}], TOOLS)
-    assert [call["function"]["arguments"] for call in given[1]["tool_calls"]] == ['{"city": "Ro', {}]
+    assert [call["function"]["arguments"] for call in given[1]["tool_calls"]] == [
+        {"arguments": '{"city": "Ro'},
+        {},
+    ]
 
 
 def test_ids_are_those_that_the_template_takes() -> None:

@@ -124,7 +124,6 @@ def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> 
         ({"messages": [{"role": "tool", "tool_call_id": "", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [called(id=None)]}, "messages[0].tool_calls[0].id"),
         ({"messages": [called(type="costum")]}, "messages[0].tool_calls[0].type"),
