@@ -121,6 +121,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": "Hi.", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
     "calls": ("/v1/responses", {"input": "call", "tools": [{"type": "function", "name": "f", "parameters": {}}]}),
     "chat calls": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    "stop beside tools": (
+        "/v1/messages",
+        {**CHAT, "max_tokens": 60, "tools": [{"name": "f", "input_schema": {}}], "stop_sequences": ["nd o"]},
+    ),
 }
 
 

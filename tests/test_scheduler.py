@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -168,6 +169,56 @@ def test_requests_end_by_eos_by_stop_string_and_by_length() -> None:
     assert bench.output(by_eos)[2] == "stop" and bench.output(by_eos)[0][-1] == EOS
     assert bench.output(past_eos)[2] == "length" and len(bench.output(past_eos)[0]) == 9
     assert bench.output(by_text)[1:] == (letters[0], "stop")
+
+
+class Later:
+    """Stop texts count from a character on; those that are only blanks, at the end of the text."""
+
+    def __init__(self, begin: int, text: str, at_end: bool = False) -> None:
+        self.begin, self.text, self.at_end, self.read = begin, text, at_end, ""
+        self.stop: str | None = None
+
+    def feed(self, text: str) -> None:
+        self.read += text
+        if self.text in self.read[self.begin :] and not self.at_end:
+            self.stop = self.text
+
+    def close(self, cut: bool = False) -> None:
+        if self.at_end and self.read.endswith(self.text):
+            self.stop = "cut" if cut else self.text
+
+
+def test_stop_texts_count_where_the_reader_of_the_answer_says_so() -> None:
+    bench = Bench(draft_tokens=2)
+    tokens, letters, _ = complete(Request(prompt(1, 6), SamplingParams(max_tokens=9, ignore_eos=True)))
+    given: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True, "stop": (letters[0],)}
+    at = next(at for at in range(2, 8) if letters[at] not in letters[2:at])
+    made = functools.partial(Later, 2, letters[at])
+    stopped = bench.add(prompt(1, 6), content=made, **given)
+    goes_on = bench.add(prompt(1, 6), content=made, said=tokens[: at - 1], **given)
+    never = bench.add(prompt(1, 6), content=functools.partial(Later, 99, letters[at]), **given)
+    unasked = bench.add(prompt(1, 6), content=made, max_tokens=9, ignore_eos=True)
+    by_end = bench.add(prompt(1, 6), content=functools.partial(Later, 0, letters[8], at_end=True), **given)
+    bench.run_and_flush()
+    for id in (stopped, goes_on):
+        assert bench.output(id) == (tokens[: at + 1], letters[: at + 1], "stop"), "with the token that completes it"
+        assert bench.last(id).stop == letters[at]
+        assert bench.last(id).usage.completion_tokens == at + 1
+    assert bench.output(never)[1:] == bench.output(unasked)[1:] == (letters, "length")
+    assert (bench.output(by_end)[2], bench.last(by_end).stop) == ("stop", "cut"), "found when nothing follows"
+
+
+def test_a_stop_text_that_is_a_special_token_stops() -> None:
+    bench, tokenizer = Bench(), GhostTokenizer()
+    seed = next(s for s in range(1000) if EOS in complete(Request(prompt(s, 6), SamplingParams(max_tokens=9)))[0][1:8])
+    tokens, letters, _ = complete(Request(prompt(seed, 6), SamplingParams(max_tokens=9, ignore_eos=True)))
+    at, text = tokens.index(EOS), tokenizer.decode([EOS])
+    for shown in (False, True):
+        given = {"max_tokens": 9, "ignore_eos": True, "stop": (text,), "include_stop_str_in_output": shown}
+        id = bench.add(prompt(seed, 6), **given)
+        bench.run()
+        assert bench.output(id) == (tokens[: at + 1], letters[:at] + text * shown, "stop")
+        assert bench.last(id).stop == text
 
 
 def test_logprobs_come_with_their_tokens() -> None:

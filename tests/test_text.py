@@ -6,7 +6,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mainstem.runtime.text import Detokenizer
+from mainstem.runtime.text import Detokenizer, hiding, special_tokens
+from mainstem.settings.engine import SamplingParams
 
 TEXT = "Grüße, 世界! Здравствуй 👩‍👩‍👧 naïve  two spaces\n\ttab — “quotes” 🇩🇪 e\u0301 \ufffd end "
 
@@ -159,6 +160,39 @@ def test_text_ends_before_the_stop_string(
     pieces, found = _pieces(BYTE_LEVEL, BYTE_LEVEL.encode(text), stop)
     assert "".join(pieces) == expected
     assert found == ended_by
+
+
+SPECIAL = {"<call>": 300, "<end>": 301, "<other>": 302}
+
+
+@pytest.mark.parametrize(
+    ("stop", "skips", "hidden", "expected"),
+    [
+        ((), True, frozenset(), (True, frozenset())),
+        (("x", "en"), True, frozenset([7]), (True, frozenset([7]))),
+        (("<end>",), True, frozenset(), (False, {300, 302})),
+        (("a<end>b<call>", "c"), True, frozenset([7]), (False, {302, 7})),
+        (("<end>",), False, frozenset([301, 302]), (False, {302})),
+    ],
+)
+def test_special_tokens_that_a_stop_text_names_have_their_text(
+    stop: tuple[str, ...], skips: bool, hidden: frozenset[int], expected: tuple[bool, set[int]]
+) -> None:
+    assert hiding(SamplingParams(stop=stop, skip_special_tokens=skips, hidden_tokens=hidden), SPECIAL) == expected
+
+
+def test_a_stop_text_of_special_tokens_is_found_in_what_they_are_spelled() -> None:
+    tokenizer = byte_tokenizer("chatml", ["<call>", "<other>"])
+    special = special_tokens(tokenizer)
+    assert special.keys() >= {"<call>", "<other>", "<s>"}
+    tokens = tokenizer.encode("a<other>b<call> c", add_special_tokens=False)
+    for stop, shown in (("<call>", "ab"), ("b<call> c", "a"), ("<call>c", "ab<call> c")):
+        skips, hidden = hiding(SamplingParams(stop=(stop,)), special)
+        made = Detokenizer(tokenizer, (stop,), skip_special=skips, hidden=hidden)
+        text = ""
+        for token in tokens:
+            text += made.push(token) if made.stop is None else ""
+        assert (text + made.flush(), made.stop) == (shown, stop if "c" not in shown else None)
 
 
 def test_what_may_start_a_stop_string_is_held_and_nothing_else() -> None:

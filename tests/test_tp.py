@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,6 +40,10 @@ from mainstem.runtime.parallel import open_engine
 from mainstem.runtime.ranks import ANSWER_S, FirstRank, LaterRank, Peer, largest, require_equal
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.stream import Stream
+from mainstem.server.dialect import Dialect, TemplateTraits
+from mainstem.server.formats import FORMATS
+from mainstem.server.reasoning import THINKING
+from mainstem.server.tools import NO_TOOLS
 from mainstem.settings.engine import (
     EngineConfig,
     Grammar,
@@ -243,6 +248,25 @@ def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
         (answer,) = engine.generate([documents(1)[0]], params)
         (again,) = engine.generate([[*documents(1)[0], *answer.tokens]], params)
         assert again.usage.cached_tokens == (len(documents(1)[0]) + 3 * PAGE - 1) // PAGE * PAGE
+
+
+def test_stop_texts_count_on_all_ranks_where_they_do_on_one(opened: Open, folder: Folder) -> None:
+    thinks = Dialect(FORMATS["json"], THINKING["qwen3"], TemplateTraits(), {})
+
+    def answered(ranks: int, stop: str) -> list[tuple[tuple[int, ...], str]]:
+        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, stop=(stop,))
+        with opened(folder("llama", **LLAMA), ranks) as engine:
+            made = [partial(thinks.reading, NO_TOOLS, ending, params) for ending in ("<think>", "")]
+            streams = [engine.submit(Request(np.array(documents(1)[0]), params, content=each)) for each in made]
+            answers = [stream.result(timeout_s=PATIENCE_S) for stream in streams]
+            return [(answer.tokens, answer.finish_reason) for answer in answers]
+
+    thought, _ = answered(1, "no word")
+    stop = f"w{thought[0][2]} "
+    one, two = answered(1, stop), answered(2, stop)
+    assert one == two
+    assert one[0] == thought, "within a thought it does not count"
+    assert one[1][1] == "stop" and len(one[1][0]) < NEW_TOKENS
 
 
 def test_a_grammar_is_followed_by_all_ranks_and_known_to_one(opened: Open, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import AddedToken
 
 from mainstem.cache import Pool
 from mainstem.components import Component, Full, Local, State, Window, by_name
@@ -25,7 +26,7 @@ from mainstem.runtime.request import ImageInput, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.scores import score
-from mainstem.runtime.text import Detokenizer
+from mainstem.runtime.text import Detokenizer, hiding, special_tokens
 
 VOCAB = 48
 EOS = 7
@@ -269,6 +270,10 @@ class GhostTokenizer:
 
     eos_token_id = EOS
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return {EOS: AddedToken(_LETTERS[EOS], special=True)}
+
     def encode(self, text: str) -> list[int]:
         return [_LETTERS.index(letter) for letter in text]
 
@@ -290,7 +295,10 @@ def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
     grammar = None if params.grammar is None else Grammars(GhostTokenizer(), VOCAB).compile(params.grammar)
     processor = LogitsProcessor(params, request.tokens, {EOS}, grammar) if params.shapes_logits else None
     sampler = Sampler(params, random.Random(0), processor)
-    text = Detokenizer(GhostTokenizer(), params.stop, shows_stop=params.include_stop_str_in_output)
+    tokenizer = GhostTokenizer()
+    skipped, hidden = hiding(params, special_tokens(tokenizer))
+    shown = (skipped, params.include_stop_str_in_output, hidden)
+    text = Detokenizer(tokenizer, params.stop, (), *shown)
     hash_ = chain(symbols_of(request.tokens, request.images))
     tokens: list[int] = []
     out, reason = "", None if params.max_tokens else "length"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from mainstem.components import Component
 from mainstem.keys import Encoded, TokenKeys, TypedKeys
 from mainstem.runtime.request import Delta, Hints, ImageInput, Progress, Request, Usage
 from mainstem.runtime.scheduler import Scheduler
+from mainstem.runtime.text import Content
 from mainstem.settings.engine import Limits, SamplingParams
 
 PAGE = 4
@@ -86,12 +87,13 @@ class Bench:
         marks: Sequence[int] = (),
         hints: Hints = _NONE,
         said: Sequence[int] = (),
+        content: Callable[[], Content] | None = None,
         **params: Any,
     ) -> str:
         """Adds a request; returns its id."""
         id = f"r{len(self.requests)}"
         given = (np.array(tokens), SamplingParams(**params), namespace, priority, images)
-        request = Request(*given, marks=marks, hints=hints, said=np.array(said, np.int32))
+        request = Request(*given, marks=marks, hints=hints, said=np.array(said, np.int32), content=content)
         self.scheduler.add(id, request)
         self.requests[id] = request
         return id
