@@ -119,8 +119,8 @@ def test_a_template_that_refuses() -> None:
 
 def test_spelling_half_a_character() -> None:
     prompts = Prompts(FakeTokenizer(), 100)
-    assert prompts.spell(65) == "A"
-    assert prompts.spell("é".encode()[0]) == "\ufffd"
+    assert prompts.spell(65) == ("A", b"A")
+    assert prompts.spell("é".encode()[0]) == ("\ufffd", None), "of a tokenizer without a vocabulary"
 
 
 # ---------------------------------------------------------------- marks

@@ -12,6 +12,7 @@ import pytest
 
 from mainstem.retention import Kept
 from mainstem.runtime.request import Delta, Prefix, TokenLogprob, Usage
+from mainstem.runtime.spelling import Spelled
 from mainstem.server.errors import internal_error
 from mainstem.server.formats import FORMATS
 from mainstem.server.output import PlainText
@@ -26,6 +27,7 @@ from mainstem.server.replies import (
     Extras,
     Head,
     PromptTokensDetails,
+    chosen_token,
     encode,
     usage_body,
 )
@@ -60,8 +62,9 @@ def test_what_was_written_counts_once_for_the_longest_time() -> None:
     assert (nothing.cache_write_tokens, nothing.cache_write_tokens_by_ttl) == (0, {"1h": 0, "5m": 0})
 
 
-def spell(token: int) -> str:
-    return {1: "Hé", 2: " you", 3: "\ufffd"}[token]
+def spell(token: int) -> Spelled:
+    raw = {1: "Hé".encode(), 2: b" you", 3: b"\xc3", 4: None}[token]
+    return Spelled("\ufffd" if raw is None else raw.decode(errors="replace"), raw)
 
 
 LOGPROBS = (TokenLogprob(1, -0.5, ((1, -0.5), (2, float("-inf")))), TokenLogprob(3, -1.0, ()))
@@ -88,7 +91,9 @@ def test_a_whole_chat_answer() -> None:
     assert first["token"] == "Hé"
     assert first["bytes"] == list("Hé".encode())
     assert first["top_logprobs"][1] == {"token": " you", "logprob": -9999.0, "bytes": list(b" you")}
-    assert second["bytes"] is None
+    assert second["bytes"] == [0xC3], "a part of a character"
+    unknown = chosen_token(TokenLogprob(4, -1.0, ()), spell)
+    assert (unknown.token, unknown.bytes) == ("\ufffd", None)
     by_tier = {"device": 4, "host": 0, "storage": 0}
     details = {"cached_tokens": 4, "cached_tokens_by_tier": by_tier, "cache_write_tokens": 0}
     assert body["usage"]["prompt_tokens_details"] == details
@@ -273,8 +278,8 @@ EMOJI = (
 
 
 def test_offsets_count_characters_that_were_sent() -> None:
-    def spelled(token: int) -> str:
-        return {1: "a", 5: "b"}.get(token, "\ufffd")
+    def spelled(token: int) -> Spelled:
+        return Spelled({1: "a", 5: "b"}.get(token, "\ufffd"), None)
 
     whole = as_json(CompletionReply(HEAD, spelled, ChunkUsage(False)).whole([EMOJI, EMOJI], usage_body([USAGE], 1)))
     assert whole["choices"][0]["text"] == "a😀b"

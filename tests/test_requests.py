@@ -90,6 +90,7 @@ def test_mixed_or_empty_prompts_are_refused(prompt: Any) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "s" * 1025}, "cache_salt"),
         ({"priority": 2**31}, "priority"),
+        ({"priority": -(2**31)}, "priority"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 129}, "best_of"),
@@ -414,3 +415,37 @@ def test_ranges_are_those_of_the_sampler(fields: dict[str, Any]) -> None:
     with pytest.raises(BadArgument) as caught:
         completion(**fields).params(100, 0)
     assert api_error(caught.value).detail.param == next(iter(fields))
+
+
+def test_the_choices_of_a_request_have_seeds_of_their_own_also_after_the_last_seed() -> None:
+    for seed, seeds in ((5, [5, 6, 7]), (2**64 - 2, [2**64 - 2, 2**64 - 1, 0]), (-2, [-2, -1, 0])):
+        request = completion(seed=seed, n=3)
+        assert [request.params(100, choice).seed for choice in range(3)] == seeds
+    for seed in (2**64, -(2**63) - 1, 2**70):
+        with pytest.raises(BadArgument, match="seed"):
+            completion(seed=seed).params(100, 0)
+
+
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "n", "seed", "priority", "presence_penalty", "frequency_penalty",
+           "repetition_penalty", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+           "best_of"]  # fmt: skip
+EXTREMES = ["2147483648", "9223372036854775808", "18446744073709551615", "18446744073709551616", "1e30", "1e308",
+            "1e400", "-1e400", "5e-324", "1e-400", "-9223372036854775809", "NaN", "Infinity", "-0.0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("number", EXTREMES)
+def test_a_number_is_taken_as_it_is_or_refused_by_its_name(name: str, number: str) -> None:
+    body = f'{{"model": "m", "prompt": "a", "{name}": {number}}}'.encode()
+    try:
+        request = requests.parse_completion(body)
+        params = request.params(100, 0)
+    except (BadArgument, ApiError) as error:
+        detail = api_error(error).detail if isinstance(error, BadArgument) else error.detail
+        refused_by = detail.param if detail.param else detail.code
+    else:
+        given = json.loads(number)
+        assert getattr(request, name) in (given, float(given))
+        assert getattr(params, name, given) in (given, float(given))
+        return
+    assert refused_by in (name, "invalid_json", "min_tokens" if name == "max_tokens" else None)

@@ -138,7 +138,7 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
 def test_no_random_number_draws_a_token_of_probability_zero(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([-math.inf, -math.inf, 0.0, 1.0, -math.inf])
     sampler = Sampler(SamplingParams(temperature=1.0), random.Random(0))
-    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.tensor(uniform, dtype=torch.float64))
+    monkeypatch.setattr(sampler, "uniform", lambda: uniform)
     assert _draw(sampler, logits) == (2 if uniform == 0 else 3)
 
 
@@ -298,3 +298,15 @@ def test_logits_that_are_not_finite_end_a_draft() -> None:
     draft = np.array([int(logits[0].argmax()), 0], np.int32)
     (choices,) = verify(logits, _samplers(1), [draft])
     assert choices[0] is not None and choices[1:] == [None]
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_all_bits_of_a_seed_count(bit: int) -> None:
+    def drawn(seed: int) -> list[float]:
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), random.Random(0))
+        return [sampler.uniform() for _ in range(3)]
+
+    for seed in (0, 12345, 2**64 - 1):
+        assert drawn(seed) == drawn(seed) != drawn(seed ^ (1 << bit))
+    assert drawn(-1) == drawn(2**64 - 1) != drawn(1)
+    assert drawn(-(2**63)) == drawn(2**63)

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.cuts import Tokenization, common_length
 from mainstem.runtime.request import PreparedPrompt
+from mainstem.runtime.spelling import Spelled, spelled
 from mainstem.runtime.text import Detokenizer
 
 if TYPE_CHECKING:
@@ -318,9 +319,9 @@ class Prompts:
         last = [int(token) for token in tokens[-_ENDING:] if 0 <= token < len(self._tokenizer)]
         return str(self._tokenizer.decode(last))
 
-    def spell(self, token: int) -> str:
-        """Returns the text of a single token; a part of a character shows as U+FFFD."""
-        return str(self._tokenizer.decode([token]))
+    def spell(self, token: int) -> Spelled:
+        """Returns the text of a single token, and its bytes."""
+        return spelled(self._tokenizer, token)
 
     def check_size(self, texts: Sequence[str], name: str) -> None:
         """Rejects texts that no tokenisation could fit into the context, by their size alone.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mainstem.runtime.processor import Ended, LogitsProcessor
 from mainstem.runtime.request import TokenLogprob
-from mainstem.settings.engine import SamplingParams
+from mainstem.settings.engine import SEEDS, SamplingParams
 
 _FEW = (256, 4096)  # tokens among which those are looked for that reach top_p
 _AT_ONCE = 1 << 17  # logits on a CPU: more of them take fresh memory, which takes longer than computing them
@@ -45,8 +45,8 @@ class Sampler:
         self, params: SamplingParams, random: random_module.Random, processor: LogitsProcessor | None = None
     ) -> None:
         self.params, self.processor = params, processor
-        seed = random.getrandbits(63) if params.seed is None else params.seed
-        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+        seed = random.getrandbits(64) if params.seed is None else params.seed % SEEDS
+        self._random = random_module.Random(seed)  # of the seed it takes all bits, torch's generator 32
 
     @property
     def ended(self) -> Ended | None:
@@ -67,7 +67,7 @@ class Sampler:
 
     def uniform(self) -> float:
         """Returns the next random number, in [0, 1)."""
-        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+        return self._random.random()
 
 
 def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

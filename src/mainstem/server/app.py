@@ -716,7 +716,7 @@ class _Service:
             made = self._preparation.chat(ask.messages, ask.tools, ask.template())
         else:
             made = self._preparation.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
-        spelled = [self._prompts.spell(int(token)) for token in made] if ask.return_token_strs else msgspec.UNSET
+        spelled = [self._prompts.spell(int(token)).text for token in made] if ask.return_token_strs else msgspec.UNSET
         return tokenization.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 
     async def _detokenize(self, http: HttpRequest) -> Response:

@@ -21,7 +21,7 @@ from mainstem.runtime.request import Delta
 from mainstem.server.diagnosis import Shape
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
 from mainstem.server.output import OutputParser
-from mainstem.server.replies import ChunkUsage, Extras, Head, Reply, UsageBody, usage_body
+from mainstem.server.replies import ChunkUsage, Extras, Head, Reply, Spell, UsageBody, usage_body
 from mainstem.server.requests import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-MakeReply: TypeAlias = Callable[[Head, Callable[[int], str], ChunkUsage, Extras, Callable[[], OutputParser]], Reply]
+MakeReply: TypeAlias = Callable[[Head, Spell, ChunkUsage, Extras, Callable[[], OutputParser]], Reply]
 """Makes a reply from the head of the response, what spells a token, the usage in chunks, what is shown besides answers,
 and what parses an answer."""
 

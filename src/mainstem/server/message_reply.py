@@ -95,7 +95,7 @@ class MessageReply(BlockReply):
 
     Args:
         head: id and model of the message.
-        spell: returns the text of one token; not used, since this API has no log-probabilities.
+        spell: spells one token; not used, since this API has no log-probabilities.
         usage: says how long the prompt is, before the first event.
         extras: of these only the explanation is shown.
         parser: returns what finds the pieces of the answer.

@@ -15,10 +15,14 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
+from mainstem.runtime.spelling import Spelled
 from mainstem.server.diagnosis import Fingerprint
 from mainstem.server.errors import ApiError, ErrorBody
 from mainstem.server.explained import PromptExplained
 from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece, PlainText, Reasoning, Text, joined
+
+Spell: TypeAlias = Callable[[int], Spelled]
+"""Spells one token."""
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
 
@@ -395,7 +399,7 @@ class _Chunks(ABC):
 
     Args:
         head: the fields that every chunk repeats.
-        spell: returns the text of one token.
+        spell: spells one token.
         usage: of the chunks of a stream.
         extras: what is shown besides texts.
         parser: makes what finds the pieces of an answer; those of completions are texts.
@@ -404,7 +408,7 @@ class _Chunks(ABC):
     def __init__(
         self,
         head: Head,
-        spell: Callable[[int], str],
+        spell: Spell,
         usage: ChunkUsage,
         extras: Extras = Extras(),
         parser: Callable[[], OutputParser] = PlainText,
@@ -450,7 +454,7 @@ class _Chunks(ABC):
         return body
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._extras.ids_for_names else self._spell(token)
+        return f"token_id:{token}" if self._extras.ids_for_names else self._spell(token).text
 
     def _prompt_logprobs(self, deltas: Sequence[Delta]) -> PromptLogprobs | UnsetType:
         if self._extras.prompt_logprobs is None:
@@ -462,7 +466,7 @@ class _Chunks(ABC):
         top += [(*pair, rank) for rank, pair in enumerate(score.top[: self._extras.prompt_logprobs], 1)]
         found: dict[int, PromptLogprob] = {}
         for token, logprob, rank in top:
-            found.setdefault(token, PromptLogprob(_finite(logprob), rank, self._spell(token)))
+            found.setdefault(token, PromptLogprob(_finite(logprob), rank, self._spell(token).text))
         return found
 
     def _token_ids(self, deltas: Sequence[Delta]) -> list[int] | UnsetType:
@@ -533,7 +537,7 @@ class CompletionReply(_Chunks):
         offsets = []
         for entry in delta.logprobs:
             offsets.append(min(offset, end))
-            offset += len(self._spell(entry.token))
+            offset += len(self._spell(entry.token).text)
         return offsets
 
     def _logprobs(self, entries: Sequence[TokenLogprob], offsets: list[int]) -> CompletionLogprobs:
@@ -624,20 +628,18 @@ class ChatReply(_Chunks):
         return ChatLogprobs([chosen_token(entry, self._spell, self._name) for entry in entries]) if entries else None
 
 
-def chosen_token(
-    entry: TokenLogprob, spell: Callable[[int], str], name: Callable[[int], str] | None = None
-) -> ChosenToken:
+def chosen_token(entry: TokenLogprob, spell: Spell, name: Callable[[int], str] | None = None) -> ChosenToken:
     """Returns the log-probabilities of a generated token as chats show them.
 
     Args:
         entry: the token.
-        spell: returns the text of a token.
+        spell: spells a token.
         name: returns what stands for a token; None: its text.
     """
 
     def shown(token: int, logprob: float) -> tuple[str, float, list[int] | None]:
-        text = spell(token)
-        return text if name is None else name(token), _finite(logprob), _bytes(text)
+        text, raw = spell(token)
+        return text if name is None else name(token), _finite(logprob), None if raw is None else list(raw)
 
     return ChosenToken(*shown(entry.token, entry.logprob), [Alternative(*shown(*pair)) for pair in entry.top])
 
@@ -687,11 +689,6 @@ def _entries(deltas: Sequence[Delta]) -> list[TokenLogprob]:
 def _scores(deltas: Sequence[Delta]) -> list[TokenLogprob]:
     """Returns the log-probabilities of a prompt."""
     return [entry for delta in deltas for entry in delta.prompt_logprobs]
-
-
-def _bytes(text: str) -> list[int] | None:
-    """Returns the token's bytes, or None for a part of a character, whose text does not determine them."""
-    return None if "\ufffd" in text else list(text.encode())
 
 
 def _finite(logprob: float) -> float:

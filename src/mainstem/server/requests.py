@@ -26,7 +26,7 @@ from mainstem.server.fields import OPENAI, Refused, Rules, Unheeded, check_field
 from mainstem.server.structured import Asked, Structured
 from mainstem.server.tool_fields import ToolCall, ToolChoice, ToolSpec, tools_of
 from mainstem.server.tools import Tooling
-from mainstem.settings.engine import SamplingParams
+from mainstem.settings.engine import SEEDS, SamplingParams
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request: prompts times `n`."""
@@ -78,7 +78,7 @@ class _Request(Structured, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -168,7 +168,7 @@ class _Request(Structured, kw_only=True):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else self.seed + choice,  # so that the choices of one request differ
+            seed=None if self.seed is None else _seed(self.seed, choice),
             stop=tuple(text for text in stop if text),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
@@ -184,6 +184,11 @@ class _Request(Structured, kw_only=True):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             grammar=None if asked is None else asked.grammar,
         )
+
+
+def _seed(seed: int, choice: int) -> int:
+    """Returns the seed of a choice: those of one request differ, also after the last seed there is."""
+    return seed + choice - SEEDS if 0 <= seed < SEEDS <= seed + choice else seed + choice
 
 
 def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -31,6 +31,7 @@ from mainstem.server.replies import (
     Extras,
     Head,
     PromptTokensDetails,
+    Spell,
     UsageBody,
     chosen_token,
 )
@@ -129,7 +130,7 @@ class ResponseReply(BlockReply):
 
     Args:
         head: id, time and model of the response; the id begins with `ID_PREFIX`.
-        spell: returns the text of one token.
+        spell: spells one token.
         request: what was asked.
         keep: called with the response when it is complete; None: it is not kept.
         parser: returns what finds the pieces of the answer.
@@ -142,7 +143,7 @@ class ResponseReply(BlockReply):
     def __init__(
         self,
         head: Head,
-        spell: Callable[[int], str],
+        spell: Spell,
         request: ResponseRequest,
         keep: Keep | None = None,
         parser: Callable[[], OutputParser] = PlainText,

@@ -20,7 +20,7 @@ from mainstem.server.fields import Field, Rules, Unheeded
 from mainstem.server.generation import Task
 from mainstem.server.listing import Page, page
 from mainstem.server.output import OutputParser
-from mainstem.server.replies import ChunkUsage, Extras, Head
+from mainstem.server.replies import ChunkUsage, Extras, Head, Spell
 from mainstem.server.response_items import Item
 from mainstem.server.response_reply import ID_PREFIX, ResponseReply
 from mainstem.server.response_store import Kept, Owner, ResponseStore
@@ -401,7 +401,7 @@ class Responses:
 
         def reply(
             head: Head,
-            spell: Callable[[int], str],
+            spell: Spell,
             usage: ChunkUsage,
             extras: Extras,
             parser: Callable[[], OutputParser],

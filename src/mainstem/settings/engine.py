@@ -30,6 +30,7 @@ from mainstem.settings.window_trace import WINDOW_TRACE, WindowTrace
 from mainstem.units import SIZE
 
 MAX_LOGPROBS = 20
+SEEDS = 2**64  # different seeds
 SECRET_BYTES = 16  # the least length of a secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -106,7 +107,7 @@ class SamplingParams(Settings):
         top_p: Choose among the most likely tokens that together have this probability. Above 0, up to 1.
         top_k: Choose among the k most likely tokens; 0 turns this off.
         min_p: Exclude tokens less likely than this fraction of the most likely one. 0 to 1.
-        seed: Make sampling repeatable. Default: a new one each time.
+        seed: Make sampling repeatable: 64 bits; -1 is the same as all of them. Default: a new one each time.
         stop: Text that ends the answer. Repeat it for several texts.
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
@@ -135,7 +136,7 @@ class SamplingParams(Settings):
     top_p: float = setting(1.0, number(0, 1, above=True))
     top_k: int = setting(0, integer(0))
     min_p: float = setting(0.0, number(0, 1))
-    seed: int | None = setting(None, integer(-(2**63), 2**64 - 1))  # what torch.Generator.manual_seed accepts
+    seed: int | None = setting(None, integer(-SEEDS // 2, SEEDS - 1))
     stop: tuple[str, ...] = setting((), texts("a tuple of non-empty strings", bool))
     ignore_eos: bool = setting(False, switch(), flag=False)
     logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
