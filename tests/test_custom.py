@@ -17,7 +17,7 @@ from test_tools import Judge, grammar
 from mainstem.server.app import create_app
 from mainstem.server.custom import Form, NotHeld, TextInputs, as_arguments, by_characters
 from mainstem.server.formats import FORMATS
-from mainstem.server.output import Arguments, Call, OutputParser, PlainText, Text, joined
+from mainstem.server.output import Arguments, Call, NoCall, OutputParser, PlainText, Text, joined
 from mainstem.server.tools import Tooling, custom_tool
 from mainstem.settings.server import ServerConfig
 
@@ -48,7 +48,7 @@ class Arrives:
         self._begun = True
         return [*call, Arguments(0, text)]
 
-    def close(self) -> list[Text]:
+    def close(self, cut: bool = False) -> list[Text]:
         return [Text("after")]
 
 
@@ -113,6 +113,27 @@ def test_more_than_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     assert shown(['{"input": "x", "why": "because"}'])[0] == "x"
     assert "because" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('"just a text"', "just a text"),
+        ("'it\\'s\n'", "it's\n"),
+        ("{'input': 'x',}", "x"),
+        ('{"input": "say "hi""}', None),
+        ("just a text", None),
+    ],
+)
+def test_a_text_that_is_written_in_place_of_arguments(arguments: str, text: str | None) -> None:
+    tooling = Tooling((custom_tool("patch", None, None),))
+    written = f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>'
+    pieces = joined([*(parser := FORMATS["hermes"].parser(tooling)).feed(written), *parser.close()])
+    if text is None:
+        assert NoCall(0) in pieces and pieces[-1] == Text(written)
+    else:
+        assert [piece.text for piece in pieces if isinstance(piece, Arguments)] == [text]
+        assert not any(isinstance(piece, NoCall | Text) for piece in pieces)
 
 
 @pytest.mark.parametrize("name", FORMATS)

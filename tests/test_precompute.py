@@ -169,7 +169,7 @@ class Parser:
         thought, _, answer = text.rpartition("\n\n")
         return [Reasoning(thought), Call(0, "id", "name") if answer.startswith("{") else Text(answer)]
 
-    def close(self) -> list[Piece]:
+    def close(self, cut: bool = False) -> list[Piece]:
         return []
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from mainstem.server.output import Arguments, Call, OutputParser, Piece, joined
+from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece, joined
 
 log = logging.getLogger(__name__)
 
@@ -89,15 +89,17 @@ class TextInputs:
         """See `OutputParser.feed`."""
         return joined([*self._shown(self._parser.feed(text))])
 
-    def close(self) -> Sequence[Piece]:
+    def close(self, cut: bool = False) -> Sequence[Piece]:
         """See `OutputParser.close`."""
-        return joined([*self._shown(self._parser.close()), *self._end()])
+        return joined([*self._shown(self._parser.close(cut)), *self._end()])
 
     def _shown(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         for piece in pieces:
             if isinstance(piece, Arguments) and self._open is not None:
                 yield from self._open.feed(piece.text)
                 continue
+            if isinstance(piece, NoCall):
+                self._open = None  # what was written of it follows
             yield from self._end()
             if isinstance(piece, Call) and piece.name in self._names:
                 self._open = _Text(piece.number)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from mainstem.server.custom import as_arguments
 from mainstem.server.output import END, Arguments, Call, NoCall, Piece, Reasoning, Scanner, Steps, Text, joined
 from mainstem.server.parameters import TEXT, Parameters
 from mainstem.server.repair import NoJson, Repair, repaired, strict
@@ -39,6 +40,7 @@ class CallScanner(Scanner):
 
     def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
         self._names = {tool.name for tool in tooling.callable}
+        self._custom = {tool.name for tool in tooling.callable if tool.custom}
         self._most = None if tooling.parallel else 1
         self._calls_alone = (
             tooling.choice == "required"
@@ -46,6 +48,7 @@ class CallScanner(Scanner):
         self._new_id = new_id
         self._calls = self._complete = 0
         self._open: int | None = None  # the call that is not complete yet
+        self._takes_text = False  # whether its tool is custom
         self._taken = [""]  # what was read of a call that may still turn out to be text
         self._held = ""  # white space after text, which belongs to the form if a call follows
         self._after_call = False
@@ -193,7 +196,7 @@ class CallScanner(Scanner):
         if name not in self._names:
             raise _Malformed
         self._taken[0], self._held = self._held + self._taken[0], ""
-        self._open = self._calls
+        self._open, self._takes_text = self._calls, name in self._custom
         self._calls += 1
         if self._shown:
             self._pieces.append(Call(self._open, self._new_id(), name))
@@ -223,7 +226,7 @@ class CallScanner(Scanner):
             yield from self._strict(self._argue if begun else collected.append)
         else:
             yield from self._json_value(collected.append)
-            collected = [_plain_arguments("".join(collected))]
+            collected = [_plain_arguments("".join(collected), begun and self._takes_text)]
             if begun:
                 self._argue(collected.pop())
         if begun:
@@ -274,8 +277,15 @@ def _ignore(text: str) -> None:
     """Shows nothing."""
 
 
-def _plain_arguments(written: str) -> str:
-    """Returns arguments that are no object as one, if they stand for one: null, or a text that has one."""
+def _plain_arguments(written: str, takes_text: bool) -> str:
+    """Returns arguments that are no object as one, if they stand for one: null, or a text that has one.
+
+    Args:
+        written: what was.
+        takes_text: whether the tool takes a text, which may be written as it is.
+    """
+    if takes_text and written[:1] in _QUOTES:
+        return as_arguments(json.loads(written))
     try:
         if written[:1] not in _QUOTES:
             meant = "{}" if strict(written) == "null" else ""
