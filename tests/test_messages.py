@@ -311,7 +311,7 @@ def test_tokens_are_counted_as_they_would_be_sent() -> None:
     assert error_of(ask(server, path=COUNT, model="other"), 404, "not_found_error")
     long = ask(server, {"role": "user", "content": "x" * 5000}, path=COUNT).json()["input_tokens"]
     assert long > 5000 > FakeEngine().max_context, "a client counts to learn whether a prompt is too long"
-    for empty in (blocks(), blocks(role="assistant")):
+    for empty in (blocks(), blocks(role="system")):
         assert error_of(ask(server, USER, empty, path=COUNT), 400).startswith("messages[1].content: ")
     warned = ask(client(unknown_fields="warn"), path=COUNT, novelty=1)
     assert (warned.json(), warned.headers["X-Mainstem-Unknown-Fields"]) == ({"input_tokens": 20}, "novelty")
