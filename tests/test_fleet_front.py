@@ -342,6 +342,7 @@ def test_a_front_that_drains_refuses_generations_alone() -> None:
     assert anyio.run(made.drain, 1.0)
     assert post(made, "/v1/completions", {"model": "fake", "prompt": "Hi."}).json()["error"]["code"] == "draining"
     assert calls(made, lambda client: client.get("/health")).status_code == 503
+    assert calls(made, lambda client: client.post("/ping")).status_code == 503
     assert calls(made, lambda client: client.get("/v1/models")).status_code == 200
 
 

@@ -128,7 +128,7 @@ class Front:
                 await send({"type": "lifespan.startup.complete"})
             await send({"type": "lifespan.shutdown.complete"})
         elif scope["type"] == "http":
-            sender = _Sender(send, scope["path"], self._homes)
+            sender = _Sender(send, scope, self._homes)
             try:
                 ask = await self._received(scope, receive)
             except ApiError as error:
@@ -171,7 +171,7 @@ class Front:
 
     async def _answer(self, ask: Ask, sender: _Sender) -> None:
         merge = ROUTES.get((ask.method, ask.path))
-        if ask.path == "/health":
+        if ask.path in ("/health", "/ping"):
             await sender.whole(self._health())
         elif ask.method == "POST" and ask.path in GENERATING:
             await self._generate(ask, sender)
@@ -313,8 +313,9 @@ class _Sender:
         complete: whether the replica has given all of its answer.
     """
 
-    def __init__(self, send: Send, path: str, homes: Homes) -> None:
-        self._send, self._path, self._homes = send, path, homes
+    def __init__(self, send: Send, scope: Scope, homes: Homes) -> None:
+        self._send, self._path, self._homes = send, scope["path"], homes
+        self._speaks_messages = message_reply.speaks(self._path, Headers(scope=scope))
         self._head: Head | None = None
         self._held: list[Piece | bytes] = []
         self.begun = self.complete = False
@@ -360,7 +361,7 @@ class _Sender:
 
     async def refuse(self, error: ApiError) -> None:
         """Sends an error in place of an answer."""
-        own = message_reply.error_body(error) if message_reply.speaks(self._path) else error.body()
+        own = message_reply.error_body(error) if self._speaks_messages else error.body()
         self.reset()
         await self.whole(_json(error.status, own, error.headers))
 

@@ -39,15 +39,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mainstem import __version__
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
-from mainstem.server import errors, live, management, message_reply, messages, openapi, replies, requests, tokenization
+from mainstem.server import errors, live, management, message_reply, messages, replies, requests, tokenization
+from mainstem.server.about import About
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
 from mainstem.server.diagnosis import Earlier, Fingerprint
-from mainstem.server.envelope import HANDLERS, Envelope, shown
+from mainstem.server.envelope import HANDLERS, REQUEST_ID, Envelope, shown
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
 from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
@@ -143,7 +143,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id", IGNORED_HEADER, UNKNOWN_HEADER),
+            expose_headers=("Retry-After", *REQUEST_ID, IGNORED_HEADER, UNKNOWN_HEADER),
         )
     ]
 
@@ -333,10 +333,10 @@ class _Service:
         self._access = Access([*config.api_key, *keys.values()], config.admin_key, secret(32), separates=bool(keys))
         self._tenancy = None if tenants is None else Tenancy(tenants, self._access, engine)
         self._now = now
-        self._started = int(now())
         self._preparation = Preparation(engine, config)
         self._prompts, self._answers = self._preparation.prompts, self._preparation.answers
         self.names = self._preparation.names
+        self._about = About(engine, self._access, self._preparation, int(now()), lambda: self.draining)
         if config.public_prefix is not None:
             for prefix in read_public_prefixes(config.public_prefix, self._preparation):
                 engine.publish_prefix(prefix)
@@ -369,8 +369,7 @@ class _Service:
             Route("/v1/responses/{id}", self._response, methods=["GET"]),
             Route("/v1/responses/{id}", self._delete_response, methods=["DELETE"]),
             Route(f"{message_reply.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            *self._about.routes(),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/cache/flush", self._flush, methods=["POST"]),
@@ -386,9 +385,6 @@ class _Service:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
-            Route("/version", self._version, methods=["GET"]),
-            Route("/openapi.json", self._openapi, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._scrape, methods=["GET"]),
         ]
 
@@ -590,20 +586,6 @@ class _Service:
         unheeded.ignored += self._preparation.ignored(task)
         return message_reply.TokenCount(self._preparation.count(task))
 
-    async def _models(self, http: HttpRequest) -> Response:
-        self._access.tenant(http.headers)
-        names = [*self.names, *self._engine.adapters]
-        return _json(replies.ModelList([self._described(name) for name in names]))
-
-    async def _model(self, http: HttpRequest) -> Response:
-        self._access.tenant(http.headers)
-        self._preparation.check_model(http.path_params["name"])
-        return _json(self._described(http.path_params["name"]))
-
-    def _described(self, name: str) -> replies.Model:
-        parent = None if name in self.names else self.names[0]
-        return replies.Model(name, self._started, self._engine.max_context, parent)
-
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         ask = await self._parsed(http, management.parse_load_adapter)
@@ -611,7 +593,7 @@ class _Service:
             if ask.lora_name in self.names:
                 raise BadArgument("name", ask.lora_name, "a name other than the model's own")
             await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
-        return _json(self._described(ask.lora_name))
+        return _json(self._about.model(ask.lora_name))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
@@ -736,18 +718,6 @@ class _Service:
     async def _tokenizer_info(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
         return _json(tokenization.describe(self._engine.tokenizer))
-
-    async def _version(self, http: HttpRequest) -> Response:
-        return _json(tokenization.Version(__version__))
-
-    async def _openapi(self, http: HttpRequest) -> Response:
-        document = await anyio.to_thread.run_sync(openapi.document)
-        return Response(msgspec.json.encode(document), media_type="application/json")
-
-    async def _health(self, http: HttpRequest) -> Response:
-        word = "failed" if self._engine.failure is not None else "draining" if self.draining else "ok"
-        status = 200 if word == "ok" else 503
-        return Response(replies.encode(management.Health(word)), status, media_type="application/json")
 
     async def _scrape(self, http: HttpRequest) -> Response:
         text = await anyio.to_thread.run_sync(self._metrics.exposition)

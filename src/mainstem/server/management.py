@@ -129,7 +129,7 @@ def parse_remove(body: bytes) -> RemoveRequest:
 
 
 class Health(Struct):
-    """The response body of GET /health: ok, draining or failed."""
+    """The response body of GET /health and /ping: ok, draining or failed."""
 
     status: str
 

@@ -12,7 +12,7 @@ Each block of an answer is a content block: thinking, text, or the use of a tool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,8 @@ from mainstem.server.output import Call, OutputParser, PlainText, Reasoning
 from mainstem.server.replies import NO_EXTRAS, ChunkUsage, Explained, Extras, Head, UsageBody
 
 PATH = "/v1/messages"
+VERSION = "anthropic-version"
+"""The header that only clients of this API send."""
 ID_PREFIX = "msg_"
 
 _ERROR_TYPES = {
@@ -240,9 +242,11 @@ class _ErrorBody(Struct):
     type: str = "error"
 
 
-def speaks(path: str) -> bool:
-    """Returns whether a path is one of this API, whose errors have a form of their own."""
-    return path == PATH or path.startswith(f"{PATH}/")
+def speaks(path: str, headers: Mapping[str, str]) -> bool:
+    """Returns whether a client expects the forms of this API, by the path, or on a path of both by a header."""
+    if f"{path}/".startswith("/v1/models/"):
+        return VERSION in headers
+    return f"{path}/".startswith(f"{PATH}/")
 
 
 def error_body(error: ApiError) -> bytes:

@@ -70,7 +70,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("DELETE", "/v1/responses/{id}"): Operation("Forget a response", None, Deleted),
     ("POST", "/v1/messages"): Operation("Answer a message", MessageRequest, MessageBody, dict),
     ("POST", "/v1/messages/count_tokens"): Operation("Count the tokens of a prompt", CountRequest, TokenCount),
-    ("GET", "/v1/models"): Operation("List the model and its adapters", None, ModelList),
+    ("GET", "/"): Operation("A page for people that says where what is", None, str, open=True),
+    ("GET", "/v1/models"): Operation(
+        "List the model and its adapters; with the header anthropic-version as Anthropic does", None, ModelList
+    ),
     ("GET", "/v1/models/{name}"): Operation("Describe the model or an adapter", None, Model),
     ("POST", "/v1/load_lora_adapter"): Operation("Load an adapter", LoadAdapter, Model),
     ("POST", "/v1/unload_lora_adapter"): Operation("Unload an adapter", UnloadAdapter, Unloaded),
@@ -95,6 +98,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/version"): Operation("The version of Mainstem", None, Version, open=True),
     ("GET", "/openapi.json"): Operation("This description", open=True),
     ("GET", "/health"): Operation("Whether the server takes requests", None, Health, open=True),
+    ("GET", "/ping"): Operation("The same", None, Health, open=True),
+    ("POST", "/ping"): Operation("The same", None, Health, open=True),
     ("GET", "/metrics"): Operation("Metrics for Prometheus", None, str, open=True),
 }
 """Every route, by its method and path."""

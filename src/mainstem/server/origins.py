@@ -203,6 +203,6 @@ class Guard:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
             else:
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
