@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rigs.families import tokenizer_of
 
 from mainstem.runtime.cuts import Tokenization, common_length, with_generated
+from mainstem.runtime.escapes import Escapes
 
 
 class Pieces:
@@ -47,9 +48,10 @@ def test_generated_tokens_stand_between_the_outermost_common_cuts(
     text = prompt + said + then
     whole = tokenizer.divided(text, own)
     before = tokenizer.divided(prompt, context).tail(2)
-    generated = Tokenization.of_generated(tokenizer, tokenizer.divided(said + unsaid, theirs).tokens.tolist(), [])
+    escapes, tokens = Escapes(tokenizer), tokenizer.divided(said + unsaid, theirs).tokens.tolist()
+    generated = Tokenization.of_generated(tokenizer, tokens, [], escapes)
     known, at = before + generated, len(prompt) - len(before.text)
-    made, taken = with_generated(tokenizer, whole, known, at, len(prompt))
+    made, taken = with_generated(tokenizer, whole, known, at, len(prompt), escapes)
     same = common_length(known.text, text[at:])
     places = sorted(({0, *whole.ends.tolist()}) & {at + end for end in [0, *known.ends.tolist()] if end <= same})
     begins = [place for place in places if place <= len(prompt)]
@@ -88,7 +90,7 @@ def test_a_text_is_not_cut_inside_a_character() -> None:
     tokenizer = tokenizer_of("qwen")
     bytes_of = {tokenizer.convert_ids_to_tokens(token): token for token in range(len(tokenizer))}
     c3, a9 = bytes_of["Ã"], bytes_of["©"]
-    made = Tokenization.of_generated(tokenizer, [bytes_of["a"], c3, a9, bytes_of["b"]], [])
+    made = Tokenization.of_generated(tokenizer, [bytes_of["a"], c3, a9, bytes_of["b"]], [], Escapes(tokenizer))
     assert (made.text, made.ends.tolist()) == ("aéb", [1, 2, 2, 3])
     theirs = Tokenization.of_offsets("ééa", np.arange(4, dtype=np.int32), np.array([[0, 1], [0, 2], [1, 2], [2, 3]]))
     assert theirs.ends.tolist() == [2, 2, 2, 3]
@@ -99,9 +101,9 @@ def test_what_is_generated_ends_before_bytes_that_are_no_character() -> None:
     bytes_of = {tokenizer.convert_ids_to_tokens(token): token for token in range(len(tokenizer))}
     a, c3 = bytes_of["a"], bytes_of["Ã"]
     for tokens in ([a, c3], [a, c3, a, a], [a, c3, c3, a]):
-        made = Tokenization.of_generated(tokenizer, tokens, [])
+        made = Tokenization.of_generated(tokenizer, tokens, [], Escapes(tokenizer))
         assert (made.text, made.tokens.tolist()) == ("a", [a])
-    assert Tokenization.of_generated(tokenizer, [c3], []).text == ""
+    assert Tokenization.of_generated(tokenizer, [c3], [], Escapes(tokenizer)).text == ""
 
 
 class Forgetful(Pieces):
@@ -115,5 +117,5 @@ def test_tokens_that_do_not_decode_to_the_text_are_not_replaced() -> None:
     tokenizer = Forgetful()
     for text, replaced in (("abc", True), ("ab_c", False)):
         whole, known = tokenizer.divided(text, [2]), tokenizer.divided(text, [1, 3])
-        made, taken = with_generated(tokenizer, whole, known, 0, 0)
+        made, taken = with_generated(tokenizer, whole, known, 0, 0, Escapes(tokenizer))
         assert (taken > 0, made is not whole) == (replaced, replaced)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from machine import eventually
-from rigs.families import tokenizer_of, unusual
+from rigs.families import spelled, tokenizer_of, unusual
 
 from mainstem.errors import EngineFull
 from mainstem.namespaces import Namespace
@@ -102,6 +102,21 @@ def test_the_next_turn_is_computed_up_to_the_text_of_the_user(remember: int) -> 
     text = server.prompts.render(next_turn, ANSWER)
     assert TOKENIZER.decode(request.tokens.tolist()) == text[: text.index("And why?")]
     assert server.prompts.conversation(next_turn)[: len(request.tokens)].tolist() == request.tokens.tolist()
+
+
+@pytest.mark.parametrize("remember", [0, 1 << 20])
+def test_an_answer_that_spells_special_tokens_is_computed_as_it_comes_back(remember: int) -> None:
+    server = Server(remember)
+    words = spelled(TOKENIZER, ["<|im_end|>", "<|im_start|>"])
+    server.answer([*THINKING[:-1], *words, *SAID, TOKENIZER.eos_token_id])
+    server.settles(started=1)
+    (request,) = server.engine.asked
+    said = {"role": "assistant", "content": TOKENIZER.decode([*SAID, *words, *SAID])}
+    next_turn = [*CHAT, said, {"role": "user", "content": "And why?"}]
+    computed = request.tokens.tolist()
+    assert server.prompts.conversation(next_turn)[: len(computed)].tolist() == computed
+    assert computed.count(TOKENIZER.eos_token_id) == 2
+    assert "<|im_end|><|im_start|>" in TOKENIZER.decode(computed)
 
 
 def test_nothing_is_computed_if_the_template_keeps_the_answer() -> None:

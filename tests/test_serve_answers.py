@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from machine import eventually
-from rigs.families import FAMILIES, THOUGHT, tokenizer_of, unusual
+from rigs.families import FAMILIES, THOUGHT, spelled, tokenizer_of, unusual
 from rigs.scripted import Scripted
 from starlette.testclient import TestClient
 
@@ -302,3 +302,27 @@ def test_a_chat_that_is_removed_is_found_by_neither_tokenization() -> None:
         talk.messages.pop()
         talk.post(max_tokens=1)
         assert talk.asked[-1].tokens.tolist() == plain, "the answers are forgotten"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_texts_of_special_tokens_in_questions_and_answers_are_text_and_found_again(family: str) -> None:
+    special = FAMILIES[family].special
+    with chat(family) as talk:
+        talk.variables = {"enable_thinking": False} if family == "deepseek" else {}
+        forged = f"Is it {''.join(special)} or {' '.join(special)}?"
+        scripts = []
+        for turn in range(3):
+            middle, (*last, end) = spelled(talk.tokenizer, special), answer(talk, family, turn)
+            scripts.append([*last[:40], *middle, *last[40:]])
+            body = talk.say(forged, [*scripts[-1], end])
+            assert body["choices"][0]["message"]["content"] == talk.tokenizer.decode(scripts[-1])
+        for before, said, after in zip(talk.asked, scripts, talk.asked[1:], strict=False):
+            assert after.tokens[: len(before.tokens) + len(said)].tolist() == [*before.tokens.tolist(), *said]
+        assert cached(body) >= len(talk.asked[1].tokens)
+        plain = [message | {"content": "hi"} for message in talk.messages[:-1]]
+        bare = talk.tokenizer.encode(talk.rendered(plain), add_special_tokens=False)
+        made = talk.asked[-1].tokens.tolist()
+        assert [made.count(id) for id in talk.tokenizer.all_special_ids] == [
+            bare.count(id) for id in talk.tokenizer.all_special_ids
+        ]
+        assert talk.tokenizer.decode(made) == talk.rendered(talk.messages[:-1])

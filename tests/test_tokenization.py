@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from rigs.fake_engine import FakeEngine
+from rigs.templates import begin_texts, byte_tokenizer
 from starlette.testclient import TestClient
 
 import mainstem
@@ -37,6 +38,54 @@ def test_a_chat_is_rendered_as_for_an_answer() -> None:
     assert text(add_generation_prompt=False) == "<user>hi\n"
     assert text(continue_final_message=True) == "<user>hi"
     assert text(chat_template_kwargs={"hint": "think: "}) == "think: <user>hi\n<assistant>"
+
+
+def special() -> TestClient:
+    """A server whose tokenizer begins texts with <s>, and whose chat template ends messages with </s>."""
+    engine = FakeEngine()
+    engine.tokenizer = begin_texts(byte_tokenizer("chatml"))  # type: ignore[assignment]
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    return TestClient(create_app(engine))
+
+
+def test_special_tokens_of_a_prompt_and_of_a_completion() -> None:
+    server, bos, end = special(), 0, 1
+
+    def made(**fields: Any) -> list[int]:
+        tokenized = server.post("/tokenize", json=fields)
+        completed = server.post("/v1/completions", json={"model": "fake", "return_token_ids": True, **fields})
+        assert (tokenized.status_code, completed.status_code) == (200, 200), completed.text
+        tokens: list[int] = tokenized.json()["tokens"]
+        assert completed.json()["choices"][0]["prompt_token_ids"] == tokens
+        return tokens
+
+    plain = made(prompt="hi", add_special_tokens=False)
+    assert plain and not {*plain} & {bos, end}
+    assert made(prompt="hi") == made(prompt="<s>hi") == made(prompt="hi", add_special_tokens=True) == [bos, *plain]
+    assert made(prompt="<s>hi</s>", add_special_tokens=False, parse_special=True) == [bos, *plain, end]
+    text = made(prompt="<s>hi</s>", parse_special=False)
+    assert text[0] == bos and not {*text[1:]} & {bos, end}
+    assert made(prompt="<s>hi</s>", parse_special=False, add_special_tokens=False) == text[1:]
+
+
+def test_special_tokens_of_a_chat() -> None:
+    server, bos, end = special(), 0, 1
+
+    def made(text: str, **fields: Any) -> list[int]:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        tokens: list[int] = server.post("/tokenize", json=body).json()["tokens"]
+        answered = server.post("/v1/chat/completions", json={"model": "fake", "return_token_ids": True, **body})
+        assert answered.status_code == 200, answered.text
+        shown = answered.json()
+        assert (shown.get("prompt_token_ids") or shown["choices"][0]["prompt_token_ids"]) == tokens
+        return tokens
+
+    plain = made("hi")
+    assert plain.count(end) == 1 and bos not in plain
+    assert made("hi", add_special_tokens=False) == plain
+    assert made("hi", add_special_tokens=True) == [bos, *plain]
+    assert made("<s></s>").count(end) == made("</s>", add_special_tokens=True).count(end) == 1
+    assert made("<s>", add_special_tokens=True)[0] == bos
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,14 @@ def unusual(tokenizer: PreTrainedTokenizerFast, count: int, seed: int, blank: bo
             return tokens
 
 
+def spelled(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[int]:
+    """Returns the texts of special tokens by tokens of which none is special."""
+    pieces = [piece for text in texts for piece in (text[:2], text[2:])]
+    tokens = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+    assert not {*tokens} & {*tokenizer.all_special_ids}
+    return tokens
+
+
 def reply(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> dict[str, Any]:
     """Returns the message that a client sends back."""
     return {"role": "assistant", "content": tokenizer.decode(list(tokens), skip_special_tokens=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = {
@@ -95,3 +95,11 @@ def byte_tokenizer(template: str, special: Sequence[str] = ()) -> PreTrainedToke
     made.chat_template = (TEMPLATES | TOOL_TEMPLATES)[template]
     made.add_special_tokens({"additional_special_tokens": list(special)})
     return made
+
+
+def begin_texts(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Has a tokenizer begin texts with the token for that, as many do."""
+    begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+    processor = processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.backend_tokenizer.post_processor = processor
+    return tokenizer

@@ -7,7 +7,8 @@ has KV for the second alone. Between two places where both can be cut, one may s
     model        [An][ ans][wer][ is][ se][nt][ back.]
     cuts of both     ^          ^    ^        ^      ^
 
-This module does not know how a text is tokenised, only how tokens are decoded.
+The text of a conversation is escaped (`runtime.escapes`). This module does not know how a text is tokenised, only how
+tokens are decoded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.runtime.escapes import Escapes
 from mainstem.runtime.text import Detokenizer, Tokenizer
 
 _CONTEXT_TOKENS = 6  # before tokens whose text is compared: a blank, or a part of a character, depends on them
@@ -56,7 +58,7 @@ class Tokenization:
 
     @staticmethod
     def of_generated(
-        tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int] | NDArray[np.int32]
+        tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int] | NDArray[np.int32], escapes: Escapes
     ) -> Tokenization:
         """Makes one of what a model generated; it ends before the first tokens that are no whole characters.
 
@@ -64,6 +66,7 @@ class Tokenization:
             tokenizer: decodes tokens.
             tokens: what was generated; special tokens have a text, too.
             context: the tokens before them.
+            escapes: tell its control tokens from their texts.
         """
         reader = Detokenizer(tokenizer, context=context, skip_special=False)
         pieces: list[str] = []
@@ -78,7 +81,7 @@ class Tokenization:
             ends.append(end if reader.whole else _NEVER)
             cut = len(ends) if reader.whole else cut
         filled = _filled(np.asarray(ends[:cut], np.int32))
-        text = "".join(pieces)[: int(filled[-1]) if cut else 0]
+        text = escapes.generated(tokens[: len(pieces)], pieces)[: int(filled[-1]) if cut else 0]
         return Tokenization(text, np.asarray(tokens[:cut], np.int32), filled)
 
     def __add__(self, other: Tokenization) -> Tokenization:
@@ -125,7 +128,7 @@ class Tokenization:
 
 
 def with_generated(
-    tokenizer: Tokenizer, whole: Tokenization, known: Tokenization, at: int, since: int
+    tokenizer: Tokenizer, whole: Tokenization, known: Tokenization, at: int, since: int, escapes: Escapes
 ) -> tuple[Tokenization, int]:
     """Returns a tokenization with the tokens that a model generated, as far as the texts are the same.
 
@@ -138,6 +141,7 @@ def with_generated(
         known: of what was generated, and of some tokens before it, in case that the first ones are cut differently.
         at: the character of the prompt at which `known` begins.
         since: the character of the prompt at which what was generated begins.
+        escapes: with which both texts are escaped.
 
     Returns:
         The tokenization, and how many generated tokens it has; 0: it is `whole`.
@@ -149,7 +153,7 @@ def with_generated(
     begin, end = int(first[-1]), int(cuts[-1])
     old, new = whole.part(begin, end), known.part(begin - at, end - at)
     context = whole.tokens[: whole.before(begin)][-_CONTEXT_TOKENS:].tolist()
-    if decoded(tokenizer, context + old.tokens.tolist()) != decoded(tokenizer, context) + old.text:
+    if decoded(tokenizer, context + old.tokens.tolist()) != decoded(tokenizer, context) + escapes.plain(old.text):
         return whole, 0
     return whole.replaced(begin, end, new), known.before(end - at) - known.before(since - at)
 

@@ -13,6 +13,9 @@ fewer marks, never wrong ones.
 **Variants.** A place in a conversation is named by a variant of it: the same, but for something put in at that place.
 The prefix up to there is what both have in common, however the template writes it.
 
+**Control tokens.** Text that is given is text: only the template writes control tokens. A rendered text is escaped
+where what it was made of has the text of one (`runtime.escapes`), and is tokenised here alone.
+
 **Other tokens.** `prompt` also takes a conversation with other tokens than the tokenizer's own: those that the model
 generated (`runtime.cuts`).
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.cuts import Tokenization, common_length
+from mainstem.runtime.escapes import Escapes, utf8_bytes
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.spelling import Spelled, spelled
 from mainstem.runtime.text import Detokenizer
@@ -58,6 +62,7 @@ class Template:
         variables: of the template, such as `enable_thinking`.
         tools: as the template takes them, each `{"type": "function", "function": ...}`; None: the template is not
             asked for any.
+        special_tokens: begin with the token with which the tokenizer begins texts, if the template does not.
 
     Raises:
         BadArgument: both of the first two are set, or a variable has the name of an argument of transformers.
@@ -67,6 +72,7 @@ class Template:
     continues: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
+    special_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -105,6 +111,7 @@ _RESERVED = frozenset(
         "processor_kwargs",
         "template_kwargs",
         "load_audio_from_video",
+        "sanitize_control_tokens",
     }
 )
 
@@ -125,17 +132,34 @@ class Prompts:
         tokenizer: the model's tokenizer.
         max_context: positions that the model takes, prompt and answer together.
         marks: whether `prepare` looks for marks, which only models with recurrent states need.
+        escapes: tell control tokens from their texts; None: those of the tokenizer.
+
+    Attributes:
+        escapes: as given, or made.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_context: int, *, marks: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_context: int,
+        *,
+        marks: bool = False,
+        escapes: Escapes | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self.escapes = Escapes(tokenizer) if escapes is None else escapes
         self._max_context = max_context
         self._marks = marks
         # A lossless tokenizer cannot fit more bytes than this into a token.
         self._token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
 
-    def text(self, text: str, *, special_tokens: bool = True) -> NDArray[np.int32]:
-        """Encodes a plain text, by default with the special tokens that the tokenizer adds.
+    def text(self, text: str, *, special_tokens: bool = True, parse_special: bool = True) -> NDArray[np.int32]:
+        """Encodes a text that is no conversation, or one that was rendered elsewhere.
+
+        Args:
+            text: which.
+            special_tokens: with those that the tokenizer adds, but for a first one with which the text begins anyway.
+            parse_special: the texts of control tokens become these; else they are text.
 
         Returns:
             int32 [n], n >= 1.
@@ -145,7 +169,12 @@ class Prompts:
             RequestTooLong: it is longer than the context; raised before tokenising if no tokenisation could fit.
         """
         self.check_size([text], "prompt")
-        return self._encode(text, special_tokens=special_tokens, name="prompt")
+        given = text if parse_special else self.escapes.text(text, name="prompt")
+        ids = self.escapes.encode(given, special_tokens=special_tokens, name="prompt")
+        twice = special_tokens and len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._tokenizer.all_special_ids
+        if twice and ids[0] == self._beginning[0]:
+            ids = ids[1:]
+        return self._checked_ids(text, ids, "prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """Makes a prompt of token ids, each an int32.
@@ -163,7 +192,7 @@ class Prompts:
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> NDArray[np.int32]:
         """Returns the tokens of `prepare`, int32 [n], n >= 1."""
-        return self._encode(self.render(messages, template), special_tokens=False, name="messages")
+        return self.rendered(self.render(messages, template))
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER, variants: Sequence[Variant] = ()
@@ -187,7 +216,7 @@ class Prompts:
         text = self.render(messages, template)
         if self.has_offsets and (self._marks or variants):
             return self.prompt(messages, template, self.tokenize(text), variants)
-        tokens = self._encode(text, special_tokens=False, name="messages")
+        tokens = self.rendered(text)
         boundaries = {*self._boundaries(messages, text, template)} if self._marks else ()
         marks = sorted({self._position(text, tokens, boundary) for boundary in boundaries})
         partings = [self._position(text, tokens, at) for at in self._partings(text, variants)]
@@ -195,23 +224,26 @@ class Prompts:
 
     def unlimited(self) -> Prompts:
         """Returns the same for prompts of any length, which are cut or counted, not computed."""
-        return Prompts(self._tokenizer, sys.maxsize, marks=self._marks)
+        return Prompts(self._tokenizer, sys.maxsize, marks=self._marks, escapes=self.escapes)
 
     @property
     def has_offsets(self) -> bool:
         """Whether the tokenizer says where tokens are in the text, which `tokenize` needs."""
         return bool(getattr(self._tokenizer, "is_fast", False))
 
+    def rendered(self, text: str) -> NDArray[np.int32]:
+        """Encodes the text of a conversation, as `render` returns it; see `tokenize`."""
+        return self._checked_ids(text, self.escapes.encode(text), "messages")
+
     def tokenize(self, text: str) -> Tokenization:
-        """Tokenises the text of a conversation; the tokenizer must have offsets.
+        """Tokenises the text of a conversation, as `render` returns it; the tokenizer must have offsets.
 
         Raises:
             BadArgument: the text has no tokens.
             RequestTooLong: it is longer than the context.
         """
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = self._checked_ids(text, encoded["input_ids"], "messages")
-        return Tokenization.of_offsets(text, tokens, np.asarray(encoded["offset_mapping"], np.int32))
+        ids, offsets = self.escapes.encode_with_offsets(text)
+        return Tokenization.of_offsets(text, self._checked_ids(text, ids, "messages"), offsets)
 
     def prompt(
         self,
@@ -239,7 +271,7 @@ class Prompts:
         return self._until(messages, {"role": "user"}, template)
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> str:
-        """Returns the text of a conversation that may fit; raises what `prepare` raises."""
+        """Returns the text of a conversation that may fit, escaped; raises what `prepare` raises."""
         if len(messages) > self._max_context:
             raise RequestTooLong("messages", len(messages), self._max_context, counted=False)
         self.check_size([message["content"] or "" for message in messages], "messages")
@@ -248,13 +280,20 @@ class Prompts:
         except (TemplateError, ValueError, TypeError, RecursionError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
-        self.check_size([text], "messages")
+        self.check_size([self.escapes.plain(text)], "messages")
         return text
 
     def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
-        given = [dict(message) for message in messages]
-        text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, **template.arguments)
-        return str(text)
+        given, arguments = self.escapes.messages(messages), self.escapes.value(template.arguments)
+        text = self.escapes.rendered(str(self._tokenizer.apply_chat_template(given, tokenize=False, **arguments)))
+        _, beginning = self._beginning if template.special_tokens else (None, "")
+        return text if text.startswith(beginning) else beginning + text
+
+    @cached_property
+    def _beginning(self) -> tuple[int | None, str]:
+        """The token with which the tokenizer begins texts, and its text; None and empty: it adds none."""
+        whole, plain = (self._tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
+        return (None, "") if whole[:1] == plain[:1] else (whole[0], str(self._tokenizer.decode(whole[:1])))
 
     def _boundaries(self, messages: Sequence[Mapping[str, Any]], text: str, template: Template) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
@@ -280,7 +319,7 @@ class Prompts:
 
     def _position(self, text: str, tokens: NDArray[np.int32], boundary: int) -> int:
         """Returns how many tokens are before a character, for a tokenizer that keeps no offsets."""
-        before = np.asarray(self._tokenizer.encode(text[:boundary], add_special_tokens=False), np.int32)
+        before = np.asarray(self.escapes.encode(text[:boundary]), np.int32)
         n = min(len(before), len(tokens))
         different = np.flatnonzero(before[:n] != tokens[:n])
         return int(different[0]) if different.size else n
@@ -330,7 +369,7 @@ class Prompts:
             RequestTooLong: the texts together cannot fit.
             BadArgument: a text is not encodable as UTF-8.
         """
-        size = sum(_utf8_bytes(text, name) for text in texts)
+        size = sum(utf8_bytes(text, name) for text in texts)
         least = -(-size // self._token_bytes)
         if least > self._max_context:
             raise RequestTooLong(name, least, self._max_context, counted=False)
@@ -339,9 +378,6 @@ class Prompts:
         """Raises RequestTooLong for a prompt that is longer than the context."""
         if tokens > self._max_context:
             raise RequestTooLong(name, tokens, self._max_context)
-
-    def _encode(self, text: str, *, special_tokens: bool, name: str) -> NDArray[np.int32]:
-        return self._checked_ids(text, self._tokenizer.encode(text, add_special_tokens=special_tokens), name)
 
     def _checked_ids(self, text: str, ids: Sequence[int], name: str) -> NDArray[np.int32]:
         if not ids:
@@ -370,12 +406,3 @@ def parting(text: str, render: Callable[[], str]) -> int:
     except (TemplateError, ValueError, TypeError, RecursionError):
         return 0
     return common_length(text, other) if other != text else 0
-
-
-def _utf8_bytes(text: str, name: str) -> int:
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        # The message does not hold the text itself, since it could not be printed.
-        where = f"{text[error.start : error.end]!a} at character {error.start}"
-        raise BadArgument(name, where, "text that UTF-8 can encode, without surrogates") from None

@@ -38,6 +38,7 @@ from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace
 from mainstem.runtime.attention import TOLERANCE
+from mainstem.runtime.escapes import Escapes
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.prompts import ANSWER, Template, Variant, parting
 from mainstem.runtime.request import ImageInput, PreparedPrompt
@@ -109,6 +110,7 @@ class Vision:
         cache_bytes: memory for embeddings; those of the last image always stay.
 
     Attributes:
+        escapes: tell control tokens, those of images among them, from their texts.
         both_ways: tokens inside an image see each other in both directions, so an image is never split.
         m_rope: prompts with images have M-RoPE positions.
         first_token_sees_image: the first token and the image after it see each other, as the model's configuration
@@ -136,7 +138,8 @@ class Vision:
         self._bytes = self._runs = self._hits = 0
         self._marker = str(processor.image_token)
         reserved = [token for token in processor.image_token_ids if token is not None]
-        self._reserved = {self._marker, *self._tokenizer.convert_ids_to_tokens(reserved)}
+        names = {self._marker, *self._tokenizer.convert_ids_to_tokens(reserved)}
+        self.escapes = Escapes(self._tokenizer, names, _template(processor))
         self._placeholder = reserved[0]  # one for each row of the encoder; others end rows and images
         self._vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         self._taken = set(inspect.signature(encoder).parameters)
@@ -161,11 +164,9 @@ class Vision:
             template, variants: see `Prompts.prepare`; parts of variants need no decoded images.
 
         Raises:
-            BadArgument: the chat template rejects it, a text holds the model's own marker of images, or the processor
-                rejects an image.
+            BadArgument: the chat template rejects it, or the processor rejects an image.
         """
         pictures = [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
-        self._check_texts(messages)
         try:
             text = self._render(messages, template)
         except (TemplateError, ValueError, TypeError, RecursionError) as error:
@@ -211,18 +212,12 @@ class Vision:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
         text: Any = self._tokenizer.apply_chat_template(
-            [{**message, "content": _template_parts(message)} for message in messages],
+            self.escapes.messages({**message, "content": _template_parts(message)} for message in messages),
             chat_template=_template(self._processor),
             tokenize=False,
-            **template.arguments,
+            **self.escapes.value(template.arguments),
         )
-        return str(text)
-
-    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        texts = [part["text"] for message in messages for part in _parts(message) if part["type"] == "text"]
-        for marker in sorted(self._reserved):
-            if any(marker in text for text in texts):
-                raise BadArgument("messages", marker, "text without the model's markers of images")
+        return self.escapes.rendered(str(text))
 
     def _assemble(self, text: str, pictures: Sequence[Picture], boundaries: Sequence[int] = ()) -> PreparedPrompt:
         """Makes a prompt of a rendered text; `boundaries`: its characters at which variants part from it, or 0."""
@@ -276,7 +271,7 @@ class Vision:
         return known[identity]
 
     def _ids(self, text: str, special_tokens: bool) -> NDArray[np.int64]:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens), dtype=np.int64)
+        return np.array(self.escapes.encode(text, special_tokens=special_tokens), dtype=np.int64)
 
     def _is_placeholder(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.isin(ids, [self._placeholder])

@@ -6,7 +6,8 @@ prompt whose rendered text begins with the text of an earlier prompt, and goes o
 this answer. Nothing else of it changes: other text is tokenised as ever, and the model sees an unusual tokenization
 only where it generated it itself, after the same text.
 
-What counts is rendered text, not messages. So a call of a tool is found, too, if the template writes it as the model
+What counts is rendered text, not messages; it is escaped (`runtime.escapes`), so that no text of a control token passes
+for the token. So a call of a tool is found, too, if the template writes it as the model
 did. Where a template drops or trims a part of an answer, the text after it is tokenised as ever.
 
     text of a prompt      |------- 128 -------|------- 128 -------|--- rest ---|
@@ -142,7 +143,7 @@ class Answers:
         found = tokens = 0
         for earlier in self._look_up(text, digests):
             known, at = self._longest(earlier, text), earlier.end - len(earlier.context.text)
-            made, taken = with_generated(self._tokenizer, made, known, at, earlier.end)
+            made, taken = with_generated(self._tokenizer, made, known, at, earlier.end, self._prompts.escapes)
             found, tokens = found + (taken > 0), tokens + taken
         try:
             self._prompts.check_length(len(made.tokens), "messages")
@@ -212,19 +213,21 @@ class Answers:
 
     def _longest(self, earlier: _Earlier, text: str) -> Tokenization:
         """Returns the answer to an earlier prompt with which a text goes on for longest, and the prompt's end."""
-        answer = earlier.answers[0]
+        answer, plain = earlier.answers[0], self._prompts.escapes.plain
         if len(earlier.answers) > 1:
             before = decoded(self._tokenizer, earlier.context.tokens.tolist())
 
             def same(answer: _Answer) -> int:
                 tokens = np.concatenate([earlier.context.tokens, answer.tokens]).tolist()
                 said = decoded(self._tokenizer, tokens)[len(before) :]
-                return common_length(said, text[earlier.end : earlier.end + len(said)])
+                return common_length(said, plain(text[earlier.end : earlier.end + len(said)]))
 
             answer = max(earlier.answers, key=same)
         if answer.known is None:
             context = earlier.context
-            answer.known = context + Tokenization.of_generated(self._tokenizer, answer.tokens.tolist(), context.tokens)
+            answer.known = context + Tokenization.of_generated(
+                self._tokenizer, answer.tokens.tolist(), context.tokens, self._prompts.escapes
+            )
         return answer.known
 
     def _drop_oldest(self) -> None:
@@ -274,7 +277,7 @@ class Turn:
     def tokenize(self, text: str) -> NDArray[np.int32]:
         """Returns the tokens of the text of another conversation, as `prepare` would; raises what it raises."""
         if not self._answers.enabled:
-            return self._prompts.text(text, special_tokens=False)
+            return self._prompts.rendered(text)
         return self._answers.tokenize(text, self._namespace)[0].tokens
 
     def watchers(self) -> list[Watcher]:
@@ -307,6 +310,6 @@ def _digests(text: str, namespace: bytes) -> list[bytes]:
     """Returns the digest of the namespace, and of all text up to each multiple of `_STRIDE`."""
     digests = [hashlib.blake2b(namespace, digest_size=16, person=b"mainstem answer").digest()]
     for begin in range(0, len(text) - _STRIDE + 1, _STRIDE):
-        data = digests[-1] + text[begin : begin + _STRIDE].encode()
+        data = digests[-1] + text[begin : begin + _STRIDE].encode(errors="surrogatepass")
         digests.append(hashlib.blake2b(data, digest_size=16).digest())
     return digests

@@ -697,7 +697,8 @@ class _Service:
         if ask.messages is not None:
             made = self._preparation.chat(ask.messages, ask.tools, ask.template())
         else:
-            made = self._preparation.text(ask.prompt or "", special_tokens=ask.add_special_tokens)
+            adds, parses = ask.add_special_tokens is not False, ask.parse_special is not False
+            made = self._preparation.text(ask.prompt or "", special_tokens=adds, parse_special=parses)
         spelled = [self._prompts.spell(int(token)).text for token in made] if ask.return_token_strs else msgspec.UNSET
         return tokenization.Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 

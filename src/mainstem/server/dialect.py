@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from mainstem.runtime.escapes import template_text
 from mainstem.runtime.prompts import ANSWER, Prompts
 from mainstem.runtime.text import Stops, special_tokens
 from mainstem.server.effort import EFFORTS, Switches, switches_of
@@ -183,7 +184,7 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
         tokenizer: the same model's, of transformers.
         config: names a format, or a form of thoughts, if it is not to be found.
     """
-    template, vocabulary = _template_text(tokenizer), tokenizer.get_vocab()
+    template, vocabulary = template_text(tokenizer), tokenizer.get_vocab()
     calls, thinking = config.tool_call_parser, config.reasoning_parser
     spoken = format_of(template, vocabulary) if calls == "auto" else FORMATS[calls]
     thought = thinking_of(template, vocabulary) if thinking == "auto" else THINKING.get(thinking)
@@ -199,12 +200,6 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
 
     traits, switches = traits_of(render), switches_of(render_with)
     return Dialect(spoken, spoken.thinking or thought, traits, special_tokens(tokenizer), switches)
-
-
-def _template_text(tokenizer: Any) -> str:
-    """Returns the chat template, or all of several; empty: there is none."""
-    given = getattr(tokenizer, "chat_template", None) or ""
-    return given if isinstance(given, str) else "\n".join(given.values())
 
 
 # ---------------------------------------------------------------- trials

@@ -91,7 +91,8 @@ class Preparation:
         taken = next((name for name in self.names if name in engine.adapters), None)
         if taken is not None:
             raise BadArgument("served_model_name", taken, "a name that no adapter has")
-        self.prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
+        escapes = None if engine.vision is None else engine.vision.escapes
+        self.prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states, escapes=escapes)
         self._unlimited = self.prompts.unlimited()
         self.answers = Answers(self.prompts, engine.tokenizer, config.remember_answers)
         self._dialect = speaking(self.prompts, engine.tokenizer, config)
@@ -141,11 +142,11 @@ class Preparation:
 
     def tokens(self, prompt: str | list[int]) -> Tokens:
         """Returns the tokens of a prompt; see `Prompts`."""
-        return _tokens(prompt, self.prompts)
+        return self.prompts.text(prompt) if isinstance(prompt, str) else self.prompts.tokens(prompt)
 
-    def text(self, prompt: str, *, special_tokens: bool) -> Tokens:
+    def text(self, prompt: str, *, special_tokens: bool, parse_special: bool) -> Tokens:
         """Returns the tokens of a text of any length; see `Prompts.text`."""
-        return self._unlimited.text(prompt, special_tokens=special_tokens)
+        return self._unlimited.text(prompt, special_tokens=special_tokens, parse_special=parse_special)
 
     def chat(self, messages: Messages, tools: Sequence[ToolSpec] | None, template: Template) -> Tokens:
         """Returns the tokens of a chat of any length, as its template renders it."""
@@ -205,7 +206,7 @@ class Preparation:
         if len(prompts) * ask.choices > MAX_CHOICES:
             name = "n" if ask.best_of is None else "best_of"
             raise ApiError(400, f"{name}: at most {MAX_CHOICES} choices over all prompts", param=name)
-        return [PreparedPrompt(_tokens(prompt, self._plain(maker))) for prompt in prompts]
+        return [PreparedPrompt(_tokens(ask, prompt, self._plain(maker))) for prompt in prompts]
 
     def _plain(self, maker: Turn | Prompts) -> Prompts:
         """Returns what makes prompts of the same lengths without answers."""
@@ -366,8 +367,11 @@ class Preparation:
         return Echo(text, tokens, self.prompts.offsets(tokens, text), ask.logprobs)
 
 
-def _tokens(prompt: str | list[int], prompts: Prompts) -> Tokens:
-    return prompts.text(prompt) if isinstance(prompt, str) else prompts.tokens(prompt)
+def _tokens(ask: CompletionRequest, prompt: str | list[int], prompts: Prompts) -> Tokens:
+    if isinstance(prompt, str):
+        adds, parses = ask.add_special_tokens is not False, ask.parse_special is not False
+        return prompts.text(prompt, special_tokens=adds, parse_special=parses)
+    return prompts.tokens(prompt)
 
 
 def _truncated(prompt: PreparedPrompt, most: int) -> PreparedPrompt:

@@ -206,6 +206,8 @@ class CompletionRequest(_Request, kw_only=True):
     logprobs: int | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
     @property
     def choices(self) -> int:
@@ -370,7 +372,10 @@ def _image_part(part: ContentPart, at: str) -> dict[str, str]:
 
 
 def template_of(
-    add_generation_prompt: bool | None, continue_final_message: bool | None, variables: dict[str, Any] | None
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: dict[str, Any] | None,
+    add_special_tokens: bool | None,
 ) -> Template:
     """Returns how a chat template is applied, from the fields of a request.
 
@@ -379,7 +384,7 @@ def template_of(
     """
     continues = bool(continue_final_message)
     begins = not continues if add_generation_prompt is None else add_generation_prompt
-    return Template(begins, continues, variables or {})
+    return Template(begins, continues, variables or {}, special_tokens=bool(add_special_tokens))
 
 
 class Thinking(Struct):
@@ -401,6 +406,7 @@ class ChatRequest(_Request, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
 
@@ -472,7 +478,7 @@ class ChatRequest(_Request, kw_only=True):
     def template(self, variables: Mapping[str, Any] = {}) -> Template:
         """Returns how the chat template is applied, with variables that the request may override; see `template_of`."""
         given = {**variables, **(self.chat_template_kwargs or {})}
-        return template_of(self.add_generation_prompt, self.continue_final_message, given)
+        return template_of(self.add_generation_prompt, self.continue_final_message, given, self.add_special_tokens)
 
     def params(self, room: int, choice: int) -> SamplingParams:
         """Returns the sampling parameters of one choice, which may use all `room` in the context by default.

@@ -18,14 +18,16 @@ from mainstem.server.tool_fields import ToolSpec
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /tokenize: exactly one of `prompt` and `messages`, and the tools of a conversation.
 
-    `add_special_tokens`: those that the tokenizer adds to a prompt. `return_token_strs`: also the text of each token.
+    `add_special_tokens`: those that the tokenizer adds, by default to a prompt. `parse_special`: whether the texts of
+    control tokens in a prompt become these, by default. `return_token_strs`: also the text of each token.
     """
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: list[ToolSpec] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -33,7 +35,8 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def template(self) -> Template:
         """Returns how the chat template is applied; see `template_of`."""
-        return template_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        given = self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
+        return template_of(*given, self.add_special_tokens)
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
