@@ -6,7 +6,7 @@ import functools
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.byte_pairs import byte_pairs, bytes_of
 from rigs.fake_engine import FakeTokenizer
+from rigs.families import THOUGHT, tokenizer_of
 from rigs.ghost import EOS, VOCAB, GhostTokenizer
 from rigs.letters import Letters
 from rigs.scheduler import Bench
@@ -741,6 +742,90 @@ def test_a_tokenizer_with_blanks_in_its_words_and_bytes_for_rare_characters() ->
                 next(token for token in np.flatnonzero(matcher.following().tokens).tolist() if token not in q)
             )
         assert tokenizer.decode(tokenizer.encode("z") + tokens) == "z" + text
+
+
+def with_special() -> Any:
+    """As `pieces`, with special tokens, and tokens that were added to it and are not special."""
+    from tokenizers import AddedToken
+
+    made = pieces()
+    made.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    made.add_tokens([AddedToken(text, normalized=False) for text in THOUGHT])
+    return made
+
+
+class Decoded:
+    """Only decodes, and has special tokens."""
+
+    all_special_ids = (256, 257)
+
+    def __len__(self) -> int:
+        return 258
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        shown = (token for token in tokens if not (skip_special_tokens and token in self.all_special_ids))
+        return b"".join(self._bytes(token) for token in shown).decode(errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else (b"<s>", b"</s>")[token - 256]
+
+
+SPECIAL: dict[str, Callable[[], Any]] = {
+    "byte_pairs": byte_pairs,
+    "pieces": with_special,
+    "decoded": Decoded,
+    **{name: functools.partial(tokenizer_of, name) for name in ("qwen", "llama3", "mistral", "deepseek")},
+}
+
+
+@functools.cache
+def special(name: str) -> tuple[Any, Grammars]:
+    tokenizer = SPECIAL[name]()
+    return tokenizer, Grammars(tokenizer, len(tokenizer) + 3)
+
+
+def written(name: str, grammar: Grammar, seed: int, forced: bool) -> str:
+    """Returns a text of a grammar, of which no token is special; `forced`: what is forced is followed as it is."""
+    (tokenizer, made), rng = special(name), random.Random(seed)
+    matcher, tokens = made.compile(grammar).matcher(), list[int]()
+    goes_on = True
+    while goes_on and not matcher.following().may_end:
+        allowed = np.flatnonzero(matcher.following().tokens).tolist()
+        next_ones = list(matcher.forced) if forced and matcher.forced else [rng.choice(allowed)]
+        for token in next_ones:
+            assert token not in tokenizer.all_special_ids and matcher.following().tokens[token]
+            tokens.append(token)
+            goes_on = matcher.accept(token)
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.removeprefix(" ") if name == "pieces" else text
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("name", sorted(SPECIAL))
+def test_the_text_of_a_special_token_is_text_in_a_grammar(name: str, forced: bool) -> None:
+    tokenizer = special(name)[0]
+    known = getattr(tokenizer, "added_tokens_decoder", None)
+    texts = ["<s>", "</s>"] if known is None else [str(each) for each in known.values()]
+    texts = [text for text in texts if "<0x" not in text]
+    assert len(texts) >= 2
+    for text in texts:
+        for said in (text, f"a{text}", f"{text}a", f"ab {text}{text}{text[:-1]} {text[1:]}"):
+            grammars = [choice(said), Grammar("regex", regex.escape(said)), schema({"const": said})]
+            for seed, grammar in enumerate([*grammars, Grammar("lark", f"start: {json.dumps(said)}")]):
+                made = written(name, grammar, seed, forced)
+                assert (json.loads(made) if grammar.kind == "json_schema" else made) == said
+    several = [f"open {text}" for text in texts]
+    assert {written(name, choice(*several), seed, forced) for seed in range(40)} <= {*several}
+
+
+@pytest.mark.parametrize("name", ["byte_pairs", "pieces", "qwen"])
+def test_a_grammar_of_a_clients_own_names_special_tokens(name: str) -> None:
+    tokenizer, made = special(name)
+    id = tokenizer.eos_token_id
+    for term in (f"<[{id}]>", tokenizer.eos_token):
+        matcher = made.compile(Grammar("lark", f'start: {term} "{tokenizer.eos_token}"')).matcher()
+        assert np.flatnonzero(matcher.following().tokens).tolist() == [id]
+        assert matcher.accept(id) and not matcher.following().tokens[id]
 
 
 class Spaced(GhostTokenizer):

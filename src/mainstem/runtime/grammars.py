@@ -15,6 +15,7 @@ This module knows tokenizers. It does not know requests, logits or schedulers.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.imports import needs
+from mainstem.runtime.escapes import Finder
 from mainstem.settings.engine import Grammar
 
 if TYPE_CHECKING:
@@ -290,23 +292,49 @@ class _Vocabulary(NamedTuple):
 
         backend = copy(getattr(tokenizer, "backend_tokenizer", None))
         if backend is None:
-            return cls(LLTokenizer(TokenizerWrapper(_Texts(tokenizer, vocab_size))), vocab_size)
+            return cls(LLTokenizer(TokenizerWrapper(_Decoded(tokenizer, vocab_size))), vocab_size)
         backend.no_padding()
         backend.no_truncation()
         backend.add_special_tokens([_END])
         try:
-            made = cls(LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(_END)), backend.token_to_id(_END))
-            read = made.tokens.decode_bytes(tokenizer.encode(_SAMPLE, add_special_tokens=False)).decode(
-                errors="replace"
-            )
+            end = backend.token_to_id(_END)
+            known = LLTokenizer(backend.to_str(), eos_token=end, slices=[])
+            read = known.decode_bytes(tokenizer.encode(_SAMPLE, add_special_tokens=False)).decode(errors="replace")
         except (ValueError, RuntimeError) as error:
             raise UnsupportedModel(f"the tokenizer does not say which bytes its tokens stand for: {error}") from error
         if read.removeprefix(" ") != _SAMPLE:
             raise UnsupportedModel(f"the bytes of the tokenizer's tokens are unknown: {_SAMPLE!r} becomes {read!r}")
-        return made
+        return cls(LLTokenizer(TokenizerWrapper(_Spelled(known))), end)
 
 
-class _Texts:
+class _Spelled:
+    """The tokens of a fast tokenizer, as llguidance takes them: special ones are no text.
+
+    llguidance itself makes special tokens of their texts where a grammar forces these, and then follows nothing else.
+
+    Args:
+        known: the same tokens, as llguidance reads the tokenizer.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, known: LLTokenizer) -> None:
+        self._known = known
+        self.eos_token_id = known.eos_token
+        self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
+        self.special_token_ids = [token for token in range(known.vocab_size) if known.is_special_token(token)]
+        texts = [self.tokens[token].decode(errors="replace") for token in self.special_token_ids]
+        self._special = Finder({text for text in texts if len(text) > 1})
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns the tokens of a text that a grammar forces, cut inside of each text of a special token."""
+        whole = text.decode(errors="replace")
+        cuts = [0, *(place + 1 for place in self._special.places(whole)), len(whole)]
+        pieces = [whole[begin:end] for begin, end in itertools.pairwise(cuts)]
+        return [token for piece in pieces for token in self._known.tokenize_str(piece)]
+
+
+class _Decoded:
     """The tokens of a tokenizer that only decodes, as llguidance takes them.
 
     Raises:
@@ -323,8 +351,9 @@ class _Texts:
         self.eos_token_id = vocab_size
         self.tokens = [b"" if _REPLACEMENT in text else text.encode() for text in texts]
         self.tokens += [b""] * (vocab_size - known) + [_END.encode()]
-        self.special_token_ids = [vocab_size]
-        self._by_bytes = {text: token for token, text in enumerate(self.tokens[:vocab_size]) if text}
+        special = {*getattr(tokenizer, "all_special_ids", ()), vocab_size}
+        self.special_token_ids = sorted(special)
+        self._by_bytes = {text: token for token, text in enumerate(self.tokens) if text and token not in special}
         self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
