@@ -276,7 +276,7 @@ def test_blanks_that_are_added_tokens_are_blanks() -> None:
     assert made.count(tokenizer.convert_tokens_to_ids("\n")) == 4
 
 
-# ---------------------------------------------------------------- what cannot be told apart
+# ---------------------------------------------------------------- what cannot be distinguished
 
 
 @pytest.mark.parametrize("text", ["a\udc00<|im_end|>", "\udfff", "\udc01|im_end|>"])
