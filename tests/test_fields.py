@@ -9,7 +9,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 from anthropic import types as anthropic_types
+from anthropic.types import beta as beta_types
 from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_params
+from anthropic.types.beta import message_create_params as beta_create_params
+from anthropic.types.beta.beta_content_block_param import BetaContentBlockParam
+from anthropic.types.beta.beta_tool_result_block_param import Content as BetaResultContent
 from openai.types import chat, completion_create_params
 from openai.types import responses as response_types
 from openai.types.chat import chat_completion_custom_tool_param as custom_tool_param
@@ -29,7 +34,7 @@ from openai.types.responses import (
 )
 from openai.types.shared_params import CustomToolInputFormat, FunctionDefinition, Reasoning
 
-from mainstem.server import messages, response_items, response_tools, responses
+from mainstem.server import message_blocks, messages, response_items, response_tools, responses
 from mainstem.server.breakpoints import Breakpoint, CacheControl, CacheOptions
 from mainstem.server.fields import OPENAI, Field, Refused, Rules, Unheeded, check_fields
 from mainstem.server.messages import CountRequest, MessageRequest
@@ -78,12 +83,14 @@ KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
     MessageRequest: (
         "/v1/messages",
         messages.RULES,
-        {*get_type_hints(message_create_params.MessageCreateParamsBase), "stream"},
+        {*beta_create_params.MessageCreateParamsBase.__annotations__, "stream"}
+        | {*get_type_hints(message_create_params.MessageCreateParamsBase)},
     ),
     CountRequest: (
         "/v1/messages/count_tokens",
         messages.RULES,
-        {*get_type_hints(message_count_tokens_params.MessageCountTokensParams)},
+        {*get_type_hints(message_count_tokens_params.MessageCountTokensParams)}
+        | {*beta_count_params.MessageCountTokensParams.__annotations__},
     ),
 }
 """The route of each type, its rules, and the fields that the official clients can send."""
@@ -126,6 +133,10 @@ BLOCKS = (
     anthropic_types.ThinkingBlockParam,
     anthropic_types.ToolUseBlockParam,
     anthropic_types.ToolResultBlockParam,
+    anthropic_types.DocumentBlockParam,
+    anthropic_types.SearchResultBlockParam,
+    anthropic_types.ToolReferenceBlockParam,
+    beta_types.BetaCompactionBlockParam,
 )
 INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
     (CHATS, "messages", Message, get_args(chat.ChatCompletionMessageParam)),
@@ -174,20 +185,25 @@ INNER: list[tuple[str, str, Any, tuple[Any, ...]]] = [
         (response_create_params.PromptCacheOptions,),
     ),
     (RESPONSES, "prompt_cache_breakpoint", Breakpoint, (response_input_text_param.PromptCacheBreakpoint,)),
-    (MESSAGES, "messages", messages.Message, get_args(anthropic_types.MessageParam)),
-    (MESSAGES, "content", messages.ContentBlock, BLOCKS),
-    (MESSAGES, "system", messages.ContentBlock, (anthropic_types.TextBlockParam,)),
+    (MESSAGES, "messages", message_blocks.Message, get_args(anthropic_types.MessageParam)),
+    (MESSAGES, "content", message_blocks.ContentBlock, BLOCKS),
+    (MESSAGES, "system", message_blocks.ContentBlock, (anthropic_types.TextBlockParam,)),
     (
         MESSAGES,
         "source",
-        messages.Source,
-        (anthropic_types.Base64ImageSourceParam, anthropic_types.URLImageSourceParam),
+        message_blocks.Source,
+        (
+            anthropic_types.Base64ImageSourceParam,
+            anthropic_types.URLImageSourceParam,
+            anthropic_types.PlainTextSourceParam,
+            anthropic_types.ContentBlockSourceParam,
+        ),
     ),
     (MESSAGES, "tools", messages.Tool, (anthropic_types.ToolParam,)),
     (MESSAGES, "tool_choice", messages.ToolChoice, get_args(anthropic_types.ToolChoiceParam)),
     (CHATS, "thinking", Thinking, get_args(anthropic_types.ThinkingConfigParam)),
-    (MESSAGES, "thinking", Thinking, get_args(anthropic_types.ThinkingConfigParam)),
-    (MESSAGES, "output_config", messages.OutputConfig, (anthropic_types.OutputConfigParam,)),
+    (MESSAGES, "thinking", Thinking, get_args(beta_types.BetaThinkingConfigParam)),
+    (MESSAGES, "output_config", messages.OutputConfig, (beta_types.BetaOutputConfigParam,)),
     (MESSAGES, "format", messages.OutputFormat, (anthropic_types.JSONOutputFormatParam,)),
     (MESSAGES, "cache_control", CacheControl, (anthropic_types.CacheControlEphemeralParam,)),
     (MESSAGES, "diagnostics", messages.Diagnostics, (anthropic_types.DiagnosticsParam,)),
@@ -211,6 +227,15 @@ def test_every_field_of_the_official_clients_is_classified(kind: Any) -> None:
     _, rules, fields = KINDS[kind]
     assert len(fields) > 10
     assert not fields - {*kind.__struct_fields__} - rules.advice.keys() - rules.refused.keys()
+
+
+def test_every_block_of_the_official_client_is_shown_left_out_or_refused() -> None:
+    """A new version of a client with a new type fails here."""
+    refused = {"container_upload", "browser_state", "tool_addition", "tool_removal"}
+    shown = {"text", "image", "document", "search_result", "thinking", "tool_use", "tool_result", "tool_reference"}
+    for union in (BetaContentBlockParam, BetaResultContent):
+        types = {kind for each in get_args(union) if isinstance(each, type) for kind in types_of(each)}
+        assert len(types) > 5 and not types - shown - {"compaction"} - message_blocks.LEFT_OUT - refused
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -297,7 +322,7 @@ def test_every_field_in_a_table_says_why_and_has_one_class_by_what_asks_for_noth
                         continue
                     with pytest.raises(Refused, match=f"^{name}: not supported; omit it") as caught:
                         check(Nothing, tolerant, alone, **{name: value})
-                    assert (caught.value.name, caught.value.code) == (name, "unsupported_parameter")
+                    assert (caught.value.name, caught.value.code) == (name, field.code)
 
 
 def test_every_type_of_item_is_taken_left_out_or_refused() -> None:
@@ -311,7 +336,7 @@ def test_every_type_of_item_is_taken_left_out_or_refused() -> None:
 def test_every_type_of_tool_is_offered_or_left_out() -> None:
     for kind in (kind for each in TOOLS for kind in types_of(each)):
         assert (kind in ("function", "custom", "namespace")) != is_hosted(kind), kind
-    for kind in (kind for each in get_args(anthropic_types.ToolUnionParam) for kind in types_of(each)):
+    for kind in (kind for each in get_args(beta_types.BetaToolUnionParam) for kind in types_of(each)):
         assert (kind == "custom") != is_hosted(kind), kind
 
 

@@ -49,7 +49,7 @@ def asked(engine: FakeEngine) -> str:
 def error_of(response: Any, status: int, type: str = "invalid_request_error") -> str:
     assert response.status_code == status, response.text
     body = response.json()
-    assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+    assert set(body) == {"type", "error"} and set(body["error"]) - {"details"} == {"type", "message"}
     assert (body["type"], body["error"]["type"]) == ("error", type)
     return str(body["error"]["message"])
 
@@ -246,7 +246,7 @@ def test_the_form_of_the_answer_and_of_calls_is_held_by_a_grammar() -> None:
     for fields in asks:
         assert ask(server, **fields).status_code == 200
     held, some, one, free = (stream.request.params.grammar for stream in engine.streams)
-    assert held.kind == "json_schema" and json.loads(held.text) == schema
+    assert held.kind == "json_schema" and json.loads(held.text) == {**schema, "additionalProperties": False}
     assert (some.kind, one.kind, free) == ("lark", "lark", None) and "weather" in some.text
 
 
@@ -295,6 +295,110 @@ def test_thinking_and_effort_are_named_where_the_model_has_no_switch() -> None:
         for path in (PATH, COUNT):
             response = ask(server, path=path, **fields)
             assert (response.status_code, response.headers.get("X-Mainstem-Ignored")) == (200, ignored)
+
+
+# --- what only Anthropic has ----------------------------------------------------------------------------------------
+
+
+def test_documents_and_results_of_searches_are_texts() -> None:
+    engine = FakeEngine()
+    plain = {"type": "text", "media_type": "text/plain", "data": "It is long."}
+    parted = {"type": "content", "content": [text("one"), text("two", cache_control=EPHEMERAL)]}
+    documents = [
+        {
+            "type": "document",
+            "source": plain,
+            "title": "The river",
+            "context": "Of 1999.",
+            "citations": {"enabled": True},
+        },
+        {"type": "document", "source": parted, "cache_control": EPHEMERAL},
+        {"type": "document", "source": {"type": "content", "content": "three"}},
+        {"type": "search_result", "title": "Sea", "source": "https://sea", "content": [text("It is wide.")]},
+    ]
+    shown = "The river\nOf 1999.\nIt is long.\none\ntwo\nthree\nSea\nhttps://sea\nIt is wide."
+    response = ask(client(engine), blocks(*documents, text("How long?")))
+    assert response.status_code == 200, response.text
+    assert response.headers["X-Mainstem-Ignored"] == "messages[0].content[0].citations"
+    assert f"{shown}\nHow long?" in asked(engine)
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "u",
+        "content": [*documents, {"type": "tool_reference", "tool_name": "f"}],
+    }
+    use = {"type": "tool_use", "id": "u", "name": "look", "input": {}}
+    assert ask(client(engine), USER, blocks(use, role="assistant"), blocks(result)).status_code == 200
+    assert f"{shown}\nf" in asked(engine)
+    summary = {"type": "compaction", "content": "They spoke of rivers.", "encrypted_content": "x", "signature": "y"}
+    assert ask(client(engine), blocks(summary), USER).status_code == 200
+    assert "They spoke of rivers." in asked(engine)
+
+
+SEARCHED = [
+    {"type": "thinking", "thinking": "I search.", "signature": "EqQB"},
+    {"type": "redacted_thinking", "data": "AbC="},
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rivers"}},
+    {
+        "type": "web_search_tool_result", "tool_use_id": "s",
+        "content": [{"type": "web_search_result", "url": "https://x", "title": "X", "encrypted_content": "E"}],
+    },
+    {
+        "type": "web_search_tool_result", "tool_use_id": "s",
+        "content": {"type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"},
+    },
+    {
+        "type": "bash_code_execution_tool_result", "tool_use_id": "s",
+        "content": {"type": "bash_code_execution_result", "stdout": "1", "stderr": "", "return_code": 0, "content": []},
+    },
+    {"type": "text", "text": "It is long.", "citations": [{"type": "web_search_result_location", "url": "https://x"}]},
+]  # fmt: skip
+
+
+def test_an_answer_of_the_real_api_comes_back_as_it_went() -> None:
+    """What Anthropic encrypted, or ran, is left out and named; nothing of it may be lost in silence, nor refused."""
+    engine = FakeEngine()
+    response = ask(client(engine), USER, blocks(*SEARCHED, role="assistant"), USER)
+    assert response.status_code == 200, response.text
+    at = "messages[1].content"
+    named = [f"{at}[0].signature", *(f"{at}[{i}]" for i in range(1, 6)), f"{at}[6].citations"]
+    assert response.headers["X-Mainstem-Ignored"].split(", ") == named
+    prompt = asked(engine)
+    assert "It is long." in prompt and "rivers" not in prompt and "AbC=" not in prompt
+    alone = ask(client(engine), USER, blocks(SEARCHED[1], role="assistant"), USER)
+    assert alone.status_code == 200
+    assert asked(engine).count("assistant") == prompt.count("assistant"), "the turn stays one"
+
+
+def test_its_own_answers_come_back_without_a_note() -> None:
+    own = {"type": "thinking", "thinking": "Hm", "signature": ""}
+    response = ask(client(), USER, blocks(own, text("Yes."), role="assistant"), USER)
+    assert response.status_code == 200 and "X-Mainstem-Ignored" not in response.headers
+
+
+def test_tools_that_anthropic_knows_are_left_out_and_named() -> None:
+    engine = FakeEngine()
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3, "user_location": {"type": "approximate"}},
+        {"type": "bash_20250124", "name": "bash", "cache_control": EPHEMERAL},
+        {"type": "mcp_toolset", "mcp_server_name": "x"},
+    ]
+    for path in (PATH, COUNT):
+        response = ask(client(engine), tools=[hosted[0], WEATHER, *hosted[1:]], tool_choice={"type": "any"}, path=path)
+        assert response.status_code == 200, response.text
+        assert response.headers["X-Mainstem-Ignored"] == "tools[0], tools[2], tools[3]"
+    assert "web_search" not in asked(engine) and "weather" in asked(engine)
+
+
+@pytest.mark.parametrize("unknown_fields", ["refuse", "warn"])
+def test_a_thread_is_refused_with_the_code_by_which_clients_recover(unknown_fields: str) -> None:
+    engine = FakeEngine()
+    server = client(engine, unknown_fields=unknown_fields)
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        response = ask(server, thread=thread)
+        assert error_of(response, 400).startswith("thread: not supported; omit it")
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert response.json()["error"]["details"] == details
+    assert not engine.streams and ask(server, thread=None).status_code == 200
 
 
 # --- counting -----------------------------------------------------------------------------------------------------
@@ -354,13 +458,50 @@ def test_advice_is_taken_named_in_a_header_and_counted(stream: bool) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: invalid enum value 'tool'"),
         ({"messages": [blocks({"type": "text"})]}, "messages[0].content[0].text: this field is required"),
         (
-            {"messages": [blocks({"type": "document", "title": "x"})]},
-            "messages[0].content[0].type: must be one of 'text', 'image', 'tool_result' here, got 'document'",
+            {"messages": [blocks({"type": "container_upload", "file_id": "f"})]},
+            "messages[0].content[0].type: must be one of 'text', 'image', 'document', 'search_result', 'tool_result', "
+            "'compaction' here, got 'container_upload'",
         ),
         (
             {"messages": [USER, blocks({"type": "image"}, role="assistant")]},
-            "messages[1].content[0].type: must be one of 'text', 'thinking', 'tool_use' here, got 'image'",
+            "messages[1].content[0].type: must be one of 'text', 'thinking', 'tool_use', 'compaction' here",
         ),
+        ({"messages": [blocks({"type": "document", "title": "x"})]}, "messages[0].content[0].source: this field is"),
+        (
+            {"messages": [blocks({"type": "document", "source": {"type": "base64", "data": "", "media_type": "x"}})]},
+            "messages[0].content[0].source.type: must be 'text' or 'content', got 'base64': documents are read as text",
+        ),
+        (
+            {"messages": [blocks({"type": "document", "source": {"type": "url", "url": "https://x/y.pdf"}})]},
+            "messages[0].content[0].source.type: must be 'text' or 'content', got 'url': documents are read as text",
+        ),
+        ({"messages": [blocks({"type": "document", "source": "x"})]}, "messages[0].content[0].source: must be an obj"),
+        ({"messages": [blocks({"type": "image", "source": "x"})]}, "messages[0].content[0].source: must be an object"),
+        (
+            {"messages": [blocks({"type": "document", "source": {"type": "text"}})]},
+            "messages[0].content[0].source.data: this field is required where the type is 'text'",
+        ),
+        (
+            {"messages": [blocks({"type": "document", "source": {"type": "content", "content": [{"type": "video"}]}})]},
+            "messages[0].content[0].source.content[0].type: must be one of 'text', 'image' here, got 'video'",
+        ),
+        (
+            {"messages": [blocks({"type": "search_result", "source": {"type": "text"}, "title": "t", "content": []})]},
+            "messages[0].content[0].source: must be a text where the type is 'search_result'",
+        ),
+        (
+            {"messages": [blocks({"type": "tool_result", "tool_use_id": "u", "content": {"type": "text"}})]},
+            "messages[0].content[0].content: must be a text or a list of blocks",
+        ),
+        ({"tools": [{**WEATHER, "type": "gadget"}]}, "tools[0].type: only tools of the type 'custom'"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name: this field is required"),
+        (
+            {"tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}],
+             "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice.name: there is no tool named 'web_search'",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}}, "tool_choice: "),
+        ({"compaction": {}}, "compaction: not supported; omit it"),
         ({"messages": [blocks({"type": "image", "source": {"type": "file"}})]}, "messages[0].content[0].source.type:"),
         ({"messages": [blocks({"type": "image", "source": {"type": "url"}})]}, "messages[0].content[0].source.url:"),
         ({"messages": [blocks({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id: this field is required"),
@@ -385,7 +526,6 @@ def test_advice_is_taken_named_in_a_header_and_counted(stream: bool) -> None:
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: expected `array` of length <= 16"),
         ({"stop_sequences": [""]}, "stop_sequences[0]: expected `str` of length >= 1"),
         ({"temperature": -1}, "temperature = -1.0: must be"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type: only tools of the type 'custom'"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name: "),
         ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools[0].input_schema: must be a JSON schema"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: there is no tool"),
@@ -639,3 +779,34 @@ def test_the_official_client() -> None:
         engine.tokenizer.apply_chat_template = lambda *_, **__: "fail!"  # type: ignore[method-assign]
         with pytest.raises(anthropic.APIStatusError, match="api_error"):
             list(create(stream=True))
+
+
+@pytest.mark.deadline
+@pytest.mark.parametrize("unknown_fields", ["refuse", "warn"])
+def test_the_tool_runner_of_the_official_client_goes_on_without_a_thread(unknown_fields: str) -> None:
+    """It asks for a thread first; refused by its code, it sends the whole conversation, in each turn."""
+    engine = FakeEngine(lambda prompt: "It rains." if "rain in Oslo" in prompt else CALL)
+    asked_for = list[str]()
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Returns the weather.
+
+        Args:
+            city: where.
+        """
+        asked_for.append(city)
+        return f"rain in {city}"
+
+    with served(engine, api_key=("key",), unknown_fields=unknown_fields, **SPEAKS) as url:
+        api = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0)
+        question: Any = {"role": "user", "content": "Weather?"}
+        runner = api.beta.messages.tool_runner(
+            model="fake", max_tokens=200, messages=[question], tools=[weather], max_iterations=3
+        )
+        final = runner.until_done()
+    assert asked_for == ["Oslo"]
+    assert final.content[-1].type == "text" and final.content[-1].text == "It rains."
+    assert len(engine.streams) == 2
+    last = engine.tokenizer.decode(engine.streams[-1].request.tokens)
+    assert "Weather?" in last and "rain in Oslo" in last, "the second turn has its history"

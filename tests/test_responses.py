@@ -196,7 +196,7 @@ def test_the_form_of_the_answer_and_of_calls_is_held_by_a_grammar() -> None:
         "lark",
         "lark",
     ]
-    assert json.loads(grammars[2].text) == schema
+    assert json.loads(grammars[2].text) == {**schema, "additionalProperties": False}
     assert "weather" in grammars[4].text
 
 

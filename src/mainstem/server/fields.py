@@ -35,10 +35,12 @@ class Field(NamedTuple):
     Args:
         why: it is in its class: what it is, or what it would do.
         neutral: values that ask for nothing, as null does.
+        code: of the error where it is refused.
     """
 
     why: str
     neutral: tuple[object, ...] = ()
+    code: str = "unsupported_parameter"
 
     def asks(self, value: object) -> bool:
         """Returns whether a value asks for something; false is not 0."""
@@ -70,6 +72,7 @@ THINKING = Rules(
     {
         "budget_tokens": Field("a limit of thinking"),
         "display": Field("whether thoughts are shown; they always are", ("summarized",)),
+        "block_binding": Field("how Anthropic checks earlier thoughts"),
     }
 )
 """The rules of `thinking`, in all APIs that have it."""
@@ -205,7 +208,7 @@ def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, unheede
             _take_unknown(at, name, (*kind.__struct_fields__, *rules.advice, *rules.refused), unheeded)
         elif known.asks(msgspec.json.decode(raw)):
             if name in rules.refused:
-                raise Refused(at + name, _problem(known), "unsupported_parameter")
+                raise Refused(at + name, _problem(known), known.code)
             unheeded.ignored.append(at + name)
 
 

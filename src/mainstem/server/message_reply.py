@@ -232,9 +232,17 @@ def _content(block: Block) -> dict[str, Any]:
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
+class _Details(Struct):
+    """A word for programs, and the fields that it is about: clients go on without these."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class _Error(Struct):
     type: str
     message: str
+    details: _Details | UnsetType = UNSET
 
 
 class _ErrorBody(Struct):
@@ -256,7 +264,9 @@ def error_body(error: ApiError) -> bytes:
 
 def _error(error: ApiError) -> _Error:
     message = _too_long(error.cause) if isinstance(error.cause, RequestTooLong) else error.detail.message
-    return _Error(_ERROR_TYPES.get(error.status, "invalid_request_error"), message)
+    code, param = error.detail.code or "", error.detail.param
+    details = _Details(code, [param]) if "unsupported" in code and param is not None else UNSET
+    return _Error(_ERROR_TYPES.get(error.status, "invalid_request_error"), message, details)
 
 
 def _too_long(error: RequestTooLong) -> str:

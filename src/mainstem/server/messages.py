@@ -13,21 +13,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from mainstem.server import requests
+from mainstem.server import message_blocks, requests
 from mainstem.server.breakpoints import MOST, CacheControl
 from mainstem.server.diagnosis import Earlier, Finding, Shape
 from mainstem.server.errors import ApiError, renamed
 from mainstem.server.fields import CACHE_CONTROL, THINKING, Field, Rules, Unheeded
 from mainstem.server.generation import Task
+from mainstem.server.message_blocks import ContentBlock, Message
 from mainstem.server.message_reply import MessageReply
 from mainstem.server.output import OutputParser
 from mainstem.server.replies import ChunkUsage, Extras, Head
+from mainstem.server.tools import is_hosted
 from mainstem.server.turns import Turns, check_type
 
-_EARLIER = Field("of an earlier answer; nothing is verified")
 _ASKER = Field("who asks")
-_DIRECT = "a call of a tool by code that Anthropic runs"
-_TEXT = {"citations": _EARLIER}
 
 RULES = Rules(
     advice={
@@ -37,22 +36,20 @@ RULES = Rules(
         "service_tier": Field("what Anthropic charges", ("auto",)),
         "speed": Field("how quickly Anthropic answers", ("standard",)),
         "inference_geo": Field("where Anthropic computes"),
+        "betas": Field("what of Anthropic's API is new to the client", ([],)),
+        "billing_policy": Field("who pays Anthropic"),
+        "fallback_credit_token": Field("who pays Anthropic"),
+        "fallbacks": Field("which models answer where one declines; this server asks none whether it may"),
         "context_management": Field("what Anthropic leaves out of a long prompt", ({"edits": []},)),
     },
     refused={
+        "thread": Field("a conversation that Anthropic keeps; send all of it", code="thread_unsupported_request"),
+        "compaction": Field("an answer that sums up the conversation for Anthropic"),
         "container": Field("code that Anthropic runs"),
         "mcp_servers": Field("calls of tools that Anthropic makes", ([],)),
     },
     inside={
-        "system": Rules(_TEXT),
-        "content": Rules(
-            _TEXT | {"signature": _EARLIER},
-            {
-                "caller": Field(_DIRECT, ({"type": "direct"},)),
-                "toolset_name": Field("a tool of a set that Anthropic looks up"),
-                "transformations": Field("an image that Anthropic changes"),
-            },
-        ),
+        **message_blocks.RULES,
         "cache_control": CACHE_CONTROL,
         "tools": Rules(
             {
@@ -60,8 +57,10 @@ RULES = Rules(
                 "eager_input_streaming": Field("arguments are always streamed", (False,)),
                 "input_examples": Field("calls to learn from", ([],)),
             },
-            {"allowed_callers": Field(_DIRECT, (["direct"],))},
+            {"allowed_callers": Field(message_blocks.BY_CODE, (["direct"],))},
+            left_out=is_hosted,
         ),
+        "output_config": Rules({"task_budget": Field("how many tokens a task should take")}),
         "thinking": THINKING,
     },
 )
@@ -105,42 +104,10 @@ class Diagnostics(Struct):
     previous_message_id: str | None = None
 
 
-class Source(Struct):
-    """Where an image is: in the message as base64, or at a URL."""
-
-    type: str
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-
-class ContentBlock(Struct):
-    """A part of a message; `type` says which fields it has."""
-
-    type: str
-    text: str | None = None
-    source: Source | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[ContentBlock] | None = None
-    is_error: bool | None = None
-    thinking: str | None = None
-    cache_control: CacheControl | None = None
-
-
-class Message(Struct):
-    """One turn of the conversation."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
-
-
 class Tool(Struct):
-    """A function that the model may call."""
+    """A function that the model may call, or a tool that Anthropic knows; those are left out."""
 
-    name: str
+    name: str | None = None
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -188,7 +155,7 @@ class CountRequest(Struct, kw_only=True):
         fields: dict[str, Any] = {name: getattr(self, name, None) for name in _SAME}
         fields["prompt_cache_options"] = {"mode": "explicit"}
         if self.tools:
-            fields["tools"] = [_function(tool, f"tools[{i}].type") for i, tool in enumerate(self.tools)]
+            fields["tools"] = [_tool(tool, f"tools[{i}].type") for i, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
             fields |= _choice(self.tool_choice)
         if self.output_config is not None:
@@ -239,7 +206,11 @@ _CHOICES = {
 """The fields of a choice of tools, by type."""
 
 
-def _function(tool: Tool, at: str) -> dict[str, Any]:
+def _tool(tool: Tool, at: str) -> dict[str, Any]:
+    """Returns a tool of a chat, which leaves the same ones out."""
+    marked = {} if tool.cache_control is None else {"prompt_cache_breakpoint": _breakpoint(tool.cache_control)}
+    if is_hosted(tool.type):
+        return {"type": tool.type, **marked}
     if tool.type not in (None, "custom"):
         message = f"{at}: only tools of the type 'custom' are supported, got {tool.type!r}"
         raise ApiError(400, message, param=at, code="unsupported_tool")
@@ -249,7 +220,6 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
         "parameters": tool.input_schema,
         "strict": tool.strict,
     }
-    marked = {} if tool.cache_control is None else {"prompt_cache_breakpoint": _breakpoint(tool.cache_control)}
     given = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": given, **marked}
 
@@ -264,114 +234,6 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     if choice.type == "tool":
         return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
     return fields | {"tool_choice": "required" if choice.type == "any" else choice.type}
-
-
-# --- conversations ------------------------------------------------------------------------------------------------
-
-
-def _turns(request: CountRequest) -> Turns:
-    """Returns the messages of a chat. Adjacent turns of one role are one message; results of tools have their own."""
-    turns = Turns()
-    if request.system:
-        _add_content(turns, "system", request.system, "system")
-    for i, message in enumerate(request.messages):
-        at = f"messages[{i}].content"
-        if not message.content and message.role == "assistant":  # an answer may have been cut before it said anything
-            _enter(turns, "assistant", at)
-            continue
-        if isinstance(message.content, list) and not message.content:
-            raise ApiError(400, f"{at}: must have at least one block", param=at)
-        _add_content(turns, message.role, message.content, at)
-    _mark_last(turns, request)
-    return turns
-
-
-def _mark_last(turns: Turns, request: CountRequest) -> None:
-    """Adds the breakpoint of the request, after its last block, unless that has one.
-
-    Raises:
-        ApiError: 400; there are too many.
-    """
-    blocks = request.messages[-1].content
-    own = isinstance(blocks, list) and bool(blocks) and blocks[-1].cache_control is not None
-    found = turns.marks + sum(tool.cache_control is not None for tool in request.tools or ())
-    if request.cache_control is not None and not own:
-        found += 1
-        turns.mark(request.cache_control.ttl)
-    if found > MOST:
-        message = f"cache_control: at most {MOST} breakpoints in a request, got {found}"
-        raise ApiError(400, message, param="cache_control")
-
-
-def _add_content(turns: Turns, role: str, content: str | list[ContentBlock], at: str) -> None:
-    if isinstance(content, str):
-        _enter(turns, role, at)
-        turns.text(content)
-        return
-    for i, block in enumerate(content):
-        _add_block(turns, role, block, f"{at}[{i}]")
-
-
-def _enter(turns: Turns, role: str, at: str) -> None:
-    if turns.role != role:
-        turns.begin(role, at)
-
-
-def _add_block(turns: Turns, role: str, block: ContentBlock, at: str) -> None:
-    check_type(block, block.type, _BLOCKS[role], at)
-    if block.type != "tool_result":
-        _enter(turns, role, at)
-    match block.type:
-        case "text":
-            turns.text(_needed(block, "text", at))
-        case "image":
-            _add_image(turns, block, at)
-        case "thinking":
-            turns.reasoning(_needed(block, "thinking", at))
-        case "tool_use":
-            turns.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
-        case "tool_result":
-            _add_result(turns, block, at)
-    if block.cache_control is not None:
-        turns.mark(block.cache_control.ttl)
-
-
-_TEXT_BLOCK: dict[str, tuple[str, ...]] = {"text": ("text", "cache_control")}
-_IMAGE_BLOCK = {"image": ("source", "cache_control")}
-_BLOCKS = {
-    "system": _TEXT_BLOCK,
-    "user": _TEXT_BLOCK | _IMAGE_BLOCK | {"tool_result": ("tool_use_id", "content", "is_error", "cache_control")},
-    "assistant": _TEXT_BLOCK | {"thinking": ("thinking",), "tool_use": ("id", "name", "input", "cache_control")},
-    "tool": _TEXT_BLOCK | _IMAGE_BLOCK,
-}
-"""The fields of blocks, by the role of their message and by type; `tool` is what is in a `tool_result`."""
-_SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}
-
-
-def _add_result(turns: Turns, block: ContentBlock, at: str) -> None:
-    turns.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
-    if block.is_error:
-        turns.text("Error:")
-    _add_content(turns, "tool", block.content or "", f"{at}.content")
-
-
-def _add_image(turns: Turns, block: ContentBlock, at: str) -> None:
-    source: Source = _needed(block, "source", at)
-    at = f"{at}.source"
-    check_type(source, source.type, _SOURCES, at)
-    if source.type == "base64":
-        turns.image(f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}", f"{at}.data")
-    else:
-        turns.image(_needed(source, "url", at), f"{at}.url")
-
-
-def _needed(part: ContentBlock | Source, name: str, at: str) -> Any:
-    value = getattr(part, name)
-    if value is None:
-        raise ApiError(
-            400, f"{at}.{name}: this field is required where the type is {part.type!r}", param=f"{at}.{name}"
-        )
-    return value
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -408,6 +270,30 @@ def parse(body: bytes, unheeded: Unheeded | None, earlier: Earlier) -> Task:
 def parse_count(body: bytes, unheeded: Unheeded | None = None) -> Task:
     """Parses a request whose prompt is counted; see `parse`."""
     return _task(body, requests.decode(body, CountRequest), unheeded)
+
+
+def _turns(request: CountRequest) -> Turns:
+    """Returns the messages of a chat."""
+    turns = message_blocks.turns_of(request.system, request.messages)
+    _mark_last(turns, request)
+    return turns
+
+
+def _mark_last(turns: Turns, request: CountRequest) -> None:
+    """Adds the breakpoint of the request, after its last block, unless that has one.
+
+    Raises:
+        ApiError: 400; there are too many.
+    """
+    blocks = request.messages[-1].content
+    own = isinstance(blocks, list) and bool(blocks) and blocks[-1].cache_control is not None
+    found = turns.marks + sum(tool.cache_control is not None for tool in request.tools or ())
+    if request.cache_control is not None and not own:
+        found += 1
+        turns.mark(request.cache_control.ttl)
+    if found > MOST:
+        message = f"cache_control: at most {MOST} breakpoints in a request, got {found}"
+        raise ApiError(400, message, param="cache_control")
 
 
 def _task(body: bytes, request: CountRequest, unheeded: Unheeded | None) -> Task:

@@ -51,7 +51,7 @@ _OF_OPENAI = (
     "image_generation, mcp, local_shell, shell, apply_patch, tool_search, programmatic_tool_calling"
 )
 _OF_ANTHROPIC = (
-    "web_search, web_fetch, code_execution, bash, text_editor, computer, memory, tool_search_tool_bm25, "
+    "web_search, web_fetch, code_execution, bash, text_editor, computer, memory, advisor, tool_search_tool_bm25, "
     "tool_search_tool_regex, mcp_toolset, browser_toolset, computer_toolset"
 )
 HOSTED = frozenset(f"{_OF_OPENAI}, {_OF_ANTHROPIC}".split(", "))
