@@ -36,7 +36,7 @@ from openai.types.shared_params import CustomToolInputFormat, FunctionDefinition
 
 from mainstem.server import message_blocks, messages, response_items, response_tools, responses
 from mainstem.server.breakpoints import Breakpoint, CacheControl, CacheOptions
-from mainstem.server.fields import OPENAI, Field, Refused, Rules, Unheeded, check_fields
+from mainstem.server.fields import COMPLETIONS, OF_CHATS, OPENAI, Field, Refused, Rules, Unheeded, check_fields
 from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.requests import (
     ChatRequest,
@@ -62,7 +62,7 @@ from mainstem.server.tools import is_hosted
 KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
     CompletionRequest: (
         "/v1/completions",
-        OPENAI,
+        COMPLETIONS,
         {*get_type_hints(completion_create_params.CompletionCreateParamsBase), "stream"},
     ),
     ChatRequest: (
@@ -215,7 +215,7 @@ class Nothing(msgspec.Struct):
     """A body of which no field is honoured."""
 
 
-def check(kind: Any = CompletionRequest, tolerant: Any = False, rules: Any = OPENAI, **fields: Any) -> Unheeded:
+def check(kind: Any = CompletionRequest, tolerant: Any = False, rules: Any = COMPLETIONS, **fields: Any) -> Unheeded:
     unheeded = Unheeded(tolerant)
     check_fields(json.dumps(fields).encode(), kind, unheeded, rules)
     return unheeded
@@ -298,6 +298,7 @@ def table() -> str:
         for row in rows(f"in `{name}` of {routes}", each)
     ]
     others = [row for routes, rules in RULES.items() for row in rows(routes, rules)]
+    others += rows("/v1/completions", Rules(OF_CHATS))
     return "\n".join(["| route | field | |", "|---|---|---|", *honoured, *others, *inner, *inside])
 
 
@@ -363,6 +364,29 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(name: str, nearest: s
         check(**{name: 1})
     assert str(caught.value) == f"{name}: unknown field" + (f"; did you mean {nearest}?" if nearest else "")
     assert (caught.value.name, caught.value.code) == (name, "unknown_field")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (ResponseRequest, "max_tokens", "max_output_tokens"),
+        (ResponseRequest, "max_completion_tokens", "max_output_tokens"),
+        (ResponseRequest, "messages", "input"),
+        (ResponseRequest, "system", "instructions"),
+        (ResponseRequest, "response_format", "text"),
+        (ChatRequest, "max_output_tokens", "max_tokens"),
+        (ChatRequest, "input", "messages"),
+        (ChatRequest, "stop_sequences", "stop"),
+        (ChatRequest, "output_config", "response_format"),
+        (CompletionRequest, "max_new_tokens", "max_tokens"),
+        (MessageRequest, "max_output_tokens", "max_tokens"),
+        (MessageRequest, "instructions", "system"),
+        (MessageRequest, "stop", "stop_sequences"),
+    ],
+)
+def test_the_name_of_another_api_leads_to_the_field(kind: Any, name: str, meant: str) -> None:
+    with pytest.raises(Refused, match=f"^{name}: unknown field; did you mean {meant}[?]$"):
+        check(kind, rules=KINDS[kind][1], **{name: 1})
 
 
 def test_unknown_fields_are_listed_in_order_where_they_are_tolerated() -> None:

@@ -21,8 +21,10 @@ from mainstem.runtime.request import Delta
 from mainstem.server.app import create_app
 from mainstem.server.errors import internal_error
 from mainstem.server.replies import Head
+from mainstem.server.response_items import Item
 from mainstem.server.response_reply import ResponseReply
-from mainstem.server.responses import RULES, Item, ResponseRequest
+from mainstem.server.response_tools import Tool
+from mainstem.server.responses import RULES, ResponseRequest
 from mainstem.settings.server import ServerConfig
 
 PATH = "/v1/responses"
@@ -443,14 +445,25 @@ ANYTHING: dict[str, Any] = {
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},
         {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "r"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "r"}]},
+        {"type": "web_search_call", "status": "completed"},
+        {"type": "shell_call", "call_id": "e", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "e", "output": [{"stdout": "x", "outcome": {"type": "timeout"}}]},
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "more"}]},
     ],
-    "tools": [WEATHER],
+    "tools": [
+        WEATHER,
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "web_search"},
+    ],
     "tool_choice": "auto",
     "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}}},
     "include": ["message.output_text.logprobs"],
     "max_output_tokens": 5,
 }
-FIELDS = [*ResponseRequest.__struct_fields__, *Item.__struct_fields__, *RULES.refused]
+FIELDS = [*ResponseRequest.__struct_fields__, *Item.__struct_fields__, *Tool.__struct_fields__, *RULES.refused]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from mainstem.fleet.asking import ELSEWHERE, REPLICA, Ask, Head, Part, Piece, Prompt, ReplicaLost, Replicas
 from mainstem.fleet.merging import ROUTES, Merge, Whole, best
-from mainstem.fleet.reading import GENERATING, MESSAGES, RESPONSES
+from mainstem.fleet.reading import CHAT, GENERATING, MESSAGES, RESPONSES
 from mainstem.server import message_reply
 from mainstem.server.continuing import Begun
 from mainstem.server.errors import ApiError, ErrorBody, draining, internal_error, unavailable
@@ -41,6 +41,8 @@ _FULL = 429
 _MOST_DEATHS = 3  # a request may be what kills them
 _RETRY_S = 0.25
 _ID = re.compile(rb'"id": ?"((?:resp|msg)_[^"]+)"')
+_KEPT = re.compile(rf"(?:{RESPONSES}|{CHAT})/([^/]+)")
+COUNTING = f"{RESPONSES}/input_tokens"
 _ID_BYTES = 4096  # of an answer, in which its id is
 _HOMES = 1 << 16
 _NO_TOKENS = np.empty(0, np.int32)
@@ -177,8 +179,8 @@ class Front:
             await self._generate(ask, sender)
         elif merge is not None:
             await self._gather(ask, merge, sender)
-        elif ask.path.startswith(f"{RESPONSES}/"):
-            await self._kept(ask, sender)
+        elif ask.path != COUNTING and (kept := _KEPT.match(ask.path)):
+            await self._kept(ask, kept[1], sender)
         else:
             await self._one(ask, sender)
 
@@ -270,9 +272,9 @@ class Front:
     def _others(self, ask: Ask) -> bool:
         return any(name not in ask.avoid for name in self._replicas.names())
 
-    async def _kept(self, ask: Ask, sender: _Sender) -> None:
-        """Asks the replica that keeps a response, or all if it is not known."""
-        home = self._homes.get(ask.path.removeprefix(f"{RESPONSES}/"))
+    async def _kept(self, ask: Ask, id: str, sender: _Sender) -> None:
+        """Asks the replica that keeps an answer, or all if it is not known."""
+        home = self._homes.get(id)
         if home in self._replicas.names():
             await self._one(replace(ask, prompt=Prompt(_NO_TOKENS, replica=home)), sender)
         else:

@@ -45,6 +45,18 @@ def summed(answers: Sequence[Whole]) -> Whole:
     return _as_json(chosen, total)
 
 
+def lists(answers: Sequence[Whole]) -> Whole:
+    """Returns the entries of all lists in one, the oldest first; or the first that failed."""
+    chosen = alike(answers)
+    if chosen.head.status >= 400:
+        return chosen
+    bodies = [json.loads(answer.body) for answer in answers]
+    entries = sorted((entry for body in bodies for entry in body["data"]), key=lambda entry: int(entry["created"]))
+    ends = {f"{end}_id": entries[i]["id"] if entries else None for end, i in (("first", 0), ("last", -1))}
+    more = any(body["has_more"] for body in bodies)
+    return _as_json(chosen, {"object": "list", "data": entries, **ends, "has_more": more})
+
+
 def by_replica(answers: Sequence[Whole]) -> Whole:
     """Returns all bodies by the names of the replicas, or the first that failed."""
     chosen = alike(answers)
@@ -95,6 +107,7 @@ ROUTES: Mapping[tuple[str, str], Merge] = {
     ("POST", "/v1/cache/flush"): summed,
     ("POST", "/v1/cache/remove"): summed,
     ("POST", "/v1/cache/hints"): best,
+    ("GET", "/v1/chat/completions"): lists,
     ("GET", "/v1/cache/stats"): by_replica,
     ("GET", "/v1/cache/tenants"): by_replica,
     ("GET", "/v1/cache/tree"): texts,

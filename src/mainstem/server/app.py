@@ -52,6 +52,7 @@ from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
 from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
 from mainstem.server.generation import NO_BUFFER, EventStream, Pings, Run, Task, Watcher, best, scored
+from mainstem.server.kept_routes import RESPONSES, KeptRoutes
 from mainstem.server.metrics import Metrics, Savings
 from mainstem.server.origins import Guard, Reach, reach_of
 from mainstem.server.output import PlainText
@@ -60,11 +61,13 @@ from mainstem.server.prefill import Prefiller, PrefillFirst, Prefills, PrefillSe
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
 from mainstem.server.public_prefixes import read_public_prefixes
 from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChatReply, ChunkUsage, CompletionReply, Head
+from mainstem.server.replies import ChunkUsage, CompletionReply, Head
 from mainstem.server.requests import ChatRequest
 from mainstem.server.response_reply import ID_PREFIX
 from mainstem.server.response_store import Kept, Owner, ResponseStore
-from mainstem.server.responses import Responses
+from mainstem.server.responses import Responses, TokenCount
+from mainstem.server.stored_chats import ID_PREFIX as CHAT_PREFIX
+from mainstem.server.stored_chats import StoredChats
 from mainstem.server.tenants import Tenancy, show_owner
 from mainstem.server.tracing import Trace, Tracing, check_installed
 from mainstem.settings.server import RecordConfig, ServerConfig
@@ -305,10 +308,6 @@ def _parse_completion(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
     return Task(requests.parse_completion(body, unheeded), CompletionReply)
 
 
-def _parse_chat(body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
-    return Task(requests.parse_chat(body, unheeded), ChatReply, {"prompt": "messages"})
-
-
 class _Service:
     """The endpoints."""
 
@@ -352,10 +351,11 @@ class _Service:
         self._live = live.Live(engine, self._metrics, self.names[0], name_of, clock, now, self._explain)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
         kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
-        self._responses = Responses(kept, now, self._fingerprints)
+        self._responses, self._chats = Responses(kept, now, self._fingerprints), StoredChats(kept)
+        self._kept = KeptRoutes(self._responses, self._chats, self._access, self._body)
         self._kinds = {
             "/v1/completions": _Kind(_parse_completion, "cmpl-", "completion"),
-            "/v1/chat/completions": _Kind(_parse_chat, "chatcmpl-", "chat"),
+            "/v1/chat/completions": _Kind(self._parse_chat, CHAT_PREFIX, "chat"),
             "/v1/responses": _Kind(self._responses.parse, ID_PREFIX, "chat", late=True),
             message_reply.PATH: _Kind(self._parse_message, message_reply.ID_PREFIX, "chat"),
         }
@@ -366,8 +366,8 @@ class _Service:
         """Returns all routes."""
         return [
             *(Route(path, self._generate, methods=["POST"]) for path in self._kinds),
-            Route("/v1/responses/{id}", self._response, methods=["GET"]),
-            Route("/v1/responses/{id}", self._delete_response, methods=["DELETE"]),
+            Route(f"{RESPONSES}/input_tokens", self._count_input, methods=["POST"]),
+            *self._kept.routes(),
             Route(f"{message_reply.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             *self._about.routes(),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
@@ -456,6 +456,9 @@ class _Service:
         head = Head(id, int(self._now()), self._model_of(task.request))
         reply = task.reply(head, self._prompts.spell, ChunkUsage(False), replies.NO_EXTRAS, PlainText)
         return Response(reply.opening() + reply.failing(error), headers=NO_BUFFER, media_type=EventStream.media_type)
+
+    def _parse_chat(self, body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
+        return self._chats.task(requests.parse_chat(body, unheeded), body, owner)
 
     def _parse_message(self, body: bytes, unheeded: Unheeded, owner: Owner) -> Task:
         return messages.parse(body, unheeded, Earlier(self._fingerprints, owner))
@@ -565,26 +568,29 @@ class _Service:
             undo.pop_all()
         return streams
 
-    async def _response(self, http: HttpRequest) -> Response:
-        owner = self._access.tenant(http.headers)
-        if http.query_params.get("stream", "false") not in ("false", "0"):
-            raise ApiError(400, "stream: not supported here; omit it", param="stream", code="unsupported_parameter")
-        return Response(self._responses.get(owner, http.path_params["id"]), media_type="application/json")
-
-    async def _delete_response(self, http: HttpRequest) -> Response:
-        owner = self._access.tenant(http.headers)
-        return _json(self._responses.delete(owner, http.path_params["id"]))
-
     async def _count_tokens(self, http: HttpRequest) -> Response:
-        self._access.tenant(http.headers)
-        unheeded = Unheeded(self._tolerant)
-        counted = await self._parsed(http, lambda body: self._counted(body, unheeded))
-        return self._annotated(_json(counted), unheeded)
+        return await self._counted(
+            http, lambda body, unheeded, _: messages.parse_count(body, unheeded), message_reply.TokenCount
+        )
 
-    def _counted(self, body: bytes, unheeded: Unheeded) -> message_reply.TokenCount:
-        task = messages.parse_count(body, unheeded)
-        unheeded.ignored += self._preparation.ignored(task)
-        return message_reply.TokenCount(self._preparation.count(task))
+    async def _count_input(self, http: HttpRequest) -> Response:
+        return await self._counted(http, partial(self._responses.parse_count, model=self.names[0]), TokenCount)
+
+    async def _counted(
+        self,
+        http: HttpRequest,
+        parse: Callable[[bytes, Unheeded, Owner], Task],
+        made: Callable[[int], msgspec.Struct],
+    ) -> Response:
+        """Answers with the number of tokens of a prompt."""
+        owner, unheeded = self._access.tenant(http.headers), Unheeded(self._tolerant)
+
+        def count(body: bytes) -> int:
+            task = parse(body, unheeded, owner)
+            unheeded.ignored += self._preparation.ignored(task)
+            return self._preparation.count(task)
+
+        return self._annotated(_json(made(await self._parsed(http, count))), unheeded)
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

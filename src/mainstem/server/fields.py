@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -84,8 +84,6 @@ OPENAI = Rules(
     advice={
         "user": _ASKER,
         "safety_identifier": _ASKER,
-        "metadata": _OF_THE_CLIENT,
-        "store": Field("whether OpenAI keeps the answer", (False,)),
         "service_tier": Field("what OpenAI charges", ("auto", "default")),
         "prediction": Field("text to draft from; drafts come from the cache and the prompt"),
         "prompt_cache_retention": Field("a maximum; prefixes are kept while there is room"),
@@ -120,7 +118,11 @@ OPENAI = Rules(
         "cache_control": CACHE_CONTROL,
     },
 )
-"""The rules of completions and chats."""
+"""The rules of chats."""
+
+OF_CHATS = {"metadata": _OF_THE_CLIENT, "store": Field("whether the answer is kept: that of a chat is", (False,))}
+COMPLETIONS = OPENAI._replace(advice={**OPENAI.advice, **OF_CHATS})
+"""The rules of completions."""
 
 
 class Refused(Exception):
@@ -246,6 +248,27 @@ def _problem(refused: Field) -> str:
     return f"not supported; {rest} ({refused.why})"
 
 
+_SAME: Sequence[Sequence[str]] = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict"),
+    ("min_tokens", "min_new_tokens"),
+    ("messages", "input", "prompt"),
+    ("system", "instructions"),
+    ("stop", "stop_sequences", "stop_strings"),
+    ("response_format", "text", "output_config"),
+    ("reasoning_effort", "reasoning", "thinking"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("seed", "random_seed"),
+    ("parameters", "input_schema"),
+    ("tool_call_id", "tool_use_id", "call_id"),
+    ("n", "best_of", "num_return_sequences"),
+    ("prompt_cache_breakpoint", "cache_control"),
+)
+"""What one field is called in different APIs."""
+
+
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), 1)
+    """Returns a hint at the field that was meant: by another API's name for it, or by a slip."""
+    known = list(known)
+    others = next((group for group in _SAME if name in group), ())
+    found = [each for each in others if each in known] or difflib.get_close_matches(name, known, 1)
     return f"; did you mean {found[0]}?" if found else ""

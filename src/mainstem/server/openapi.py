@@ -14,6 +14,7 @@ import msgspec
 from mainstem import __version__
 from mainstem.server.errors import ErrorBody
 from mainstem.server.explained import Explanation, Misses
+from mainstem.server.listing import Page
 from mainstem.server.live import LiveSample
 from mainstem.server.management import (
     Flushed,
@@ -30,7 +31,10 @@ from mainstem.server.messages import CountRequest, MessageRequest
 from mainstem.server.replies import ChatBody, ChatChunk, CompletionBody, Model, ModelList
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.server.response_reply import ResponseBody
+from mainstem.server.responses import CountRequest as InputRequest
 from mainstem.server.responses import Deleted, ResponseRequest
+from mainstem.server.responses import TokenCount as InputCount
+from mainstem.server.stored_chats import DeletedChat, MetadataUpdate
 from mainstem.server.tenants import Usage
 from mainstem.server.tokenization import (
     Detokenized,
@@ -66,8 +70,16 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation("Complete prompts", CompletionRequest, CompletionBody, CompletionBody),
     ("POST", "/v1/chat/completions"): Operation("Answer a chat", ChatRequest, ChatBody, ChatChunk),
     ("POST", "/v1/responses"): Operation("Answer, and keep the answer", ResponseRequest, ResponseBody, dict),
+    ("POST", "/v1/responses/input_tokens"): Operation("Count the tokens of a prompt", InputRequest, InputCount),
     ("GET", "/v1/responses/{id}"): Operation("Return a response that was kept", None, ResponseBody),
     ("DELETE", "/v1/responses/{id}"): Operation("Forget a response", None, Deleted),
+    ("POST", "/v1/responses/{id}/cancel"): Operation("Refuse: nothing is made in the background"),
+    ("GET", "/v1/responses/{id}/input_items"): Operation("List what a response answers", None, Page),
+    ("GET", "/v1/chat/completions"): Operation("List the chats that were stored", None, Page),
+    ("GET", "/v1/chat/completions/{id}"): Operation("Return a chat that was stored", None, ChatBody),
+    ("POST", "/v1/chat/completions/{id}"): Operation("Replace the notes on a chat", MetadataUpdate, ChatBody),
+    ("DELETE", "/v1/chat/completions/{id}"): Operation("Forget a chat", None, DeletedChat),
+    ("GET", "/v1/chat/completions/{id}/messages"): Operation("List what a chat answers", None, Page),
     ("POST", "/v1/messages"): Operation("Answer a message", MessageRequest, MessageBody, dict),
     ("POST", "/v1/messages/count_tokens"): Operation("Count the tokens of a prompt", CountRequest, TokenCount),
     ("GET", "/"): Operation("A page for people that says where what is", None, str, open=True),

@@ -591,14 +591,22 @@ class ChatReply(_Chunks):
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
         """See `Reply`."""
-        choices = [self._choice(index, deltas) for index, deltas in enumerate(answers)]
-        head, prompt = self._head, self._prompt_logprobs(answers[0])
+        choices = [
+            self._answer(index, deltas, [self._parse(index, delta) for delta in deltas])
+            for index, deltas in enumerate(answers)
+        ]
+        return self._of(choices, answers[0], usage)
+
+    def _of(self, choices: list[ChatChoice], first: Sequence[Delta], usage: UsageBody) -> ChatBody:
+        """Returns the body of a response; `first`: the events of the first answer, as far as they have the prompt."""
+        head, prompt = self._head, self._prompt_logprobs(first)
         return self._explained(ChatBody(head.id, head.created, head.model, choices, usage, prompt, self._prompt_ids(0)))
 
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
-        pieces = joined([piece for delta in deltas for piece in self._parse(index, delta)])
+    def _answer(self, index: int, deltas: Sequence[Delta], pieces: Sequence[Sequence[Piece]]) -> ChatChoice:
+        """Returns an answer, of its events and the pieces that each of them has made certain."""
+        message = _chat_message(joined([piece for some in pieces for piece in some]))
         reason = str(self._reason(index, deltas[-1]))
-        return ChatChoice(index, _chat_message(pieces), self._logprobs(deltas), reason, self._token_ids(deltas))
+        return ChatChoice(index, message, self._logprobs(deltas), reason, self._token_ids(deltas))
 
     def _parse(self, index: int, delta: Delta) -> list[Piece]:
         """Returns the pieces that are certain after an event."""

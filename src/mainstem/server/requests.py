@@ -22,7 +22,7 @@ from mainstem.runtime.prompts import Template
 from mainstem.runtime.request import Hints
 from mainstem.server.breakpoints import Breakpoint, CacheControl, CacheOptions, Mark, counted
 from mainstem.server.errors import ApiError
-from mainstem.server.fields import OPENAI, Refused, Rules, Unheeded, check_fields
+from mainstem.server.fields import COMPLETIONS, OPENAI, Refused, Rules, Unheeded, check_fields
 from mainstem.server.structured import Asked, Structured
 from mainstem.server.tool_fields import ToolCall, ToolChoice, ToolSpec, tools_of
 from mainstem.server.tools import Tooling
@@ -397,6 +397,8 @@ class ChatRequest(_Request, kw_only=True):
     """The body of POST /v1/chat/completions. `thinking` is an extension that several open models' servers share."""
 
     messages: Messages
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -509,7 +511,8 @@ def parse_completion(body: bytes, unheeded: Unheeded | None = None) -> Completio
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or a field that is unknown or not supported.
     """
-    request = decode_known(body, CompletionRequest, unheeded)
+    request = decode(body, CompletionRequest)
+    check_known(body, CompletionRequest, unheeded, COMPLETIONS)
     if request.choices < request.kept:
         raise ApiError(400, f"best_of: must be at least n, {request.kept}; got {request.best_of}", param="best_of")
     if request.stream and request.choices > request.kept:

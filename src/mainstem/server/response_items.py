@@ -62,7 +62,8 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "input_image": ("image_url", "prompt_cache_breakpoint"),
 }
 _THOUGHTS = dict.fromkeys(("reasoning_text", "summary_text"), ("text",))
-_EARLIER = Field("of an earlier answer")
+_EARLIER = Field("of an earlier answer", ([],))
+_STATUS = Field("of an earlier answer", ("completed", "incomplete", "in_progress"))
 _LATER = Field("a call whose result comes later", (False,))
 _DIRECT = Field("a call of a tool by code that OpenAI runs", ({"type": "direct"},))
 _DETAIL = Field("how closely to look; the model's processor decides", ("auto",))
@@ -73,7 +74,7 @@ _PART = Rules(
 RULES: Mapping[str, Rules] = {
     "input": Rules(
         {
-            "status": _EARLIER,
+            "status": _STATUS,
             "phase": _EARLIER,
             "environment": Field("where a command was run"),
             "max_output_length": Field("how much of an output was kept"),

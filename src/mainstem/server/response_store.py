@@ -31,7 +31,7 @@ Kind = TypeVar("Kind", bound=Entry)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of a response: its JSON, and that of the conversation that it ends."""
+    """What is kept of an answer: its JSON, and that of the conversation: of a response with it, of a chat without."""
 
     body: bytes
     conversation: bytes
@@ -77,9 +77,7 @@ class ResponseStore(Generic[Kind]):
             assert id not in entries
             entries[id] = (self._clock() + self._ttl_s, kept)
             self._sizes[owner] = self._sizes.get(owner, 0) + kept.size
-            while sum(self._sizes.values()) > self._max_bytes:
-                largest = max(self._sizes, key=self._sizes.__getitem__)
-                self._drop(largest, next(iter(self._owners[largest])))
+            self._shrink()
 
     def get(self, owner: Owner, id: str) -> Kind | None:
         """Returns a response; None if its owner never kept it, or it is gone."""
@@ -87,6 +85,23 @@ class ResponseStore(Generic[Kind]):
             self._expire()
             entry = self._owners.get(owner, {}).get(id)
             return None if entry is None else entry[1]
+
+    def entries(self, owner: Owner) -> list[tuple[str, Kind]]:
+        """Returns all responses of an owner with their ids, the oldest first."""
+        with self._lock:
+            self._expire()
+            return [(id, kept) for id, (_, kept) in self._owners.get(owner, {}).items()]
+
+    def replace(self, owner: Owner, id: str, kept: Kind) -> None:
+        """Puts another one in the place of a response that is there, for the rest of its time."""
+        with self._lock:
+            self._expire()
+            entries = self._owners.get(owner, {})
+            if id in entries:
+                expires, before = entries[id]
+                entries[id] = (expires, kept)
+                self._sizes[owner] += kept.size - before.size
+                self._shrink()
 
     def find(self, id: str) -> Kind | None:
         """Returns a response, whoever its owner is."""
@@ -102,6 +117,11 @@ class ResponseStore(Generic[Kind]):
             if found:
                 self._drop(owner, id)
             return found
+
+    def _shrink(self) -> None:
+        while sum(self._sizes.values()) > self._max_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(largest, next(iter(self._owners[largest])))
 
     def _expire(self) -> None:
         now = self._clock()

@@ -390,8 +390,8 @@ class Responses:
         Raises:
             ApiError: 404; it is not there.
         """
-        if not self._store.delete(owner, id):
-            raise _not_found(id, None)
+        self._kept(owner, id, None)
+        self._store.delete(owner, id)
         return Deleted(id)
 
     def _replier(self, request: ResponseRequest, made: _Made, owner: Owner) -> Callable[..., ResponseReply]:
@@ -455,7 +455,7 @@ class Responses:
         return resolved
 
     def _kept(self, owner: Owner, id: str, param: str | None) -> Kept:
-        kept = self._store.get(owner, id)
+        kept = self._store.get(owner, id) if id.startswith(ID_PREFIX) else None
         if kept is None:
             raise _not_found(id, param)
         return kept
