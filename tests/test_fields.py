@@ -326,6 +326,25 @@ def test_every_field_in_a_table_says_why_and_has_one_class_by_what_asks_for_noth
                     assert (caught.value.name, caught.value.code) == (name, field.code)
 
 
+def items_table() -> str:
+    """The documentation's table of items."""
+    ran = [kind for kind in response_items.ITEMS if "shell" in kind or "patch" in kind]
+    taken = [kind for kind in response_items.ITEMS if kind not in ran]
+    classes = [
+        ("taken", taken),
+        ("what the client ran: shown as calls of functions, with their results", ran),
+        ("what OpenAI ran, or alone can read: left out, and named in `X-Mainstem-Ignored`", response_items.LEFT_OUT),
+        ("refused: the answer would be another thing", response_items.REFUSED),
+    ]
+    rows = [f"| {what} | {', '.join(f'`{kind}`' for kind in sorted(kinds))} |" for what, kinds in classes]
+    return "\n".join(["| | items |", "|---|---|", *rows])
+
+
+def test_the_documentation_lists_every_item() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    assert text.partition("<!-- items -->\n")[2].partition("\n<!-- /items -->")[0] == items_table()
+
+
 def test_every_type_of_item_is_taken_left_out_or_refused() -> None:
     """A new version of the client with a new type of item fails here."""
     classes = (response_items.ITEMS.keys(), response_items.LEFT_OUT, response_items.REFUSED.keys())

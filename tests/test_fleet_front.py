@@ -311,6 +311,40 @@ def test_a_response_is_found_at_its_replica() -> None:
     assert calls(front(rig), lambda client: client.get(f"/v1/responses/{id_}")).status_code == 200  # asks all
 
 
+def test_what_is_asked_of_a_response_goes_to_its_replica_and_a_count_to_one() -> None:
+    rig = Rig()
+    rig.dies = {"a": 0}
+    made = front(rig)
+    id_ = post(made, "/v1/responses", {"model": "fake", "input": "Hi."}).json()["id"]
+    rig.dies = {}
+    rig.asked.clear()
+    listed = calls(made, lambda client: client.get(f"/v1/responses/{id_}/input_items"))
+    assert (listed.status_code, listed.headers["x-mainstem-replica"]) == (200, "b")
+    assert post(made, f"/v1/responses/{id_}/cancel", {}).status_code == 400
+    assert post(made, "/v1/responses/input_tokens", {"input": "Hi."}).status_code == 200
+    assert len(rig.asked) == 3, "one replica each"
+
+
+def test_stored_chats_are_found_wherever_they_are() -> None:
+    rig = Rig()
+    ids = []
+    for dead in ("a", "b"):
+        rig.dies = {dead: 0}
+        ids.append(post(front(rig), "/v1/chat/completions", {**CHAT, "store": True}).json()["id"])
+    rig.dies = {}
+    made = front(rig)
+    page = calls(made, lambda client: client.get("/v1/chat/completions")).json()
+    assert {each["id"] for each in page["data"]} >= {*ids}, "one that was lost on its way may be there, too"
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (
+        page["data"][0]["id"],
+        page["data"][-1]["id"],
+        False,
+    )
+    for id_ in ids:
+        got = calls(made, lambda client, id_=id_: client.get(f"/v1/chat/completions/{id_}/messages"))
+        assert (got.status_code, got.json()["data"][0]["role"]) == (200, "user")
+
+
 def test_what_concerns_every_cache_goes_to_all() -> None:
     made = front(Rig())
     flushed = post(made, "/v1/cache/flush", {})
