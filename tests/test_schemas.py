@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from rigs.fake_engine import FakeTokenizer
 
-from mainstem.server.schemas import closed, closed_text
+from mainstem.runtime.grammars import Grammars
+from mainstem.server.formats import schema_of
+from mainstem.server.schemas import closed, closed_text, holdable
+from mainstem.server.tools import Tool
+from mainstem.settings.engine import Grammar
 
 TEXT = {"type": "string"}
 SHUT = {"additionalProperties": False}
@@ -89,3 +95,61 @@ def test_texts_that_are_no_schema_stay_as_they_are() -> None:
     for text in ("", "{", '"x', "[]", "null", deep, '{"properties": {"' + "a" * 300_000 + '": {}}}'):
         assert closed_text(text) == text
     assert closed_text('{"properties": {"é": true}}') == '{"properties":{"é":true},"additionalProperties":false}'
+
+
+# ---------------------------------------------------------------- what a grammar holds of a schema
+
+GRAMMARS = Grammars(FakeTokenizer(), 256)
+
+
+def trial(schema: Mapping[str, Any]) -> str:
+    return GRAMMARS.problem(Grammar("json_schema", schema_of(Tool("f", None, schema))))
+
+
+SHORT = {"type": "string", "maxLength": 3}
+IDS = {"type": "array", "items": SHORT, "maxItems": 2}
+OPEN = {"additionalProperties": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "held", "left_out"),
+    [
+        (thing(), thing(), []),
+        ({"properties": {"a": {**IDS, "uniqueItems": True}}}, {"properties": {"a": IDS}}, ["uniqueItems"]),
+        (thing(propertyNames={"pattern": "^a"}), thing(), ["propertyNames"]),
+        (thing(**{"not": {"required": ["z"]}}), thing(**OPEN), ["not"]),
+        (thing(**{"if": {}, "then": {}, "else": {}}), thing(**OPEN), ["else", "if", "then"]),
+        ({"properties": {"u": {**SHORT, "format": "uri-reference"}, "d": {"type": "string", "format": "date"}}},
+         {"properties": {"u": SHORT, "d": {"type": "string", "format": "date"}}}, ["format"]),
+        ({"properties": {"a": {**SHORT, "pattern": "(?=a)"}, "b": {"pattern": "^a+$", **TEXT}}},
+         {"properties": {"a": SHORT, "b": {"pattern": "^a+$", **TEXT}}}, ["pattern"]),
+        ({"properties": {"a": {"oneOf": [{"type": "object"}, thing(contains={})]}}},
+         {"properties": {"a": {"anyOf": [{"type": "object"}, thing()]}}}, ["contains", "oneOf"]),
+        ({"properties": {"a": {"$ref": "http://there/a.json"}}}, {"properties": {"a": OPEN}}, ["$ref"]),
+        ({"$defs": {"a": {**IDS, "contains": {}}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+         {"$defs": {"a": IDS}, "properties": {"a": {"$ref": "#/$defs/a"}}}, ["contains"]),
+        (thing(minProperties=2, **{"x-more": 1}), thing(**{"x-more": 1}), ["minProperties"]),
+        ({"properties": {"a": {"type": "file"}}}, {"type": "object"}, ["all of it"]),
+    ],
+)  # fmt: skip
+def test_of_a_schema_all_is_held_that_a_grammar_can_hold(
+    schema: dict[str, Any], held: dict[str, Any], left_out: list[str]
+) -> None:
+    before = copy.deepcopy(schema)
+    made, named = holdable(schema, trial)
+    assert not trial(made)
+    assert (made, [*named], schema) == (held, left_out, before)
+
+
+def test_a_schema_of_many_slips_takes_no_more_trials_than_there_are() -> None:
+    trials = 0
+
+    def counted(schema: Mapping[str, Any]) -> str:
+        nonlocal trials
+        trials += 1
+        return trial(schema)
+
+    schema = {"properties": {f"p{i}": {**IDS, "uniqueItems": True} for i in range(2000)}}
+    made, left_out = holdable(schema, counted)
+    assert (made, left_out) == ({"properties": {f"p{i}": IDS for i in range(2000)}}, ["uniqueItems"])
+    assert trials < 250

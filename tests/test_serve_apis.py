@@ -153,6 +153,24 @@ def test_calls_that_are_required_come_whatever_the_stop_text(api: str, streamed:
     assert (answer.calls, answer.ended) == ([("time", "{}")], "calls")
 
 
+@every_way
+@pytest.mark.parametrize("strict", [False, True])
+def test_calls_of_a_tool_are_required_whose_schema_no_grammar_holds(
+    api: str, streamed: bool, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = {"type": "object", "properties": {"ids": {"type": "array", "uniqueItems": True}}}
+    choice = {"type": "any"} if api == "messages" else "required"
+    made, tools = server(call('{"ids": []}', "f")), [Tool("f", schema, strict)]
+    if strict:
+        body = {"model": "fake", "stream": streamed, "tool_choice": choice, **APIS[api].body(tools, 400, [], [USER])}
+        reply = made.post(APIS[api].path, json=body)
+        assert reply.status_code == 400 and "uniqueItems" in reply.text
+        return
+    answer = APIS[api].ask(made, tools, stream=streamed, tool_choice=choice)
+    assert (answer.calls, answer.ended) == ([("f", '{"ids": []}')], "calls")
+    assert "the tool f are not held to all of its schema: no grammar holds uniqueItems" in caplog.text
+
+
 def test_the_stop_text_can_be_part_of_the_answer() -> None:
     for streamed in (False, True):
         answer = said("chats", streamed, THOUGHT, stop=["Rome"], include_stop_str_in_output=True)

@@ -18,10 +18,15 @@ USER = {"role": "user", "content": "hi"}
 
 @dataclass(frozen=True)
 class Tool:
-    """A function: its name and the schema of its arguments."""
+    """A function: its name, the schema of its arguments, and whether calls are always held to it."""
 
     name: str
     schema: Mapping[str, Any]
+    strict: bool = False
+
+    def listed(self, schema: str) -> dict[str, Any]:
+        """Returns it as an API lists tools, by the API's name of the schema."""
+        return {"name": self.name, schema: dict(self.schema), **({"strict": True} if self.strict else {})}
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,7 @@ class Chats(Api):
     path = "/v1/chat/completions"
 
     def body(self, tools: Sequence[Tool], most: int, stop: list[str], history: list[dict[str, Any]]) -> dict[str, Any]:
-        listed = [
-            {"type": "function", "function": {"name": tool.name, "parameters": dict(tool.schema)}} for tool in tools
-        ]
+        listed = [{"type": "function", "function": tool.listed("parameters")} for tool in tools]
         return {"messages": history, "max_tokens": most, "stop": stop, **({"tools": listed} if listed else {})}
 
     def whole(self, body: Any) -> Said:
@@ -128,7 +131,7 @@ class Responses(Api):
     path = "/v1/responses"
 
     def body(self, tools: Sequence[Tool], most: int, stop: list[str], history: list[dict[str, Any]]) -> dict[str, Any]:
-        listed = [{"type": "function", "name": tool.name, "parameters": dict(tool.schema)} for tool in tools]
+        listed = [{"type": "function", **tool.listed("parameters")} for tool in tools]
         return {"input": history, "max_output_tokens": most, "stop": stop, "tools": listed}
 
     def whole(self, body: Any) -> Said:
@@ -160,7 +163,7 @@ class Messages(Api):
     path = "/v1/messages"
 
     def body(self, tools: Sequence[Tool], most: int, stop: list[str], history: list[dict[str, Any]]) -> dict[str, Any]:
-        listed = [{"name": tool.name, "input_schema": dict(tool.schema)} for tool in tools]
+        listed = [tool.listed("input_schema") for tool in tools]
         return {"messages": history, "max_tokens": most, "stop_sequences": stop, "tools": listed}
 
     def whole(self, body: Any) -> Said:

@@ -175,6 +175,19 @@ class Grammars:
                 self._cache.popitem(last=False)
         return made
 
+    def problem(self, grammar: Grammar) -> str:
+        """Returns why a grammar cannot be read; empty: it can. Quick: it is not compiled for the model's tokens.
+
+        Raises:
+            UnsupportedModel: llguidance is missing.
+        """
+        with needs("llguidance", _HINT, UnsupportedModel):
+            from llguidance import LLMatcher
+        try:
+            return LLMatcher.validate_grammar(_spelled(grammar), None)
+        except (ValueError, TypeError, RecursionError) as error:
+            return str(error) or type(error).__name__
+
     def close(self) -> None:
         """Ends the threads. No matcher may be used after that."""
         self._threads.shutdown()
@@ -205,11 +218,12 @@ class Grammars:
     def _known_vocabulary(self) -> _Vocabulary:
         with self._building:
             if self._vocabulary is None:
-                hint = "a grammar needs llguidance: pip install 'mainstem[server]'"
-                with needs("llguidance", hint, UnsupportedModel):
+                with needs("llguidance", _HINT, UnsupportedModel):
                     self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size)
             return self._vocabulary
 
+
+_HINT = "a grammar needs llguidance: pip install 'mainstem[server]'"
 
 _WORDS = {
     "json_object": "a JSON object",

@@ -281,11 +281,11 @@ def _json_arguments(tool: Tool, loose: Container[str]) -> str:
         if text is not None:
             before, after = AROUND
             return f"{_quoted(before)} {text} {_quoted(after)}"
-    return f"%json {_schema(tool, loose)}"
+    return f"%json {schema_of(tool, loose)}"
 
 
-def _schema(tool: Tool, loose: Container[str]) -> str:
-    """Returns the schema that arguments are held to: an object, in one spelling, of the properties that it names."""
+def schema_of(tool: Tool, loose: Container[str] = ()) -> str:
+    """Returns the schema in JSON that arguments are held to: an object, in one spelling, of the properties it names."""
     if tool.name in loose:
         return json.dumps({"type": "object", "x-guidance": _SPELLING})
     return json.dumps({"type": "object", **closed(tool.parameters), "x-guidance": _SPELLING})

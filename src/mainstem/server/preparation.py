@@ -7,9 +7,10 @@ templates, tokenise, compile grammars and load images.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from mainstem.server.answers import Answers, Turn
 from mainstem.server.breakpoints import Mark
 from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
+from mainstem.server.formats import schema_of
 from mainstem.server.generation import Task
 from mainstem.server.images import Pictures
 from mainstem.server.output import OutputParser, PlainText
@@ -37,6 +39,7 @@ from mainstem.server.requests import (
     parts,
     template_input,
 )
+from mainstem.server.schemas import holdable
 from mainstem.server.tool_fields import GRAMMAR, ToolSpec, tools_of
 from mainstem.server.tools import Tool, Tooling
 from mainstem.settings.engine import Grammar, SamplingParams
@@ -44,6 +47,10 @@ from mainstem.settings.server import ServerConfig
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_SCHEMAS = 256  # of tools, of which it is known what can be held
 
 Ask = CompletionRequest | ChatRequest
 Tokens = NDArray[np.int32]
@@ -96,6 +103,7 @@ class Preparation:
         self._unlimited = self.prompts.unlimited()
         self.answers = Answers(self.prompts, engine.tokenizer, config.remember_answers)
         self._dialect = speaking(self.prompts, engine.tokenizer, config)
+        self._holdable = lru_cache(_SCHEMAS)(self._hold)
         self._pictures, self._max_images = Pictures(config.images), config.images.max_images
 
     def prepare(self, task: Task, tenant: bytes | None) -> Prepared:
@@ -299,11 +307,31 @@ class Preparation:
 
     def _spoken(self, params: SamplingParams, tooling: Tooling, ending: str) -> SamplingParams:
         """Returns parameters of an answer in the model's own forms of calls and thoughts."""
+        loose = params.grammar is None and tooling.choice != "required"
+        if not loose:
+            tooling = replace(tooling, tools=tuple(map(self._held, tooling.tools)))
         grammar = self._dialect.grammar(tooling, ending, params.grammar)
         if grammar is not None and grammar != params.grammar:
-            loose = params.grammar is None and tooling.choice != "required"
             self._compile_calls(grammar, [tool.strict or not loose for tool in tooling.tools], tooling)
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
+
+    def _held(self, tool: Tool) -> Tool:
+        """Returns a tool with what a grammar can hold of its schema; one that is strict, or custom, as it is."""
+        if tool.strict or tool.custom:
+            return tool
+        return replace(tool, parameters=self._holdable(tool.name, json.dumps(tool.parameters)))
+
+    def _hold(self, name: str, schema: str) -> Mapping[str, Any]:
+        """Returns what a grammar can hold of the schema of a tool, and logs what it cannot."""
+
+        def problem(parameters: Mapping[str, Any]) -> str:
+            return self._engine.grammars.problem(Grammar("json_schema", schema_of(Tool(name, None, parameters))))
+
+        held, left_out = holdable(json.loads(schema), problem)
+        if left_out:
+            log.warning("calls of the tool %s are not held to all of its schema: no grammar holds %s", name,
+                        ", ".join(left_out))  # fmt: skip
+        return held
 
     def _content(self, params: SamplingParams, tooling: Tooling, ending: str) -> Callable[[], Content] | None:
         """Returns what finds stop texts where they count in a part of an answer only."""

@@ -1,14 +1,17 @@
 """JSON schemas as models are held to them: an object has the properties that its schema names, and no others.
 
+Of a tool that is not strict, what a grammar can hold is held: `holdable` leaves out the rest.
+
 A schema that says nothing of other properties allows them, and a model then makes some up. Most who write schemas mean
 none, and most servers that hold a model to a schema read it so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -93,3 +96,91 @@ def _speakers(schema: Mapping[str, Any]) -> int:
     joined = len(several) if isinstance(several, list) else 0
     beyond = 2 * any(name in schema for name in _BEYOND)
     return joined + beyond + sum(name in schema for name in _ALSO)
+
+
+_SURE = frozenset(
+    ("type", "properties", "required", "items", "prefixItems", "additionalProperties", "enum", "const", "default",
+     "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+     "title", "description", "examples", "$schema", "$id", "$comment", *_DEFINITIONS)
+)  # fmt: skip
+"""Keywords that every grammar holds, or that ask for nothing."""
+
+_TRIALS = 200  # of one schema
+
+
+class _Keyword(NamedTuple):
+    """A keyword that a grammar may not hold, the schema that it was taken from, and what it says."""
+
+    schema: dict[str, Any]
+    name: str
+    value: Any
+
+
+def holdable(
+    schema: Mapping[str, Any], problem: Callable[[Mapping[str, Any]], str]
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Returns what a grammar can hold of a schema of an object, and the keywords that it leaves out.
+
+    What takes one of several schemas takes any of them, and an object stays open about which a keyword is left out that
+    may name properties.
+
+    Args:
+        schema: which.
+        problem: returns why a grammar cannot hold a schema; empty: it can.
+    """
+    if not problem(schema):
+        return schema, ()
+    made = deepcopy(dict(schema))
+    doubtful = [_Keyword(part, name, part[name]) for part in _dicts(made) for name in part if name not in _SURE]
+    doubtful.sort(key=lambda each: each.name != "$ref")  # what nobody refers to is not tried
+    for part, name, _ in doubtful:
+        del part[name]
+    if problem(made):
+        return {"type": "object"}, ["all of it"]
+    trial = _Trial(made, problem)
+    trial.put_back(doubtful)
+    return made, sorted({*trial.left_out})
+
+
+def _dicts(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in _all(schema) if isinstance(part, dict)]
+
+
+class _Trial:
+    """Puts keywords back into a schema, as many as a grammar can hold."""
+
+    def __init__(self, schema: Mapping[str, Any], problem: Callable[[Mapping[str, Any]], str]) -> None:
+        self._schema, self._problem, self._trials = schema, problem, 0
+        self.left_out: list[str] = []
+
+    def put_back(self, keywords: Sequence[_Keyword]) -> None:
+        """Puts keywords back, those of a schema before those inside it."""
+        if not keywords:
+            return
+        for part, name, value in keywords:
+            part[name] = value
+        if self._fits():
+            return
+        for part, name, _ in keywords:
+            del part[name]
+        if len(keywords) == 1:
+            self._leave_out(keywords[0])
+            return
+        middle = len(keywords) // 2
+        self.put_back(keywords[:middle])
+        self.put_back(keywords[middle:])
+
+    def _leave_out(self, keyword: _Keyword) -> None:
+        part, name, value = keyword
+        self.left_out.append(name)
+        if name == "oneOf" and "anyOf" not in part:
+            part["anyOf"] = value
+            if self._fits():
+                return
+            del part["anyOf"]
+        if name in (*_BEYOND, *_ALSO, "allOf", "then", "else"):
+            part.setdefault("additionalProperties", True)
+
+    def _fits(self) -> bool:
+        self._trials += 1
+        return self._trials <= _TRIALS and not self._problem(self._schema)
