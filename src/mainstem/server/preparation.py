@@ -24,6 +24,7 @@ from mainstem.runtime.text import Content
 from mainstem.server import errors
 from mainstem.server.answers import Answers, Turn
 from mainstem.server.breakpoints import Mark
+from mainstem.server.checked import Checked, can_check
 from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
 from mainstem.server.formats import schema_of
@@ -319,19 +320,21 @@ class Preparation:
         """Returns a tool with what a grammar can hold of its schema; one that is strict, or custom, as it is."""
         if tool.strict or tool.custom:
             return tool
-        return replace(tool, parameters=self._holdable(tool.name, json.dumps(tool.parameters)))
+        return replace(tool, parameters=self._holdable(tool.name, json.dumps(tool.parameters))[0])
 
-    def _hold(self, name: str, schema: str) -> Mapping[str, Any]:
-        """Returns what a grammar can hold of the schema of a tool, and logs what it cannot."""
+    def _hold(self, name: str, schema: str) -> tuple[Mapping[str, Any], bool]:
+        """Returns what a grammar can hold of the schema of a tool, and whether that is all; logs what it cannot."""
 
         def problem(parameters: Mapping[str, Any]) -> str:
             return self._engine.grammars.problem(Grammar("json_schema", schema_of(Tool(name, None, parameters))))
 
         held, left_out = holdable(json.loads(schema), problem)
         if left_out:
-            log.warning("calls of the tool %s are not held to all of its schema: no grammar holds %s", name,
-                        ", ".join(left_out))  # fmt: skip
-        return held
+            checked = "what else they are is checked and logged" if can_check() else "install jsonschema to check them"
+            names = ", ".join(left_out)
+            log.warning("calls of the tool %s are not held to all of its schema: no grammar holds %s; %s", name, names,
+                        checked)  # fmt: skip
+        return held, not left_out
 
     def _content(self, params: SamplingParams, tooling: Tooling, ending: str) -> Callable[[], Content] | None:
         """Returns what finds stop texts where they count in a part of an answer only."""
@@ -370,7 +373,15 @@ class Preparation:
         """Returns the parser of one answer; see `Prepared`."""
         if isinstance(ask, CompletionRequest):
             return PlainText()
-        return self._dialect.reading(ask.tooling(), self.prompts.ending(request.tokens), request.params, name)
+        tooling = ask.tooling()
+        parser = self._dialect.reading(tooling, self.prompts.ending(request.tokens), request.params, name)
+        required = tooling.callable if tooling.choice == "required" and can_check() else ()
+        unheld = {tool.name: tool.parameters for tool in required if self._is_unheld(tool)}
+        return Checked(parser, unheld) if unheld else parser
+
+    def _is_unheld(self, tool: Tool) -> bool:
+        """Returns whether calls that are required are held to a part of the tool's schema only."""
+        return not (tool.strict or tool.custom or self._holdable(tool.name, json.dumps(tool.parameters))[1])
 
     def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
         """Returns what the reply shows besides the texts of its answers."""
