@@ -2,65 +2,81 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_output import scanned
 from test_tools import TOOLS, T, W
 
-from mainstem.server import checked
-from mainstem.server.checked import Checked, can_check
+from mainstem.server.checked import Checked, fits
 from mainstem.server.formats import FORMATS
 
-
-class Validator:
-    """Stands for jsonschema's: an object has the city that the schema names."""
-
-    def __init__(self, schema: dict[str, Any]) -> None:
-        self._city = schema["city"]
-
-    def iter_errors(self, given: Any) -> Any:
-        if given["city"] != self._city:
-            yield SimpleNamespace(absolute_path=["city", 0], message=f"{given['city']!r} is not {self._city!r}")
+OSLO = {"properties": {"city": {"not": {"const": "Rome"}}}}
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    real = importlib.import_module
-    monkeypatch.setattr(
-        checked.importlib,
-        "import_module",
-        lambda name: SimpleNamespace(validator_for=lambda schema: Validator) if "jsonschema" in name else real(name),
-    )
-
-    def logged(text: str, city: str | None) -> str:
-        caplog.clear()
-        made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": {} if city is None else {"city": city}})
-        shown = scanned(made, *text)
-        plain = scanned(FORMATS["hermes"].parser(TOOLS), text)
-        assert [type(piece) for piece in shown] == [type(piece) for piece in plain]
-        return caplog.text
-
-    return logged
-
-
-def test_a_call_that_does_not_fit_is_logged(said: Any) -> None:
+def test_a_call_that_does_not_fit_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     text = f"<tool_call>{T}</tool_call><tool_call>{W}</tool_call>"
-    assert said(text, "Rome") == ""
-    assert "a call of the tool weather does not fit its schema: arguments['city'][0]: 'Rome' is not 'Oslo'" in said(
-        text, "Oslo"
-    )
-    assert "cannot be checked: 'city'" in said(text, None), "a schema that is none ends no answer"
+    for schema, logged in ((OSLO, True), ({"required": ["city"]}, False), ({"required": 7}, False)):
+        caplog.clear()
+        made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": schema})
+        kinds = [type(piece) for piece in scanned(made, *text)]
+        assert kinds == [type(piece) for piece in scanned(FORMATS["hermes"].parser(TOOLS), text)]
+        said = 'a call of the tool weather does not fit its schema: {"city": "Rome"}'
+        assert (said in caplog.text) == bool(caplog.records) == logged
 
 
-def test_what_is_no_call_is_not_checked(said: Any) -> None:
-    assert said('<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>', "Oslo") == ""
+@pytest.mark.parametrize("end", ["", '": b}}</tool_call>'])
+def test_what_is_no_call_and_what_is_cut_is_not_checked(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": {"maxProperties": 0}})
+    scanned(made, '<tool_call>{"name": "weather", "arguments": {"a' + end, cut=not end)
+    assert not caplog.records
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_without_the_package_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    monkeypatch.setattr(checked.importlib.util, "find_spec", lambda name: json if there else None)
-    assert can_check() == there
+DEEP: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": {
+    f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"uniqueItems": True}, [1, 2, "1", True], True),
+        ({"uniqueItems": True}, [1, 2, 1.0], False),
+        ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2, "a": 1}], False),
+        ({"propertyNames": {"maxLength": 2}}, {"ab": 1, "abc": 2}, False),
+        ({"propertyNames": {"pattern": "^a"}}, {"b": 1}, None),
+        ({"not": {"required": ["z"]}}, {"z": 1}, False),
+        ({"not": {"pattern": "a"}}, "a", None),
+        ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"a": 1}, False),
+        ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"c": 1}, True),
+        ({"if": {"required": ["a"]}, "else": False}, {"c": 1}, False),
+        ({"contains": {"type": "string"}}, [1, 2], False),
+        ({"contains": {"type": "string"}, "maxContains": 1}, ["a", "b"], False),
+        ({"contains": {"type": "string"}, "minContains": 0}, [], True),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 5}]}, 7, False),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 5}]}, 3, True),
+        ({"oneOf": [{"type": "integer"}, {"format": "x"}]}, "a", None),
+        ({"anyOf": [{"type": "null"}, {"maxLength": 1}]}, "ab", False),
+        ({"dependentRequired": {"a": ["b"]}}, {"a": 1}, False),
+        ({"dependentSchemas": {"a": {"maxProperties": 1}}}, {"a": 1, "b": 2}, False),
+        ({"minProperties": 2}, {"a": 1}, False),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": False}, {"a": 1.0}, True),
+        ({"properties": {"a": {"type": ["integer", "null"]}}}, {"a": True}, False),
+        ({"properties": {}, "additionalProperties": {"type": "string"}}, {"b": 1}, False),
+        ({"patternProperties": {"^a": {}}, "additionalProperties": False}, {"b": 1}, None),
+        ({"items": {"enum": [1, "a"]}}, [1, "a", True], False),
+        ({"prefixItems": [{"type": "string"}], "items": {"type": "integer"}}, ["a", 1], True),
+        ({"items": [{"type": "string"}]}, [1], False),
+        ({"$ref": "#/$defs/s~1", "$defs": {"s/": {"const": 1}}}, 2, False),
+        ({"$ref": "http://there/s.json"}, 2, None),
+        ({"$ref": "#"}, 2, None),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 2, "minimum": 0, "maximum": 3}, 1, False),
+        ({"minimum": 5}, True, True),
+        ({"minLength": 2, "minItems": 1, "maxItems": 2}, "a", False),
+        ({"type": "file"}, 1, None),
+        ({"required": 7, "description": "a"}, {}, None),
+        (DEEP, 1, None),
+    ],
+)  # fmt: skip
+def test_whether_a_value_fits(schema: dict[str, Any], value: Any, expected: bool | None) -> None:
+    assert fits(schema, value) is expected

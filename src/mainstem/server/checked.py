@@ -1,21 +1,25 @@
 """Checks of calls whose schema no grammar can hold in full: what does not fit is logged.
 
-The schemas are those of clients. The package jsonschema reads them, where it is installed; nothing else needs it.
+The schemas are those of clients, so a check takes a bounded number of steps, fetches nothing, and runs no expression:
+`pattern` and `format` are not checked. What is not known to be wrong is not logged.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 200  # characters of what does not fit
+_STEPS = 10_000  # of one check: schemas that are compared with a value
+
+Fits: TypeAlias = bool | None
+"""Whether a value fits; None: it is unknown."""
 
 
 class Checked:
@@ -52,21 +56,137 @@ class Checked:
             yield piece
 
 
-def can_check() -> bool:
-    """Returns whether anything can be checked: whether jsonschema is installed."""
-    return importlib.util.find_spec("jsonschema") is not None
-
-
 def _check(name: str, schema: Mapping[str, Any], arguments: str) -> None:
-    """Logs that arguments do not fit a schema, if they do not; those that were cut off are no JSON."""
     try:
         given = json.loads(arguments)
-        validators: Any = importlib.import_module("jsonschema.validators")
-        problem = next(validators.validator_for(schema)(schema).iter_errors(given), None)
-    except Exception as error:  # noqa: BLE001  # of the client's schema, whatever it is
-        log.warning("a call of the tool %s cannot be checked: %s", name, str(error)[:_SHOWN])
-        return
-    if problem is not None:
-        where = "".join(f"[{each!r}]" for each in problem.absolute_path)
-        log.warning("a call of the tool %s does not fit its schema: arguments%s: %s", name, where,
-                    problem.message[:_SHOWN])  # fmt: skip
+    except (ValueError, RecursionError):
+        return  # the call was cut off
+    if fits(schema, given) is False:
+        shown = arguments if len(arguments) <= _SHOWN else arguments[:_SHOWN] + "…"
+        log.warning("a call of the tool %s does not fit its schema: %s", name, shown)
+
+
+def fits(schema: Mapping[str, Any], value: Any) -> Fits:
+    """Returns whether a value, as Python reads JSON, fits a schema."""
+    try:
+        return _Judge(schema).fits(schema, value)
+    except RecursionError:
+        return None
+
+
+class _Judge:
+    """Compares values with the parts of one schema."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root, self._steps = root, _STEPS
+
+    def fits(self, schema: Any, value: Any) -> Fits:
+        self._steps -= 1
+        if self._steps < 0 or isinstance(schema, bool):
+            return schema if isinstance(schema, bool) else None
+        return _all(self._rule(name, schema, value) for name in schema) if isinstance(schema, dict) else None
+
+    def referred(self, reference: Any) -> Any:
+        found: Any = self._root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            found = found[part.replace("~1", "/").replace("~0", "~")]
+        return found if reference.startswith("#") else None
+
+    def _rule(self, name: str, schema: Mapping[str, Any], value: Any) -> Fits:
+        kind, rule = _RULES.get(name, (object, None))
+        if rule is None:
+            return None if name in ("pattern", "format", "patternProperties", "dependencies") else True
+        if not isinstance(value, kind) or (kind == _NUMBER and isinstance(value, bool)):
+            return True  # a keyword says nothing of other types
+        try:
+            return rule(self, schema[name], value, schema)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+            return None  # the schema is none
+
+
+def _all(each: Iterable[Fits]) -> Fits:
+    found = {*each}
+    return False if False in found else None if None in found else True
+
+
+def _not(found: Fits) -> Fits:
+    return None if found is None else not found
+
+
+def _any(each: Iterable[Fits]) -> Fits:
+    return _not(_all(map(_not, each)))
+
+
+def _number_of(each: Iterable[Fits], least: float, most: float) -> Fits:
+    """Returns whether so many are true."""
+    found = [*each]
+    sure, possible = found.count(True), found.count(True) + found.count(None)
+    return False if sure > most or possible < least else True if least <= sure and possible <= most else None
+
+
+def _spelled(value: Any) -> str:
+    """Returns the same text for equal values: 1 is 1.0, and not true."""
+    return json.dumps(value, sort_keys=True) if not isinstance(value, float) or value % 1 else str(int(value))
+
+
+def _is(value: Any, type: str) -> bool:
+    if type == "integer":
+        return isinstance(value, _NUMBER) and not isinstance(value, bool) and value % 1 == 0
+    if type == "number":
+        return isinstance(value, _NUMBER) and not isinstance(value, bool)
+    kinds = {"string": str, "boolean": bool, "null": _NONE, "object": dict, "array": list}
+    return isinstance(value, kinds[type])
+
+
+def _items(judge: _Judge, said: Any, value: list[Any], schema: Mapping[str, Any]) -> Fits:
+    if isinstance(said, list):
+        return _all(judge.fits(*pair) for pair in zip(said, value, strict=False))
+    return _all(judge.fits(said, each) for each in value[len(schema.get("prefixItems", ())) :])
+
+
+def _others(judge: _Judge, said: Any, value: dict[str, Any], schema: Mapping[str, Any]) -> Fits:
+    others = [each for name, each in value.items() if name not in schema.get("properties", {})]
+    return _all(judge.fits(said, each) for each in others) if "patternProperties" not in schema or not others else None
+
+
+def _condition(judge: _Judge, said: Any, value: Any, schema: Mapping[str, Any]) -> Fits:
+    found = judge.fits(said, value)
+    return None if found is None else judge.fits(schema.get("then" if found else "else", True), value)
+
+
+_NUMBER, _NONE = (int, float), type(None)
+_Rule: TypeAlias = Callable[[_Judge, Any, Any, Mapping[str, Any]], Fits]
+_RULES: dict[str, tuple[Any, _Rule]] = {
+    "type": (object, lambda j, s, v, _: any(_is(v, each) for each in ([s] if isinstance(s, str) else s))),
+    "enum": (object, lambda j, s, v, _: _spelled(v) in map(_spelled, s)),
+    "const": (object, lambda j, s, v, _: _spelled(v) == _spelled(s)),
+    "$ref": (object, lambda j, s, v, _: j.fits(j.referred(s), v)),
+    "allOf": (object, lambda j, s, v, _: _all(j.fits(each, v) for each in s)),
+    "anyOf": (object, lambda j, s, v, _: _any(j.fits(each, v) for each in s)),
+    "oneOf": (object, lambda j, s, v, _: _number_of((j.fits(each, v) for each in s), 1, 1)),
+    "not": (object, lambda j, s, v, _: _not(j.fits(s, v))),
+    "if": (object, _condition),
+    "properties": (dict, lambda j, s, v, _: _all(j.fits(s[name], v[name]) for name in s if name in v)),
+    "additionalProperties": (dict, _others),
+    "propertyNames": (dict, lambda j, s, v, _: _all(j.fits(s, name) for name in v)),
+    "required": (dict, lambda j, s, v, _: {*s} <= v.keys()),
+    "dependentRequired": (dict, lambda j, s, v, _: all({*s[name]} <= v.keys() for name in s if name in v)),
+    "dependentSchemas": (dict, lambda j, s, v, _: _all(j.fits(s[name], v) for name in s if name in v)),
+    "minProperties": (dict, lambda j, s, v, _: len(v) >= s),
+    "maxProperties": (dict, lambda j, s, v, _: len(v) <= s),
+    "items": (list, _items),
+    "prefixItems": (list, lambda j, s, v, _: _all(j.fits(*pair) for pair in zip(s, v, strict=False))),
+    "contains": (list, lambda j, s, v, c: _number_of(
+        (j.fits(s, each) for each in v), c.get("minContains", 1), c.get("maxContains", len(v))
+    )),
+    "uniqueItems": (list, lambda j, s, v, _: s is False or len({*map(_spelled, v)}) == len(v)),
+    "minItems": (list, lambda j, s, v, _: len(v) >= s),
+    "maxItems": (list, lambda j, s, v, _: len(v) <= s),
+    "minLength": (str, lambda j, s, v, _: len(v) >= s),
+    "maxLength": (str, lambda j, s, v, _: len(v) <= s),
+    "minimum": (_NUMBER, lambda j, s, v, _: v >= s),
+    "maximum": (_NUMBER, lambda j, s, v, _: v <= s),
+    "exclusiveMinimum": (_NUMBER, lambda j, s, v, _: v > s),
+    "exclusiveMaximum": (_NUMBER, lambda j, s, v, _: v < s),
+}  # fmt: skip
+"""Keywords: the types of values that they are about, and what they ask for."""

@@ -24,7 +24,7 @@ from mainstem.runtime.text import Content
 from mainstem.server import errors
 from mainstem.server.answers import Answers, Turn
 from mainstem.server.breakpoints import Mark
-from mainstem.server.checked import Checked, can_check
+from mainstem.server.checked import Checked
 from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
 from mainstem.server.formats import schema_of
@@ -330,10 +330,12 @@ class Preparation:
 
         held, left_out = holdable(json.loads(schema), problem)
         if left_out:
-            checked = "what else they are is checked and logged" if can_check() else "install jsonschema to check them"
-            names = ", ".join(left_out)
-            log.warning("calls of the tool %s are not held to all of its schema: no grammar holds %s; %s", name, names,
-                        checked)  # fmt: skip
+            log.warning(
+                "calls of the tool %s are not held to all of its schema: no grammar holds %s; they are checked when"
+                " they are complete",
+                name,
+                ", ".join(left_out),
+            )
         return held, not left_out
 
     def _content(self, params: SamplingParams, tooling: Tooling, ending: str) -> Callable[[], Content] | None:
@@ -375,7 +377,7 @@ class Preparation:
             return PlainText()
         tooling = ask.tooling()
         parser = self._dialect.reading(tooling, self.prompts.ending(request.tokens), request.params, name)
-        required = tooling.callable if tooling.choice == "required" and can_check() else ()
+        required = tooling.callable if tooling.choice == "required" else ()
         unheld = {tool.name: tool.parameters for tool in required if self._is_unheld(tool)}
         return Checked(parser, unheld) if unheld else parser
 
