@@ -120,6 +120,9 @@ class Ghost:
             error, self.fail_next = self.fail_next, None
             raise error
         written = [self._write(segment, start) for segment, start in zip(segments, before, strict=True)]
+        for segment, hashes in zip(segments, written, strict=True):
+            if segment.pooling is not None:
+                segment.pooling.add(segment.start, torch.stack([logits(hash_) for hash_ in hashes]))
         self.forwards.append([len(segment.tokens) for segment in segments])
         asked = [hashes[len(hashes) - s.logits :] for s, hashes in zip(segments, written, strict=True)]
         rows = [logits(hash_) for hashes in asked for hash_ in hashes]
@@ -263,6 +266,13 @@ def scores(tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
         return []
     rows = torch.stack([logits(chain(tokens[:at])) for at in range(1, len(tokens))])
     return score(rows, np.array(tokens[1:], np.int32), alternatives) or []
+
+
+def embedding(tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Returns the expected embedding of a prompt; its hidden states are its logits."""
+    rows = [logits(chain(tokens[:at])).numpy().astype(np.float64) for at in range(1, len(tokens) + 1)]
+    mean = np.mean(rows, axis=0)
+    return np.asarray(mean / np.linalg.norm(mean), np.float32)
 
 
 class GhostTokenizer:

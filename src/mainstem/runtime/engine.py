@@ -154,7 +154,7 @@ class Engine:
         self._ranks, self.config, self._clock = loaded.ranks, config, clock
         sizes = pool_sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
-        self.name, self.dtype = loaded.name, loaded.dtype
+        self.name, self.dtype, self._weights = loaded.name, loaded.dtype, loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.has_states = any(isinstance(component, State) for component in sizes)
         self.max_context = max_context(loaded, config, sizes)
@@ -233,6 +233,11 @@ class Engine:
                 self._on_progress[stream.id] = on_progress
             self._put(self._add, id=stream.id, request=request, prompt=prompt, arrived_s=arrived_s)
         return stream
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding: the model's hidden size."""
+        return int(self._weights.config.get_text_config(decoder=True).hidden_size)
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ Cause: TypeAlias = Literal[
     late            storage has or may have them, and computing was as quick
     failed          storage has or may have them, or a copy was begun, and it failed
     not_stored      an earlier request had them, and asked not to store them
-    scored          log-probabilities of the prompt were asked for, which need every position computed
+    scored          log-probabilities of the prompt, or its embedding, were asked for: every position had to be computed
     disabled        the cache is off
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)

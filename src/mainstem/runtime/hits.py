@@ -62,13 +62,13 @@ class Hits:
         length, namespace = len(request.tokens), request.namespace
         known = known_to(self._cache, prompt, namespace, distances=distances)
         symbols, page = np.frombuffer(prompt.symbols, np.int32), self._cache.page_size
-        hit = 0 if request.params.prompt_logprobs is not None else self._cache.peek(prompt, namespace)
+        hit = 0 if request.params.reads_prompt else self._cache.peek(prompt, namespace)
         device = next((each.begin for each in known if each.tier != "device"), length)
         short = self._cache.tiers is None or hit - device < self._cache.tiers.load_min_tokens()
         hit = min(hit, -(-device // page) * page) if short else hit
         found = [Found(each.begin, min(each.end, hit), each.tier) for each in known if each.tier and each.begin < hit]
         unstored = self._unstored.find(symbols, encode_namespace(namespace))
-        scored = request.params.prompt_logprobs is not None
+        scored = request.params.reads_prompt
         return merge(known, Circumstances(length, page, found, unstored=unstored, scored=scored, too_short=short))
 
     def admitted(self, sequence: Sequence, lease: Lease, load: Load | None, now_s: float) -> None:
@@ -81,7 +81,7 @@ class Hits:
             self._totals.cached_tokens += sequence.cached_tokens
             self._note(sequence, 0, sequence.cached_tokens, "device")
             self._count_load(sequence, load, loaded)
-            self._totals.stateless_tokens += 0 if sequence.scoring else max(0, lease.reach - sequence.computed)
+            self._totals.stateless_tokens += 0 if sequence.reading else max(0, lease.reach - sequence.computed)
             if sequence.explained is not None and self._cache.tiers is not None and load is None:
                 sequence.explained.too_short = lease.loadable < self._cache.tiers.load_min_tokens()
         elif sequence.met:  # the beginning of a page may have been copied before
@@ -109,7 +109,7 @@ class Hits:
         explained = sequence.explained
         if explained is None:
             return
-        scored = sequence.request.params.prompt_logprobs is not None
+        scored = sequence.request.params.reads_prompt
         about = Circumstances(
             explained.known[-1].end,
             self._cache.page_size,

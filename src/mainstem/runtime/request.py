@@ -330,6 +330,7 @@ class Delta:
         error: what went wrong, if the reason is "error".
         stop: the stop text that ended the text, if one did; on the last event.
         prompt_logprobs: one for each token of the prompt but the first, if requested: before or with the first token.
+        embedding: float32 [size], of length 1: the mean of the prompt's last hidden states, if requested.
     """
 
     text: str
@@ -340,6 +341,7 @@ class Delta:
     error: str | None = None
     stop: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +354,7 @@ class Completion:
     finish_reason: str
     usage: Usage
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.page_attention import PageAttention
 from mainstem.runtime.places import run
+from mainstem.runtime.pooling import Pooling, last_hidden_states
 from mainstem.runtime.pools import STATE_LAYER, Pools
 from mainstem.runtime.ranks import largest
 from mainstem.runtime.request import ImageInput
@@ -93,6 +94,7 @@ class Segment:
         positions: int64 [3, n], the M-RoPE positions of the tokens; None: start, start + 1, ...
         adapter: computes in place of the base model.
         namespace: of the request, encoded; embeddings of images are shared only within it.
+        pooling: takes the last hidden states of the tokens; None: nobody does.
     """
 
     tokens: NDArray[np.int32]
@@ -105,6 +107,7 @@ class Segment:
     positions: NDArray[np.int64] | None = None
     adapter: Adapter | None = None
     namespace: bytes = b""
+    pooling: Pooling | None = None
 
     @property
     def end(self) -> int:
@@ -389,16 +392,31 @@ class ModelRunner:
                 cache, paging = passing, replace(paging, given=passing.given)
             if self._places and not self.alone:
                 inputs["paging"] = paging
-            if cache is not None:
-                output = run(self._model, cache, **inputs)
-            elif self._is_tuned:
-                output = self._model(**inputs, past_key_values=PackedPositions(inputs["position_ids"]), use_cache=False)
-            else:
-                output = self._model(**inputs, use_cache=False)
+            with self._pooled(segments):
+                if cache is not None:
+                    output = run(self._model, cache, **inputs)
+                elif self._is_tuned:
+                    positions = PackedPositions(inputs["position_ids"])
+                    output = self._model(**inputs, past_key_values=positions, use_cache=False)
+                else:
+                    output = self._model(**inputs, use_cache=False)
             if isinstance(cache, StateCache):
                 cache.store([s.state for s in segments])
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits if rows == 1 else logits[wanted]
+
+    @contextmanager
+    def _pooled(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Passes the last hidden states of the forward within on to those segments that take them."""
+        if all(segment.pooling is None for segment in segments):
+            yield
+            return
+        with last_hidden_states(self._model) as found:
+            yield
+        parts = torch.split(found[-1].flatten(0, 1), [len(segment.tokens) for segment in segments])
+        for segment, hidden in zip(segments, parts, strict=True):
+            if segment.pooling is not None:
+                segment.pooling.add(segment.start, hidden)
 
     def _inputs(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
         tokens = self._tensor(np.concatenate([s.tokens for s in segments]).astype(np.int64)).view(rows, -1)
@@ -678,7 +696,7 @@ def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
 
 def _is_step(segment: Segment) -> bool:
     """Returns whether a segment is one token of the base model, with logits, and nothing before it is on its way."""
-    is_plain = segment.adapter is None and segment.arriving is None and segment.positions is None
+    is_plain = all(each is None for each in (segment.adapter, segment.arriving, segment.positions, segment.pooling))
     return is_plain and len(segment.tokens) == segment.logits == 1 and segment.start > 0 and not _inside(segment)
 
 

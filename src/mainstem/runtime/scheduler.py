@@ -25,8 +25,9 @@ parts from a running prefill. Chunks end at these positions, and never inside an
 sampling keeps those that it agrees with, so it draws what it would have drawn without them. Models with states have
 none: a state cannot go back.
 
-**Log-probabilities of a prompt** need the logits of all its positions. So such a request hits nothing, and waits for
-nobody. What it computes is published as usual. The rows of logits in a step are bounded.
+**Log-probabilities of a prompt** need the logits of all its positions, and its embedding their hidden states. So such a
+request hits nothing, and waits for nobody. What it computes is published as usual. The rows of logits in a step are
+bounded.
 
 **When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
 its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
@@ -216,8 +217,9 @@ class Scheduler:
                 does not compile; they ask how likely images are; or no pool holds the window of one of its images.
             UnsupportedModel: it has a grammar, which this model cannot follow.
         """
-        if request.images and request.params.prompt_logprobs is not None:
-            raise BadArgument("prompt_logprobs", request.params.prompt_logprobs, "None for a prompt with images")
+        if request.images and request.params.reads_prompt:
+            name = "embedding" if request.params.embedding else "prompt_logprobs"
+            raise BadArgument(name, getattr(request.params, name), "left out for a prompt with images")
         check_rules(request.params, self._eos, self._runner.vocab_size)
         if (request.said >= self._runner.vocab_size).any():
             raise BadTokens(f"said: token {request.said.max()}: must be below {self._runner.vocab_size}")
@@ -488,7 +490,7 @@ class Scheduler:
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=Sequence.precedence)
 
         def hit(sequence: Sequence) -> int:
-            if sequence.scoring:
+            if sequence.reading:
                 return 0
             return self._cache.peek(sequence.encoded(keys), sequence.request.namespace)
 
@@ -507,7 +509,7 @@ class Scheduler:
 
     def _is_deferred(self, sequence: Sequence, hit: int) -> bool:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
-        if not self._cache.enabled or sequence.scoring or self._is_aged(sequence):
+        if not self._cache.enabled or sequence.reading or self._is_aged(sequence):
             return False
         for other in self._running.values():
             if other.publishing and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
@@ -536,7 +538,7 @@ class Scheduler:
 
     def _prefetch(self, sequence: Sequence) -> None:
         """Starts to prefetch what neither device nor host has of a prompt."""
-        if self._tiers is not None and self._cache.enabled and not sequence.scoring:
+        if self._tiers is not None and self._cache.enabled and not sequence.reading:
             key = sequence.encoded(self._cache.tree.keys)
             prefetch = self._tiers.prefetch(key, sequence.request.namespace, meets=True)
             sequence.begin_prefetch(prefetch, self._tiers.declined)
@@ -587,7 +589,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
-        request, reuse = sequence.request, not sequence.scoring
+        request, reuse = sequence.request, not sequence.reading
         sequence.timeline.match()
         self.hits.before(sequence)
         lease = self._cache.lease(sequence.key, request.namespace, priority=request.priority, reuse=reuse)
@@ -713,6 +715,12 @@ class Scheduler:
         """Processes the next token, and those of the draft that were right, until the request ends."""
         if sequence.scores and not sequence.generated:
             self._events.append((sequence.id, Delta("", prompt_logprobs=tuple(sequence.scores))))
+        if sequence.pooling is not None:
+            vector = sequence.pooling.vector(sequence.length)
+            if vector is None:
+                self._finish(sequence, "error", error="the model's hidden states hold NaN or infinity")
+                return
+            self._events.append((sequence.id, Delta("", embedding=vector)))
         if not sequence.request.params.max_tokens:
             self._finish(sequence, "length")
             return

@@ -18,6 +18,7 @@ from mainstem.retention import Kept, Retention
 from mainstem.runtime.checkpoints import Checkpoint, Reason, Span, chunk_end
 from mainstem.runtime.drafts import Pace
 from mainstem.runtime.explaining import Explained, Stretches
+from mainstem.runtime.pooling import Pooling
 from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
@@ -64,6 +65,7 @@ class Sequence:
         self.draft = self._tokens[:0]  # after the known tokens, computed with the newest of them; see `speculate`
         self.pace = Pace()
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens after the first, if they are asked for
+        self.pooling = Pooling() if request.params.embedding else None
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
@@ -146,8 +148,13 @@ class Sequence:
         return self.computed < self._prefill_end
 
     @property
+    def reading(self) -> bool:
+        """Whether something about every position of the prompt is left to compute: then all are, and nothing is hit."""
+        return self.scoring or self.pooling is not None
+
+    @property
     def scoring(self) -> bool:
-        """Whether log-probabilities of the prompt are left to compute: then every position is, and nothing is hit."""
+        """Whether log-probabilities of the prompt are left to compute."""
         return self.request.params.prompt_logprobs is not None and len(self.scores) < len(self.request.tokens) - 1
 
     @property
@@ -312,6 +319,7 @@ class Sequence:
             positions=self.request.positions_of(begin, end),
             adapter=self.request.adapter,
             namespace=self.namespace,
+            pooling=self.pooling,
         )
 
     def advance(self, n: int) -> Reason | None:

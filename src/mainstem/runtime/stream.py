@@ -86,6 +86,7 @@ class Stream:
             finish_reason=last.finish_reason,
             usage=last.usage,
             prompt_logprobs=tuple(logprob for delta in self._deltas for logprob in delta.prompt_logprobs),
+            embedding=next((delta.embedding for delta in self._deltas if delta.embedding is not None), None),
         )
 
     def put(self, delta: Delta) -> None:

@@ -112,6 +112,8 @@ class SamplingParams(Settings):
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
         prompt_logprobs: The same for the tokens of the prompt. Its KV is then computed, not taken from the cache.
+        embedding: Return the mean of the prompt's last hidden states, too. Its KV is then computed, not taken from the
+            cache, and nothing is generated: `max_tokens` is 0.
         min_tokens: Minimum number of tokens before the answer may end by itself; at most `max_tokens`.
         stop_token_ids: Tokens that end the answer, and are no part of its text.
         presence_penalty: Subtracted from the logits of tokens that the answer has; -2 to 2.
@@ -141,6 +143,7 @@ class SamplingParams(Settings):
     ignore_eos: bool = setting(False, switch(), flag=False)
     logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
     prompt_logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
+    embedding: bool = setting(False, switch(), flag=False)
     min_tokens: int = setting(0, integer(0), flag=False)
     stop_token_ids: tuple[int, ...] = setting((), _TOKENS, flag=False)
     presence_penalty: float = setting(0.0, number(-2, 2), flag=False)
@@ -161,8 +164,15 @@ class SamplingParams(Settings):
         super().__post_init__()
         if self.min_tokens > self.max_tokens:
             raise BadArgument("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.embedding and self.max_tokens:
+            raise BadArgument("max_tokens", self.max_tokens, "0 with embedding")
         if self.grammar is not None and self.allowed_token_ids is not None:
             raise BadArgument("allowed_token_ids", self.allowed_token_ids, "None with a grammar, which says the same")
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether they ask for something about every position of the prompt, so that nothing of it may be cached."""
+        return self.embedding or self.prompt_logprobs is not None
 
     @property
     def shapes_logits(self) -> bool:

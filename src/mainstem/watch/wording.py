@@ -29,7 +29,7 @@ _WORDS = {
     "late": "in storage, or perhaps, but computing was as quick",
     "failed": "in storage, or perhaps, but that failed",
     "not_stored": "an earlier request asked not to store it",
-    "scored": "log-probabilities of the prompt need every position",
+    "scored": "log-probabilities of the prompt, or its embedding, need every position",
     "disabled": "the cache is off",
 }
 _DETAILS = {
