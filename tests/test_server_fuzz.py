@@ -25,11 +25,13 @@ from starlette.applications import Starlette
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.server.app import create_app
+from mainstem.server.embeddings import EmbeddingRequest
 from mainstem.server.fields import OPENAI
 from mainstem.server.messages import MessageRequest
 from mainstem.server.requests import ChatRequest, CompletionRequest
 from mainstem.server.responses import ResponseRequest
 from mainstem.settings.engine import EngineConfig
+from mainstem.settings.server import ServerConfig
 
 AT_ONCE = 16
 MOST_GROWTH = 64 << 20  # bytes
@@ -81,6 +83,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     },
     "/v1/responses": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "max_output_tokens": 3},
     "/v1/messages": {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "w7"},
+    "/v1/embeddings": {"model": "tiny", "input": ["w5 w6", "w7"], "encoding_format": "base64"},
     "/v1/messages/count_tokens": {"model": "tiny", "messages": BLOCKS},
     "/tokenize": {"model": "tiny", "messages": CHAT},
     "/detokenize": {"tokens": [5, 6]},
@@ -91,7 +94,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
-TYPES = (CompletionRequest, ChatRequest, ResponseRequest, MessageRequest)
+TYPES = (CompletionRequest, ChatRequest, EmbeddingRequest, ResponseRequest, MessageRequest)
 FIELDS = sorted({name for each in TYPES for name in each.__struct_fields__} | {*OPENAI.advice} | {*OPENAI.refused})
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 20, 129, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**63) - 1, 2**64),
@@ -175,7 +178,7 @@ def test_every_route_that_takes_a_body_is_here(engine: Engine) -> None:
 @pytest.mark.parametrize("bodies", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_damaged_bodies(engine: Engine, bodies: int) -> None:
-    fuzzer, paths, app = Fuzzer(bodies), [*BASES], create_app(engine)
+    fuzzer, paths, app = Fuzzer(bodies), [*BASES], create_app(engine, ServerConfig(embeddings=True))
     made = [(path, fuzzer.body(BASES[path])) for path in (paths[n % len(paths)] for n in range(bodies))]
     seen: Counter[int] = Counter()
     grown = 0

@@ -17,6 +17,7 @@ from bench.tiny_models import CONTEXT, FAMILIES, VARIANTS, VOCAB, WINDOWED, load
 from mainstem.runtime import step_graphs
 from mainstem.runtime.attention import Attention
 from mainstem.runtime.layout import Layout
+from mainstem.runtime.pooling import Pooling
 from mainstem.runtime.runner import ModelRunner, Segment, recorder_for
 from mainstem.runtime.step_graphs import padded_rows
 from tests.rigs.interpreted import triton_attention
@@ -167,6 +168,23 @@ def test_other_forwards_are_not_recorded(kernel: Attention, monkeypatch: pytest.
     requests.compute([(0, 1), (1, 2)])
     requests.compute([(0, 3)])
     assert recorder.recorded == 0
+
+
+def test_a_token_whose_hidden_states_are_taken_is_no_recorded_step(
+    kernel: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests.add(8)
+    for _ in range(2):
+        requests.step(0)
+    pooling = Pooling()
+    pooling.add(0, torch.zeros(10, 64, device=DEVICE))
+    segment = Segment(np.array([1], np.int32), 10, (np.arange(CONTEXT // PAGE, dtype=np.int32),), 1, pooling=pooling)
+    requests.runners[0].forward([segment])
+    vector = pooling.vector(11)
+    assert vector is not None and np.linalg.norm(vector) == pytest.approx(1)
+    assert (recorder.recorded, recorder.repeated) == (1, 1)
 
 
 def test_what_is_on_its_way_is_waited_for(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:

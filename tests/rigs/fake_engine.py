@@ -100,6 +100,12 @@ class FakeStats:
     events: EventStats | None = None
 
 
+def embedding(tokens: Sequence[int]) -> np.ndarray:
+    """What stands for the embedding of a prompt: float32 [4], of length 1."""
+    found = np.array([len(tokens), sum(tokens), tokens[0], -tokens[-1]], np.float64)
+    return (found / np.linalg.norm(found)).astype(np.float32)
+
+
 class FakeStream:
     """A scripted stream. `cancelled` records that it was cancelled before its end."""
 
@@ -152,6 +158,8 @@ class FakeStream:
         made = 0
         if params.prompt_logprobs is not None and len(self.request.tokens) > 1:
             yield Delta("", prompt_logprobs=self._prompt_logprobs(params.prompt_logprobs))
+        if params.embedding:
+            yield Delta("", embedding=embedding(self.request.tokens.tolist()))
         for token in answer[: min(cut, params.max_tokens)]:
             if self.cancelled or self._engine.closed:
                 yield self._last("cancelled", made)
@@ -218,6 +226,7 @@ class FakeEngine:
     name = "fake"
     vision: Any = None
     has_states = False
+    embedding_size = 4
     dtype = "float32"
     pages = 100
 

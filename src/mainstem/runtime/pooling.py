@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Pooling:
@@ -44,8 +41,8 @@ class Pooling:
 
 
 @contextmanager
-def last_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Yields a list to which every forward adds its last hidden states, [rows, n, size]."""
+def last_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Yields a list to which every forward of a transformers model adds its last hidden states, [rows, n, size]."""
     found: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, given: object, output: Any) -> None:

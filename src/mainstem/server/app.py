@@ -47,6 +47,8 @@ from mainstem.server.about import About
 from mainstem.server.access import Access, tenant_secret
 from mainstem.server.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
 from mainstem.server.diagnosis import Earlier, Fingerprint
+from mainstem.server.embeddings import PATH as EMBEDDINGS
+from mainstem.server.embeddings import EmbeddingRequest, Embeddings
 from mainstem.server.envelope import HANDLERS, REQUEST_ID, Envelope, shown
 from mainstem.server.errors import ApiError
 from mainstem.server.explain import Explanations
@@ -359,6 +361,10 @@ class _Service:
             "/v1/responses": _Kind(self._responses.parse, ID_PREFIX, "chat", late=True),
             message_reply.PATH: _Kind(self._parse_message, message_reply.ID_PREFIX, "chat"),
         }
+        self._embeddings = Embeddings(
+            engine, self._access, self._preparation, self._parsed, self._begin_embeddings, lambda: self.draining,
+            serves=config.embeddings,
+        )  # fmt: skip
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 
@@ -368,6 +374,7 @@ class _Service:
             *(Route(path, self._generate, methods=["POST"]) for path in self._kinds),
             Route(f"{RESPONSES}/input_tokens", self._count_input, methods=["POST"]),
             *self._kept.routes(),
+            Route(EMBEDDINGS, self._embed, methods=["POST"]),
             Route(f"{message_reply.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             *self._about.routes(),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
@@ -496,7 +503,7 @@ class _Service:
             self._explain.check(ask.explain)
         made, watchers = self._explain.follow(id, http.headers, tenant, made)
         for watching, request in zip(watchers, made.requests, strict=True):
-            watching.extend(self._watchers(ask, request, kind, tenant))
+            watching.extend(self._watchers(ask, request, kind.name, tenant))
         prompt_tokens = sum(len(request.tokens) for request in made.requests[:: ask.choices])
         hints = made.requests[0].hints
         continues = not (hints.no_store or hints.one_shot)  # else nothing is kept that only a next turn would use
@@ -513,13 +520,26 @@ class _Service:
             streams = self._submit(made.requests)
         return made, Run(streams, ask.choices, watchers, prompt_tokens)
 
+    async def _embed(self, http: HttpRequest) -> Response:
+        unheeded = Unheeded(self._tolerant)
+        return self._annotated(await self._embeddings.answer(http, unheeded), unheeded)
+
+    def _begin_embeddings(self, ask: EmbeddingRequest, prompts: Sequence[Request], tenant: bytes | None) -> Run:
+        """See `embeddings.Begin`."""
+        if self._precompute is not None:
+            self._precompute.give_way()
+        watchers = [self._watchers(ask, prompt, "completion", tenant) for prompt in prompts]
+        return Run(self._submit(prompts), 1, watchers, sum(len(prompt.tokens) for prompt in prompts))
+
     def _annotated(self, response: Response, unheeded: Unheeded) -> Response:
         """Returns a response with headers that name the fields of its request that do nothing, and counts these."""
         self._metrics.ignored(unheeded.kinds)
         response.headers.update(unheeded.headers)
         return response
 
-    def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
+    def _watchers(
+        self, ask: Ask | EmbeddingRequest, request: Request, kind: Kind, tenant: bytes | None
+    ) -> list[Watcher]:
         meter = self._metrics.meter()
         if self._recorder is None:
             return [meter]
@@ -528,7 +548,7 @@ class _Service:
         adapter, identities = self._preparation.adapter(ask.model), tuple(image.identity.hex() for image in shaping)
         scope = Namespace(adapter, ask.cache_salt, identities)
         key = self._access.api_key(tenant)
-        return [meter, self._recorder.note(request, kind.name, scope, key, ask.prompt_cache_key)]
+        return [meter, self._recorder.note(request, kind, scope, key, ask.prompt_cache_key)]
 
     async def _body(self, http: HttpRequest) -> bytes:
         """Reads the body, with never more than the limit in memory.

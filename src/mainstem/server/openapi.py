@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from mainstem import __version__
+from mainstem.server.embeddings import EmbeddingList, EmbeddingRequest
 from mainstem.server.errors import ErrorBody
 from mainstem.server.explained import Explanation, Misses
 from mainstem.server.listing import Page
@@ -71,6 +72,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation("Answer a chat", ChatRequest, ChatBody, ChatChunk),
     ("POST", "/v1/responses"): Operation("Answer, and keep the answer", ResponseRequest, ResponseBody, dict),
     ("POST", "/v1/responses/input_tokens"): Operation("Count the tokens of a prompt", InputRequest, InputCount),
+    ("POST", "/v1/embeddings"): Operation("Return the embeddings of texts", EmbeddingRequest, EmbeddingList),
     ("GET", "/v1/responses/{id}"): Operation("Return a response that was kept", None, ResponseBody),
     ("DELETE", "/v1/responses/{id}"): Operation("Forget a response", None, Deleted),
     ("POST", "/v1/responses/{id}/cancel"): Operation("Refuse: nothing is made in the background"),

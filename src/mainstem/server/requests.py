@@ -226,15 +226,7 @@ class CompletionRequest(_Request, kw_only=True):
         Raises:
             ApiError: 400; the list is empty, or mixes texts and ids.
         """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(part) for part in self.prompt}
-        if kinds == {int}:
-            return [self.prompt]  # type: ignore[list-item]
-        if kinds not in ({str}, {list}):
-            allowed = "a string, or a list of strings, of token ids, or of lists of token ids; a list must not be empty"
-            raise ApiError(400, f"prompt: must be {allowed}", param="prompt")
-        return list(self.prompt)  # type: ignore[arg-type]
+        return prompts_of(self.prompt, "prompt")
 
     def params(self, room: int, choice: int) -> SamplingParams:
         """Returns the sampling parameters of one choice; `room` (positions left in the context) is not used here.
@@ -523,6 +515,23 @@ def parse_completion(body: bytes, unheeded: Unheeded | None = None) -> Completio
 def parse_chat(body: bytes, unheeded: Unheeded | None = None) -> ChatRequest:
     """Parses the request in a body; see `parse_completion`."""
     return decode_known(body, ChatRequest, unheeded)
+
+
+def prompts_of(given: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+    """Returns the prompts in a field, each as text or token ids.
+
+    Raises:
+        ApiError: 400; the list is empty, or mixes texts and ids.
+    """
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(part) for part in given}
+    if kinds == {int}:
+        return [given]  # type: ignore[list-item]
+    if kinds not in ({str}, {list}):
+        allowed = "a string, or a list of strings, of token ids, or of lists of token ids; a list must not be empty"
+        raise ApiError(400, f"{name}: must be {allowed}", param=name)
+    return list(given)  # type: ignore[arg-type]
 
 
 def decode_known(body: bytes, kind: type[Decoded], unheeded: Unheeded | None = None) -> Decoded:

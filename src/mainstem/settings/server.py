@@ -211,6 +211,8 @@ class ServerConfig(Settings):
             bytes, or a size such as 64MiB; 0 turns this off.
         precompute_turns: After an answer, and while nothing else runs, compute the next turn as the chat template will
             render it, where it drops what the model thought or changes what it said.
+        embeddings: Serve /v1/embeddings: the mean of the model's last hidden states over a text. Chat models are not
+            trained for that.
         tool_call_parser: Format in which the model writes calls of tools. auto: by its chat template and vocabulary.
         reasoning_parser: Form in which the model marks what it thinks before it answers; it is split off. none: it is
             left in the text; auto: by its chat template and vocabulary.
@@ -243,6 +245,7 @@ class ServerConfig(Settings):
     unknown_fields: UnknownFields = setting("refuse", one_of(UnknownFields))
     remember_answers: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
     precompute_turns: bool = setting(False, switch())
+    embeddings: bool = setting(False, switch())
     tool_call_parser: ToolCallParser = setting("auto", one_of(ToolCallParser))
     reasoning_parser: ReasoningParser = setting("auto", one_of(ReasoningParser))
     response_bytes: int = setting(64 << 20, integer(0, INT64_MAX), unit=SIZE)
