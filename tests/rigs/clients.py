@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import uvicorn
 from machine import eventually
+from starlette.types import ASGIApp
 
 from mainstem.server.app import bind, create_app
 from mainstem.server.origins import reach_of
@@ -18,16 +19,11 @@ from mainstem.settings.server import ServerConfig
 
 
 @contextmanager
-def served(engine: Any, **config: Any) -> Iterator[str]:
-    """Serves an engine, and yields the URL of the server, without a path."""
-    settings = ServerConfig(port=0, **config)
+def running(app: ASGIApp, settings: ServerConfig) -> Iterator[str]:
+    """Serves an application, and yields the URL of the server, without a path."""
     with bind(settings) as listener:
         listener.listen()
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(engine, settings, reach=reach_of(settings, settings.host)), lifespan="off", log_config=None
-            )
-        )
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -36,6 +32,12 @@ def served(engine: Any, **config: Any) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def served(engine: Any, **config: Any) -> AbstractContextManager[str]:
+    """Serves an engine; see `running`."""
+    settings = ServerConfig(port=0, **config)
+    return running(create_app(engine, settings, reach=reach_of(settings, settings.host)), settings)
 
 
 def named_events(response: Any) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ class FakeStream:
         if prompt.endswith("fail!"):
             yield self._last("error", 0, error="a secret of the engine")
             return
-        answer, said = self._engine.answer(prompt).encode(), bytes(self.request.said.tolist())
+        answer, said = self._engine.answer_to(self.request).encode(), bytes(self.request.said.tolist())
         answer = said + answer[len(said) :]
         cut, stop = self._end(answer)
         made = 0
@@ -282,6 +282,10 @@ class FakeEngine:
         if on_progress:
             on_progress(len(request.tokens), len(request.tokens))
         return stream
+
+    def answer_to(self, request: Request) -> str:
+        """Returns the text that follows a request."""
+        return self.answer(self.tokenizer.decode(request.tokens))
 
     def running(self) -> list[FakeStream]:
         return [stream for stream in self.streams if not stream.ended and not stream.cancelled]
