@@ -292,7 +292,7 @@ def test_errors_have_the_openai_form() -> None:
     assert error_of(server.get("/v1/models/x"), 404)["code"] == "model_not_found"
     assert error_of(server.get("/v1/nothing"), 404)["message"] == "There is no endpoint at /v1/nothing."
     refusal = server.get("/v1/completions")
-    assert error_of(refusal, 405)["message"] == "/v1/completions does not accept GET."
+    assert error_of(refusal, 405)["message"] == "/v1/completions does not accept GET: use POST."
     assert refusal.headers["allow"] == "POST"
 
 

@@ -146,6 +146,22 @@ def test_what_is_no_spec_is_refused_with_the_list_of_schemes(spec: str, use: Cal
     assert not Mine.opened
 
 
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("fiel:./kv", "file:"),
+        ("rediss://127.0.0.1:6379/0", "redis:"),
+        ("readonyl+file:./kv", "readonly+"),
+        ("compres(zstd)+file:./kv", "compress+"),
+        ("shred(host_bytes=1GiB)+file:./kv", "shared+"),
+        ("prefix(a)+fiel:./kv", "file:"),
+    ],
+)
+def test_a_slip_in_a_spec_is_answered_with_what_may_be_meant(spec: str, meant: str) -> None:
+    with pytest.raises(BadArgument, match=rf"one of .*; did you mean {re.escape(meant)}\?$"):
+        check_spec(spec)
+
+
 def test_a_spec_is_checked_without_opening_anything(tmp_path: Path) -> None:
     for spec in (f"file:{tmp_path}/kv", f"shared+file:{tmp_path}/kv", f"tee+{HERE}:Mine,{HERE}:absent"):
         check_spec(spec)

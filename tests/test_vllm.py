@@ -402,6 +402,15 @@ def test_what_cannot_be_served_is_refused_at_the_start(llama: Path, tmp_path: Pa
     assert "buffer_bytes = 1024: must be at least" in str(ended.value)
 
 
+def test_a_misspelt_store_is_named_when_the_configuration_is_read(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineEnded):
+        VLLM(llama, "fiel:./kv", tmp_path / "log", apart=True)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert "did you mean file:?" in lines[-1]
+    assert sum("--kv-transfer-config: storage = 'fiel:./kv'" in line for line in lines) == 1
+    assert not any("EngineCore" in line for line in lines), "nothing was started for it"
+
+
 def test_another_block_size_finds_nothing_and_the_log_says_why(llama: Path, tmp_path: Path) -> None:
     asked = prompts(1, 150, 10)
     spec = f"file:{tmp_path}/kv?capacity=1GiB"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import re
+from collections.abc import Iterable
 
 _LOGIN = re.compile(r"(//).*@|^[^/=?&\s]+:[^/]*@", re.DOTALL)
 _SECRET = re.compile(
@@ -18,6 +20,13 @@ def redacted(spec: str) -> str:
     secret, token, key or credential, unless it names a file or a variable (`password_env`).
     """
     return _SECRET.sub(r"\1***", _LOGIN.sub(r"\1***@", spec))
+
+
+def one_of(name: str, known: Iterable[str], others: str = "") -> str:
+    """Returns what is allowed in place of a name, in words, and the one that may be meant."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"one of {', '.join(names)}{others}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 class MainstemError(Exception):

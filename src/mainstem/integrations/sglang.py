@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BackendUnavailable, BadArgument, one_of
 from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.settings.engine import StorageConfig, StorageSecret
@@ -286,7 +286,7 @@ def _options(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     for name in extra:
         if name not in (*_OWN, *_OF_SGLANG):
-            raise BadArgument("hicache-storage-backend-extra-config", name, f"one of {', '.join(_OWN)}")
+            raise BadArgument("hicache-storage-backend-extra-config", name, one_of(name, _OWN))
     for name in ("storage", "storage_secret", "weights"):
         if not isinstance(extra.get(name, None if name == "storage" else ""), str):
             raise BadArgument(name, extra.get(name), "a text")

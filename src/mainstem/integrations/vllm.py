@@ -37,15 +37,15 @@ from mainstem.integrations.block_plan import Group, Job, Part, Plan, Planner
 from mainstem.integrations.block_transfer import Transfers
 from mainstem.integrations.chunk_tier import ChunkTier
 from mainstem.integrations.files import digest_adapter, digest_weights
+from mainstem.integrations.options import Options
 from mainstem.settings.engine import StorageConfig
-from mainstem.storage.base import Backend, check_spec, open_backend
+from mainstem.storage.base import Backend, open_backend
 from mainstem.storage.wrappers import Wrapper
 from mainstem.tiers import identities
 from mainstem.tiers.rows import Row
 from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import Store, StoreCall
 from mainstem.tiers.workers import ThreadWorkers
-from mainstem.units import parse_bytes, parse_seconds
 
 VERSIONS = ("0.32.",)
 """The beginnings of the versions of vLLM that this connector was tested with."""
@@ -90,59 +90,6 @@ SECRET = "MAINSTEM_STORAGE_SECRET"
 """The environment variable with the secret of the store. vLLM logs its options, so the secret is none of them."""
 
 _CLOSE_S = 30.0  # for writes that are queued when the engine ends
-_BUFFER_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `kv_connector_extra_config` may contain.
-
-    Args:
-        storage: the spec of the store, see docs/storage.md.
-        host_bytes: host memory for stored blocks, which all processes of this machine share, see `mainstem.owner`.
-            None: the owner's default. 0: no owner, each process opens the store itself.
-        buffer_bytes: memory for blocks on their way, in each worker.
-        timeout_s: how long a call to the store may take, and so how long a request waits for it at most.
-        weights: a name for the weights, in place of a digest of their files.
-    """
-
-    storage: str
-    host_bytes: int | None = None
-    buffer_bytes: int = _BUFFER_BYTES
-    timeout_s: float = 5.0
-    weights: str | None = None
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Options:
-        """Reads the options as vLLM has them.
-
-        Raises:
-            BadArgument: an option is unknown, missing or of another form, or the spec names no store.
-        """
-        names = ("storage", "host_bytes", "buffer_bytes", "timeout", "weights")
-        for name in given:
-            if name not in names:
-                raise BadArgument("kv_connector_extra_config", name, f"one of {', '.join(names)}")
-        if not isinstance(given.get("storage"), str):
-            raise BadArgument(
-                "storage", given.get("storage"), 'the spec of a store, such as "file:./kv?capacity=64GiB"'
-            )
-        check_spec(given["storage"])
-        return cls(
-            given["storage"],
-            parse_bytes("host_bytes", str(given["host_bytes"])) if "host_bytes" in given else None,
-            parse_bytes("buffer_bytes", str(given.get("buffer_bytes", _BUFFER_BYTES))),
-            parse_seconds("timeout", str(given.get("timeout", "5s"))),
-            given.get("weights"),
-        )
-
-    @property
-    def spec(self) -> str:
-        """The spec of the store, with its owner on this machine unless there is to be none."""
-        if self.host_bytes == 0 or self.storage.startswith(("shared+", "shared(")):
-            return self.storage
-        size = "" if self.host_bytes is None else f"host_bytes={self.host_bytes}&"
-        return f"shared({size}timeout={self.timeout_s:g}s)+{self.storage}"
 
 
 @dataclass

@@ -87,10 +87,8 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
         message = f"There is no endpoint at {path}{'.' if meant is None else f': did you mean {meant}?'}"
     elif error.status_code == 405:
         allowed = _allowed(path, http.app.routes)
-        message, headers["Allow"] = (
-            f"{path} does not accept {http.method}: use {' or '.join(allowed)}.",
-            ", ".join(allowed),
-        )
+        message = f"{path} does not accept {http.method}: use {' or '.join(allowed)}."
+        headers["Allow"] = ", ".join(allowed)
     return error_response(ApiError(error.status_code, message, headers=headers), http.scope)
 
 

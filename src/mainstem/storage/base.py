@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 from urllib.parse import parse_qsl
 
-from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError, redacted
+from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError, one_of, redacted
 from mainstem.imports import PATH, load_object
 
 KEY_BYTES = 32
@@ -304,8 +304,10 @@ def _find(spec: str) -> Callable[[bool], Backend]:
         return lambda existing: _opener(_built_in(SCHEMES[scheme]), existing)(rest, options)
     if PATH.fullmatch(address):
         return lambda existing: _open_own(spec, address, options, existing)
-    allowed = ", ".join(f"{name}:" for name in SCHEMES)
-    raise BadArgument("storage", spec, f"one of {allowed}, or module:Class")
+    wrapping, wrappers = re.match(r"([a-z]+)(\([^()]*\))?\+", spec), (*WRAPPERS, "shared")
+    if wrapping and wrapping[1] not in wrappers:
+        raise BadArgument("storage", spec, one_of(f"{wrapping[1]}+", [f"{name}+" for name in wrappers]))
+    raise BadArgument("storage", spec, one_of(f"{scheme}:", [f"{name}:" for name in SCHEMES], ", or module:Class"))
 
 
 def _opener(kind: type[Backend], existing: bool) -> Callable[[str, Mapping[str, str]], Backend]:
@@ -358,4 +360,4 @@ def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:
     """
     for name in options:
         if name not in allowed:
-            raise BadArgument("storage option", name, "one of " + ", ".join(allowed) if allowed else "none")
+            raise BadArgument("storage option", name, one_of(name, allowed) if allowed else "none")
