@@ -82,6 +82,9 @@ BASES: Mapping[str, Mapping[str, Any]] = {
         "diagnostics": {"previous_message_id": None},
     },
     "/v1/responses": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "max_output_tokens": 3},
+    "/v1/responses/input_tokens": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "tools": []},
+    "/v1/responses/{id}/cancel": {},
+    "/v1/chat/completions/{id}": {"metadata": {"a": "b"}},
     "/v1/messages": {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "w7"},
     "/v1/embeddings": {"model": "tiny", "input": ["w5 w6", "w7"], "encoding_format": "base64"},
     "/v1/messages/count_tokens": {"model": "tiny", "messages": BLOCKS},
@@ -91,6 +94,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/cache/hints": {"action": "retain", "prompt": "w5 w6", "ttl_s": 5},
     "/v1/cache/explain?route=/v1/completions": {"model": "tiny", "prompt": "w5 w6"},
     "/v1/cache/flush": {},
+    "/ping": {},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
