@@ -100,6 +100,13 @@ def test_a_request_whose_replica_dies_before_its_first_token_is_sent_again(path:
     assert (made.counts.again, made.counts.broken) == (1, 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_front_passes_on_what_a_replica_names_as_ignored(stream: bool) -> None:
+    made = front(Rig())
+    reply = post(made, "/v1/messages", {**CHAT, "max_tokens": 5, "thinking": {"type": "enabled"}, "stream": stream})
+    assert (reply.status_code, reply.headers["X-Mainstem-Ignored"]) == (200, "thinking")
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_an_answer_is_whole_though_its_replica_dies_before_it_has_said_that_it_is(path: str) -> None:
     rig = Rig()

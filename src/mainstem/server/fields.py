@@ -104,7 +104,11 @@ OPENAI = Rules(
     },
     inside={
         "messages": Rules(
-            {"annotations": _EARLIER, "parsed": _EARLIER, "provider_specific_fields": _OF_THE_CLIENT},
+            {
+                **dict.fromkeys(("annotations", "parsed", "thinking_blocks", "reasoning_details"), _EARLIER),
+                "provider_specific_fields": _OF_THE_CLIENT,
+                "extra_content": _OF_THE_CLIENT,
+            },
             {
                 "audio": Field("an earlier answer that was sound"),
                 "function_call": Field("another form of `tool_calls`"),
@@ -112,7 +116,11 @@ OPENAI = Rules(
         ),
         "content": Rules(refused=dict.fromkeys(("input_audio", "file"), Field("a prompt that is no text"))),
         "image_url": Rules({"detail": Field("how closely to look; the model's processor decides", ("auto",))}),
-        "tool_calls": Rules({"index": _EARLIER}),
+        "tool_calls": Rules(
+            {"index": _EARLIER, "provider_specific_fields": _OF_THE_CLIENT, "extra_content": _OF_THE_CLIENT}
+        ),
+        "function": Rules({"parsed_arguments": _EARLIER}),
+        "stream_options": Rules({"include_obfuscation": Field("pads chunks at OpenAI", (False,))}),
         "thinking": THINKING,
         "tools": Rules(left_out=is_hosted),
         "cache_control": CACHE_CONTROL,

@@ -42,14 +42,10 @@ Decoded = TypeVar("Decoded", bound=Struct)
 
 
 class StreamOptions(Struct):
-    """`stream_options`: whether a last chunk carries the usage, and the others what was used so far.
-
-    `include_obfuscation` pads chunks at OpenAI, against who reads their lengths on the network; it is ignored.
-    """
+    """`stream_options`: whether a last chunk carries the usage, and the others what was used so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class CacheHints(Struct):
