@@ -24,7 +24,7 @@ from bench.tiny_models import HYBRIDS, RESUMED, tiny
 from mainstem.errors import BadArgument, ModelNotFound, RequestTooLong, UnsupportedModel
 from mainstem.runtime import kernels, models
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel, load_model, quicker_dtype
+from mainstem.runtime.models import LoadedModel, auto_dtype, load_model
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -289,22 +289,36 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
         load_model(dtype="int4")
 
 
-@pytest.mark.parametrize("quicker", [torch.float32, torch.bfloat16])
-def test_auto_takes_the_dtype_that_is_quicker(quicker: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    product = kernels.product
-
-    def slow_product(new: torch.Tensor, layer: kernels.Weights) -> torch.Tensor:
-        nonlocal now
-        now += 1.0 if layer.weight.dtype == quicker else 2.0
-        return product(new, layer)
-
-    monkeypatch.setattr(kernels, "product", slow_product)
-    assert quicker_dtype(LlamaConfig(hidden_size=32, intermediate_size=8), clock=lambda: now) == quicker
+@pytest.mark.parametrize(
+    ("native", "isa", "dtype", "why"),
+    [
+        (True, "avx512", torch.bfloat16, "AMX or AVX-512 BF16"),
+        (False, "avx512", torch.bfloat16, "half of the memory"),
+        (False, "avx2", torch.bfloat16, "half of the memory"),
+        (False, "", torch.float32, "neither AVX-512 nor AVX2"),
+    ],
+)
+def test_auto_takes_a_dtype_by_the_processor(
+    native: bool, isa: str, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "bfloat16_is_native", lambda: native)
+    monkeypatch.setattr(kernels, "instructions", lambda: isa)
+    assert auto_dtype()[0] == dtype
+    assert why in auto_dtype()[1]
 
 
 def test_auto_on_a_gpu_is_bfloat16() -> None:
-    assert quicker_dtype(LlamaConfig(), device="cuda") == torch.bfloat16
+    assert auto_dtype("cuda") == (torch.bfloat16, "the model runs on a GPU")
+
+
+def test_a_model_of_dtype_auto_says_what_it_took_and_why(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "mainstem.runtime.models"):
+        loaded = load_model(str(weights))
+    chosen, why = auto_dtype()
+    assert loaded.dtype == chosen
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{loaded.name}: --dtype auto is {str(chosen).removeprefix('torch.')}: {why}"
+    ]
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,12 +77,17 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 @cache
-def bfloat16_is_slow() -> bool:
-    """Returns whether PyTorch multiplies matrices of bfloat16 more slowly than those of float32 on this CPU.
+def bfloat16_is_native() -> bool:
+    """Returns whether this CPU multiplies bfloat16: tiles (AMX), or pairs in one instruction (AVX-512 BF16).
 
-    It does not with AMX, which multiplies tiles, or where one instruction multiplies pairs of bfloat16.
+    PyTorch multiplies matrices of bfloat16 more quickly than those of float32 there.
     """
-    return bool(_ISA) and not (_core.has_dots() or torch.cpu._is_amx_tile_supported())
+    return _core.has_dots() or torch.cpu._is_amx_tile_supported()
+
+
+def bfloat16_is_slow() -> bool:
+    """Returns whether PyTorch multiplies matrices of bfloat16 more slowly than those of float32 on this CPU."""
+    return bool(_ISA) and not bfloat16_is_native()
 
 
 def takes(tensor: torch.Tensor) -> bool:

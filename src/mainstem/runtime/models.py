@@ -15,12 +15,11 @@ import importlib
 import importlib.util
 import io
 import json
-import math
+import logging
 import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[str, int, int], None]
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -48,10 +49,6 @@ _CONVERTER = 1
 _MANIFEST = "mainstem.json"
 
 _DOWNLOAD_TIMEOUT_S = 900.0
-
-# Rows of the matrix products that "auto" times: as in a prefill, as in a decode step.
-_PROBE_ROWS = (64, 1)
-_PROBE_TURNS = 24
 
 # Processors whose module needs torchvision for one function, which transformers' module for Pillow has, too.
 _TORCHVISION_IN_NAME = {"PixtralProcessor": "pixtral"}
@@ -100,7 +97,7 @@ def load_model(
     Args:
         name: a folder in Hugging Face's format, a `.gguf` file, or a name on the Hugging Face hub. None is
             SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
-        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster one on a CPU.
+        dtype: "float32", "bfloat16", "float16", or "auto", see `auto_dtype`.
         max_context: positions of one request at most, no more than the model was trained for; None: as many.
         quantization: "none", or "int4": weights of the decoder's linear layers in 4 bits, on a CPU, with loss.
         progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
@@ -195,7 +192,7 @@ def _load(
             _check_ranks(config, name, max_context, ranks.size)
         processor = _processor(source, name, config) if _reads_images(config) else None
         progress("load", 1, 2)
-        chosen = ranks.share(lambda: quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype))
+        chosen = _dtype(dtype, device, name)
         kind = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
         model = _weights(kind, source, name, config=config, dtype=chosen, **_parts(ranks.size))
         torch.nn.Module.to(model, device)
@@ -211,6 +208,16 @@ def _load(
         raise UnsupportedModel(f"{name}: {str(error).strip()}") from error
     progress("load", 2, 2)
     return LoadedModel(model, tokenizer, name, chosen, max_context, processor, ranks)
+
+
+def _dtype(asked: str, device: str, name: str) -> torch.dtype:
+    import torch
+
+    if asked != "auto":
+        return getattr(torch, asked)  # type: ignore[no-any-return]
+    chosen, why = auto_dtype(device)
+    log.info("%s: --dtype auto is %s: %s", name, str(chosen).removeprefix("torch."), why)
+    return chosen
 
 
 def _check_quantization(quantization: str, dtype: str, ranks: Ranks) -> None:
@@ -351,48 +358,22 @@ def _max_context(config: PreTrainedConfig, name: str, asked: int | None) -> int:
     return asked
 
 
-def quicker_dtype(
-    config: PreTrainedConfig, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
-) -> torch.dtype:
-    """Returns the dtype in which matrix products of the model's shape are faster on this machine.
+def auto_dtype(device: str = "cpu") -> tuple[torch.dtype, str]:
+    """Returns the dtype that "auto" takes on a device, and why in words.
 
-    On a GPU, it is bfloat16. On a CPU, float32 and bfloat16 are both timed for some milliseconds, with many rows as in
-    a prefill and with one row as in a decode step. The product of the two speed-ups decides.
+    The processor decides and no clock: another dtype after a restart would not find what is stored.
     """
     import torch
+
+    from mainstem.runtime import kernels
 
     if device != "cpu":
-        return torch.bfloat16
-    text = config.get_text_config(decoder=True)
-    hidden = int(text.hidden_size)
-    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    least = _matmul_times_s(min(hidden, 2048), min(inner, 4096), clock)
-    slower, faster = math.prod(least[torch.float32]), math.prod(least[torch.bfloat16])
-    return torch.bfloat16 if faster < slower else torch.float32
-
-
-def _matmul_times_s(hidden: int, inner: int, clock: Callable[[], float]) -> dict[torch.dtype, list[float]]:
-    """Returns the least time of [rows, hidden] x [hidden, inner] for each dtype and number of rows.
-
-    Trials alternate many times, so that a busy machine does not delay one of them every time. Each turn uses other
-    weights, as layers do.
-    """
-    import torch
-
-    from mainstem.runtime.kernels import Weights, product
-
-    dtypes = (torch.float32, torch.bfloat16)
-    weights = {dtype: [torch.ones(inner, hidden, dtype=dtype) for _ in range(4)] for dtype in dtypes}
-    least = {dtype: [math.inf] * len(_PROBE_ROWS) for dtype in dtypes}
-    with torch.inference_mode():
-        for turn in range(_PROBE_TURNS):
-            for dtype in dtypes:
-                for index, rows in enumerate(_PROBE_ROWS):
-                    new = torch.ones(rows, hidden, dtype=dtype)
-                    began = clock()
-                    product(new, Weights(weights[dtype][turn % 4], None))
-                    least[dtype][index] = min(least[dtype][index], clock() - began)
-    return least
+        return torch.bfloat16, "the model runs on a GPU"
+    if kernels.bfloat16_is_native():
+        return torch.bfloat16, "this CPU multiplies bfloat16 (AMX or AVX-512 BF16)"
+    if isa := kernels.instructions():
+        return torch.bfloat16, f"it reads half of the memory, and this CPU has {isa} kernels for it"
+    return torch.float32, "this CPU has neither AVX-512 nor AVX2, for which there are kernels for bfloat16"
 
 
 @contextlib.contextmanager

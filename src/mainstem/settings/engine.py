@@ -48,7 +48,7 @@ class ModelConfig(Settings):
     """How a model is loaded.
 
     Args:
-        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
+        dtype: Number format of weights and KV. auto: bfloat16 on GPUs, and on CPUs with AVX2 or AVX-512; else float32.
         max_context: Maximum number of tokens of a request, prompt and answer together; 1 or more. Default: what the
             model's configuration says. Required if it says nothing, as that of Mamba.
         quantization: Weights of the decoder's linear layers as they are (none), or in 4 bits (int4): quicker for few
