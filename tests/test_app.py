@@ -1047,7 +1047,8 @@ SERVER = """
 import logging, sys
 from rigs.fake_engine import FakeEngine
 from mainstem.errors import EngineClosed
-from mainstem.server.app import bind, serve
+from mainstem.server.app import serve
+from mainstem.server.opening import bind
 from mainstem.settings.server import ServerConfig
 
 class Mortal(FakeEngine):

@@ -43,6 +43,7 @@ class Machine:
         monkeypatch.setitem(sys.modules, "mainstem.runtime.models", models)
         monkeypatch.setattr("mainstem.runtime.parallel", parallel, raising=False)
         monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
+        monkeypatch.setattr("mainstem.runtime.adapters.read_adapter", lambda path: None)
 
     @contextmanager
     def _open(
@@ -128,12 +129,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["serve", "--port", "abc"], 2, "--port"),
+        (["serve", "--port", "abc"], 2, "mainstem: --port abc: must be a whole number."),
         (["serve", "--port", "70000"], 2, "--port 70000: must be 0 (any free port) to 65535"),
         (["serve", "--kv-bytes", "lots"], 2, "mainstem: --kv-bytes lots: must be bytes, or a number with KB,"),
         (["plan", "t", "--model", "m", "--gpu", "cpu", "--storage", "8TB"], 2, "mainstem: --storage 8TB: must be"),
         (["serve", "--drain-timeout-s", "-1"], 2, "--drain-timeout-s"),
-        (["serve", "a", "b"], 2, "b"),
+        (["serve", "a", "b"], 2, "mainstem: serve takes [MODEL]: b is too much. Try 'mainstem serve --help'."),
+        (["storage", "stats", "a", "b"], 2, "mainstem: storage stats takes SPEC: b is too much."),
+        (["calibrate"], 2, "mainstem: calibrate needs TEXT. Try 'mainstem calibrate --help'."),
+        (["serve", "--host"], 2, "mainstem: --host needs a value."),
+        (["serve", "--warm=7"], 2, "mainstem: --warm 7: must be given without a value."),
+        (["generate", "x", "--temperature", "hot"], 2, "mainstem: --temperature hot: must be a number."),
         (["nonsense"], 2, "nonsense"),
         (["generate", "x", "--top-p", "3"], 2, "--top-p 3.0: must be"),
         (["generate", "x", "--dtype", "int4"], 2, "int4"),
@@ -152,7 +158,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--api-key", "a b"], 2, "mainstem: --api-key (not shown): must be"),
         (["serve", "--admin-key", "a b"], 2, "--admin-key (not shown): must be"),
         (["demo", "--prefix-tokens", "0"], 2, "--prefix-tokens 0"),
-        (["demo", "--json", "extra"], 2, "extra"),
+        (["demo", "--json", "extra"], 2, "mainstem: demo takes nothing but options: extra is too much."),
+        (["calibrate", __file__, "/no/where"], 2, "/no/where: must be a file in a folder that exists; /no does not"),
+        (["calibrate", __file__, __file__], 2, "must be a file that is neither read nor another result"),
     ],
 )
 def test_errors_are_one_line(
@@ -401,8 +409,9 @@ def test_serve_loads_adapters(
 def test_a_taken_port_is_found_before_the_model_is_loaded(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert run("serve", "--port", str(port)) == 1
-    assert capsys.readouterr().err == f"mainstem: port {port} is in use: choose another with --port\n"
+        assert run("serve", "--port", str(port)) == 2
+    says = f"mainstem: --port {port}: must be free: another program listens at 127.0.0.1 port {port}\n"
+    assert capsys.readouterr().err == says
     assert machine.loaded == []
 
 

@@ -37,6 +37,9 @@ def test_a_part_that_computes_something_else_is_refused_with_the_difference() ->
     model.model.layers[1].mlp.forward = lambda x: 1.1 * own(x)
     with pytest.raises(UnsupportedModel, match=r"odd: divided .* differ by 0\.\d+ of their spread; 0\.0001 is allowed"):
         prove_division(model, "odd", 1e-4)
+    with pytest.raises(UnsupportedModel, match=r"in bfloat16 .* is allowed: --dtype float32 rounds less, and --tp 1"):
+        prove_division(model.bfloat16(), "odd", 1e-4)
+    model.float()
     model.model.layers[1].mlp.forward = lambda x: torch.nan * own(x)
     with pytest.raises(UnsupportedModel, match="differ by nan"):
         prove_division(model, "odd", 1e-4)

@@ -14,8 +14,9 @@ import torch
 from machine import patience
 
 from mainstem.errors import BadArgument, StorageError
+from mainstem.here import Memory, machine_memory
 from mainstem.runtime import copies
-from mainstem.runtime.host import SLOT_ALIGNMENT, HostLayout, HostPool, Planes, free_memory_bytes, host_pages
+from mainstem.runtime.host import SLOT_ALIGNMENT, HostLayout, HostPool, Planes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.sealer import HEADER_BYTES
@@ -519,7 +520,7 @@ def test_sizes() -> None:
     assert host_pages(HostSize(host_ratio=2), [kv, state]) == [14, 8]
     assert host_pages(HostSize(host_ratio=0.5), [kv, state]) == [3, 2]
     assert host_pages(HostSize(host_bytes=10 * kv.slot_bytes), [kv]) == [10]
-    assert host_pages(HostSize(host_fraction=0.5), [kv], lambda: 10 * kv.slot_bytes) == [5]
+    assert host_pages(HostSize(host_fraction=0.5), [kv], lambda: Memory(99 * kv.slot_bytes, 10 * kv.slot_bytes)) == [5]
     both = 7 * kv.slot_bytes + 4 * state.slot_bytes
     assert host_pages(HostSize(host_bytes=3 * both), [kv, state]) == [21, 12]
 
@@ -553,18 +554,18 @@ def test_free_memory_is_what_the_system_and_the_group_leave(tmp_path: Path) -> N
     group.mkdir(parents=True)
     meminfo = tmp_path / "proc/meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:   300 kB\n")
-    assert free_memory_bytes(tmp_path) == 300 * 1024
+    assert machine_memory(tmp_path) == (900 * 1024, 300 * 1024)
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text("5000\n")
-    assert free_memory_bytes(tmp_path) == 300 * 1024
+    assert machine_memory(tmp_path) == (900 * 1024, 300 * 1024)
     (group / "memory.max").write_text("105000\n")
-    assert free_memory_bytes(tmp_path) == 100_000
+    assert machine_memory(tmp_path) == (105_000, 100_000)
     meminfo.write_text("MemTotal:  900 kB\n")
     with pytest.raises(OSError, match="MemAvailable"):
-        free_memory_bytes(tmp_path)
+        machine_memory(tmp_path)
 
 
 def test_a_fraction_of_unknown_free_memory_is_refused(kv: Planes, tmp_path: Path) -> None:
     with pytest.raises(BadArgument) as caught:
-        host_pages(HostSize(host_fraction=0.5), [kv], lambda: free_memory_bytes(tmp_path))
+        host_pages(HostSize(host_fraction=0.5), [kv], lambda: machine_memory(tmp_path))
     assert caught.value.name == "host_fraction"

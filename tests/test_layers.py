@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 
 # Lowest first; each module belongs to the first layer with a prefix of its name.
 LAYERS = [
-    ("core", ["errors", "imports", "units", "_core", "core"]),
+    ("core", ["errors", "here", "imports", "units", "_core", "core"]),
     ("rules", ["keys", "namespaces", "quotas", "components", "policies", "pool", "identity"]),
     ("settings", ["settings"]),
     ("tree", ["explain", "tree"]),

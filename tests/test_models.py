@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -282,6 +283,26 @@ def test_an_architecture_that_gguf_does_not_know_is_refused(tmp_path: Path, cach
 def test_what_is_not_there_is_not_found(name: str) -> None:
     with pytest.raises(ModelNotFound, match="no such"):
         load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no-owner/no-model", "no such folder, the hub's cache does not have it, and the hub does not answer"),
+        ("a/b/c", "no such folder, and a name on the hub is OWNER/NAME"),
+    ],
+)
+def test_a_hub_that_is_not_reached_is_asked_once(name: str, says: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # nobody listens there afterwards
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path), "no_proxy": "*"}
+    code = f"from mainstem.runtime.models import load_tokenizer; load_tokenizer({name!r})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=patience(60), check=False
+    )
+    assert result.returncode == 1
+    assert f"ModelNotFound: {name}: there is {says}" in result.stderr
+    assert "Retrying" not in result.stderr
 
 
 def test_a_dtype_that_does_not_exist_is_refused() -> None:

@@ -223,7 +223,7 @@ def test_a_file_is_one_servers_at_a_time(tmp_path: Path) -> None:
     recorder(tmp_path / "r").close()
     with pytest.raises(BadArgument, match="a regular file"):
         recorder(Path("/dev/null"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(BadArgument, match="a file in a folder that exists"):
         recorder(tmp_path / "missing" / "r")
 
 
@@ -435,7 +435,8 @@ SERVER = """
 import logging, sys
 from pathlib import Path
 from rigs.fake_engine import FakeEngine
-from mainstem.server.app import bind, serve
+from mainstem.server.app import serve
+from mainstem.server.opening import bind
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 logging.basicConfig(level=logging.INFO)

@@ -222,7 +222,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_trace_is_read(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "absent.png"
-    for target, says in ((tmp_path / "no" / "out.png", "a folder that exists"), (trace, "a file other than the trace")):
+    for target, says in ((tmp_path / "no" / "out.png", "a folder that exists"), (trace, "a file that is neither read")):
         assert cli.main(["replay", str(trace), option, str(target)]) == 2
         assert says in capsys.readouterr().err
     folder = tmp_path / "folder.png"

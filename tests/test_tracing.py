@@ -19,7 +19,8 @@ from rigs.serving import server_of, tiny_folder, unlike
 from starlette.testclient import TestClient
 
 from mainstem.errors import BackendUnavailable, BadArgument
-from mainstem.server.app import bind, create_app
+from mainstem.server.app import create_app
+from mainstem.server.opening import bind
 from mainstem.server.tracing import Tracing
 from mainstem.settings.server import ServerConfig
 

@@ -9,19 +9,20 @@ Exit codes: 0 success; 1 failure; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import reduce
 from json import dumps
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem.errors import BadArgument, MainstemError
+from mainstem.here import check_output
 from mainstem.imports import is_missing, needs
 from mainstem.settings.engine import EngineConfig, ModelConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
@@ -36,8 +37,6 @@ except MainstemError as missing:
     sys.exit(f"mainstem: {missing}")
 
 if TYPE_CHECKING:
-    from socket import socket
-
     import numpy as np
     from numpy.typing import NDArray
     from rich.progress import Progress, TaskID
@@ -158,7 +157,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         case cyclopts.CycloptsError() if isinstance(error.__cause__, BadArgument):
             return _explain(error.__cause__)
         case cyclopts.CycloptsError():
-            return f"{error} Try 'mainstem --help'.", 2
+            return _misused(error), 2
         case BadArgument():
             return f"{_option(error.name)} {str(error.value) or '(empty)'}: must be {error.allowed}", 2
         case ImportError() if extra := _missing_extra(error):
@@ -168,6 +167,39 @@ def _explain(error: Exception) -> tuple[str, int]:
         case MainstemError() | OSError():
             return str(error), 1
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
+
+
+_WRITTEN = {int: "a whole number", float: "a number", bool: "given without a value"}
+
+
+def _misused(error: cyclopts.CycloptsError) -> str:
+    """Returns what is wrong with a command line, in the words in which it is written."""
+    chain = tuple(error.command_chain or ())
+    command = " ".join(chain)
+    match error:
+        case cyclopts.UnusedCliTokensError(unused_tokens=[first, *_]):
+            takes = " ".join(_positional(chain)) or "nothing but options"
+            wrong = f"{command} takes {takes}: {first} is too much."
+        case cyclopts.MissingArgumentError(argument=argument, keyword=None) if argument and not argument.tokens:
+            wrong = f"{command} needs {_shown(argument)}."
+        case cyclopts.MissingArgumentError(argument=argument) if argument:
+            wrong = f"{error.keyword or argument.name} needs a value."
+        case cyclopts.CoercionError(token=token, target_type=kind) if token and token.keyword and kind in _WRITTEN:
+            wrong = f"{token.keyword} {token.value}: must be {_WRITTEN[kind]}."
+        case _:
+            wrong = str(error)
+    return f"{wrong} Try '{' '.join(('mainstem', *chain, '--help'))}'."
+
+
+def _positional(chain: Sequence[str]) -> Iterator[str]:
+    """Yields the arguments of a command that are no options, as its help shows them."""
+    for argument in reduce(lambda above, name: above[name], chain, app).assemble_argument_collection():
+        if argument.index is not None:
+            yield _shown(argument) if argument.required else f"[{_shown(argument)}]"
+
+
+def _shown(argument: cyclopts.Argument) -> str:
+    return argument.name.lstrip("-").replace("-", "_").upper()
 
 
 def _option(name: str) -> str:
@@ -207,15 +239,16 @@ def serve(
     import logging
 
     from mainstem.server.app import serve as serve_http
+    from mainstem.server.opening import bind
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
     adapters = [_adapter(text) for text in adapter]
     with ExitStack() as stack:
-        listener = stack.enter_context(_bound(server))
+        listener = stack.enter_context(bind(server))
         _say(f"starting to serve {_model_name(model)} at {server.host} port {listener.getsockname()[1]}")
         bars = stack.enter_context(_Bars(lines=True))
-        running = stack.enter_context(_engine(model, load, bars, engine))
-        _load_adapters(running, adapters, bars)
+        running = stack.enter_context(_engine(model, load, bars, engine, adapters))
         bars.close()
         serve_http(running, server, listener)
 
@@ -312,6 +345,7 @@ def calibrate(
         ratio: How many times smaller a page becomes, 1 to 1000. The higher, the more precision is lost.
     """
     written = _read("text", str(text), lambda: text.read_text(encoding="utf-8"))
+    check_output("out", out, text)
     if not 1 <= ratio <= 1000:
         raise BadArgument("ratio", ratio, "1 to 1000")
     with _Bars() as bars:
@@ -344,11 +378,10 @@ def _adapter(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _load_adapters(engine: Engine, adapters: Sequence[tuple[str, str]], bars: _Bars) -> None:
-    for number, (name, path) in enumerate(adapters):
-        bars.update("adapters", number, len(adapters))
+def _for_each_adapter(adapters: Sequence[tuple[str, str]], do: Callable[[str, str], object]) -> None:
+    for name, path in adapters:
         try:
-            engine.load_adapter(name, path)
+            do(name, path)
         except BadArgument as error:
             raise BadArgument("adapter", f"{name}={path}", error.allowed) from None
 
@@ -357,18 +390,6 @@ def _model_name(model: str | None) -> str:
     from mainstem.runtime.models import DEFAULT_NAME
 
     return DEFAULT_NAME if model is None else model
-
-
-def _bound(config: ServerConfig) -> socket:
-    """Binds the port before the model is loaded, because loading takes long."""
-    from mainstem.server.app import bind
-
-    try:
-        return bind(config)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise MainstemError(f"port {config.port} is in use: choose another with --port") from error
 
 
 # These commands import their modules only when they run.
@@ -389,13 +410,24 @@ app.command("mainstem.watch.commands:top", name="top", help="Watch what servers 
 
 @contextmanager
 def _engine(
-    model: str | None, load: ModelConfig, bars: _Bars, config: EngineConfig = EngineConfig()
+    model: str | None,
+    load: ModelConfig,
+    bars: _Bars,
+    config: EngineConfig = EngineConfig(),
+    adapters: Sequence[tuple[str, str]] = (),
 ) -> Iterator[Engine]:
     bars.update("import", 0, 0)
     from mainstem.runtime.parallel import open_engine
 
+    if adapters:
+        from mainstem.runtime.adapters import read_adapter
+
+        _for_each_adapter(adapters, lambda _, path: read_adapter(path))  # before the model is loaded, to find errors
     bars.update("import", 1, 1)
     with open_engine(model, load, config, progress=bars.update) as engine:
+        if adapters:
+            bars.update("adapters", 0, 0)
+        _for_each_adapter(adapters, engine.load_adapter)
         yield engine
 
 

@@ -275,7 +275,7 @@ class FakeEngine:
         if len(request.tokens) + request.params.max_tokens > self.max_context:
             raise RequestTooLong("prompt", len(request.tokens), self.max_context, answer=request.params.max_tokens)
         if len(self.running()) >= self.max_waiting:
-            raise EngineFull(f"{self.max_waiting} requests wait already")
+            raise EngineFull(f"as many requests wait as max_waiting allows: {self.max_waiting}")
         with self._lock:
             stream = FakeStream(self, request, self._look_up(request))
             self.streams.append(stream)

@@ -16,6 +16,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
+from mainstem.here import listen
 
 if TYPE_CHECKING:
     from mainstem.fleet.place import Place, Record
@@ -95,7 +96,7 @@ def up(
         port: Port of the front. Default: 8000.
         store: Store that all replicas share, or none. Default: a folder of this user.
     """
-    from mainstem.fleet.place import MARK, Place, Record, check_port, end_all, read_file, secrets_of
+    from mainstem.fleet.place import MARK, Place, Record, end_all, read_file, secrets_of
     from mainstem.owner.start import absolute
 
     place = Place.default()
@@ -113,7 +114,7 @@ def up(
         serving = _serving(place, "" if running is None else running.mark)
         url = f"http://{_shown_host(config.host)}:{config.port}/v1"
         if running is None:
-            check_port(config.host, config.port)
+            listen(config.host, config.port).close()
         elif running.url != url:
             raise BadArgument("port", url, f"that of the fleet that runs, {running.url}: end it with `down` first")
         _find_model(config)

@@ -213,18 +213,6 @@ def free_port(host: str) -> int:
         raise FleetError(f"nothing can listen at {host}: {error.strerror}") from error
 
 
-def check_port(host: str, port: int) -> None:
-    """Checks that a port is free.
-
-    Raises:
-        FleetError: it is not.
-    """
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise FleetError(f"nothing can listen at {host} port {port}: {error.strerror}") from error
-
-
 def read_file(path: Path | None) -> object:
     """Reads the file of a fleet; None: there is none, and all is at its default.
 

@@ -19,6 +19,7 @@ from mainstem.runtime.pools import HasPools, build_cache
 from mainstem.runtime.scheduler import Runner, Scheduler
 from mainstem.runtime.vision import Vision
 from mainstem.settings.engine import EngineConfig
+from mainstem.storage.base import Backend
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,13 @@ def make_cache(
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
     publisher: Publisher | None,
+    backend: Backend | None = None,
 ) -> PrefixCache:
-    """Makes the cache over a runner's pools. If it fails, it closes the publisher."""
+    """Makes the cache over a runner's pools, perhaps with an opened store. If it fails, it closes the publisher."""
     keys = TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size)
     try:
-        return build_cache(loaded, config, model, keys, sizes, clock, None if publisher is None else publisher.put)
+        put = None if publisher is None else publisher.put
+        return build_cache(loaded, config, model, keys, sizes, clock, put, backend)
     except BaseException:
         if publisher is not None:
             publisher.close()

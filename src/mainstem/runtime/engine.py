@@ -60,6 +60,7 @@ from mainstem.runtime.stream import Stream, closed_by
 from mainstem.runtime.tiers import close_tiers
 from mainstem.runtime.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.storage.base import Backend
 from mainstem.storage.peer import Peering
 from mainstem.tiers.controller import TierStats
 from mainstem.tree import Survey
@@ -123,6 +124,7 @@ class Engine:
             and further arguments of `ModelRunner`.
         progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, "tiers", and
             "measure", for what computing a prompt takes.
+        backend: the store of `config.tiers`, opened; the engine closes it. None: it is opened here.
 
     Attributes:
         name, tokenizer, dtype: of the model.
@@ -147,6 +149,7 @@ class Engine:
         random: random_module.Random | None = None,
         runner: Callable[[LoadedModel, Mapping[str, int], int, str, bool], EngineRunner] = ModelRunner,
         progress: Callable[[str, int, int], None] | None = None,
+        backend: Backend | None = None,
     ) -> None:
         report = progress or (lambda stage, done, total: None)
         if config.tp != loaded.ranks.size:
@@ -168,7 +171,7 @@ class Engine:
             report("tiers", 0, 1)
         self._publisher = make_publisher(loaded, config)
         self._unpublished = False  # there are more events, even if nothing happens
-        self._cache = make_cache(loaded, config, model, sizes, clock, self._publisher)
+        self._cache = make_cache(loaded, config, model, sizes, clock, self._publisher, backend)
         self._tiers = self._cache.tiers
         self._memory = TierMemory(self._cache, id_bytes(loaded, config, sizes))
         self._now_s = self._remembered_s = self._queued_s = clock()  # the time of this step, the same on all ranks
@@ -225,7 +228,7 @@ class Engine:
             self._require_open()
             waiting = self._scheduler.waiting + len(self._undelivered)
             if waiting >= self.config.max_waiting:
-                raise EngineFull(f"{waiting} requests wait: max_waiting is {self.config.max_waiting}")
+                raise EngineFull(f"as many requests wait as max_waiting allows: {self.config.max_waiting}")
             stream = Stream(f"request-{next(self._ids)}", self._cancel)
             self._streams[stream.id] = stream
             self._undelivered.add(stream.id)

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,9 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, StorageError
+from mainstem.here import Memory, machine_memory
 from mainstem.runtime.copies import ERRORS, Copier, Copy, CpuCopier, CudaCopier, Step, Transfer
+from mainstem.runtime.readiness import too_large
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.sealer import HEADER_BYTES
 from mainstem.tiers.transfer import LayerTicket, Move, Ticket
@@ -116,35 +117,13 @@ class Planes:
         return range(len(self.tensors[0])) if self.layers is None else self.layers
 
 
-def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Returns the memory that is available without swapping, within the limit of this process's control group.
-
-    Args:
-        root: the folder that holds /proc and /sys.
-
-    Raises:
-        OSError: the system does not report it.
-    """
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if not available:
-        raise OSError("/proc/meminfo has no MemAvailable")
-    group = root / "sys/fs/cgroup"
-    limit_file, used_file = group / "memory.max", group / "memory.current"
-    if limit_file.exists() and used_file.exists() and (limit := limit_file.read_text().strip()) != "max":
-        available.append(max(int(limit) - int(used_file.read_text()), 0))
-    return min(available)
-
-
-def host_pages(
-    size: HostSize, components: Sequence[Planes], free_bytes: Callable[[], int] = free_memory_bytes
-) -> list[int]:
+def host_pages(size: HostSize, components: Sequence[Planes], there: Callable[[], Memory] = machine_memory) -> list[int]:
     """Returns the host pages of each component: the same ratio to its device pages for all, up to rounding.
 
     Raises:
         BadArgument: there is no room for a page of each, or the system does not report its free memory.
     """
-    capacity = size.host_bytes if size.host_fraction is None else _free_part(size.host_fraction, free_bytes)
+    capacity = size.host_bytes if size.host_fraction is None else _free_part(size.host_fraction, there)
     if capacity is not None:
         ratio = capacity / sum(planes.pages * planes.slot_bytes for planes in components)
     else:
@@ -156,9 +135,9 @@ def host_pages(
     return pages
 
 
-def _free_part(fraction: float, free_bytes: Callable[[], int]) -> int:
+def _free_part(fraction: float, there: Callable[[], Memory]) -> int:
     try:
-        return int(free_bytes() * fraction)
+        return int(there().free * fraction)
     except OSError as error:
         allowed = f"host_bytes or host_ratio instead: the free memory is unknown ({error})"
         raise BadArgument("host_fraction", fraction, allowed) from error
@@ -218,7 +197,7 @@ def _aligned(size: int) -> NDArray[np.uint8]:
     try:
         memory = np.empty(size + _MEMORY_PAGE, np.uint8)
     except (MemoryError, ValueError) as error:
-        raise BadArgument("host_bytes", size, "memory that can be allocated") from error
+        raise too_large("host_bytes", size, "cpu") from error
     begin = -memory.ctypes.data % _MEMORY_PAGE
     return memory[begin : begin + size]
 

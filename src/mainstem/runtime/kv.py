@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.eight_bits import SCALE, dequantize, quantize
 from mainstem.runtime.places import new_cache, run
+from mainstem.runtime.readiness import too_large
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -218,7 +219,7 @@ class KVPool:
             scales = [torch.empty((*size, 1), dtype=SCALE, device=device) for _ in numbers if self.kept is not dtype]
         except RuntimeError as error:  # PyTorch's error for a failed allocation
             needed = pages * shape.bytes_per_page(page_size, self.kept)
-            raise BadArgument("kv_bytes", needed, f"memory that can be allocated on {device}") from error
+            raise too_large("kv_bytes", needed, device) from error
         self.planes = (*numbers, *scales)
         self.k = numbers[0]
         self.v = self.k[..., : shape.value_dim] if shape.latent else numbers[1]

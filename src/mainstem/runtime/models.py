@@ -406,7 +406,27 @@ def _resolve(name: str | None, progress: Progress) -> tuple[str, str]:
         return str(path), path.resolve().name
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelNotFound(f"{name}: there is no such folder")
+    _ask_hub(name)
     return name, name
+
+
+def _ask_hub(name: str) -> None:
+    """Asks the hub once for a model that is not in its cache: transformers would ask again for half a minute."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except HFValidationError as error:
+        raise ModelNotFound(f"{name}: there is no such folder, and a name on the hub is OWNER/NAME") from error
+    except HfHubHTTPError as error:
+        why = str(error).splitlines()[0]
+        raise ModelNotFound(f"{name}: there is no such folder, and the hub does not provide it: {why}") from error
+    except Exception as error:  # of its HTTP client
+        raise ModelNotFound(
+            f"{name}: there is no such folder, the hub's cache does not have it, and the hub does not answer: {error}"
+        ) from error
 
 
 def _default_model(progress: Progress) -> str:

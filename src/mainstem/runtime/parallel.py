@@ -31,8 +31,9 @@ from mainstem.errors import BadArgument, MainstemError, RankFailed
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.runtime.ranks import ANSWER_S, ONE_RANK, FirstRank, LaterRank, Peer, Ranks
+from mainstem.runtime.readiness import check_machine
+from mainstem.runtime.tiers import open_store
 from mainstem.settings.engine import EngineConfig, ModelConfig
-from mainstem.storage.base import RANK, check_spec
 
 Context = DefaultContext | ForkContext | ForkServerContext | SpawnContext
 Progress = Callable[[str, int, int], None]
@@ -85,8 +86,7 @@ def open_engine(
         BadArgument, UnsupportedModel, ModelNotFound: see `load_model` and `Engine`.
         RankFailed: a process has ended, or does not answer.
     """
-    if config.tiers.storage is not None:
-        check_spec(config.tiers.storage.replace(RANK, "0"))  # before the model is loaded, which takes long
+    check_machine(config)
     asked = _Asked(name, model, config)
     if config.tp == 1:
         with computing_on(None), _engine(asked, ONE_RANK, progress) as engine:
@@ -122,15 +122,21 @@ def _engine(asked: _Asked, ranks: Ranks, progress: Progress | None = None) -> En
     model = asked.model
     if model.threads is not None:
         torch.set_num_threads(model.threads)
-    loaded = load_model(
-        asked.name,
-        dtype=model.dtype,
-        max_context=model.max_context,
-        quantization=model.quantization,
-        progress=progress,
-        ranks=ranks,
-    )
-    return Engine(loaded, asked.config, progress=progress)
+    with ExitStack() as undo:
+        # First, because loading a model takes long.
+        if (backend := open_store(asked.config.tiers, ranks)) is not None:
+            undo.callback(backend.close)
+        loaded = load_model(
+            asked.name,
+            dtype=model.dtype,
+            max_context=model.max_context,
+            quantization=model.quantization,
+            progress=progress,
+            ranks=ranks,
+        )
+        engine = Engine(loaded, asked.config, progress=progress, backend=backend)
+        undo.pop_all()
+        return engine
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from mainstem.runtime.sizing import Need, best_window_ratio, share_out, window_p
 from mainstem.runtime.states import StatePool, StateShape
 from mainstem.runtime.tiers import Computes, build_tiers, close_tiers
 from mainstem.settings.engine import EngineConfig, HostSize
+from mainstem.storage.base import Backend
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.store import Store
 
@@ -156,15 +157,18 @@ def build_cache(
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
     on_event: Callable[[Event], object] | None = None,
+    backend: Backend | None = None,
 ) -> PrefixCache:
-    """Makes the cache over a model's pools, with its tiers. If it fails, it releases the tiers.
+    """Makes the cache over a model's pools, with its tiers; see `build_tiers`. If it fails, it releases the tiers.
 
     Raises:
         BadArgument: a size or a spec is invalid, or the policy does not exist.
         BackendUnavailable: the store's client is not installed, or its server does not answer.
     """
     host, store = (
-        build_tiers(config.tiers, pools, loaded, config.page_size, clock) if config.tiers.exist else (None, None)
+        build_tiers(config.tiers, pools, loaded, config.page_size, clock, backend)
+        if config.tiers.exist
+        else (None, None)
     )
     try:
         cache = PrefixCache(

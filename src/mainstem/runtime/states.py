@@ -46,6 +46,7 @@ from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.caches import Passing
 from mainstem.runtime.places import Kind, new_cache, put, run
 from mainstem.runtime.ranks import ONE_RANK, Ranks, largest
+from mainstem.runtime.readiness import too_large
 from mainstem.runtime.scans import is_resumed, resume
 
 if TYPE_CHECKING:
@@ -162,9 +163,7 @@ class StatePool:
         try:
             self.tensors = tuple(torch.empty((slots, *t.shape), dtype=t.dtype, device=device) for t in shape.tensors)
         except RuntimeError as error:  # PyTorch's error for a failed allocation
-            raise BadArgument(
-                "state_bytes", slots * shape.bytes_per_slot, f"memory that can be allocated on {device}"
-            ) from error
+            raise too_large("kv_bytes", slots * shape.bytes_per_slot, device) from error
 
     @property
     def bytes_per_slot(self) -> int:

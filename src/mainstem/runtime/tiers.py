@@ -60,9 +60,14 @@ class Computes(Protocol):
 
 
 def build_tiers(
-    config: TierConfig, runner: Computes, loaded: LoadedModel, page_size: int, clock: Callable[[], float]
+    config: TierConfig,
+    runner: Computes,
+    loaded: LoadedModel,
+    page_size: int,
+    clock: Callable[[], float],
+    backend: Backend | None = None,
 ) -> tuple[HostTier, Store | None]:
-    """Makes the host tier and the store of an engine.
+    """Makes the host tier and the store of an engine. `backend` is its `open_store`; None: that is called here.
 
     Raises:
         BadArgument: a size or a spec is invalid, or the codec was calibrated for another model.
@@ -70,8 +75,8 @@ def build_tiers(
     """
     codec = open_codec(config.storage_codec)
     shelf = Shelf() if config.peers.exist else None
-    backend = _backend(config, shelf, loaded.ranks)
     memory = None
+    backend = backend or open_store(config, loaded.ranks) or (None if shelf is None else HostOnly(shelf))
     try:
         memory = runner.host_memory(config.size, backend is not None)
         tier = HostTier(memory, config.host, memory.sizes, loaded.ranks.agree)
@@ -137,8 +142,16 @@ def identity_of(
     )
 
 
-def _open(spec: str, ranks: Ranks) -> Backend:
-    """Opens a rank's store: all ranks share one, or each has its own, with its number in place of {rank}."""
+def open_store(config: TierConfig, ranks: Ranks) -> Backend | None:
+    """Opens a rank's store: all ranks share one, or each has its own, with its number in place of {rank}.
+
+    Raises:
+        BadArgument: there is no such store, or several ranks cannot open it.
+        BackendUnavailable: the store's client is not installed, or its server does not answer.
+    """
+    spec = config.storage
+    if spec is None:
+        return None
     own = spec.replace(RANK, str(ranks.rank))
     if ranks.rank > 0:
         ranks.share(lambda: None)  # rank 0 opens it first
@@ -154,12 +167,6 @@ def _open(spec: str, ranks: Ranks) -> Backend:
         backend.close()
         raise
     return backend
-
-
-def _backend(config: TierConfig, shelf: Shelf | None, ranks: Ranks) -> Backend | None:
-    if config.storage is not None:
-        return _open(config.storage, ranks)
-    return None if shelf is None else HostOnly(shelf)
 
 
 def _store(

@@ -71,7 +71,7 @@ from mainstem.server.responses import Responses, TokenCount
 from mainstem.server.stored_chats import ID_PREFIX as CHAT_PREFIX
 from mainstem.server.stored_chats import StoredChats
 from mainstem.server.tenants import Tenancy, show_owner
-from mainstem.server.tracing import Trace, Tracing, check_installed
+from mainstem.server.tracing import Trace, Tracing
 from mainstem.settings.server import RecordConfig, ServerConfig
 from mainstem.settings.tenants import read_tenants
 
@@ -163,25 +163,6 @@ def _prefill(
     return [Middleware(PrefillFirst, prefiller, most, ahead=ahead, draining=draining, counts=counts)]
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Binds the port. Connections are refused until `serve` listens, so no client waits while the model loads.
-
-    Raises:
-        BackendUnavailable: the settings ask for what is not installed.
-        OSError: the address cannot be bound; `errno.EADDRINUSE` if another server uses it.
-    """
-    if config.otlp is not None:
-        check_installed()
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    with ExitStack() as undo:
-        undo.callback(listener.close)
-        # A port whose old connections are still closing counts as free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
-        undo.pop_all()
-    return listener
-
-
 def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal stops it, then returns.
 
@@ -191,7 +172,7 @@ def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None
     Args:
         engine: the engine that generates; the caller closes it.
         config: the settings.
-        listener: the socket from `bind`; it is closed at the end.
+        listener: the socket from `opening.bind`; it is closed at the end.
 
     Raises:
         BadArgument: `config.record` names a file that is not a recording, or that another server writes to.

@@ -14,6 +14,8 @@ from mainstem.server.management import Named
 from mainstem.server.preparation import Preparation, Tokens
 from mainstem.server.requests import decode_known
 
+_ALLOWED = 'a line with either {"messages": [...]} and perhaps "tools", or {"prompt": ...}'
+
 
 class PublicPrefix(Named, kw_only=True, forbid_unknown_fields=True):
     """A line: exactly one of `prompt` and `messages`, and perhaps `tools`."""
@@ -23,24 +25,42 @@ def read_public_prefixes(path: Path, preparation: Preparation) -> list[Tokens]:
     """Reads the file, and returns the tokens of each prefix.
 
     Raises:
+        BadArgument: see `parse_public_prefixes`, or a line cannot be rendered; the message names the line.
+    """
+    return [_tokens(prefix, place, preparation) for place, prefix in parse_public_prefixes(path)]
+
+
+def parse_public_prefixes(path: Path) -> list[tuple[str, PublicPrefix]]:
+    """Reads the file, and returns each prefix and its place, FILE:LINE.
+
+    Raises:
         BadArgument: it cannot be read, or a line is no prefix; the message names the line.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise BadArgument("public_prefix", str(path), f"a file of lines of JSON ({error})") from error
-    return [_tokens(line, f"{path}:{number}", preparation) for number, line in enumerate(lines, 1) if line.strip()]
+    return [
+        (f"{path}:{number}", _parsed(line, f"{path}:{number}")) for number, line in enumerate(lines, 1) if line.strip()
+    ]
 
 
-def _tokens(line: bytes, place: str, preparation: Preparation) -> Tokens:
-    allowed = 'a line with either {"messages": [...]} and perhaps "tools", or {"prompt": ...}'
+def _parsed(line: bytes, place: str) -> PublicPrefix:
+    shown = line[:80].decode("utf-8", "replace")
     try:
         prefix = decode_known(line, PublicPrefix)
-        whose = [name for name in ("model", "cache_salt", "api_key") if getattr(prefix, name) is not None]
-        if whose or (prefix.prompt is None) == (prefix.messages is None):
-            raise BadArgument(place, line[:80].decode("utf-8", "replace"), allowed)
+    except ApiError as error:
+        raise BadArgument(place, shown, f"{_ALLOWED}: {error}") from error
+    whose = [name for name in ("model", "cache_salt", "api_key") if getattr(prefix, name) is not None]
+    if whose or (prefix.prompt is None) == (prefix.messages is None):
+        raise BadArgument(place, shown, _ALLOWED)
+    return prefix
+
+
+def _tokens(prefix: PublicPrefix, place: str, preparation: Preparation) -> Tokens:
+    try:
         if prefix.prompt is not None:
             return preparation.tokens(prefix.prompt)
         return preparation.prefixes(prefix.messages or [], prefix.tools, None)[-1]
     except ApiError as error:
-        raise BadArgument(place, line[:80].decode("utf-8", "replace"), f"{allowed}: {error}") from error
+        raise BadArgument(place, "prefix", f"{_ALLOWED}: {error}") from error

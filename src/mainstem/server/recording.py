@@ -63,6 +63,7 @@ from numpy.typing import NDArray
 
 import mainstem
 from mainstem.errors import BadArgument
+from mainstem.here import check_output
 from mainstem.keys import Image
 from mainstem.namespaces import Namespace
 from mainstem.runtime.request import Delta, Request, Usage
@@ -169,6 +170,15 @@ class Note:
             self._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
 
 
+def check_recording(config: RecordConfig) -> None:
+    """Tries the file of a recording before there is a model to record requests of.
+
+    Raises:
+        BadArgument, OSError: see `Recorder`.
+    """
+    _File(config, os.write).close()
+
+
 class Recorder:
     """Writes one recording. Usable from any thread; as a context manager it closes the recording at the end.
 
@@ -182,7 +192,7 @@ class Recorder:
         write: writes like `os.write`.
 
     Raises:
-        BadArgument: the file is neither empty nor a recording, or another server writes to it.
+        BadArgument: the file cannot be written, is neither empty nor a recording, or another server writes to it.
         OSError: the file cannot be opened or written.
     """
 
@@ -392,6 +402,7 @@ class _File:
         if config.record is None:
             raise BadArgument("record", None, "the path of a file")
         self._write = write
+        check_output("record", config.record)
         self._fd = os.open(config.record, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with ExitStack() as undo:
             undo.callback(os.close, self._fd)

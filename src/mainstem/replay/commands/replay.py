@@ -14,11 +14,11 @@ import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
+from mainstem.here import check_output
 from mainstem.replay.commands.trace import (
     Json,
     TracePath,
     bar,
-    check_output,
     printable,
     read_trace,
     results,

@@ -18,6 +18,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
+from mainstem.here import check_output
 from mainstem.settings.flags import takes_settings
 from mainstem.settings.replay import Growth, TraceOptions
 
@@ -104,27 +105,6 @@ def results() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
-
-
-def check_output(name: str, path: Path, *others: str | Path) -> None:
-    """Checks that a file can be written, before hours are spent on its contents.
-
-    Args:
-        name: the option.
-        path: the file.
-        others: files that it would overwrite, and therefore must not be.
-
-    Raises:
-        BadArgument: it cannot be written, or is one of the others.
-    """
-    if path.is_dir():
-        raise BadArgument(name, str(path), "a file, not a folder")
-    if not path.parent.is_dir():
-        raise BadArgument(name, str(path), "a file in a folder that exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise BadArgument(name, str(path), "a file that may be written")
-    if any(path.resolve() == Path(other).resolve() for other in others):
-        raise BadArgument(name, str(path), "a file other than the trace and the other results")
 
 
 trace = cyclopts.App(
