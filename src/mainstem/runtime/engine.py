@@ -169,8 +169,8 @@ class Engine:
         self.vision = model.vision
         if config.tiers.exist:
             report("tiers", 0, 1)
-        self._publisher = make_publisher(loaded, config)
-        self._unpublished = False  # there are more events, even if nothing happens
+        # The second: whether there are more events, even if nothing happens.
+        self._publisher, self._unpublished = make_publisher(loaded, config), False
         self._cache = make_cache(loaded, config, model, sizes, clock, self._publisher, backend)
         self._tiers = self._cache.tiers
         self._memory = TierMemory(self._cache, id_bytes(loaded, config, sizes))
