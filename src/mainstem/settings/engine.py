@@ -485,7 +485,8 @@ class EngineConfig(Limits, Shares):
             are those of line i, counted from 0.
         page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
         kv_cache_dtype: Number format of the keys and values in pages, on the device, the host and in storage.
-            auto: that of the model. int8, fp8: 8 bits, so that about twice as many pages fit, with a loss.
+            auto: that of the model. int8, fp8: 8 bits, so that about twice as many pages fit, with a loss. An answer
+            may then differ a little when its prompt is found, even in float32. See docs/serving.md, Exactness.
         cuda_graphs: Record decode steps on a GPU, and repeat them, so that a step is launched at once.
             --no-cuda-graphs launches every kernel.
         max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
