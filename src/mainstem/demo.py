@@ -1,8 +1,7 @@
 """The demo: what the cache saves, shown on a real model, in one of two stories.
 
 `run` asks five questions about a document. Each question is answered twice: cold, with an empty cache, so that the
-whole prompt is computed; and warm, after the prompt of another question was computed, so that the document's pages are
-cached. Uses the engine as any client could.
+whole prompt is computed; and warm, after the document alone was computed, so that its pages are cached. Uses the engine as any client could.
 
     prompt = [ template | instruction | document | template | question | template ]
               '---------- shared, computed once -----------' '----- computed ----'
@@ -40,8 +39,6 @@ QUESTIONS = (
     "Who is the harbour master?",
     "How many books does the library own?",
 )
-OTHER_QUESTION = "What is the largest festival called?"
-"""Asked before the warm runs, so that the cache has the document but none of the five questions."""
 
 TOOLS = (
     ("read_page(number)", "returns a page of the guide to the town, as plain text"),
@@ -62,6 +59,7 @@ _AGENT = (
 )
 _INSTRUCTION = "Answer each question about the following text in one short sentence.\n\n"
 _PARAMS = SamplingParams(max_tokens=32, temperature=0.0)
+_NO_ANSWER = SamplingParams(max_tokens=0)
 _ROOM = 128  # positions for the template, the instruction, a question and its answer
 
 
@@ -209,11 +207,11 @@ def run(
     """
     document = _document(engine, prefix_tokens)
     prompts = [_prompt(engine, document, question) for question in QUESTIONS]
-    other = _prompt(engine, document, OTHER_QUESTION)
+    shared = prompts[0][: _shared(prompts)]
     total = 2 * len(QUESTIONS) + 1
 
-    def step(done: int, prompt: NDArray[np.int32]) -> _Run:
-        result = _ask(engine, prompt, clock)
+    def step(done: int, prompt: NDArray[np.int32], params: SamplingParams = _PARAMS) -> _Run:
+        result = _ask(engine, prompt, clock, params)
         progress("asking", done, total)
         return result
 
@@ -222,9 +220,9 @@ def run(
         engine.flush()
         cold.append(step(done, prompt))
     engine.flush()
-    step(len(QUESTIONS) + 1, other)
+    step(len(QUESTIONS) + 1, shared, _NO_ANSWER)  # so that the cache has the document and none of the questions
     warm = [step(done, prompt) for done, prompt in enumerate(prompts, len(QUESTIONS) + 2)]
-    return _report(engine, threads, [other, *prompts], cold, warm)
+    return _report(engine, threads, len(shared), prompts, cold, warm)
 
 
 def run_agents(
@@ -389,9 +387,11 @@ def _prompt(engine: Engine, document: str, question: str) -> NDArray[np.int32]:
     return Prompts(engine.tokenizer, engine.max_context).conversation(messages)
 
 
-def _ask(engine: Engine, prompt: NDArray[np.int32], clock: Callable[[], float]) -> _Run:
+def _ask(
+    engine: Engine, prompt: NDArray[np.int32], clock: Callable[[], float], params: SamplingParams = _PARAMS
+) -> _Run:
     submitted_s = clock()
-    events: Iterator[Delta] = iter(engine.submit(Request(prompt, _PARAMS)))
+    events: Iterator[Delta] = iter(engine.submit(Request(prompt, params)))
     first = next(events)
     ttft_s = clock() - submitted_s
     deltas = [first, *events]
@@ -403,7 +403,12 @@ def _ask(engine: Engine, prompt: NDArray[np.int32], clock: Callable[[], float]) 
 
 
 def _report(
-    engine: Engine, threads: int, prompts: Sequence[NDArray[np.int32]], cold: Sequence[_Run], warm: Sequence[_Run]
+    engine: Engine,
+    threads: int,
+    prefix_tokens: int,
+    prompts: Sequence[NDArray[np.int32]],
+    cold: Sequence[_Run],
+    warm: Sequence[_Run],
 ) -> Report:
     questions = tuple(
         Question(
@@ -417,14 +422,14 @@ def _report(
             cold_answer=before.text,
             agree=before.tokens == after.tokens,
         )
-        for question, prompt, before, after in zip(QUESTIONS, prompts[1:], cold, warm, strict=True)
+        for question, prompt, before, after in zip(QUESTIONS, prompts, cold, warm, strict=True)
     )
     cold_s, warm_s = median(q.cold_ttft_s for q in questions), median(q.warm_ttft_s for q in questions)
     return Report(
         model=engine.name,
         dtype=str(engine.dtype).removeprefix("torch."),
         threads=threads,
-        prefix_tokens=_shared(prompts),
+        prefix_tokens=prefix_tokens,
         cold_ttft_s=cold_s,
         warm_ttft_s=warm_s,
         speedup=cold_s / warm_s,
