@@ -67,14 +67,16 @@ class Client(threading.Thread):
 def top_picture(look: Look) -> str:
     """Draws what `mainstem top` says."""
     made = table([look])
-    names, values = ([str(cell) for cell in column.cells] for column in made.columns)
+    names, values, totals = ([str(cell) for cell in column.cells] for column in made.columns)
     picture = Picture("What mainstem top shows of a server", 60 + 20 * len(names))
     picture.text(20, 30, "$ mainstem top", "mono")
     picture.text(380, 30, look.server.removeprefix("http://"), "mono", "end")
-    for row, (name, value) in enumerate(zip(names, values, strict=True)):
+    picture.text(480, 30, "in all", "mono", "end")
+    for row, (name, value, total) in enumerate(zip(names, values, totals, strict=True)):
         indent = len(name) - len(name.lstrip())
         picture.text(20 + 8 * indent, 58 + 20 * row, name.strip(), "mono")
         picture.text(380, 58 + 20 * row, value, "mono", "end")
+        picture.text(480, 58 + 20 * row, total, "mono", "end")
     return picture.svg()
 
 
@@ -100,7 +102,7 @@ def take(server: Server, folder: Path) -> None:
         time.sleep(1.5)
         page.picture(FOLDER / "live-dark.png")
         assert not page.errors, page.errors
-    shown = Look("http://127.0.0.1:8000", look.measures)
+    shown = Look("http://127.0.0.1:8000", look.measures, look.totals)
     (FOLDER / "top.svg").write_text(top_picture(shown))
 
 

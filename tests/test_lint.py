@@ -399,3 +399,20 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text("")
     assert main(["lint", os.fspath(path)]) == 1
     assert "has no request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("when", "later"),
+    [
+        ("Saturday, November 28, 2026 at 10:15:03", "Saturday, November 28, 2026 at 10:17:44"),
+        ("2026-11-28T10:15:03.123456+01:00", "2026-11-28T10:15:09.654321+01:00"),
+        ("28 November 2026", "29 November 2026"),
+    ],
+)
+def test_an_example_cuts_neither_a_value_nor_a_word(when: str, later: str) -> None:
+    texts = [f"You are the concierge of a hotel by the harbour. It is {now}. {RULES}" for now in (when, later)]
+    (finding,) = lint([chat(text) for text in texts]).findings
+    assert finding.cause == "time"
+    for example, whole in zip(finding.examples, reversed(texts), strict=True):
+        assert (later if whole is texts[1] else when) in example
+        assert set(example.split()) <= {*whole.split(), *(word.rstrip(".:,") for word in whole.split())}

@@ -135,7 +135,12 @@ def test_a_sample_of_a_real_engine(engine: Engine) -> None:
     assert tops[0]["tokens_below"] == tree["tokens"] == sum(node["tokens"] for node in nodes)
     assert tops[0]["nodes_below"] == tree["nodes"] == len(nodes) - 1
     assert sample["tenants"] == [
-        {"name": "no salt", "nodes": tree["nodes"], "device": tree["tokens"], "host": sample["tenants"][0]["host"]}
+        {
+            "name": "default namespace",
+            "nodes": tree["nodes"],
+            "device": tree["tokens"],
+            "host": sample["tenants"][0]["host"],
+        }
     ]
     shared = max((node for node in nodes if node["tokens"]), key=lambda node: node["tokens_below"])
     assert shared["hits"] >= 2
@@ -268,6 +273,23 @@ def test_keys_walk_the_tree_and_it_is_said(browser: Page, crowded: FakeEngine) -
         browser.until("!document.querySelector('#tree-title').textContent.includes('one subtree')")
         assert "Hit rate" in browser.run("document.querySelector('#summary').textContent")
     assert not [error for error in browser.errors if "ERR_CONNECTION" not in error and "INCOMPLETE" not in error]
+
+
+@pytest.mark.deadline
+def test_pools_and_causes_are_told_apart(browser: Page) -> None:
+    with served(FakeEngine()) as address:
+        browser.open(f"http://{address}/cache")
+        browser.until("document.querySelector('#main')?.dataset.samples >= 2", 60)
+        pools = browser.run("document.querySelector('#pool-bars').textContent")
+        assert re.search(r"KV pages on the device: \d+ of 100 filled", pools), pools
+        assert re.search(r"state slots on the device: \d+ of 9 filled", pools), pools
+        browser.run(
+            "last.missed_tokens = {new: 3, evicted: 2, parted: 1}; delete by('flow-legend').dataset.shown; drawFlow()"
+        )
+        swatches = "[...document.querySelectorAll('#flow-legend i')].map(each => each.style.background)"
+        shown = json.loads(browser.run(f"JSON.stringify({swatches})"))
+        assert len(shown) == len({*shown}) == 6  # three tiers, three causes
+    assert not browser.errors
 
 
 @pytest.mark.deadline

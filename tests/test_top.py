@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 from mainstem.cli import main
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.server.app import create_app
-from mainstem.watch.sample import MEASURES, Sample, Window, measure
+from mainstem.watch.sample import MEASURES, Sample, Window, measure, totals
 from mainstem.watch.top import ALL, Look, Watch, address, table
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
@@ -72,7 +72,7 @@ def test_rates_and_ratios_are_of_the_time_between_two_looks() -> None:
         "running": 5,
     }
     assert {name: shown[name] for name in expected} == expected
-    assert shown["host_used_ratio"] is None and shown["storage_hit_ratio"] is None  # it has no such tier
+    assert shown["host_filled_ratio"] is None and shown["storage_hit_ratio"] is None  # it has no such tier
 
 
 def test_a_server_that_was_restarted_counts_from_nothing() -> None:
@@ -86,9 +86,28 @@ def test_where_nothing_happened_there_is_no_ratio() -> None:
     assert shown["hit_ratio"] is None and shown["prompt_tokens_per_s"] == 0
 
 
-def test_memory_in_use_is_what_is_not_free() -> None:
-    now = text(mainstem_pool_pages__free=25, mainstem_pool_pages__total=100, mainstem_pool_pages__cached=75)
-    assert measure(window(now, now))["device_used_ratio"] == 0.75
+def test_a_cache_that_fills_its_pages_is_not_in_use() -> None:
+    pages = {"free": 5, "cached": 85, "private": 10, "locked": 15, "total": 100}  # locked ones are cached
+    now = text(**{f"mainstem_pool_pages__{owner}": count for owner, count in pages.items()})
+    shown = measure(window(now, now))
+    assert shown["device_used_ratio"] == 0.25 and shown["device_filled_ratio"] == 0.95
+    assert shown["host_filled_ratio"] is None
+
+
+def test_totals_are_since_the_start_and_only_of_what_happens() -> None:
+    found = totals(
+        Sample.parse(
+            text(
+                mainstem_prompt_tokens_total=400,
+                mainstem_cached_tokens_total__device=100,
+                mainstem_requests_total__stop=7,
+                mainstem_requests_running=3,
+            ),
+            10.0,
+        )
+    )
+    assert (found["requests"], found["prompt_tokens"], found["hit_ratio"]) == (7, 400, 0.25)
+    assert not {"running", "waiting", "device_used_ratio", "retained_pages"} & set(found)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=200), st.floats(0, 1))
@@ -124,7 +143,7 @@ def test_every_measure_is_of_a_metric_that_servers_have() -> None:
         assert server.post("/v1/completions", json={"model": "fake", "prompt": "x" * 40}).status_code == 200
     shown = measure(Window.between(before, Sample.parse(server.get("/metrics").text, 1.0)))
     tiers = {
-        each.name for each in MEASURES if each.name.startswith(("host_used", "late", "storage_faults", "storage_br"))
+        each.name for each in MEASURES if each.name.startswith(("host_filled", "late", "storage_faults", "storage_br"))
     }
     assert {name for name, value in shown.items() if value is None} <= tiers  # the engine here has no tiers
     assert shown["prompt_tokens_per_s"] == 80 and shown["requests_per_s"] == 2
@@ -156,10 +175,12 @@ def test_one_server_that_goes_does_not_hide_the_others() -> None:
     def count(tokens: float) -> str:
         return text(mainstem_prompt_tokens_total=tokens)
 
-    assert [one.measures for one in look(count(0), count(100))] == [{}, {}, {}]
+    first = look(count(0), count(100))
+    assert [one.measures for one in first] == [{}, {}, {}]
+    assert [one.totals["prompt_tokens"] for one in first] == [0, 100, 100]
     a, b, both = look(count(20), count(140))
     assert (a.measures["prompt_tokens_per_s"], b.measures["prompt_tokens_per_s"]) == (10, 20)
-    assert both.server == ALL and both.measures["prompt_tokens_per_s"] == 30
+    assert both.server == ALL and both.measures["prompt_tokens_per_s"] == 30 and both.totals["prompt_tokens"] == 160
     a, b, both = look(ConnectionRefusedError("Connection refused"), count(180))
     assert a.error == "Connection refused" and not a.measures
     assert both.measures["prompt_tokens_per_s"] == b.measures["prompt_tokens_per_s"] == 20
@@ -207,6 +228,8 @@ def test_what_is_no_number_is_null_and_in_no_sum(value: float, since: int) -> No
     assert [a.measures[name] for name in names] == [None, None if since else 0.5]
     assert [both.measures[name] for name in names] == [20, 0.5 if since else 1.0]
     assert b.measures["prompt_tokens_per_s"] == 20
+    assert a.totals["prompt_tokens"] is None and both.totals["prompt_tokens"] == b.totals["prompt_tokens"] == 180
+    json.dumps([look.totals for look in looks], allow_nan=False)
     json.dumps([look.measures for look in looks], allow_nan=False)
 
 
@@ -219,9 +242,13 @@ def test_what_is_not_a_server_of_ours_is_said(said: str) -> None:
 def test_the_table_shows_every_measure_and_says_what_failed() -> None:
     console = Console(file=StringIO(), width=200)
     shown = measure(window(text(mainstem_prompt_tokens_total=0), text(mainstem_prompt_tokens_total=3000)))
-    console.print(table([Look("http://a:1", shown), Look("http://b:2", error="[Errno 111] refused")]))
+    console.print(
+        table([Look("http://a:1", shown, {"prompt_tokens": 123456}), Look("http://b:2", error="[Errno 111] refused")])
+    )
     written = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "a:1" in written and "[Errno 111] refused" in written and "1,500/s" in written
+    (tokens,) = (line.split() for line in written.splitlines() if line.startswith("prompt tokens"))
+    assert tokens[2:4] == ["1,500/s", "123,456"]
+    assert "in all" in written and "a:1" in written and "[Errno 111] refused" in written and "1,500/s" in written
     assert all(each.title.strip() in written for each in MEASURES)
 
 
@@ -282,6 +309,7 @@ def test_the_command_prints_one_sample_as_json(capsys: pytest.CaptureFixture[str
     assert found["server"] == f"http://{server}" and found["error"] is None
     assert found["measures"]["hit_ratio"] == 0.4
     assert set(found["measures"]) == {each.name for each in MEASURES}
+    assert found["totals"]["hit_ratio"] == 0.4 and found["totals"]["prompt_tokens"] == 100
 
 
 def test_the_command_ends_with_one_line_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,3 +346,4 @@ def test_control_c_is_the_usual_end(capsys: pytest.CaptureFixture[str], monkeypa
     with served([text(mainstem_prompt_tokens_total=0)]) as server:
         assert main(["top", server]) == 0
     assert "found in the cache" in capsys.readouterr().out
+    assert len(looks) == 2  # the first table comes before the first wait

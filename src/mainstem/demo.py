@@ -1,7 +1,8 @@
 """The demo: what the cache saves, shown on a real model, in one of two stories.
 
 `run` asks five questions about a document. Each question is answered twice: cold, with an empty cache, so that the
-whole prompt is computed; and warm, after the document alone was computed, so that its pages are cached. Uses the engine as any client could.
+whole prompt is computed; and warm, after the document alone was computed, so that its pages are cached.
+Uses the engine as any client could.
 
     prompt = [ template | instruction | document | template | question | template ]
               '---------- shared, computed once -----------' '----- computed ----'

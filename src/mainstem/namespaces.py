@@ -52,6 +52,9 @@ class Namespace:
 
 NamespaceLike = Namespace | str | bytes | None
 
+DEFAULT = "default namespace"
+"""What users read for the namespace without any field."""
+
 
 def encode_namespace(namespace: NamespaceLike) -> bytes:
     """Encodes any form of a namespace; None is `Namespace()`.

@@ -23,7 +23,7 @@ from mainstem.components import Component, Full, by_name
 from mainstem.errors import BadArgument, BadTokens, check_integer
 from mainstem.explain import Explanation, Timeline, explain_runs
 from mainstem.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
-from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
+from mainstem.namespaces import DEFAULT, NamespaceLike, describe_namespace, encode_namespace
 from mainstem.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, Rank, find_policy
 
 Ids = NDArray[np.int32]
@@ -623,4 +623,4 @@ def _as_ids(page_ids: ArrayLike) -> Ids:
 
 
 def _show_namespace(encoded: bytes) -> str:
-    return f"namespace {describe_namespace(encoded)}" if encoded else "(default namespace)"
+    return f"namespace {describe_namespace(encoded)}" if encoded else f"({DEFAULT})"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from mainstem.errors import BadArgument
-from mainstem.namespaces import Namespace, NamespaceLike, owner_of
+from mainstem.namespaces import DEFAULT, Namespace, NamespaceLike, owner_of
 from mainstem.quotas import Quota, Quotas, Share
 from mainstem.server.access import Access
 from mainstem.settings.tenants import Amounts, Others, Tenant, Tenants
@@ -47,7 +47,7 @@ class Usage(Struct):
 def show_owner(owner: bytes) -> str:
     """Returns what an owner is known by; a key by the beginning of its digest."""
     text = owner[9:].decode("utf-8", "replace")
-    return f"key {text[:12]}" if owner[:1] == b"t" else f"salt {text}" if owner else "no salt"
+    return f"key {text[:12]}" if owner[:1] == b"t" else f"salt {text}" if owner else DEFAULT
 
 
 class Tenancy:

@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from http.client import HTTPException
 from json import dumps, loads
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mainstem.watch.lint import Report
-    from mainstem.watch.top import Watch
+    from mainstem.watch.top import Look, Watch
 
 _TIMEOUT_S = 5.0
 _BAD_ANSWER = (HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -63,7 +63,9 @@ lint = cyclopts.App(name="lint", help_epilogue=_LINT_EXAMPLES, help_format="plai
 
 @top.default
 def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Show what servers do between two looks: hits by tier, latencies, memory, storage. Ctrl-C ends it.
+    """Show what servers do between two looks, and did since they started: hits by tier, latencies, memory, storage.
+
+    Ctrl-C ends it.
 
     Args:
         server: URL or HOST:PORT of `mainstem serve`; each argument is a server. Default: http://127.0.0.1:8000.
@@ -86,7 +88,7 @@ def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, P
             print(dumps(asdict(look), ensure_ascii=False))
         return
     try:
-        _show(watch, interval_s, time.sleep)
+        _show(watch, looks, interval_s, time.sleep)
     except KeyboardInterrupt:
         return  # the usual end, not a failure
 
@@ -343,7 +345,7 @@ def _findings(report: Report, tokens_per_s: float | None) -> Table:
     return made
 
 
-def _show(watch: Watch, interval_s: float, sleep: Callable[[float], None]) -> None:
+def _show(watch: Watch, looks: Sequence[Look], interval_s: float, sleep: Callable[[float], None]) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -352,8 +354,9 @@ def _show(watch: Watch, interval_s: float, sleep: Callable[[float], None]) -> No
     console = Console(file=sys.stdout)
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
+            live.update(table(looks), refresh=True)
             sleep(interval_s)
-            live.update(table(watch.look()), refresh=True)
+            looks = watch.look()
 
 
 def _fetch(server: str) -> str:

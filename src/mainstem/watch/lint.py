@@ -77,6 +77,7 @@ _NUMBER = r"\d+(?:[.,]\d+)*"
 PATTERNS = {"time": re.compile(_TIME), "id": re.compile(_ID), "number": re.compile(_NUMBER)}
 """What a value that changes looks like, by cause; the first that fits counts."""
 _ANY = re.compile("|".join(pattern.pattern for pattern in PATTERNS.values()))
+_WORD = re.compile(r"\w+")
 
 
 class Place(NamedTuple):
@@ -424,7 +425,15 @@ def _step(parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Pla
 
 
 def _example(text: str, at: int) -> str:
-    return text[max(0, at - _AROUND) : at - _AROUND + _SHOWN].replace(END, " ").replace("\n", "\\n")
+    """Returns the text around a position, without cutting a word, or a value such as a time, at its ends."""
+    begin, end = max(0, at - _AROUND), at - _AROUND + _SHOWN
+    for pattern in (_ANY, _WORD):
+        for found in pattern.finditer(text, max(0, begin - _SHOWN), end + _SHOWN):
+            if found.start() < begin < found.end():
+                begin = found.start()
+            if found.start() < end < found.end():
+                end = found.end()
+    return text[begin:end].replace(END, " ").replace("\n", "\\n")
 
 
 def _common(a: str, at_a: int, b: str, at_b: int) -> int:

@@ -134,11 +134,18 @@ class Measure:
         name: of the field in JSON; it ends in the unit: `_s`, `_per_s`, `_ratio`, or nothing for a count.
         title: in a table.
         of: computes it; None: the server has nothing of the kind, or nothing happened.
+        grows: whether it is of what happens, and so has a total since the start; else it is of a moment.
     """
 
     name: str
     title: str
     of: Callable[[Window], float | None]
+    grows: bool = True
+
+    @property
+    def total_name(self) -> str:
+        """The name of its total."""
+        return self.name.removesuffix("_per_s")
 
 
 def _rate(metric: str, **labels: str) -> Callable[[Window], float | None]:
@@ -159,12 +166,12 @@ def _found(**labels: str) -> Callable[[Window], float | None]:
     return lambda window: ratio(window.growth.total(found, **labels), window.growth.total(asked))
 
 
-def _used(metric: str) -> Callable[[Window], float | None]:
-    """The part of a tier's pages and slots that is not free."""
+def _part(metric: str, *owners: str) -> Callable[[Window], float | None]:
+    """The part of a tier's pages and slots that these owners have."""
 
     def of(window: Window) -> float | None:
-        free = ratio(window.gauge(metric, owner="free"), window.gauge(metric, owner="total"))
-        return None if free is None else 1 - free
+        had = [window.gauge(metric, owner=owner) for owner in owners]
+        return ratio(math.fsum(pages or 0 for pages in had), window.gauge(metric, owner="total"))
 
     return of
 
@@ -173,8 +180,8 @@ MEASURES = (
     Measure("requests_per_s", "requests", _rate("mainstem_requests_total")),
     Measure("overloaded_per_s", "  turned away", _rate("mainstem_requests_total", outcome="overloaded")),
     Measure("errors_per_s", "  failed", _rate("mainstem_requests_total", outcome="error")),
-    Measure("running", "running", _gauge("mainstem_requests_running")),
-    Measure("waiting", "waiting", _gauge("mainstem_requests_waiting")),
+    Measure("running", "running", _gauge("mainstem_requests_running"), False),
+    Measure("waiting", "waiting", _gauge("mainstem_requests_waiting"), False),
     Measure("prompt_tokens_per_s", "prompt tokens", _rate("mainstem_prompt_tokens_total")),
     Measure("hit_ratio", "  found in the cache", _found()),
     Measure("device_hit_ratio", "    on the device", _found(tier="device")),
@@ -185,13 +192,14 @@ MEASURES = (
     Measure("ttft_p99_s", "first token, p99", _quantile("mainstem_time_to_first_token_seconds", 0.99)),
     Measure("token_p50_s", "next token, p50", _quantile("mainstem_inter_token_latency_seconds", 0.5)),
     Measure("preemptions_per_s", "preemptions", _rate("mainstem_preemptions_total")),
-    Measure("device_used_ratio", "device pages in use", _used("mainstem_pool_pages")),
-    Measure("host_used_ratio", "host pages in use", _used("mainstem_host_pages")),
-    Measure("retained_pages", "retained pages", _gauge("mainstem_retained_pages")),
+    Measure("device_used_ratio", "device pages in use", _part("mainstem_pool_pages", "private", "locked"), False),
+    Measure("device_filled_ratio", "  in use or cached", _part("mainstem_pool_pages", "private", "cached"), False),
+    Measure("host_filled_ratio", "host pages filled", _part("mainstem_host_pages", "private", "cached"), False),
+    Measure("retained_pages", "retained pages", _gauge("mainstem_retained_pages"), False),
     Measure("evicted_pages_per_s", "evicted pages", _rate("mainstem_evicted_pages_total")),
     Measure("late_pages_per_s", "late pages", _rate("mainstem_late_pages_total")),
     Measure("storage_faults_per_s", "storage faults", _rate("mainstem_storage_faults_total")),
-    Measure("storage_breakers_open", "storage breakers open", _gauge("mainstem_storage_breaker_open")),
+    Measure("storage_breakers_open", "storage breakers open", _gauge("mainstem_storage_breaker_open"), False),
 )
 """What `mainstem top` shows, in order."""
 
@@ -199,3 +207,9 @@ MEASURES = (
 def measure(window: Window) -> dict[str, float | None]:
     """Returns every measure by its name."""
     return {each.name: each.of(window) for each in MEASURES}
+
+
+def totals(sample: Sample) -> dict[str, float | None]:
+    """Returns the total since the start of every measure that has one, by its name."""
+    start = Window(sample, sample, 1.0)  # in which all of it came
+    return {each.total_name: each.of(start) for each in MEASURES if each.grows}

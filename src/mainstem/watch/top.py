@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.units import show_seconds
-from mainstem.watch.sample import MEASURES, Sample, Window, measure
+from mainstem.watch.sample import MEASURES, Measure, Sample, Window, measure, totals
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,16 +25,18 @@ _MOST = 1e100  # beyond it, and where it is NaN, a value is no count of anything
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one server, or all of them, did since the look before.
+    """What one server, or all of them, did since the look before, and since the start.
 
     Args:
         server: its address, or `ALL`.
         measures: by their names in `MEASURES`; None: unknown, or nothing happened.
+        totals: since the start, by their names; see `Measure.total_name`.
         error: why there is nothing of this server.
     """
 
     server: str
     measures: dict[str, float | None] = field(default_factory=dict)
+    totals: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -91,13 +93,12 @@ class Watch:
                 looks.append(Look(server, error=sample))
                 continue
             self._last[server] = sample
-            if before is None:
-                looks.append(Look(server))
-                continue
-            windows.append(_between(before, sample))
-            looks.append(Look(server, _measured(windows[-1])))
+            if before is not None:
+                windows.append(_between(before, sample))
+            looks.append(_seen(server, sample, None if before is None else windows[-1]))
         if len(self._servers) > 1:
-            looks.append(Look(ALL, _measured(_joined(windows))) if windows else Look(ALL))
+            together = Sample.of_all(map(_good, self._last.values()))
+            looks.append(_seen(ALL, together, _joined(windows) if windows else None))
         return looks
 
     def _scrape(self, server: str) -> Sample | str:
@@ -122,8 +123,16 @@ def _between(before: Sample, now: Sample) -> Window:
     return Window.between(good(before), good(now))
 
 
-def _measured(window: Window) -> dict[str, float | None]:
-    found = measure(window)
+def _seen(server: str, sample: Sample, window: Window | None) -> Look:
+    return Look(server, {} if window is None else _finite(measure(window)), _finite(totals(_good(sample))))
+
+
+def _good(sample: Sample) -> Sample:
+    """Returns a sample without series that are no number."""
+    return replace(sample, values={key: value for key, value in sample.values.items() if abs(value) < _MOST})
+
+
+def _finite(found: dict[str, float | None]) -> dict[str, float | None]:
     return {name: value if value is not None and isfinite(value) else None for name, value in found.items()}
 
 
@@ -135,18 +144,28 @@ def _joined(windows: Sequence[Window]) -> Window:
 
 
 def table(looks: Sequence[Look]) -> Table:
-    """Returns a table with a row for each measure and a column for each server."""
+    """Returns a table with a row for each measure, and two columns for each server: now, and since its start."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
     made.add_column("")
     for look in looks:
         made.add_column(look.server.removeprefix("http://"), justify="right")
+        made.add_column("in all", justify="right")
     if any(look.error for look in looks):
-        made.add_row("", *(f"[red]{_escaped(look.error)}[/red]" if look.error else "" for look in looks))
+        made.add_row("", *(cell for look in looks for cell in (_reddened(look.error), "")))
     for each in MEASURES:
-        made.add_row(each.title, *(_shown(each.name, look.measures.get(each.name)) for look in looks))
+        made.add_row(each.title, *(cell for look in looks for cell in _cells(each, look)))
     return made
+
+
+def _cells(each: Measure, look: Look) -> tuple[str, str]:
+    total = _shown(each.total_name, look.totals.get(each.total_name)) if each.grows else ""
+    return _shown(each.name, look.measures.get(each.name)), total
+
+
+def _reddened(text: str | None) -> str:
+    return f"[red]{_escaped(text)}[/red]" if text else ""
 
 
 def _escaped(text: str) -> str:
