@@ -188,6 +188,20 @@ def test_a_request_of_a_trace_is_explained_by_a_cache_that_has_served_those_befo
         explain_request(whole, None, 100, request=Trace.of(Batch.of([[1]], block_size=4), block_size=4))
 
 
+def test_offline_every_eviction_is_remembered_however_small_the_cache() -> None:
+    paths = [[1, 2, 3, 4], *([100 * i, 100 * i + 1, 100 * i + 2] for i in range(1, 60)), [1, 2, 3, 4]]
+    whole = trace(*paths)
+    found = explain_request(whole, len(paths), 3)
+    causes = [(each.begin, each.end, each.cause) for each in found.stretches]
+    assert causes == [(0, 24, "evicted"), (24, 32, "forgotten")]  # the fourth block never fitted
+    assert found.stretches[0].eviction is not None and found.stretches[0].eviction.ago_s == pytest.approx(590)
+
+
+def test_no_cause_says_that_something_is_long_ago() -> None:
+    assert why({"cause": "forgotten"}) == "evicted or never seen: it is not remembered which"
+    assert why({"cause": "forgotten", "since_s": 36.0}).endswith("nothing is known of what was more than 36 s ago")
+
+
 def test_a_trace_and_a_request_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.jsonl"
     prompts = [list(range(100)), [*range(60), *range(200, 240)], list(range(100))]

@@ -266,10 +266,13 @@ def test_numbers_of_turns_are_geometric() -> None:
 def test_a_trace_says_how_it_was_made() -> None:
     note = generate(Chat(turns=7.0), 50, seed=3).notes[0]
     assert "seed 3" in note and np.__version__ in note
-    assert all(f"{field.name}=" in note for field in fields(Chat)) and "turns=7.0" in note
+    assert all(f"{field.name}=" in note for field in fields(Chat)) and "turns=7," in note
     mix = Mix(rate_per_s=2.0, parts=((Chat(), 3.0), (Agents(rate_per_s=50.0), 1.0)))
     stated = generate(mix, 50, seed=3).notes[0]
-    assert "Chat(rate_per_s=1.5," in stated and "Agents(rate_per_s=0.5," in stated, "the effective rates"
+    assert stated.startswith("Generated, not recorded, with seed")
+    assert ": chat=3,agents=1 with rate_per_s=2: chat with rate_per_s=1.5, context_tokens=131072, prompt" in stated
+    assert "; agents with rate_per_s=0.5, context_tokens=131072, prompt_tokens=6000," in stated, "the effective rates"
+    assert "(" not in stated
 
 
 def test_popularity_drifts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_empty_prompts_and_one_request() -> None:
     assert len(grow(Trace.of(Batch.of([[], [1], []])), 3)) == 9
     grown = grow(Trace.of(Batch.of([[4, 5]])), 2)
     assert grown.distinct_blocks == 4 and grown.whole.time_s.tolist() == [0, 0]
-    assert "Grown, not recorded: 2 populations" in grown.notes[-1]
+    assert re.fullmatch(r"Grown, not recorded: 2 populations of .*, with seed=\d+, shift=60s, new_.*", grown.notes[-1])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,13 +89,18 @@ def test_the_page_of_the_commands_is_that_of_the_parser() -> None:
 
 @pytest.mark.deadline
 def test_the_commands_of_a_start_page_run(tmp_path: Path) -> None:
-    """Those that need no model: the page says that a test runs them."""
-    for words in commands((DOCS / "start" / "memory.md").read_text()):
+    """Those that need no model: the page says that a test runs them, and what `plan` says."""
+    page = (DOCS / "start" / "memory.md").read_text()
+    (said,) = re.findall(r"^```\n(Within .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for words in commands(page):
         command = [sys.executable, "-m", "mainstem", *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
         assert done.returncode == 0, done.stderr
         if words[0] == "plan":
-            assert "\nBuy: " in done.stdout and "\nKnee: " in done.stdout
+            assert said in done.stdout and "\nKnee: " in done.stdout
+            _, buy, table = done.stdout.split("\n\n")[:3]
+            assert buy.startswith("Buy: 458 GB of host memory.") and "458 GB of host memory" in page
+            assert "886%" not in table and ">100%" in table
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Explains a request of a trace: the requests before it go through a cache of a given size, then it is asked why.
 
-A block of the trace is a page of the cache, so positions are those of blocks. The cache forgets what it evicted long
-ago. The trace does not: what an earlier request had is never called new.
+A block of the trace is a page of the cache, so positions are those of blocks. The cache remembers all that it evicted.
+What an earlier request had is never called new, not even where its prompt was longer than the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from mainstem.replay.readers.formats import BYTES_NOTE, FORMATS
 from mainstem.replay.readers.lines import Source
 from mainstem.replay.trace import MAGIC, Batch, Trace
 
-_MEMORY = 4  # capacities of evictions that are remembered
 _UNSURE = ("never_seen", "parted", "forgotten")  # where the cache remembers no eviction
 _TEXT, _IDS = "text", "token ids"
 _KINDS = {"recording": "keyed hashes", "bailian": "hash ids", "mooncake": "hash ids", "tokens": _IDS}  # by format
@@ -67,7 +66,8 @@ def explain_request(
     if not 0 <= last <= len(trace) or (request is None and last == len(trace)):
         raise BadArgument("request", number, f"a number from 1 to {len(trace)}, the requests of the trace")
     keys = HashKeys(8, trace.block_size)
-    cache = PrefixCache(capacity_blocks, 1, keys=keys, policy=policy, explain_pages=_MEMORY * capacity_blocks)
+    every = max(len(trace.whole.blocks), 1)  # so that no eviction is forgotten
+    cache = PrefixCache(capacity_blocks, 1, keys=keys, policy=policy, explain_pages=every)
     batch, i = (request.whole, 0) if request is not None else (trace.whole, last)
     asked = _blocks(batch, i)
     seen = np.zeros(len(asked), bool)
@@ -93,7 +93,10 @@ def _before(trace: Trace, number: int) -> Iterator[Batch]:
 
 
 def _corrected(stretches: Iterable[Stretch], seen: int) -> Iterator[Stretch]:
-    """Corrects what the cache cannot know: earlier requests had the first `seen` blocks, and none had the others."""
+    """Corrects what the cache cannot know: earlier requests had the first `seen` blocks, and none had the others.
+
+    Such a block that was not evicted was never kept: the prompt of that request was longer than the cache.
+    """
     for unsure, parts in groupby(stretches, lambda each: each.cause in _UNSURE):
         first, *rest = parts
         if not unsure:

@@ -149,8 +149,14 @@ class Workload:
 
     @property
     def in_full(self) -> Workload:
-        """The workload with every parameter at its effective value, as a trace's notes state it."""
+        """The workload with every parameter at its effective value."""
         return self
+
+    @property
+    def stated(self) -> str:
+        """The kind, and every parameter as `--set` takes it, as a trace's notes state them."""
+        values = (f"{each.name}={getattr(self, each.name):.15g}" for each in fields(self))
+        return f"{self.kind} with {', '.join(values)}"
 
     @abstractmethod
     def requests(self, seed: np.random.SeedSequence, count: int) -> Requests:
@@ -581,6 +587,12 @@ class Mix(Workload):
             self, parts=tuple((replace(part, rate_per_s=rate).in_full, weight) for part, weight, rate in shares)
         )
 
+    @property
+    def stated(self) -> str:
+        """See `Workload.stated`."""
+        kinds = ",".join(f"{part.kind}={weight:.15g}" for part, weight in self.parts)
+        return f"{kinds} with rate_per_s={self.rate_per_s:.15g}: {'; '.join(part.stated for part, _ in self.parts)}"
+
     def requests(self, seed: np.random.SeedSequence, count: int) -> Requests:
         """See `Workload.requests`."""
         drawn: list[Requests] = []
@@ -691,7 +703,7 @@ def generate(workload: Workload, requests: int, *, seed: int = 0, block_size: in
         name=f"{workload.kind}, seed {seed}",
         tenants=workload.tenants,
         kinds=workload.kinds,
-        notes=(f"Generated, not recorded, with seed {seed} and NumPy {np.__version__}: {workload.in_full}.",),
+        notes=(f"Generated, not recorded, with seed {seed} and NumPy {np.__version__}: {workload.in_full.stated}.",),
     )
 
 

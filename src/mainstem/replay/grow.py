@@ -67,7 +67,7 @@ def grow(trace: Trace, times: int, growth: Growth = Growth()) -> Trace:
         kinds=trace.kinds,
         notes=(
             *trace.notes,
-            f"Grown, not recorded: {times:,} populations of {trace.name}, {growth}.",
+            f"Grown, not recorded: {times:,} populations of {trace.name}, with {growth.stated}.",
         ),
         distinct_blocks=model.distinct_blocks(source),
     )

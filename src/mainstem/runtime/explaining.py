@@ -38,7 +38,7 @@ Cause: TypeAlias = Literal[
     evicted         they made room for others
     over_quota      they were evicted, because their tenant had more than its quota
     removed         they were removed or flushed
-    forgotten       they were evicted or never seen: it is too long ago to know
+    forgotten       they were evicted or never seen, and which is not remembered
     in_flight       they were on their way between tiers, or another request was computing them
     partial_page    too few tokens for a page, or the first ones of a page that goes on differently; and the last token,
                     which is always computed, for its logits

@@ -76,6 +76,11 @@ class Growth(Settings):
     new_prompts: float = setting(0.1, number(0, 1))
     shared_by: int = setting(16, integer(2, INT32_MAX))
 
+    @property
+    def stated(self) -> str:
+        """Every setting, as a trace's notes state them."""
+        return f"seed={self.seed}, shift={self.shift:g}s, new_prompts={self.new_prompts:g}, shared_by={self.shared_by}"
+
 
 @dataclass(frozen=True)
 class Setup(Settings):

@@ -19,7 +19,7 @@ _WORDS = {
     "evicted": "evicted",
     "over_quota": "evicted, as the tenant had more than its quota",
     "removed": "removed",
-    "forgotten": "evicted or never seen: too long ago to know",
+    "forgotten": "evicted or never seen: it is not remembered which",
     "in_flight": "on its way, or being computed by another request",
     "partial_page": "less than a page, or the last token, which is always computed",
     "window_missing": "cached, but no window is kept there",

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mainstem.replay.plan.fleet import HOURS_A_MONTH, FleetPlan, FleetRow, Flow
-from mainstem.replay.plan.words import Stated, aligned, of_the_device, of_the_model, of_the_rules, table
+from mainstem.replay.plan.words import Stated, aligned, of_the_device, of_the_model, of_the_rules, show_busy, table
 from mainstem.units import show_bytes, show_seconds
 
 _CONVENTION = "a convention"
@@ -222,7 +222,8 @@ def show_fleet(plan: FleetPlan) -> str:
     less = "With less:\n" + table([_cells(row) for row in plan.memories], _HEAD)
     stated = [(each.what, each.shown, each.option, each.source) for each in fleet_assumptions(plan)]
     title = "Assumptions, and the options that change them:\n"
-    return "\n\n".join((head, shown, less, "\n".join(fleet_notes(plan)), title + aligned(stated, left=4)))
+    first, *others = fleet_notes(plan)
+    return "\n\n".join((head, first, shown, less, "\n".join(others), title + aligned(stated, left=4)))
 
 
 def _mark(row: FleetRow, plan: FleetPlan) -> str:
@@ -244,8 +245,8 @@ def _cells(row: FleetRow) -> tuple[str, ...]:
         show_seconds(row.ttft_p90_s),
         "-" if row.slo_share is None else f"{row.slo_share:.1%}",
         f"{row.flops_saved_share:.1%}",
-        f"{row.busy:.0%}",
-        f"{row.busiest:.0%}",
+        show_busy(row.busy),
+        show_busy(row.busiest),
         f"{row.needed:,}",
         *(_rate(rate) if rate else "-" for rate in flows),
         f"{row.money:,.0f}",

@@ -287,7 +287,8 @@ def show_plan(plan: Plan) -> str:
     shown = "\n".join(f"{line}  {mark}".rstrip() for line, mark in lines)
     stated = [(each.what, each.shown, each.option, each.source) for each in assumptions(plan)]
     title = "Assumptions, and the options that change them:\n"
-    return "\n\n".join((head, shown, "\n".join(notes(plan)), title + aligned(stated, left=4)))
+    first, *others = notes(plan)
+    return "\n\n".join((head, first, shown, "\n".join(others), title + aligned(stated, left=4)))
 
 
 def _mark(row: PlanRow, plan: Plan) -> str:
@@ -309,9 +310,14 @@ def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
         f"{row.flops_saved_share:.1%}",
         f"{row.gpu_hours_saved:.3g}",
         "-" if row.gain_per_gb is None else f"{row.gain_per_gb:.2g}",
-        "-" if row.busy is None else f"{row.busy:.0%}",
+        "-" if row.busy is None else show_busy(row.busy),
         "-" if row.replicas is None else f"{row.replicas * gpus:,}",
     )
+
+
+def show_busy(share: float) -> str:
+    """Formats the part of a time in which a device computes; one that would need more than all of it is named so."""
+    return f"{share:.0%}" if share <= 1 else ">100%"
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[tuple[str, tuple[str, ...]]]) -> str:
