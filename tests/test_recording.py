@@ -458,7 +458,7 @@ def test_sigterm_loses_nothing(tmp_path: Path) -> None:
         assert process.stderr is not None
         url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+/v1", line)))
         body = json.dumps({"model": "fake", "prompt": "a prompt", "stream": True}).encode()
-        wanted = urllib.request.Request(f"{url}/completions", body)
+        wanted = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(wanted, timeout=patience(20)) as reply:
             assert reply.readline()
             process.send_signal(signal.SIGTERM)
