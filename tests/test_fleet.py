@@ -195,6 +195,17 @@ def test_all_routes_answer_through_the_front(fleet: Fleet) -> None:
     assert len(http.get("/health", headers={"x-request-id": "mine"}).headers.get_list("x-request-id")) == 1
 
 
+def test_no_foreign_web_page_reaches_the_front(fleet: Fleet) -> None:
+    page = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
+    rebound = {"host": f"evil.example:{fleet.port}", "origin": f"http://evil.example:{fleet.port}"}
+    for headers in (page, rebound):
+        for method, path in (("POST", "/v1/cache/flush"), ("GET", "/v1/cache/tree"), ("GET", "/metrics")):
+            assert fleet.http.request(method, path, headers=headers).status_code == 403
+    assert fleet.http.post("/v1/cache/remove", content=b'{"all": true}').status_code == 415
+    own = {"host": f"localhost:{fleet.port}", "origin": f"http://localhost:{fleet.port}"}
+    assert fleet.http.post("/v1/cache/flush", headers=own).status_code == 200
+
+
 def test_a_prompt_goes_where_its_prefix_is(fleet: Fleet) -> None:
     assert all(each["peer"].startswith("127.0.0.1:") for each in fleet.replicas().values())
     homes: dict[int, set[str]] = {}
