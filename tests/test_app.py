@@ -377,6 +377,25 @@ def test_an_unknown_field_is_refused_unless_warnings_were_chosen(ask: Any) -> No
     assert "X-Mainstem-Unknown-Fields" not in ask(client(unknown_fields="warn")).headers
 
 
+def test_a_model_of_text_alone_says_so_before_it_speaks_of_an_images_detail() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "high"}}
+    error = error_of(chat(client(), messages=[{"role": "user", "content": [image]}]), 400)
+    assert (error["param"], error["code"]) == ("messages[0].content[0].image_url.url", "unsupported_content")
+    assert "accepts text only" in error["message"]
+
+
+def test_a_history_of_another_servers_answers_is_taken_and_named() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    said = {"role": "assistant", "content": "x", "tool_calls": [{**call, "index": 0}], "thinking_blocks": [{}]}
+    asks = [{"role": "user", "content": "a"}, said, {"role": "tool", "tool_call_id": "c", "content": "b"}]
+    response = chat(client(), messages=asks, stream=True, stream_options={"include_obfuscation": True})
+    assert response.status_code == 200
+    at = "messages[1]"
+    calls = (f"{at}.tool_calls[0].function.parsed_arguments", f"{at}.tool_calls[0].index")
+    named = ["stream_options.include_obfuscation", f"{at}.thinking_blocks", *calls]
+    assert sorted(response.headers["X-Mainstem-Ignored"].split(", ")) == sorted(named)
+
+
 def test_how_much_to_think_is_taken_by_chats_and_named_where_the_model_has_no_switch() -> None:
     for stream in (False, True):
         response = chat(client(), reasoning_effort="high", thinking={"type": "enabled"}, verbosity="low", stream=stream)
