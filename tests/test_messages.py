@@ -300,6 +300,10 @@ def test_thinking_and_effort_are_named_where_the_model_has_no_switch() -> None:
 # --- what only Anthropic has ----------------------------------------------------------------------------------------
 
 
+FOUND = {"type": "search_result", "title": "Sea", "source": "https://sea", "content": [text("It is wide.")]}
+DOCUMENT = {"type": "document", "source": {"type": "content", "content": [text("one"), text("two")]}, "title": "Two"}
+
+
 def test_documents_and_results_of_searches_are_texts() -> None:
     engine = FakeEngine()
     plain = {"type": "text", "media_type": "text/plain", "data": "It is long."}
@@ -314,7 +318,7 @@ def test_documents_and_results_of_searches_are_texts() -> None:
         },
         {"type": "document", "source": parted, "cache_control": EPHEMERAL},
         {"type": "document", "source": {"type": "content", "content": "three"}},
-        {"type": "search_result", "title": "Sea", "source": "https://sea", "content": [text("It is wide.")]},
+        FOUND,
     ]
     shown = "The river\nOf 1999.\nIt is long.\none\ntwo\nthree\nSea\nhttps://sea\nIt is wide."
     response = ask(client(engine), blocks(*documents, text("How long?")))
@@ -572,12 +576,14 @@ ANYTHING: dict[str, Any] = {
         blocks(text("x", cache_control=EPHEMERAL)),
         blocks(
             {"type": "thinking", "thinking": "t", "signature": "s"},
+            *SEARCHED[1:4],
             {"type": "tool_use", "id": "u", "name": "weather", "input": {"city": "Oslo"}},
             role="assistant",
         ),
-        blocks({"type": "tool_result", "tool_use_id": "u", "content": [text("r")]}),
+        blocks({"type": "tool_result", "tool_use_id": "u", "content": [text("r"), DOCUMENT]}, DOCUMENT, FOUND),
     ],
-    "tools": [WEATHER],
+    "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}],
+    "thinking": {"type": "adaptive"},
     "tool_choice": {"type": "auto"},
     "output_config": {},
     "stop_sequences": ["x"],
