@@ -8,7 +8,7 @@ import pytest
 from test_output import scanned
 from test_tools import TOOLS, T, W
 
-from mainstem.server.checked import Checked, fits
+from mainstem.server.checked import Checked, by_schema, fits
 from mainstem.server.formats import FORMATS
 
 OSLO = {"properties": {"city": {"not": {"const": "Rome"}}}}
@@ -18,16 +18,16 @@ def test_a_call_that_does_not_fit_is_logged(caplog: pytest.LogCaptureFixture) ->
     text = f"<tool_call>{T}</tool_call><tool_call>{W}</tool_call>"
     for schema, logged in ((OSLO, True), ({"required": ["city"]}, False), ({"required": 7}, False)):
         caplog.clear()
-        made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": schema})
+        made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": by_schema(schema)})
         kinds = [type(piece) for piece in scanned(made, *text)]
         assert kinds == [type(piece) for piece in scanned(FORMATS["hermes"].parser(TOOLS), text)]
-        said = 'a call of the tool weather does not fit its schema: {"city": "Rome"}'
+        said = 'a call of the tool weather is not what it takes: {"city": "Rome"}'
         assert (said in caplog.text) == bool(caplog.records) == logged
 
 
 @pytest.mark.parametrize("end", ["", '": b}}</tool_call>'])
 def test_what_is_no_call_and_what_is_cut_is_not_checked(end: str, caplog: pytest.LogCaptureFixture) -> None:
-    made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": {"maxProperties": 0}})
+    made = Checked(FORMATS["hermes"].parser(TOOLS), {"weather": by_schema({"maxProperties": 0})})
     scanned(made, '<tool_call>{"name": "weather", "arguments": {"a' + end, cut=not end)
     assert not caplog.records
 

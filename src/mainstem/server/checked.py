@@ -1,4 +1,4 @@
-"""Checks of calls whose schema no grammar can hold in full: what does not fit is logged.
+"""Checks of calls whose schema, or form of a text, no grammar can hold in full: what does not fit is logged.
 
 The schemas are those of clients, so a check takes a bounded number of steps, fetches nothing, and runs no expression:
 `pattern` and `format` are not checked. What is not known to be wrong is not logged.
@@ -21,17 +21,20 @@ _STEPS = 10_000  # of one check: schemas that are compared with a value
 Fits: TypeAlias = bool | None
 """Whether a value fits; None: it is unknown."""
 
+Check: TypeAlias = Callable[[str], Fits]
+"""Says whether the arguments of a call, as a client gets them, fit."""
+
 
 class Checked:
     """An `OutputParser` that checks the calls of some tools once they are complete. It shows all as it is.
 
     Args:
         parser: finds the calls.
-        schemas: of the tools' arguments, by their names.
+        checks: of the tools' arguments, by their names.
     """
 
-    def __init__(self, parser: OutputParser, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self._parser, self._schemas = parser, schemas
+    def __init__(self, parser: OutputParser, checks: Mapping[str, Check]) -> None:
+        self._parser, self._checks = parser, checks
         self._calls: dict[int, tuple[str, list[str]]] = {}
 
     def feed(self, text: str) -> Sequence[Piece]:
@@ -41,13 +44,17 @@ class Checked:
     def close(self, cut: bool = False) -> Sequence[Piece]:
         """See `OutputParser.close`."""
         pieces = [*self._noted(self._parser.close(cut))]
-        for name, arguments in self._calls.values():
-            _check(name, self._schemas[name], "".join(arguments))
+        complete = list(self._calls.values())
+        for name, arguments in complete[:-1] if cut else complete:
+            given = "".join(arguments)
+            if self._checks[name](given) is False:
+                shown = given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
+                log.warning("a call of the tool %s is not what it takes: %s", name, shown)
         return pieces
 
     def _noted(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         for piece in pieces:
-            if isinstance(piece, Call) and piece.name in self._schemas:
+            if isinstance(piece, Call) and piece.name in self._checks:
                 self._calls[piece.number] = piece.name, []
             elif isinstance(piece, Arguments) and piece.number in self._calls:
                 self._calls[piece.number][1].append(piece.text)
@@ -56,14 +63,17 @@ class Checked:
             yield piece
 
 
-def _check(name: str, schema: Mapping[str, Any], arguments: str) -> None:
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return  # the call was cut off
-    if fits(schema, given) is False:
-        shown = arguments if len(arguments) <= _SHOWN else arguments[:_SHOWN] + "…"
-        log.warning("a call of the tool %s does not fit its schema: %s", name, shown)
+def by_schema(schema: Mapping[str, Any]) -> Check:
+    """Returns the check of arguments in JSON by a schema; those that are no JSON were cut off."""
+
+    def check(arguments: str) -> Fits:
+        try:
+            given = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+        return fits(schema, given)
+
+    return check
 
 
 def fits(schema: Mapping[str, Any], value: Any) -> Fits:

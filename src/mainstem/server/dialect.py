@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from mainstem.runtime.escapes import template_text
 from mainstem.runtime.prompts import ANSWER, Prompts
 from mainstem.runtime.text import Stops, special_tokens
+from mainstem.server.custom import held
 from mainstem.server.effort import EFFORTS, Switches, switches_of
 from mainstem.server.formats import ANY, FORMATS, CallFormat, format_of, terms, upto
 from mainstem.server.output import OutputParser, PlainText, UntilStop
@@ -122,6 +123,10 @@ class Dialect:
             before = f"thought {after or _GAP}"
             start = f"{before} ({start})" if self.thinking.opened(ending) else f"({begin} {before})? ({start})"
         return Grammar("lark", "\n".join([f"start: {start}", *rules]))
+
+    def holds(self, tool: Tool) -> bool:
+        """Returns whether the form of a custom tool's text can be held."""
+        return tool.form is None or held(tool.name, tool.form, escaped=not self.calls.parameter) is not None
 
     def shown(self, params: SamplingParams, tooling: Tooling) -> SamplingParams:
         """Returns parameters whose text has the markers that the parser needs, though they are special tokens."""

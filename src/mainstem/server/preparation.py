@@ -24,7 +24,7 @@ from mainstem.runtime.text import Content
 from mainstem.server import errors
 from mainstem.server.answers import Answers, Turn
 from mainstem.server.breakpoints import Mark
-from mainstem.server.checked import Checked
+from mainstem.server.checked import Check, Checked, by_schema
 from mainstem.server.dialect import speaking
 from mainstem.server.errors import ApiError
 from mainstem.server.formats import schema_of
@@ -313,7 +313,7 @@ class Preparation:
             tooling = replace(tooling, tools=tuple(map(self._held, tooling.tools)))
         grammar = self._dialect.grammar(tooling, ending, params.grammar)
         if grammar is not None and grammar != params.grammar:
-            self._compile_calls(grammar, [tool.strict or not loose for tool in tooling.tools], tooling)
+            self._compile_calls(grammar, [tool for tool in tooling.tools if tool.strict or not loose])
         return self._dialect.shown(replace(params, grammar=grammar), tooling)
 
     def _held(self, tool: Tool) -> Tool:
@@ -352,21 +352,20 @@ class Preparation:
             if spec.name is not None and (form := spec.tool().form) is not None:
                 self._engine.grammars.compile(Grammar(form.syntax, form.definition), f"tools[{i}].{GRAMMAR}")
 
-    def _compile_calls(self, grammar: Grammar, held: Sequence[bool], tooling: Tooling) -> None:
+    def _compile_calls(self, grammar: Grammar, held: Sequence[Tool]) -> None:
         """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is.
 
         Args:
             grammar: what to compile.
-            held: whether the schema of each tool is in the grammar.
-            tooling: the tools.
+            held: the tools whose schemas are in it.
         """
         try:
             self._engine.grammars.compile(grammar, "tools")
         except BadArgument:
-            for i, tool in enumerate(tooling.tools):
-                if held[i] and not tool.custom:
+            for tool in held:
+                if not tool.custom:
                     schema = Grammar("json_schema", json.dumps(tool.parameters))
-                    self._engine.grammars.compile(schema, f"tools[{i}].function.parameters")
+                    self._engine.grammars.compile(schema, f"tools[{tool.place}].function.parameters")
             raise
 
     # ---- what replies need
@@ -377,13 +376,20 @@ class Preparation:
             return PlainText()
         tooling = ask.tooling()
         parser = self._dialect.reading(tooling, self.prompts.ending(request.tokens), request.params, name)
-        required = tooling.callable if tooling.choice == "required" else ()
-        unheld = {tool.name: tool.parameters for tool in required if self._is_unheld(tool)}
-        return Checked(parser, unheld) if unheld else parser
+        checks = {tool.name: check for tool in tooling.callable if (check := self._check_of(tool, tooling)) is not None}
+        return Checked(parser, checks) if checks else parser
 
-    def _is_unheld(self, tool: Tool) -> bool:
-        """Returns whether calls that are required are held to a part of the tool's schema only."""
-        return not (tool.strict or tool.custom or self._holdable(tool.name, json.dumps(tool.parameters))[1])
+    def _check_of(self, tool: Tool, tooling: Tooling) -> Check | None:
+        """Returns what checks calls of a tool that should be held, and are held to a part only; None: all is held."""
+        if tool.form is not None and not self._dialect.holds(tool):
+            return partial(self._fits, Grammar(tool.form.syntax, tool.form.definition))
+        if tooling.choice != "required" or tool.strict or tool.custom:
+            return None
+        return None if self._holdable(tool.name, json.dumps(tool.parameters))[1] else by_schema(tool.parameters)
+
+    def _fits(self, grammar: Grammar, text: str) -> bool:
+        tokens = self.text(text, special_tokens=False, parse_special=False).tolist() if text else []
+        return self._engine.grammars.compile(grammar).takes(tokens)
 
     def _extras(self, ask: Ask, prompts: Sequence[PreparedPrompt]) -> Extras:
         """Returns what the reply shows besides the texts of its answers."""

@@ -6,6 +6,7 @@ Knows the names of fields, and turns them into a `Tool`. Does not know messages,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -147,7 +148,7 @@ class ToolSpec(Struct):
 
 def tools_of(specs: Sequence[ToolSpec] | None) -> tuple[Tool, ...]:
     """Returns the tools of a request that are not left out."""
-    return tuple(spec.tool() for spec in specs or () if spec.name is not None)
+    return tuple(replace(spec.tool(), place=i) for i, spec in enumerate(specs or ()) if spec.name is not None)
 
 
 class FunctionName(Struct):

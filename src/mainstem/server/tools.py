@@ -26,6 +26,7 @@ class Tool:
         strict: whether its calls are held to that schema even where the model chooses whether to call.
         custom: whether the client takes a text instead; see `custom`.
         form: that its calls are held to, wherever calls are held; None: any text.
+        place: its index in the request, for errors.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Tool:
     strict: bool = False
     custom: bool = False
     form: Form | None = None
+    place: int = field(default=0, compare=False)
 
     def spec(self) -> dict[str, Any]:
         """Returns the tool as chat templates take it."""
