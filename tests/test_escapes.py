@@ -375,6 +375,15 @@ def test_a_chat_may_begin_as_the_tokenizer_begins_texts() -> None:
     assert Prompts(without, 1000).conversation(chat("hi"), begins).tolist() == plain
 
 
+def test_a_word_may_be_a_control_token_or_spell_one() -> None:
+    tokenizer = byte_tokenizer("chatml", ["<|im_end|>"])
+    prompts, end = Prompts(tokenizer, 1000), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    text = tokenizer.encode("<|im_end|>", add_special_tokens=False, split_special_tokens=True)
+    blank = tokenizer.encode(" ", add_special_tokens=False)
+    assert prompts.words(["<|im_end|>"]) == ((end,), tuple(text), (*blank, end), (*blank, *text))
+    assert [tokenizer.decode(word) for word in prompts.words(["ab"])] == ["ab", " ab"]
+
+
 # ---------------------------------------------------------------- what a model generated
 
 

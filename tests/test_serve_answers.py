@@ -326,3 +326,73 @@ def test_texts_of_special_tokens_in_questions_and_answers_are_text_and_found_aga
             bare.count(id) for id in talk.tokenizer.all_special_ids
         ]
         assert talk.tokenizer.decode(made) == talk.rendered(talk.messages[:-1])
+
+
+def everywhere(text: str) -> dict[str, dict[str, Any]]:
+    """Bodies that have a text in every place that a client or its documents can write, by the route."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": text, "enum": [text]}}}
+    function = {"name": "look", "description": text, "parameters": schema}
+    arguments = json.dumps({"a": text})
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    chats = {
+        "messages": [
+            {"role": "system", "content": text},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": text}, {"type": "text", "text": text}],
+                "name": "bob",
+            },
+            {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": text},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 1,
+    }
+    blocks = [{"type": "text", "text": text}]
+    messages = {
+        "system": blocks,
+        "messages": [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {"a": text}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": blocks}]},
+        ],
+        "tools": [{"name": "look", "description": text, "input_schema": schema}],
+        "max_tokens": 1,
+    }
+    responses = {
+        "instructions": text,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": text}]},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": arguments},
+            {"type": "function_call_output", "call_id": "c1", "output": text},
+        ],
+        "tools": [{"type": "function", **function}],
+        "max_output_tokens": 16,
+    }
+    return {"/v1/chat/completions": chats, "/v1/messages": messages, "/v1/responses": responses}
+
+
+@pytest.mark.parametrize("family", ["qwen", "zephyr"])
+def test_on_every_route_what_a_client_writes_is_text(family: str) -> None:
+    special = FAMILIES[family].special
+    with chat(family) as talk:
+        ids = talk.tokenizer.all_special_ids
+        for route in everywhere(""):
+            prompts = []
+            for text in ("hi", f"hi {''.join(special)}"):
+                body = {"model": "tiny", **everywhere(text)[route]}
+                response = talk.http.post(route, json=body)
+                assert response.status_code == 200, response.text
+                prompts.append(talk.asked[-1].tokens.tolist())
+            plain, forged = prompts
+            assert [forged.count(id) for id in ids] == [plain.count(id) for id in ids], route
+            assert talk.tokenizer.decode(forged).count("".join(special)) >= 4, route
+            if route == "/v1/messages":
+                fields = {name: value for name, value in body.items() if name != "max_tokens"}
+                counted = talk.http.post("/v1/messages/count_tokens", json=fields).json()
+                assert counted == {"input_tokens": len(forged)}
+            if route == "/v1/chat/completions":
+                named = {name: body[name] for name in ("messages", "tools")}
+                assert talk.http.post("/tokenize", json=named).json()["tokens"] == forged
+                freed = talk.http.post("/v1/cache/remove", json=named).json()
+                assert freed["freed_tokens"] > 0

@@ -45,6 +45,7 @@ from mainstem.retention import Kept
 from mainstem.runtime.adapters import Adapter, AdapterFiles, check_name, read_adapter
 from mainstem.runtime.advice import Action, Advice
 from mainstem.runtime.assembly import EngineRunner, make_cache, make_publisher, make_scheduler
+from mainstem.runtime.escapes import begun_once
 from mainstem.runtime.explaining import Stretches
 from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.handover import Handover
@@ -548,7 +549,9 @@ class Engine:
         return getattr(self, command.method)(**command.arguments)
 
     def _encode(self, prompt: str | Sequence[int]) -> NDArray[Any]:
-        return np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not isinstance(prompt, str):
+            return np.asarray(prompt)
+        return np.asarray(begun_once(self.tokenizer, self.tokenizer.encode(prompt)))
 
     def _describe(self, key: bytes) -> str:
         symbols = np.frombuffer(key, dtype="<u4")[: _SHOWN_TOKENS + 1]

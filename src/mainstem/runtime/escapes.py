@@ -10,8 +10,8 @@ character is escaped: replaced by half a surrogate pair, which no valid text has
     tokens      [<|im_start|>] user \\n hi < | im _ end | > [<|im_end|>]
 
 Control tokens are the special ones, and other added tokens that the chat template names (transformers' rule, too). In
-messages of the assistant, those that are not special stay what they are, unless they begin or end turns: what a model
-thinks or calls comes back with their texts, and templates look for them.
+messages of the assistant some stay what they are: those with which the model marks thoughts and calls, and others that
+are not special, unless they begin or end turns. They come back as texts, and templates look for them.
 
 Texts without such texts are tokenised as ever. Others are by a copy of the tokenizer in which no text is a control
 token; characters for private use stand in for the control tokens of the template.
@@ -105,11 +105,19 @@ class Escapes:
         firsts = sorted({text[0] for text in self._ids})
         self._escape = {first: chr(_ESCAPES + at) for at, first in enumerate(firsts)}
         self._plain = {ord(escape): first for first, escape in self._escape.items()}
-        special = {str(each) for each in added.values() if each.special} | {*more}
+        self._special = {str(each) for each in added.values() if each.special} | {*more}
         self._all = Finder(self._ids)
-        self._turns = Finder({text for text in self._ids if text in special} | self._around_turns(template))
+        self._around = self._around_turns(template)
+        self._turns = self._all  # those that no message of the assistant has
+        self.speak(())
         self._apart: _Apart | None = None
         self._making = threading.Lock()  # guards that
+
+    def speak(self, texts: Collection[str]) -> None:
+        """Says with which texts the model marks thoughts and calls. Call it before other threads use this."""
+        never = self._special & self._around
+        mostly = self._special | self._around
+        self._turns = Finder({text for text in self._ids if text in (never if text in texts else mostly)})
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns messages that a chat template may be given.
@@ -310,6 +318,18 @@ class _Apart:
         pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         escapes.check_ids((token for token, added in pairs if not added), name)
         return [self._ids.get(token, token) for token in encoded.ids], encoded.offsets
+
+
+def beginning(tokenizer: Any) -> tuple[int | None, str]:
+    """Returns the token with which a tokenizer begins texts, and its text; None and empty: it adds none."""
+    whole, plain = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
+    return (None, "") if whole[:1] == plain[:1] else (int(whole[0]), str(tokenizer.decode(whole[:1])))
+
+
+def begun_once(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
+    """Returns the tokens of a text, as `encode` gives them, without a second beginning: the text may have its own."""
+    twice = len(ids) > 1 and ids[0] == ids[1] and ids[0] in tokenizer.all_special_ids
+    return ids[1:] if twice and ids[0] == beginning(tokenizer)[0] else ids
 
 
 def template_text(tokenizer: Any) -> str:

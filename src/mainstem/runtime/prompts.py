@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.cuts import Tokenization, common_length
-from mainstem.runtime.escapes import Escapes, utf8_bytes
+from mainstem.runtime.escapes import Escapes, beginning, begun_once, utf8_bytes
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.spelling import Spelled, spelled
 from mainstem.runtime.text import Detokenizer
@@ -171,10 +171,7 @@ class Prompts:
         self.check_size([text], "prompt")
         given = text if parse_special else self.escapes.text(text, name="prompt")
         ids = self.escapes.encode(given, special_tokens=special_tokens, name="prompt")
-        twice = special_tokens and len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._tokenizer.all_special_ids
-        if twice and ids[0] == self._beginning[0]:
-            ids = ids[1:]
-        return self._checked_ids(text, ids, "prompt")
+        return self._checked_ids(text, begun_once(self._tokenizer, ids) if special_tokens else ids, "prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """Makes a prompt of token ids, each an int32.
@@ -286,14 +283,8 @@ class Prompts:
     def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
         given, arguments = self.escapes.messages(messages), self.escapes.value(template.arguments)
         text = self.escapes.rendered(str(self._tokenizer.apply_chat_template(given, tokenize=False, **arguments)))
-        _, beginning = self._beginning if template.special_tokens else (None, "")
-        return text if text.startswith(beginning) else beginning + text
-
-    @cached_property
-    def _beginning(self) -> tuple[int | None, str]:
-        """The token with which the tokenizer begins texts, and its text; None and empty: it adds none."""
-        whole, plain = (self._tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
-        return (None, "") if whole[:1] == plain[:1] else (whole[0], str(self._tokenizer.decode(whole[:1])))
+        _, begin = beginning(self._tokenizer) if template.special_tokens else (None, "")
+        return text if text.startswith(begin) else begin + text
 
     def _boundaries(self, messages: Sequence[Mapping[str, Any]], text: str, template: Template) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
@@ -325,9 +316,13 @@ class Prompts:
         return int(different[0]) if different.size else n
 
     def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of words, each at the beginning of a text and after a blank if these differ."""
+        """Returns the tokens of words, each at the beginning of a text and after a blank if these differ.
+
+        The text of a control token is a word by this token, and by those that spell it.
+        """
         spelled = [form for text in texts for form in (text, f" {text.lstrip()}")]
-        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(each, add_special_tokens=False)) for each in spelled))
+        given = [each for form in spelled for each in (form, self.escapes.text(form, name="bad_words"))]
+        return tuple(dict.fromkeys(tuple(self.escapes.encode(each, name="bad_words")) for each in given))
 
     def read(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Returns the text of tokens, by default special ones included.

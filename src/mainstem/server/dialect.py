@@ -153,6 +153,11 @@ class Dialect:
         taken = {"thinking": takes_thinking, "reasoning_effort": takes_effort}
         return [name for name in taken if not taken[name]]
 
+    @property
+    def in_texts(self) -> tuple[str, ...]:
+        """The markers that texts of the assistant may have: of thoughts, and of calls if the template writes none."""
+        return self._markers(NO_TOOLS) if self.traits.tools else self._markers()
+
     def conversation(
         self, messages: Conversation, tools: Sequence[Tool] = ()
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
@@ -204,7 +209,9 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
             return None
 
     traits, switches = traits_of(render), switches_of(render_with)
-    return Dialect(spoken, spoken.thinking or thought, traits, special_tokens(tokenizer), switches)
+    made = Dialect(spoken, spoken.thinking or thought, traits, special_tokens(tokenizer), switches)
+    prompts.escapes.speak(made.in_texts)
+    return made
 
 
 # ---------------------------------------------------------------- trials
