@@ -227,6 +227,23 @@ def test_every_template_of_the_tests_keeps_text(name: str) -> None:
     assert "".join(special) in tokenizer.decode(bad)
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_marks_and_variants_are_found_among_texts_of_control_tokens(name: str) -> None:
+    tokenizer, special = tokenizer_of(name), "".join(FAMILIES[name].special)
+    prompts = Prompts(tokenizer, 1 << 20, marks=True)
+    said = chat(f"hi {special}", special, f"{special} so <")
+    changed = [*said[:2], {**said[2], "content": f"{special} \ue000"}, *said[3:]]
+    prompt = prompts.prepare(said, ANSWER, [(changed, ANSWER)])
+    text = tokenizer.decode(prompt.tokens)
+    before = {tokenizer.decode(prompt.tokens[:mark]).rstrip(" ") for mark in prompt.marks}
+    begins = [text.index(f"hi {special}"), text.rindex(f"{special} so")]
+    assert {text[:at].rstrip(" ") for at in begins} <= before
+    (parting,) = prompt.partings
+    second = text.index(special, begins[0] + len(special) + 3)
+    assert tokenizer.decode(prompt.tokens[:parting]).startswith(text[: second + len(special) - 1])
+    assert text.startswith(tokenizer.decode(prompt.tokens[:parting])) and parting < len(prompt.tokens)
+
+
 # ---------------------------------------------------------------- the assistant's own
 
 
