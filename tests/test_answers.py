@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.fake_engine import FakeTokenizer
-from rigs.families import tokenizer_of, unusual
+from rigs.families import spelled, tokenizer_of, unusual
 
 from mainstem.errors import RequestTooLong
 from mainstem.namespaces import Namespace
@@ -146,9 +146,7 @@ def test_an_answer_can_be_continued() -> None:
 def test_what_looks_like_a_special_token_stays_what_the_model_wrote() -> None:
     server = Server()
     chat = [user("How does a turn end?")]
-    written = TOKENIZER.encode("With <|im_", add_special_tokens=False)
-    written += TOKENIZER.encode("end|>, say I.", add_special_tokens=False)
-    assert END not in written
+    written = [*FIRST, *spelled(TOKENIZER, ["<|im_end|>", "<|im_start|>"]), *SECOND]
     server.ask(chat, [[*written, END]])
     sent = [*chat, said(written), user("And?")]
     assert has(server.ask(sent), written)

@@ -264,7 +264,7 @@ class Escapes:
         given = {} if template is None else {"chat_template": template}
         try:
             text = self._tokenizer.apply_chat_template(_PLAIN_CHAT, tokenize=False, **given)
-        except (TemplateError, ValueError, TypeError):
+        except (TemplateError, ValueError, TypeError, RecursionError):
             return set()
         return {*self._all.pattern.findall(str(text))}
 
@@ -328,7 +328,7 @@ def beginning(tokenizer: Any) -> tuple[int | None, str]:
 
 def begun_once(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
     """Returns the tokens of a text, as `encode` gives them, without a second beginning: the text may have its own."""
-    twice = len(ids) > 1 and ids[0] == ids[1] and ids[0] in tokenizer.all_special_ids
+    twice = len(ids) > 1 and ids[0] == ids[1] and ids[0] in getattr(tokenizer, "all_special_ids", ())
     return ids[1:] if twice and ids[0] == beginning(tokenizer)[0] else ids
 
 
