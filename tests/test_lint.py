@@ -395,7 +395,7 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{path}, line 2: not JSON" in capsys.readouterr().err
     assert main(["lint", os.fspath(path), "--on-bad", "skip"]) == 0
     shown = capsys.readouterr().out
-    assert "2 requests" in shown and "1 bad lines were left out" in shown and "Nothing was found" in shown
+    assert "2 requests" in shown and "Left out: 1 bad line." in shown and "Nothing was found" in shown
     path.write_text("")
     assert main(["lint", os.fspath(path)]) == 1
     assert "has no request" in capsys.readouterr().err

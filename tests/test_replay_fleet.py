@@ -163,7 +163,7 @@ def test_the_fewest_machines_that_carry_the_load_are_found() -> None:
 def test_too_few_machines_say_how_many() -> None:
     plan = plan_fleet(busy_trace(), SHAPE, DEVICE, Memory(), GIVEN, Fleet(1))
     assert plan.enough is None
-    assert f"1 machines are too few: at their hits it takes {plan.rows[-1].needed}" in fleet_notes(plan)[0]
+    assert f"Too few with 1 machine: at their hits it takes {plan.rows[-1].needed}" in fleet_notes(plan)[0]
 
 
 def test_money_and_energy_by_hand() -> None:

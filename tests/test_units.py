@@ -9,7 +9,16 @@ import pytest
 
 from mainstem import units
 from mainstem.errors import BadArgument
-from mainstem.units import parse_bytes, parse_rate, parse_seconds, parse_store, parse_timeout, show_bytes, show_seconds
+from mainstem.units import (
+    counted,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+    parse_store,
+    parse_timeout,
+    show_bytes,
+    show_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +149,9 @@ def test_what_a_unit_shows_it_reads(unit: units.Unit, shown: dict[float, str]) -
     for value, text in shown.items():
         assert unit.show(value) == text
         assert unit.parse("option", text) == value
+
+
+def test_one_thing_has_no_plural() -> None:
+    assert [counted(count, "request") for count in (0, 1, 2, 1500)] == [
+        "0 requests", "1 request", "2 requests", "1,500 requests",
+    ]  # fmt: skip

@@ -27,6 +27,7 @@ from mainstem.errors import BadArgument, MainstemError
 from mainstem.runtime.prompts import Prompts
 from mainstem.runtime.request import Delta, Request
 from mainstem.settings.engine import SamplingParams
+from mainstem.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -280,7 +281,7 @@ def show_agents(report: AgentReport, console: Console) -> None:
     """Prints a report for people: a table, what the agent said, the tree, and last the figure that matters most."""
     from rich.table import Table
 
-    table = Table(title=f"{report.model}, {report.dtype}, {report.threads} threads: time to each step's first token")
+    table = Table(title=f"{_setting(report)}: time to each step's first token")
     table.add_column("result of")
     for heading in ("cold", "warm", "sooner", "reused"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -307,7 +308,7 @@ def show(report: Report, console: Console) -> None:
     """Prints a report for people: a table, the answers, the tree, and last the figure that matters most."""
     from rich.table import Table
 
-    table = Table(title=f"{report.model}, {report.dtype}, {report.threads} threads: time to the first token")
+    table = Table(title=f"{_setting(report)}: time to the first token")
     table.add_column("question")
     for heading in ("cold", "warm", "sooner", "reused"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -328,6 +329,10 @@ def show(report: Report, console: Console) -> None:
         f" {_ms(report.cold_ttft_s)}, {report.reused_tokens} tokens reused, {same}.",
         soft_wrap=True,
     )
+
+
+def _setting(report: Report | AgentReport) -> str:
+    return f"{report.model}, {report.dtype}, {counted(report.threads, 'thread')}"
 
 
 def _guide() -> str:

@@ -25,6 +25,7 @@ from mainstem.explain import Explanation, Timeline, explain_runs
 from mainstem.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
 from mainstem.namespaces import DEFAULT, NamespaceLike, describe_namespace, encode_namespace
 from mainstem.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, Rank, find_policy
+from mainstem.units import counted
 
 Ids = NDArray[np.int32]
 
@@ -531,7 +532,8 @@ class Tree:
         lines: list[str] = []
         for name, group in groupby(self.nodes(), key=lambda view: view.namespace):
             views = list(group)
-            lines.append(f"{_show_namespace(name)}: {sum(view.length for view in views)} tokens in {len(views)} nodes")
+            held = f"{sum(view.length for view in views)} tokens in {counted(len(views), 'node')}"
+            lines.append(f"{_show_namespace(name)}: {held}")
             lines.extend(self._branches(views, describe or self._first_symbols))
         return "\n".join(lines) if lines else "(empty)"
 

@@ -128,6 +128,11 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 36000 else f"{seconds / 3600:.3g} h"
 
 
+def counted(count: int, thing: str) -> str:
+    """Formats a number of things: 1 request, 1,500 requests."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def exact_bytes(size: float) -> str:
     """Formats bytes exactly, as `parse_bytes` reads them: 1GiB, 20MiB, 1000."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):

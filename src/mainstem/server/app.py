@@ -74,6 +74,7 @@ from mainstem.server.tenants import Tenancy, show_owner
 from mainstem.server.tracing import Trace, Tracing
 from mainstem.settings.server import RecordConfig, ServerConfig
 from mainstem.settings.tenants import read_tenants
+from mainstem.units import counted
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -222,7 +223,7 @@ def _described(engine: Engine) -> str:
         totals = {name: pool.total for name, pool in stats.tiers.host_pools.items()}
         host = f", on the host {', '.join(_pools(totals))}"
     store = "" if engine.config.tiers.storage is None else ", with storage"
-    return f"{dtype}, {torch.get_num_threads()} threads, {device}{host}{store}"
+    return f"{dtype}, {counted(torch.get_num_threads(), 'thread')}, {device}{host}{store}"
 
 
 def _pools(totals: Mapping[str, int]) -> list[str]:

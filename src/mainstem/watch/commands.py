@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import needs
+from mainstem.units import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -306,8 +307,8 @@ def _print(report: Report, skipped: int, tokens_per_s: float | None) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     part = report.shared_tokens / max(report.tokens, 1)
-    counts = f"{report.requests:,} requests, {report.tokens:,} prompt tokens"
-    bad = f" {skipped:,} bad lines were left out." if skipped else ""
+    counts = f"{counted(report.requests, 'request')}, {counted(report.tokens, 'prompt token')}"
+    bad = f" Left out: {counted(skipped, 'bad line')}." if skipped else ""
     console.print(f"{counts}; {part:.1%} of them are the beginning of an earlier prompt.{bad}")
     if not report.findings:
         console.print("Nothing was found that keeps prompts from sharing more.")

@@ -26,6 +26,7 @@ from mainstem.replay.commands.trace import (
 from mainstem.settings.fields import Settings, integer, number, setting
 from mainstem.settings.flags import takes_settings
 from mainstem.settings.replay import DTYPE, Setup, TraceOptions
+from mainstem.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -226,10 +227,12 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def _show(trace: Trace, rows: Sequence[Row]) -> None:
     console = results()
-    blocks = f"{len(trace.whole.blocks):,} blocks of {trace.block_size} tokens, {trace.distinct_blocks:,} distinct"
-    console.print(f"{printable(trace.name)}: {len(trace):,} requests, {blocks}", markup=False, soft_wrap=True)
+    blocks = (
+        f"{counted(len(trace.whole.blocks), 'block')} of {trace.block_size} tokens, {trace.distinct_blocks:,} distinct"
+    )
+    console.print(f"{printable(trace.name)}: {counted(len(trace), 'request')}, {blocks}", markup=False, soft_wrap=True)
     if rows[0].replicas > 1:
-        console.print(f"{rows[0].replicas:,} replicas of each capacity, routing by {rows[0].routing}")
+        console.print(f"{counted(rows[0].replicas, 'replica')} of each capacity, routing by {rows[0].routing}")
     best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == "opt"}
     console.print(_table([dict(_cells(trace, row, best.get(row.capacity_blocks))) for row in rows]))
     if any(len(row.tiers) > 1 for row in rows):

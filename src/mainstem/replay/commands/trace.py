@@ -21,6 +21,7 @@ from mainstem.errors import BadArgument
 from mainstem.here import check_output
 from mainstem.settings.flags import takes_settings
 from mainstem.settings.replay import Growth, TraceOptions
+from mainstem.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,7 +153,8 @@ def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = Trac
     if json:
         print(dumps({**done, "notes": read.notes}))
     else:
-        print(f"{target}: {done['requests']:,} requests, {done['blocks']:,} blocks, {done['bytes']:,} bytes")
+        blocks = counted(len(read.whole.blocks), "block")
+        print(f"{target}: {counted(len(read), 'request')}, {blocks}, {done['bytes']:,} bytes")
         print("".join(f"{printable(note)}\n" for note in read.notes), end="")
 
 
@@ -203,7 +205,8 @@ def _save(made: Trace, output: Path, json: bool) -> None:
     if json:
         print(dumps(facts))
     else:
-        print(f"{output}: {len(made):,} requests, {facts['blocks']:,} blocks, {facts['distinct_blocks']:,} distinct")
+        blocks = f"{counted(len(made.whole.blocks), 'block')}, {made.distinct_blocks:,} distinct"
+        print(f"{output}: {counted(len(made), 'request')}, {blocks}")
         print("".join(f"{printable(note)}\n" for note in made.notes), end="")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mainstem.replay.plan.fleet import HOURS_A_MONTH, FleetPlan, FleetRow, Flow
 from mainstem.replay.plan.words import Stated, aligned, of_the_device, of_the_model, of_the_rules, show_busy, table
-from mainstem.units import show_bytes, show_seconds
+from mainstem.units import counted, show_bytes, show_seconds
 
 _CONVENTION = "a convention"
 _ROUND = "a round number, no quote"
@@ -116,15 +116,16 @@ def _needed(plan: FleetPlan) -> Iterator[str]:
     if plan.enough is None:
         last = plan.rows[-1]
         yield (
-            f"{last.size.machines:,} machines are too few: at their hits it takes {last.needed:,} ({without}), if each "
-            f"may be busy {most:.0%} of the time. Plan again with --machines {last.needed}."
+            f"Too few with {counted(last.size.machines, 'machine')}: at their hits it takes {last.needed:,} "
+            f"({without}), if each may be busy {most:.0%} of the time. Plan again with --machines {last.needed}."
         )
         return
     row = plan.enough
+    machines = f"{counted(row.size.machines, 'machine')} of {plan.engine.gpus} x {plan.device.name}"
     yield (
-        f"It takes {row.size.machines:,} machines of {plan.engine.gpus} x {plan.device.name} ({without}), if each may "
-        f"be busy {most:.0%} of the time with prefill. They find {row.token_hit_rate:.1%} of prompt tokens, and the "
-        f"first token takes {show_seconds(row.ttft_mean_s)} on average; without a cache and without waiting, it takes "
+        f"It takes {machines} ({without}), if each may be busy {most:.0%} of the time with prefill. They find "
+        f"{row.token_hit_rate:.1%} of prompt tokens, and the first token takes {show_seconds(row.ttft_mean_s)} on "
+        "average; without a cache and without waiting, it takes "
         f"{show_seconds(bare.ttft_mean_s)}."
     )
     yield (
@@ -143,8 +144,8 @@ def _knees(plan: FleetPlan) -> Iterator[str]:
     if fleet.machine_memory:
         each = f"{show_bytes(row.size.host_bytes)} of host memory each" if row.size.host_bytes else "no host memory"
         yield (
-            f"With {row.size.machines:,} machines, {each} is the knee: {row.flops_saved_share:.1%}; beyond it, a "
-            f"gigabyte saves at most {plan.given.gain:g} %."
+            f"With {counted(row.size.machines, 'machine')}, {each} is the knee: {row.flops_saved_share:.1%}; beyond "
+            f"it, a gigabyte saves at most {plan.given.gain:g} %."
         )
 
 
@@ -210,8 +211,8 @@ _HEAD = (
 def show_fleet(plan: FleetPlan) -> str:
     """Returns the whole plan as text for a terminal."""
     head = (
-        f"{plan.trace}: {plan.requests:,} requests in {show_seconds(plan.span_s)}, {plan.input_tokens:,} prompt tokens"
-        "\n"
+        f"{plan.trace}: {counted(plan.requests, 'request')} in {show_seconds(plan.span_s)}, "
+        f"{plan.input_tokens:,} prompt tokens\n"
         f"{plan.model.name} on machines of {plan.engine.gpus} x {plan.device.name}, routed by {plan.routing}"
     )
     bare = ("no cache", "", "", "", *_cells(plan.bare)[4:])

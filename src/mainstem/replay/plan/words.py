@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainstem.replay.plan.plan import Knee, Plan, PlanRow, everything
 from mainstem.settings.replay import Assumptions
-from mainstem.units import show_bytes, show_seconds
+from mainstem.units import counted, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from mainstem.replay.plan.fleet import FleetPlan
@@ -277,7 +277,7 @@ def show_plan(plan: Plan) -> str:
     """Returns the whole plan as text for a terminal."""
     span = f" in {show_seconds(plan.span_s)}" if plan.span_s else ""
     head = (
-        f"{plan.trace}: {plan.requests:,} requests{span}, {plan.input_tokens:,} prompt tokens\n"
+        f"{plan.trace}: {counted(plan.requests, 'request')}{span}, {plan.input_tokens:,} prompt tokens\n"
         f"{plan.model.name} on {plan.engine.gpus * plan.given.replicas} x {plan.device.name}"
     )
     gpus = plan.engine.gpus
