@@ -281,7 +281,7 @@ def stream(
     with fleet.http.stream("POST", "/v1/completions", json=body) as reply:
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
-                assert line in ("", "data: [DONE]")
+                assert line in ("", "data: [DONE]", ": ping")
                 continue
             chunk = json.loads(line.removeprefix("data: "))
             assert "error" not in chunk, chunk

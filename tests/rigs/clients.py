@@ -46,6 +46,8 @@ def named_events(response: Any) -> list[dict[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for text in response.text.split("\n\n")[:-1]:
+        if text.startswith(":"):
+            continue  # a ping of a server that is slow
         name, data = text.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
