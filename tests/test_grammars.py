@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from bench.tiny_models import tiny
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime import grammars
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.grammars import Grammars
+from mainstem.runtime.grammars import Grammars, spaced
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.processor import LogitsProcessor
 from mainstem.runtime.request import Completion, Request
@@ -246,6 +247,42 @@ def test_answers_to_a_regular_expression_match_it(pattern: str, seed: int) -> No
 def test_answers_to_a_choice_are_one_of_it(texts: list[str], seed: int) -> None:
     text, ended = answer(choice(*texts), seed)
     assert ended in ("stop", "eos") and text in texts
+
+
+@pytest.mark.parametrize("grammar", [Grammar("json_object"), schema({"type": "object"}), schema({})])
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"a": [1, 2], "b": {}}', True),
+        ('{"a":[1,2],"b":{}}', True),
+        (json.dumps({"a": [1, {"b": 2}]}, indent=4), True),
+        (json.dumps({"a": [1, {"b": 2}]}, indent="\t").replace("\n", "\r\n"), True),
+        ('{ "a" : 1 }', True),
+        ('{  "a":1}', True),
+        ('{   "a":1}', False),
+        ('{"a":\n\n1}', False),
+        ('{"a":' + "\n" + " " * 61 + "1}", False),
+    ],
+)
+def test_white_space_of_json_has_an_end(grammar: Grammar, text: str, taken: bool) -> None:
+    matcher = small().compile(grammar).matcher()
+    followed = True
+    for token in byte_pairs().encode(text, add_special_tokens=False):
+        followed = followed and bool(matcher.following().tokens[token])
+        if followed:
+            matcher.accept(token)
+    assert followed == taken
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", ' {"type": "object"}', "true", '{"x-guidance": {"whitespace_flexible": false}}']
+)
+def test_a_schema_that_says_something_of_white_space_keeps_it(text: str) -> None:
+    made = spaced(text)
+    if text == "true":
+        assert made == text
+    else:
+        assert json.loads(made) == {"x-guidance": {"whitespace_pattern": ANY}, **json.loads(text)}
 
 
 def test_every_choice_can_be_made() -> None:

@@ -249,15 +249,31 @@ def _spelled(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return LLMatcher.grammar_from_json_schema(spaced('{"type": "object"}'))
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text)
+            return LLMatcher.grammar_from_json_schema(spaced(grammar.text))
         case "regex":
             return LLMatcher.grammar_from_regex(_ascii_classes(grammar.text))
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(grammar))))
         case "lark":
             return grammar_from("grammar", grammar.text)
+
+
+_SPACES = r"[ ]{0,2}|\r?\n[ \t]{0,60}"
+
+
+def spaced(schema: str) -> str:
+    """Returns a JSON schema whose values have two blanks between their tokens, or a line break and an indent, at most.
+
+    A weak model may write white space for as long as it may, and nothing else.
+    """
+    inside = schema.lstrip()
+    if not inside.startswith("{"):
+        return schema
+    options = json.dumps({"x-guidance": {"whitespace_pattern": _SPACES}})[:-1]
+    rest = inside[1:].lstrip()
+    return f"{options}{'' if rest.startswith('}') else ', '}{rest}"
 
 
 _ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from mainstem.runtime.escapes import template_text
+from mainstem.runtime.grammars import spaced
 from mainstem.runtime.prompts import ANSWER, Prompts
 from mainstem.runtime.text import Stops, special_tokens
 from mainstem.server.custom import held
@@ -326,9 +327,9 @@ _GAP = r"/\s{0,2}/"
 def _rule(form: Grammar) -> str | None:
     """Returns a form as a rule of Lark; None: it cannot be one."""
     if form.kind == "json_object":
-        return '%json {"type": "object"}'
+        return "%json " + spaced('{"type": "object"}')
     if form.kind == "json_schema" and form.text.lstrip().startswith("{"):
-        return f"%json {form.text}"
+        return f"%json {spaced(form.text)}"
     if form.kind == "choice":
         return " | ".join(json.dumps(text) for text in json.loads(form.text))
     return None
