@@ -24,15 +24,14 @@ from mainstem.server.reasoning import Thinking
 from mainstem.server.scanners import (
     CallScanner,
     DeepSeekScanner,
-    Glm45Scanner,
     HarmonyScanner,
     HermesScanner,
     JsonScanner,
     Llama3Scanner,
     MistralScanner,
-    Qwen3CoderScanner,
 )
 from mainstem.server.schemas import closed
+from mainstem.server.tagged import Glm45Scanner, Qwen3CoderScanner
 from mainstem.server.tools import Tool, Tooling
 
 MAX_FORCED = 16

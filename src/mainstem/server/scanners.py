@@ -1,4 +1,6 @@
-"""Scanners: the parsers that find calls of tools in what a model writes, one for each form.
+"""Scanners: the parsers that find calls of tools in what a model writes, one for each form whose arguments are JSON.
+
+Those of calls whose arguments have tags of their own are in `tagged`.
 
 A scanner shows a call when its name is complete, and then its arguments as they come: as the model wrote them, if they
 are JSON, or as what they were meant to be; arguments in tags become JSON by the schema of the tool. A call is complete
@@ -15,12 +17,11 @@ from typing import ClassVar
 
 from mainstem.server.custom import as_arguments
 from mainstem.server.output import END, Arguments, Call, NoCall, Piece, Reasoning, Scanner, Steps, Text, joined
-from mainstem.server.parameters import TEXT, Parameters
 from mainstem.server.repair import NoJson, Repair, repaired, strict
 from mainstem.server.tools import Tooling
 
 
-class _Malformed(Exception):
+class Malformed(Exception):
     """What was read is no call."""
 
 
@@ -88,7 +89,7 @@ class CallScanner(Scanner):
         self._taken = [before]
         try:
             yield from calls
-        except _Malformed:
+        except Malformed:
             if self._open is not None and self._ended and self._cut:
                 return True
             before, *read = self._taken
@@ -134,7 +135,7 @@ class CallScanner(Scanner):
     def _expect(self, text: str) -> Steps[None]:
         for wanted in text:
             if (yield from self._take()) != wanted:
-                raise _Malformed
+                raise Malformed
 
     def _name(self, *others: str) -> Steps[str]:
         """Reads as much of a name of a tool, or of other texts, as there is."""
@@ -154,11 +155,11 @@ class CallScanner(Scanner):
         separator = ","
         while separator == ",":
             if (yield from self._solid()) != "{":
-                raise _Malformed
+                raise Malformed
             yield from self._json_call()
             separator = yield from self._solid()
         if separator != "]":
-            raise _Malformed
+            raise Malformed
 
     def _json_call(self) -> Steps[None]:
         """Reads the rest of an object that is a call."""
@@ -170,7 +171,7 @@ class CallScanner(Scanner):
                 break
             key = yield from self._json_text()
             if (yield from self._solid()) != ":":
-                raise _Malformed
+                raise Malformed
             if key == "name" and not begun:
                 begun = self._begin((yield from self._json_text()))
                 if has_arguments:
@@ -182,10 +183,10 @@ class CallScanner(Scanner):
             elif key in _OTHER_KEYS:
                 yield from self._json_value(_ignore)
             else:
-                raise _Malformed
+                raise Malformed
             separator = yield from self._solid()
         if separator != "}" or not begun:
-            raise _Malformed
+            raise Malformed
         if not has_arguments:
             self._argue("{}")
             self._settle()
@@ -194,7 +195,7 @@ class CallScanner(Scanner):
     def _begin(self, name: str) -> bool:
         """Shows the beginning of a call. The white space before it is text again if it turns out to be none."""
         if name not in self._names:
-            raise _Malformed
+            raise Malformed
         self._taken[0], self._held = self._held + self._taken[0], ""
         self._open, self._takes_text = self._calls, name in self._custom
         self._calls += 1
@@ -236,7 +237,7 @@ class CallScanner(Scanner):
     def _json_text(self) -> Steps[str]:
         """Reads a JSON string, and returns what it stands for."""
         if (yield from self._peek()) not in _QUOTES:
-            raise _Malformed
+            raise Malformed
         raw: list[str] = []
         yield from self._strict(raw.append)
         return str(json.loads("".join(raw)))
@@ -248,10 +249,10 @@ class CallScanner(Scanner):
             yield from self._strict(show)
             return
         if character in _ENDS:
-            raise _Malformed
+            raise Malformed
         while not ((character := (yield from self._take())) in _ENDS or character.isspace()):
             if character == END:
-                raise _Malformed
+                raise Malformed
             show(character)
         self._reread()
 
@@ -261,11 +262,11 @@ class CallScanner(Scanner):
         while not repair.ended:
             character = yield from self._take()
             if character == END:
-                raise _Malformed
+                raise Malformed
             try:
                 show(repair.feed(character))
             except NoJson:
-                raise _Malformed from None
+                raise Malformed from None
 
 
 _OPENING, _ENDS, _QUOTES = frozenset("{["), frozenset(",}]"), frozenset("\"'")
@@ -293,9 +294,9 @@ def _plain_arguments(written: str, takes_text: bool) -> str:
             text = json.loads(written)
             meant = repaired(text) if text.strip() else "{}"
     except (NoJson, RecursionError):
-        raise _Malformed from None
+        raise Malformed from None
     if not meant.startswith("{"):
-        raise _Malformed
+        raise Malformed
     return meant
 
 
@@ -354,7 +355,7 @@ class MistralScanner(CallScanner):
         while (character := (yield from self._take())) not in _OPENING:
             name = (name + character).lstrip()
             if character == END or not any(known.startswith(name) for known in self._names):
-                raise _Malformed
+                raise Malformed
         self._reread()
         if character == "[":
             yield from self._between_name_and_arguments()
@@ -407,7 +408,7 @@ class DeepSeekScanner(CallScanner):
         yield from self._peek()
         for wanted in text:
             if (character := (yield from self._take())) != wanted and character != END:
-                raise _Malformed
+                raise Malformed
         self._taken = [""]
 
 
@@ -440,16 +441,16 @@ class HarmonyScanner(CallScanner):
             character = yield from self._take()
             header += character
             if character == END or not _may_be_header(header.lstrip()):
-                raise _Malformed
+                raise Malformed
         found = _HEADER.fullmatch(" ".join(header.split()))
         if found is None:
-            raise _Malformed
+            raise Malformed
         if recipient := found["author_to"] or found["channel_to"]:
             self._begin(recipient.removeprefix("functions."))
             yield from self._arguments(True)
             return
         if found["channel"] is None:
-            raise _Malformed
+            raise Malformed
         thinks = found["channel"] == "analysis"
         self._taken, self._held = [""], ""
         if thinks and self._thought:
@@ -483,127 +484,3 @@ def _may_be_header(text: str) -> bool:
     """Whether a message's header may begin so; a marker of another one ends it."""
     begins = any(header.startswith(text) or text.startswith(header) for header in _HEADERS)
     return begins and len(text) <= _LONGEST_HEADER and text.count("<|channel|>") < 2 and "<|start|>" not in text[1:]
-
-
-class TaggedScanner(CallScanner):
-    """Calls whose arguments have tags of their own, after `<tool_call>`, anywhere in the text.
-
-    Texts are shown as they come, other values when they are complete.
-    """
-
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-
-    head: ClassVar[tuple[str, str]]
-    """What is before a name, and after it."""
-
-    key: ClassVar[tuple[str, str]]
-    """What is around the name of a parameter."""
-
-    value: ClassVar[tuple[str, str]]
-    """What is around its value."""
-
-    tail: ClassVar[str]
-    """What is after the last one."""
-
-    lines: ClassVar[bool] = False
-    """Whether a value has lines of its own."""
-
-    def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
-        self._parameters = {tool.name: Parameters(tool.parameters) for tool in tooling.callable}
-        self._given = 0  # arguments of the call
-        super().__init__(tooling, new_id)
-
-    def _calls_after(self, marker: str) -> Steps[None]:
-        before, after = self.head
-        yield from self._peek()
-        yield from self._expect("" if marker == before else before)
-        name = yield from self._name()
-        character = yield from self._take()
-        if not (character.isspace() or character == (after or self.key[0])[0]):
-            raise _Malformed  # the name goes on, or may go on
-        self._reread()
-        yield from self._peek()
-        yield from self._expect(after)
-        self._begin(name)
-        self._given = 0
-        while (yield from self._either(self.key[0], self.tail)) != self.tail:
-            yield from self._argument(self._parameters[name])
-        self._argue("}" if self._given else "{}")
-        self._settle()
-
-    def _argument(self, parameters: Parameters) -> Steps[None]:
-        """Reads an argument, of which the first marker was read."""
-        name = yield from self._upto(self.key[1])
-        if self.value[0]:
-            yield from self._peek()
-            yield from self._expect(self.value[0])
-        self._argue(f"{', ' if self._given else '{'}{json.dumps(name, ensure_ascii=False)}: ")
-        self._given += 1
-        yield from self._value(name, parameters)
-
-    def _value(self, name: str, parameters: Parameters) -> Steps[None]:
-        """Reads a value up to its end, and shows it."""
-        is_text, waiting = parameters.types(name) == TEXT, list[str]()
-
-        def show(character: str) -> None:
-            waiting.append(character)
-            if is_text:
-                ready = len(waiting) - (self.lines and character == "\n")
-                self._argue(_escaped("".join(waiting[:ready])))
-                del waiting[:ready]
-
-        if self.lines and (yield from self._next_is("\n")):
-            yield from self._take()
-        self._argue('"' if is_text else "")
-        ended = yield from self._until([self.value[1]], show, self._take)
-        rest = "".join(waiting)
-        if ended == END:
-            self._argue(_escaped(rest) if is_text else rest)
-            raise _Malformed
-        rest = rest.removesuffix("\n") if self.lines else rest
-        self._argue(_escaped(rest) + '"' if is_text else parameters.value(name, rest))
-
-    def _next_is(self, text: str) -> Steps[bool]:
-        character = yield from self._take()
-        self._reread()
-        return character == text
-
-    def _either(self, one: str, other: str) -> Steps[str]:
-        """Reads one of two texts, after white space, and returns it."""
-        yield from self._peek()
-        read = ""
-        while read not in (one, other):
-            character = yield from self._take()
-            read += character
-            if character == END or not (one.startswith(read) or other.startswith(read)):
-                raise _Malformed
-        return read
-
-    def _upto(self, end: str) -> Steps[str]:
-        """Reads a text up to its end, and returns what is before it."""
-        text = ""
-        while not text.endswith(end):
-            if not (character := (yield from self._take())):
-                raise _Malformed
-            text += character
-        return text.removesuffix(end)
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-class Qwen3CoderScanner(TaggedScanner):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, values in lines."""
-
-    markers = (*TaggedScanner.markers, "<function=")
-    begins = (*TaggedScanner.begins, "<function=")
-    head, key, value, tail, lines = ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", True
-
-
-class Glm45Scanner(TaggedScanner):
-    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
-
-    head, key, value = ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
-    tail = "</tool_call>"
