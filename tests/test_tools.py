@@ -608,6 +608,14 @@ def test_grammars_of_arguments_in_tags(name: str, special: bool) -> None:
         assert loose.takes(format.written([("weather", arguments)])), arguments
 
 
+@pytest.mark.parametrize("name", TAGGED)
+def test_the_name_of_an_argument_is_text_whatever_it_looks_like(name: str) -> None:
+    marker = FORMATS[name].markers[0]
+    tool = Tool("f", None, {"properties": {f"a{marker}": {"type": "string"}}, "required": [f"a{marker}"]})
+    rules = FORMATS[name].grammar(Tooling((tool,), "required"), {marker: 7})
+    assert json.dumps(f"a{marker}") in rules and "<[7]>" in rules
+
+
 def test_references_in_schemas_of_arguments_in_tags() -> None:
     schema = {"properties": {"a": {"$ref": "#/$defs/size"}, "b": {"type": "array", "items": {"$ref": "#/$defs/size"}}},
               "$defs": {"size": {"type": "integer"}}, "additionalProperties": False}  # fmt: skip

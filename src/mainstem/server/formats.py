@@ -244,7 +244,7 @@ class _Tagged:
             sequence.append("other*")
         made = [f"{name}: {' '.join(sequence) or _quoted('')}"]
         for rule, key in each:
-            opened = terms(self._before + key + self._middle, self._special)
+            opened = terms(self._before + _KEY + self._middle, self._special, {_KEY: _quoted(key)})
             made.append(f"{rule}: {opened} {self._value(parameters, key, tool)}")
         return made
 
