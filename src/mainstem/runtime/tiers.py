@@ -148,6 +148,7 @@ def open_store(config: TierConfig, ranks: Ranks) -> Backend | None:
     Raises:
         BadArgument: there is no such store, or several ranks cannot open it.
         BackendUnavailable: the store's client is not installed, or its server does not answer.
+        RankFailed: another rank could not open its store.
     """
     spec = config.storage
     if spec is None:
@@ -155,14 +156,15 @@ def open_store(config: TierConfig, ranks: Ranks) -> Backend | None:
     own = spec.replace(RANK, str(ranks.rank))
     if ranks.rank > 0:
         ranks.share(lambda: None)  # rank 0 opens it first
-        return open_backend(own)
     backend = open_backend(own)
     try:
         can = backend.capabilities
         if ranks.size > 1 and own == spec and can.persistent and not can.shared:
             allowed = f"a store that several processes can open, or one with {RANK} in its spec"
             raise BadArgument("storage", spec, allowed)
-        ranks.share(lambda: None)
+        if ranks.rank == 0:
+            ranks.share(lambda: None)
+        ranks.agree([0])  # all have opened theirs; else this ends with the words of one that has not
     except BaseException:
         backend.close()
         raise
