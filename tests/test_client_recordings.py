@@ -1,6 +1,6 @@
 """What each client sent in `make test-clients` is accepted, with the same fields ignored.
 
-MAINSTEM_RECORD=1 keeps the names of the fields that are ignored now, where the server has come to honour or ignore more.
+MAINSTEM_RECORD=1 keeps the names of the fields that are ignored now, where the server has come to honour more.
 """
 
 from __future__ import annotations
