@@ -71,6 +71,7 @@ SCRIPTED = (
     Client("with_guidance.py", "chats schemas", "agents"),
     Client("with_magentic.py", "text typed_answers tools", "agents"),
     Client("with_mem0.py", "memories", "agents"),
+    Client("with_open_webui.py", "chats documents", "webui"),
     Client("with_strands.py", "chats responses messages typed_answers", "crews"),
     Client("with_crewai.py", "chats responses typed_answers", "crews"),
     Client("with_openai_agents_js.mjs", "responses chats", "node"),

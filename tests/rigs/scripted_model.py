@@ -140,6 +140,6 @@ def scripted_app() -> tuple[Starlette, ServerConfig]:
 
     Its second name is one that Codex knows, and to which it offers more tools than to others.
     """
-    settings = ServerConfig(port=0, served_model_name=(ScriptedEngine.name, "gpt-5.5"))
+    settings = ServerConfig(port=0, served_model_name=(ScriptedEngine.name, "gpt-5.5"), embeddings=True)
     engine: Any = ScriptedEngine()
     return create_app(engine, settings, reach=reach_of(settings, settings.host)), settings
