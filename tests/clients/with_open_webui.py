@@ -57,11 +57,10 @@ def chats() -> None:
 def documents() -> None:
     file = {"file": ("weather.txt", b"The weather in Rome is sunny.", "text/plain")}
     made = web.post("/api/v1/files/?process=true", files=file).json()
-    while (status := web.get(f"/api/v1/files/{made['id']}/process/status").json()["status"]) in (
-        "pending",
-        "processing",
-    ):
+    status = "pending"
+    while status in ("pending", "processing"):
         time.sleep(0.2)
+        status = web.get(f"/api/v1/files/{made['id']}/process/status").json()["status"]
     assert status == "completed", status
     found = web.post(
         "/api/v1/retrieval/query/collection", json={"collection_names": [f"file-{made['id']}"], "query": "Rome"}
