@@ -379,6 +379,31 @@ def test_its_own_answers_come_back_without_a_note() -> None:
     assert response.status_code == 200 and "X-Mainstem-Ignored" not in response.headers
 
 
+def test_a_block_that_accounts_for_the_request_is_left_out_and_named() -> None:
+    engine = FakeEngine()
+    rules = {"type": "text", "text": "Be brief."}
+    prompts = set()
+    for number in ("36ee5", "0aaa9"):
+        header = f"x-anthropic-billing-header: cc_version=2.1.177; cc_entrypoint=sdk-cli; cch={number};"
+        asking = ask(client(engine), system=[{"type": "text", "text": header, "cache_control": EPHEMERAL}, rules])
+        assert (asking.status_code, asking.headers["x-mainstem-ignored"]) == (200, "system[0]")
+        prompts.add(asked(engine))
+    ask(client(engine), system="Be brief.")
+    assert prompts == {asked(engine)}
+    counted = [ask(client(), path=COUNT, system=system).json() for system in ([{"type": "text", "text": header}], "")]
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize(
+    "text", ["About x-anthropic-billing-header: it is a header.", "x-anthropic-billing-header: a;\nBe brief."]
+)
+def test_a_text_that_says_more_than_who_pays_stays(text: str) -> None:
+    engine = FakeEngine()
+    asking = ask(client(engine), system=[{"type": "text", "text": text}])
+    assert "x-mainstem-ignored" not in asking.headers
+    assert text in asked(engine)
+
+
 def test_tools_that_anthropic_knows_are_left_out_and_named() -> None:
     engine = FakeEngine()
     hosted = [

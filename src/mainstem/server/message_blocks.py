@@ -1,11 +1,13 @@
 """The conversation of a request for /v1/messages: its messages and their blocks, by Anthropic's API reference.
 
 A document or the result of a search is a text, with its title first. Of what Anthropic's own servers did in an earlier
-answer, this one can show its model nothing: such blocks are left out, and named as ignored.
+answer, this one can show its model nothing: such blocks are left out, and named as ignored. So is a line that only
+accounts for the request (`attribution`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -34,6 +36,8 @@ LEFT_OUT = frozenset(
     }
 )
 """Types of blocks in an earlier answer that are Anthropic's alone: encrypted thoughts, and what its servers ran."""
+
+_ATTRIBUTION = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\s*")
 
 BY_CODE = "a call of a tool by code that Anthropic runs"
 _EARLIER = Field("of an earlier answer; nothing is verified", ("",))
@@ -120,8 +124,11 @@ def turns_of(system: str | Sequence[ContentBlock] | None, messages: Sequence[Mes
         ApiError: 400; a block is of a type that is not supported there, or lacks a field.
     """
     turns = Turns()
-    if system:
+    if isinstance(system, str) and system:
         _add_content(turns, "system", system, "system")
+    for i, block in enumerate(() if isinstance(system, str) else system or ()):
+        if not _is_attribution(block):
+            _add_block(turns, "system", block, f"system[{i}]", _BLOCKS["system"])
     for i, message in enumerate(messages):
         at = f"messages[{i}].content"
         shown = message.content if isinstance(message.content, str) else _shown(message.content)
@@ -132,6 +139,20 @@ def turns_of(system: str | Sequence[ContentBlock] | None, messages: Sequence[Mes
         else:
             _add_content(turns, message.role, message.content, at)
     return turns
+
+
+def attribution(system: str | Sequence[ContentBlock] | None) -> list[str]:
+    """Returns the paths of the blocks of a system prompt that are for Anthropic's accounts, not for the model.
+
+    Claude Code sends one first. It has a number that differs in each request, so nothing after it would ever be found
+    in the cache.
+    """
+    blocks = () if isinstance(system, str) else system or ()
+    return [f"system[{i}]" for i, block in enumerate(blocks) if _is_attribution(block)]
+
+
+def _is_attribution(block: ContentBlock) -> bool:
+    return block.type == "text" and _ATTRIBUTION.fullmatch(block.text or "") is not None
 
 
 def _shown(blocks: Sequence[ContentBlock]) -> list[ContentBlock]:

@@ -300,6 +300,8 @@ def _task(body: bytes, request: CountRequest, unheeded: Unheeded | None) -> Task
     turns = _turns(request)
     fields = request.fields()
     requests.check_known(body, type(request), unheeded, RULES)  # after the kinds of blocks: their fields differ
+    if unheeded is not None:
+        unheeded.ignored += message_blocks.attribution(request.system)
     tools = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(request.tools or ()))}
     schemas = {f"{old}.parameters": f"{new}.input_schema" for old, new in tools.items()}
     names = {**_NAMES, **tools, **schemas, **turns.names}
