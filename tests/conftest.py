@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ and simulator/ are 
 from skips import Skips
 
 from mainstem.errors import ModelNotFound
+
+with suppress(ImportError):  # a machine with a GPU has no more than what its tests need
+    from hypothesis import settings
+
+    settings.register_profile("by_no_clock", deadline=None)  # a busy machine takes long, and nothing is wrong
+    settings.load_profile("by_no_clock")
 
 pytest.register_assert_rewrite("rigs")  # a check of a rig that fails shows its values, as in a test
 
