@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -67,3 +68,12 @@ def test_faults_of_the_server_stay_what_they_are() -> None:
         with pytest.raises(MainstemError) as caught, renamed(NAMES):
             raise error
         assert caught.value is error
+
+
+def test_a_long_word_in_an_error_takes_no_time_to_speak_of() -> None:
+    error = ApiError(404, f"The model '{'a' * 1_000_000}' does not exist.", param="model")
+    began = time.process_time()
+    with pytest.raises(ApiError) as caught, renamed(NAMES):
+        raise error
+    assert str(caught.value) == str(error)
+    assert time.process_time() - began < 2, "it would take hours if each letter were looked at from all before it"

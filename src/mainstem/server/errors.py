@@ -110,7 +110,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
             raise api_error(shown.cause.renamed(_renamed(shown.cause.name, names))) from error
         param = None if shown.detail.param is None else _renamed(shown.detail.param, names)
         # A message begins with a path, or has a field's value as `name = 1`.
-        message = re.sub(r"^[\w.\[\]]+(?=:| = )|\w+(?= = )", lambda found: _renamed(found[0], names), str(shown))
+        message = re.sub(r"^[\w.\[\]]+(?=:| = )|\b\w+(?= = )", lambda found: _renamed(found[0], names), str(shown))
         detail = shown.detail
         raise ApiError(
             shown.status, message, type=detail.type, param=param, code=detail.code, headers=shown.headers
