@@ -37,7 +37,7 @@ LEFT_OUT = frozenset(
 )
 """Types of blocks in an earlier answer that are Anthropic's alone: encrypted thoughts, and what its servers ran."""
 
-_ATTRIBUTION = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\s*")
+_ATTRIBUTION = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n\s*)?")
 
 BY_CODE = "a call of a tool by code that Anthropic runs"
 _EARLIER = Field("of an earlier answer; nothing is verified", ("",))
