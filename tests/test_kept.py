@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
+from starlette.responses import Response
 from starlette.testclient import TestClient
 from test_custom import ADDED, calls
 from test_responses import SPEAKS, WEATHER, ask, client, error_of
@@ -281,6 +283,22 @@ def test_the_official_client() -> None:
         message = api.chat.completions.create(model="fake", messages=asked, tools=chats).choices[0].message
         assert message.tool_calls is not None and message.tool_calls[0].type == "custom"
         assert message.tool_calls[0].custom.input == ADDED
+
+
+@pytest.mark.parametrize("path", [CHATS, f"{CHATS}/chatcmpl-1/messages", f"{RESPONSES}/resp_1/input_items"])
+def test_a_long_list_keeps_no_other_client_waiting(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, threads = client(), list[int]()
+    monkeypatch.setattr(ResponseStore, "entries", lambda *_: threads.append(threading.get_ident()) or [])
+    monkeypatch.setattr(ResponseStore, "get", lambda *_: threads.append(threading.get_ident()))
+
+    async def loop(_: object) -> Response:
+        return Response(str(threading.get_ident()))
+
+    with server:
+        server.app.router.add_route("/asked", loop)
+        asked = int(server.get("/asked").text)
+        assert server.get(path).status_code in (200, 404)
+    assert threads and asked not in threads
 
 
 # --- the store ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -39,6 +41,7 @@ class KeptRoutes:
         read: Callable[[HttpRequest], Awaitable[bytes]],
     ) -> None:
         self._responses, self._chats, self._access, self._read = responses, chats, access, read
+        self._looking = anyio.CapacityLimiter(1)  # a list reads all that an owner has, in several times its memory
 
     def routes(self) -> list[Route]:
         """Returns them."""
@@ -59,8 +62,8 @@ class KeptRoutes:
         """Returns a route that answers by the owner, the id in its path and its query."""
 
         async def endpoint(http: HttpRequest) -> Response:
-            owner = self._access.tenant(http.headers)
-            return _json(answer(owner, http.path_params.get("id", ""), http.query_params))
+            given = self._access.tenant(http.headers), http.path_params.get("id", ""), http.query_params
+            return await anyio.to_thread.run_sync(lambda: _json(answer(*given)), limiter=self._looking)
 
         return Route(path, endpoint, methods=[method])
 
