@@ -14,10 +14,12 @@ from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 from test_tools import Judge, grammar
 
+from mainstem.runtime.grammars import MAX_BYTES
 from mainstem.server.app import create_app
 from mainstem.server.custom import Form, NotHeld, TextInputs, as_arguments, by_characters
 from mainstem.server.formats import FORMATS
 from mainstem.server.output import Arguments, Call, NoCall, OutputParser, PlainText, Text, joined
+from mainstem.server.repair import Repair
 from mainstem.server.tools import Tooling, custom_tool
 from mainstem.settings.server import ServerConfig
 
@@ -52,6 +54,12 @@ class Arrives:
         return [Text("after")]
 
 
+def strictly(written: str) -> list[str]:
+    """What scanners show of arguments after each character."""
+    repair = Repair()
+    return [repair.feed(character) for character in written]
+
+
 def shown(parts: list[str]) -> tuple[str, list[str]]:
     """The text that parts of arguments stand for, and what each part added; text after the call is not of it."""
     parser: OutputParser = TextInputs(Arrives(), frozenset(["patch"]))
@@ -72,15 +80,16 @@ def shown(parts: list[str]) -> tuple[str, list[str]]:
 def test_a_text_is_what_was_written_however_it_comes(text: str, ascii: bool, cuts: list[int]) -> None:
     written = json.dumps({"input": text}, ensure_ascii=ascii)
     places = [0, *sorted(min(cut, len(written)) for cut in cuts), len(written)]
-    assert shown([written[begin:end] for begin, end in itertools.pairwise(places)])[0] == text
+    parts = strictly(written)
+    assert shown(["".join(parts[begin:end]) for begin, end in itertools.pairwise(places)])[0] == text
 
 
 def test_a_text_comes_with_each_character() -> None:
     written = as_arguments('a"b\n😀')
-    whole, grown = shown([*written])
+    whole, grown = shown(strictly(written))
     assert whole == 'a"b\n😀' == "".join(grown)
     assert [part for part in grown if part] == ["a", '"', "b", "\n", "😀"]
-    assert [part for part in shown([*json.dumps({"input": "é😀"})])[1] if part] == ["é", "😀"], (
+    assert [part for part in shown(strictly(json.dumps({"input": "é😀"})))[1] if part] == ["é", "😀"], (
         "a pair is one character"
     )
 
@@ -88,7 +97,6 @@ def test_a_text_comes_with_each_character() -> None:
 @pytest.mark.parametrize(
     ("written", "text"),
     [
-        ("just a text", "just a text"),
         ('{"patch": "x"}', '{"patch": "x"}'),
         ('{"why": 1, "input": "x"}', "x"),
         ('{"input": 7}', '{"input": 7}'),
@@ -104,8 +112,9 @@ def test_a_text_comes_with_each_character() -> None:
     ],
 )
 def test_what_is_not_written_as_it_should_be(written: str, text: str) -> None:
-    assert shown([written])[0] == text
-    assert shown([*written])[0] == text
+    parts = strictly(written)
+    assert shown(["".join(parts)])[0] == text
+    assert shown(parts)[0] == text
 
 
 def test_more_than_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,6 +254,16 @@ def test_what_cannot_be_held_is_named_and_logged(lark: str, caplog: pytest.LogCa
     assert "calls of the tool patch are not held to its lark" in caplog.text
     assert judge.takes(FORMATS["hermes"].written([("patch", as_arguments("any text"))])), "it is a text in any case"
     assert not judge.takes(FORMATS["hermes"].written([("patch", '{"input": 1}')]))
+
+
+@pytest.mark.parametrize("lark", ["start: /{}/", 'start: "{}"'])
+def test_a_grammar_that_is_too_long_character_by_character_is_not_held(lark: str) -> None:
+    unit = "." if "/" in lark else "x"
+    each = len(by_characters(lark.format(unit * 2), escaped=True)) - len(by_characters(lark.format(unit), escaped=True))
+    fits = MAX_BYTES // each
+    assert len(by_characters(lark.format(unit * (fits - 9)), escaped=True)) < MAX_BYTES
+    with pytest.raises(NotHeld, match=str(MAX_BYTES)):
+        by_characters(lark.format(unit * (fits * 2)), escaped=True)
 
 
 # --- chats --------------------------------------------------------------------------------------------------------

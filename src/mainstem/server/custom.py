@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from mainstem.runtime.grammars import MAX_BYTES
 from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece, joined
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class TextInputs:
     """An `OutputParser` that shows the calls of custom tools with their texts, as they come.
 
     Args:
-        parser: finds the calls, with arguments in JSON.
+        parser: finds the calls. Their arguments are strict JSON, as of `Repair`: no piece ends within an escape.
         names: of the custom tools.
     """
 
@@ -113,22 +114,14 @@ class TextInputs:
 
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-_PIECES = re.compile(
-    r'(?:[^"\\]'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))"  # a pair, or half of one
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
-    r"|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])"  # no escape
-    r"|\\[^u])*"
-)
-_ESCAPE = re.compile(r"(?:\\u[0-9a-fA-F]{4})+|\\.", re.DOTALL)
-_LETTERS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_INSIDE = re.compile(r'(?:[^"\\]|\\.)*')
 
 
 class _Text:
     """The text of one call, of which the arguments come.
 
-    What is not written as one object with the text first waits for the end of the call. If it is no such object even
-    then, all that was written is the text.
+    Arguments that do not begin with the text wait for the end of the call. If they have none even then, all that was
+    written is the text.
     """
 
     def __init__(self, number: int) -> None:
@@ -142,12 +135,12 @@ class _Text:
             yield from self._grow()
 
     def _grow(self) -> Iterator[Arguments]:
-        whole = _PIECES.match(self._waits)
+        whole = _INSIDE.match(self._waits)
         assert whole is not None, "the expression matches nothing, too"
         self._waits = self._waits[whole.end() :]
         self._ended = self._waits.startswith('"')
         if whole[0]:
-            yield Arguments(self._number, _read(whole[0]), custom=True)
+            yield Arguments(self._number, json.loads(f'"{whole[0]}"'), custom=True)
 
     def close(self) -> Iterator[Arguments]:
         if self._ended and self._waits.split() not in ([], ['"'], ['"}'], ['"', "}"]):
@@ -156,22 +149,10 @@ class _Text:
             yield Arguments(self._number, text, custom=True)
 
 
-def _read(written: str) -> str:
-    """Returns what the inside of a JSON string stands for; an escape that JSON does not have stands for itself."""
-    return _ESCAPE.sub(_meant, written)
-
-
-def _meant(found: re.Match[str]) -> str:
-    escape = found[0]
-    if escape[1] == "u" and len(escape) > 2:
-        return str(json.loads(f'"{escape}"')).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return _LETTERS.get(escape[1], escape[1] if escape[1] in '"\\/' else escape)
-
-
 def _found(written: str) -> str:
     try:
-        given = json.loads(written, strict=False)
-    except (ValueError, RecursionError):
+        given = json.loads(written)
+    except (ValueError, RecursionError):  # it was cut off
         return written
     return given[INPUT] if isinstance(given, dict) and isinstance(given.get(INPUT), str) else written
 
@@ -229,14 +210,14 @@ def by_characters(lark: str, *, escaped: bool) -> str:
         escaped: whether it is inside a JSON string.
 
     Raises:
-        NotHeld: a part of the grammar is not known here.
+        NotHeld: a part of the grammar is not known here, or it becomes longer than grammars may be.
     """
-    parts, at = list[str](), 0
+    parts, at, characters = list[str](), 0, _Characters(escaped)
     while at < len(lark):
         found = _TOKENS.match(lark, at)
         if found is None:
             raise NotHeld(f"it has {lark[at : at + 12]!r}")
-        parts.append(_token(found, _Characters(escaped)))
+        parts.append(_token(found, characters))
         at = found.end()
     return "".join(parts)
 
@@ -286,10 +267,10 @@ def _import(name: str, characters: _Characters) -> str:
 
 
 class _Characters:
-    """How single characters are spelled: as they are, or in a JSON string."""
+    """How single characters of one grammar are spelled: as they are, or in a JSON string."""
 
     def __init__(self, escaped: bool) -> None:
-        self._escaped = escaped
+        self._escaped, self._left = escaped, MAX_BYTES
 
     def text(self, quoted: str, ignoring: bool) -> str:
         """Returns the terms of a text, given in quotes; `ignoring`: its case does not matter."""
@@ -301,7 +282,7 @@ class _Characters:
 
     def one(self, character: str, ignoring: bool) -> str:
         """Returns the term of a character."""
-        return json.dumps(_escaped(character) if self._escaped else character) + ("i" if ignoring else "")
+        return self._term(json.dumps(_escaped(character) if self._escaped else character) + ("i" if ignoring else ""))
 
     def any_of(self, text: str, ignoring: bool) -> str:
         """Returns the term of a class of characters, given as an expression."""
@@ -312,8 +293,15 @@ class _Characters:
         plain = f"[{text}&&{_PLAIN}]" if members else text
         flag = "(?i)" if ignoring else ""
         if not members:
-            return f"/{flag}{plain}/"
-        return f"(/{flag}{plain}/ | /{'|'.join(re.escape(_escaped(each)).replace('/', '[/]') for each in members)}/)"
+            return self._term(f"/{flag}{plain}/")
+        special = "|".join(re.escape(_escaped(each)).replace("/", "[/]") for each in members)
+        return self._term(f"(/{flag}{plain}/ | /{special}/)")
+
+    def _term(self, term: str) -> str:
+        self._left -= len(term)
+        if self._left < 0:
+            raise NotHeld(f"character by character, it has more than {MAX_BYTES} bytes")
+        return term
 
 
 _QUOTES = '""'
