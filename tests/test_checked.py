@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -76,7 +77,33 @@ DEEP: dict[str, Any] = {"$ref": "#/$defs/a0", "$defs": {
         ({"type": "file"}, 1, None),
         ({"required": 7, "description": "a"}, {}, None),
         (DEEP, 1, None),
+        ({"const": {"a": [1, 2.0]}}, {"a": [1.0, 2]}, True),
+        ({"enum": [[1.5], [True]]}, [1], False),
+        ({"uniqueItems": True}, [[1], [1.0]], False),
+        ({"not": {"multipleOf": 2}}, 3, None),
+        ({"multipleOf": 2, "maximum": 2}, 3, False),
+        ({"not": {"title": "t", "then": False, "$defs": {}}}, 3, False),
+        ({"type": "integer", "x-order": 1}, 3, None),
+        ({"items": {"enum": [*range(1000)]}}, [7] * 100, True),
+        ({"items": {"enum": [*range(1000)]}}, [7] * 1000, None),
+        ({"items": {"properties": {str(i): {} for i in range(1000)}}}, [{}] * 1000, None),
+        ({"allOf": [{"enum": ["a"]}] * 10}, "b" * 10_000, False),
     ],
 )  # fmt: skip
 def test_whether_a_value_fits(schema: dict[str, Any], value: Any, expected: bool | None) -> None:
     assert fits(schema, value) is expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"items": {"enum": [*range(10_000)]}}, [-1] * 10_000),
+        ({"items": {"required": [f"a{i}" for i in range(10_000)]}}, [{}] * 10_000),
+        ({"allOf": [{"uniqueItems": True}] * 10_000}, [*range(10_000)]),
+        ({"allOf": [{"const": "a"}] * 10_000}, "b" * 1_000_000),
+    ],
+)
+def test_the_work_of_a_check_is_bounded(schema: dict[str, Any], value: Any) -> None:
+    began = time.process_time()
+    assert fits(schema, value) in (None, False)
+    assert time.process_time() - began < 5, "by the product of their sizes it would be a minute and more"

@@ -16,7 +16,7 @@ from mainstem.server.output import Arguments, Call, NoCall, OutputParser, Piece
 log = logging.getLogger(__name__)
 
 _SHOWN = 200  # characters of what does not fit
-_STEPS = 10_000  # of one check: schemas that are compared with a value
+_STEPS = 200_000  # of one check: keywords, their parts, and the parts of the values that are compared with them
 
 Fits: TypeAlias = bool | None
 """Whether a value fits; None: it is unknown."""
@@ -92,8 +92,8 @@ class _Judge:
 
     def fits(self, schema: Any, value: Any) -> Fits:
         self._steps -= 1
-        if self._steps < 0 or isinstance(schema, bool):
-            return schema if isinstance(schema, bool) else None
+        if isinstance(schema, bool):
+            return schema
         return _all(self._rule(name, schema, value) for name in schema) if isinstance(schema, dict) else None
 
     def referred(self, reference: Any) -> Any:
@@ -104,14 +104,19 @@ class _Judge:
 
     def _rule(self, name: str, schema: Mapping[str, Any], value: Any) -> Fits:
         kind, rule = _RULES.get(name, (object, None))
-        if rule is None:
-            return None if name in ("pattern", "format", "patternProperties", "dependencies") else True
+        self._steps -= 1 + _size(schema[name]) + _size(value)
+        if rule is None or self._steps < 0:
+            return True if name in _SILENT else None
         if not isinstance(value, kind) or (kind == _NUMBER and isinstance(value, bool)):
             return True  # a keyword says nothing of other types
         try:
             return rule(self, schema[name], value, schema)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError):
             return None  # the schema is none
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list, dict)) else 1
 
 
 def _all(each: Iterable[Fits]) -> Fits:
@@ -136,7 +141,16 @@ def _number_of(each: Iterable[Fits], least: float, most: float) -> Fits:
 
 def _spelled(value: Any) -> str:
     """Returns the same text for equal values: 1 is 1.0, and not true."""
-    return json.dumps(value, sort_keys=True) if not isinstance(value, float) or value % 1 else str(int(value))
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    """Returns a value whose whole numbers are integers."""
+    if isinstance(value, dict):
+        return {name: _whole(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value % 1 == 0 else value
 
 
 def _is(value: Any, type: str) -> bool:
@@ -165,6 +179,11 @@ def _condition(judge: _Judge, said: Any, value: Any, schema: Mapping[str, Any]) 
 
 
 _NUMBER, _NONE = (int, float), type(None)
+_SILENT = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment",
+     "$defs", "definitions", "then", "else", "minContains", "maxContains")
+)  # fmt: skip
+"""Keywords that ask for nothing by themselves."""
 _Rule: TypeAlias = Callable[[_Judge, Any, Any, Mapping[str, Any]], Fits]
 _RULES: dict[str, tuple[Any, _Rule]] = {
     "type": (object, lambda j, s, v, _: any(_is(v, each) for each in ([s] if isinstance(s, str) else s))),
