@@ -88,6 +88,7 @@ def test_without_the_option_there_is_no_such_route() -> None:
         ({"input": [-1]}, "input[0]", ">= 0"),
         ({"input": "x" * 4097}, "input", "maximum context length is 4096 tokens"),
         ({"input": ["a", "x" * 4097]}, "input[1]", "maximum context length is 4096 tokens"),
+        ({"input": [*["a"] * 2047, ""]}, "input[2047]", "empty"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"dimensions": 3}, "dimensions", "have 4 dimensions"),
         ({"dimensions": 0}, "dimensions", "have 4 dimensions"),

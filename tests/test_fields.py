@@ -438,6 +438,17 @@ def test_headers_name_what_does_nothing_the_whole_request_first_and_never_more_t
     assert Unheeded(unknown=["x" * 2000]).headers == {"X-Mainstem-Unknown-Fields": "..."}
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shown"),
+    [((1024,), 1), ((1025,), 0), ((500, 522), 2), ((500, 523), 1), ((1019, 9), 1), ((1020, 9), 0), ((9, 1008, 9), 2)],
+)
+def test_a_header_has_1024_characters_at_most(lengths: tuple[int, ...], shown: int) -> None:
+    names = [letter * length for letter, length in zip("abc", lengths, strict=False)]
+    (header,) = Unheeded(unknown=names).headers.values()
+    assert header == ", ".join([*names[:shown], *(["..."] if shown < len(names) else [])])
+    assert len(header) <= 1024
+
+
 def test_fields_of_the_other_route_are_unknown() -> None:
     with pytest.raises(Refused, match="messages"):
         check(CompletionRequest, messages=[])

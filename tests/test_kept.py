@@ -16,7 +16,9 @@ from test_custom import ADDED, calls
 from test_responses import SPEAKS, WEATHER, ask, client, error_of
 
 from mainstem.server.custom import as_arguments
+from mainstem.server.errors import ApiError
 from mainstem.server.formats import FORMATS
+from mainstem.server.listing import between, page
 from mainstem.server.response_store import Kept, ResponseStore
 
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -299,6 +301,38 @@ def test_a_long_list_keeps_no_other_client_waiting(path: str, monkeypatch: pytes
         asked = int(server.get("/asked").text)
         assert server.get(path).status_code in (200, 404)
     assert threads and asked not in threads
+
+
+@pytest.mark.parametrize("most", [100, 1000])
+def test_a_page_has_so_many_entries_at_most(most: int) -> None:
+    ids = [f"i{i}" for i in range(1200)]
+
+    def shown(limit: int) -> tuple[int, bool]:
+        if most == 1000:
+            some, more = between(ids, {"limit": str(limit)})
+            return len(some), more
+        found = page([(id, {}) for id in ids], {"limit": str(limit)}, "asc")
+        return len(found.data), found.has_more
+
+    assert [shown(limit) for limit in (1, most)] == [(1, True), (most, True)]
+    for limit in (0, most + 1):
+        with pytest.raises(ApiError, match=f"limit: must be a number from 1 to {most}, got '{limit}'"):
+            shown(limit)
+
+
+@pytest.mark.parametrize(
+    ("query", "shown", "more"),
+    [
+        ({"after_id": "b", "limit": "2"}, "cd", True),
+        ({"after_id": "b", "limit": "3"}, "cde", False),
+        ({"before_id": "c", "limit": "1"}, "b", True),
+        ({"before_id": "c", "limit": "2"}, "ab", False),
+        ({"before_id": "c", "limit": "3"}, "ab", False),
+        ({"limit": "5"}, "abcde", False),
+    ],
+)
+def test_a_list_is_read_in_either_direction(query: dict[str, str], shown: str, more: bool) -> None:
+    assert between([*"abcde"], query) == ([*shown], more)
 
 
 # --- the store ----------------------------------------------------------------------------------------------------

@@ -152,4 +152,4 @@ def test_a_schema_of_many_slips_takes_no_more_trials_than_there_are() -> None:
     schema = {"properties": {f"p{i}": {**IDS, "uniqueItems": True} for i in range(2000)}}
     made, left_out = holdable(schema, counted)
     assert (made, left_out) == ({"properties": {f"p{i}": IDS for i in range(2000)}}, ["uniqueItems"])
-    assert trials < 250
+    assert trials == 2 + 200, "of the whole, of what is sure, and of what may be put back"
