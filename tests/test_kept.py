@@ -140,7 +140,10 @@ def test_a_chat_belongs_to_its_key() -> None:
     for method in ("get", "delete"):
         assert error_of(getattr(server, method)(path, headers={"Authorization": "Bearer two"}), 404)
         assert error_of(getattr(server, method)(path), 401)
-    assert server.get(CHATS, headers={"Authorization": "Bearer two"}).json()["data"] == []
+    mine, none = (
+        server.get(CHATS, headers={"Authorization": f"Bearer {key}"}).json()["data"] for key in ("one", "two")
+    )
+    assert ([each["id"] for each in mine], none) == ([path.removeprefix(f"{CHATS}/")], [])
     assert error_of(server.get(CHATS), 401)
     assert server.get(path, headers={"Authorization": "Bearer one"}).status_code == 200
 
