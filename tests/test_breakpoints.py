@@ -134,6 +134,16 @@ def test_cache_control_is_a_breakpoint_in_chats_too() -> None:
     assert [mark.ttl for mark in found] == ["1h", None, "1h", None]
 
 
+def test_cache_control_of_a_function_is_that_of_its_tool() -> None:
+    """Users of litellm write it in either place; that of the tool counts where both have one."""
+    look = tool("look")
+    look["function"]["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+    tools = [look, tool("listen")]
+    assert chat([{"role": "user", "content": "x"}], tools=tools).marks() == [Mark("1h", tool=0), Mark(None)]
+    look["cache_control"] = {"type": "ephemeral", "ttl": "5m"}
+    assert chat([{"role": "user", "content": "x"}], tools=tools).marks() == [Mark("5m", tool=0), Mark(None)]
+
+
 def test_a_breakpoint_after_the_last_message_is_the_end_of_the_prompt() -> None:
     request = chat([{"role": "user", "content": "x", "prompt_cache_breakpoint": HALF_HOUR}])
     assert request.marks() == [Mark("30m"), Mark(None)]

@@ -451,7 +451,7 @@ class ChatRequest(_Request, kw_only=True):
         found, shown = list[Mark](), -1
         for tool in self.tools or ():
             shown += tool.name is not None  # a tool that is left out counts as the one before it
-            if (each := tool.prompt_cache_breakpoint or tool.cache_control) is not None and shown >= 0:
+            if (each := tool.breakpoint) is not None and shown >= 0:
                 found.append(Mark(each.ttl, tool=shown))
         for i, message in enumerate(self.messages):
             found += message.marks(i)

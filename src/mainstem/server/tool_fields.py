@@ -65,12 +65,16 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)")]
 
 
 class FunctionSpec(Struct):
-    """A function that the model may call. Arguments are held to the schema where it is strict or calls are required."""
+    """A function that the model may call. Arguments are held to the schema where it is strict or calls are required.
+
+    `cache_control` is an extension: litellm reads it here, too.
+    """
 
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
         """Checks that the arguments are an object."""
@@ -134,6 +138,12 @@ class ToolSpec(Struct):
         """Its name; None: it is left out."""
         given = self.custom or self.function
         return None if given is None or is_hosted(self.type) else given.name
+
+    @property
+    def breakpoint(self) -> Breakpoint | CacheControl | None:
+        """The breakpoint after it."""
+        within = None if self.function is None else self.function.cache_control
+        return self.prompt_cache_breakpoint or self.cache_control or within
 
     def tool(self) -> Tool:
         """Returns the tool, which is not one that is left out."""
