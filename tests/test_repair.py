@@ -154,3 +154,4 @@ def test_nesting_has_no_limit() -> None:
 
 def test_numbers_and_constants() -> None:
     assert [strict(word) for word in ("1e999", "-0.0", "None", "TRUE")] == ["1e999", "-0.0", "null", "true"]
+    assert [strict(word) for word in ("007", "-010", "+01", "00.50")] == ["7", "-10", "1", "0.5"], "a count stays one"

@@ -232,7 +232,7 @@ def strict(word: str) -> str:
         return word
     if (constant := _CONSTANTS.get(word.lower())) is not None:
         return constant
-    for read in (lambda: int(word, 0), lambda: float(word)):
+    for read in (lambda: int(word, 0), lambda: int(word), lambda: float(word)):  # 0x1F; 007; .5
         try:
             number = read()
         except ValueError:
