@@ -578,7 +578,7 @@ def test_advice_is_taken_named_in_a_header_and_counted(stream: bool) -> None:
             {"tools": [WEATHER], "tool_choice": {"type": "any", "name": "weather"}},
             "tool_choice.name: not a field of the type 'any'",
         ),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools that can be called here"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format.type: invalid enum value 'json'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: this field is required"),
         ({"container": "c"}, "container: not supported; omit it"),

@@ -381,6 +381,9 @@ class Thinking(Struct):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
+_CALLABLE = "that can be called here: those that OpenAI or Anthropic run are left out"
+
+
 class ChatRequest(_Request, kw_only=True):
     """The body of POST /v1/chat/completions. `thinking` is an extension that several open models' servers share."""
 
@@ -408,11 +411,12 @@ class ChatRequest(_Request, kw_only=True):
                 raise ValueError(f"`tools[{i}].{tool.type}.name`: there is another tool named {tool.name!r}")
             names += [] if tool.name is None else [tool.name]
         if self.tool_choice == "required" and not names:
-            raise ValueError("`tool_choice`: 'required' needs tools")
+            raise ValueError(f"`tool_choice`: 'required' needs tools {_CALLABLE}")
         if isinstance(self.tool_choice, ToolChoice):
             for path, name in self.tool_choice.named.items():
                 if name not in names:
-                    raise ValueError(f"`{path}`: there is no tool named {name!r}; the tools are {', '.join(names)}")
+                    others = f"the tools are {', '.join(names)}" if names else f"there is none {_CALLABLE}"
+                    raise ValueError(f"`{path}`: there is no tool named {name!r}; {others}")
 
     @property
     def has_images(self) -> bool:
