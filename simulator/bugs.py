@@ -693,7 +693,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a step is recorded while pages before it are on their way", "-", "runtime/runner.py",
-        "and segment.arriving is None", "",
+        "segment.adapter, segment.arriving, segment", "segment.adapter, segment",
         "tests/test_step_graphs.py::test_what_is_on_its_way_is_waited_for",
     ),
     _mutant(

@@ -447,7 +447,7 @@ def test_a_forward_has_rows_and_a_pool_has_slots(rig: StatesRig) -> None:
 
 
 def test_more_memory_than_there_is_is_refused(rig: StatesRig) -> None:
-    with pytest.raises(BadArgument, match="state_bytes"):
+    with pytest.raises(BadArgument, match="kv_bytes"):  # the setting that states have their memory from
         StatePool(rig.shape, 2**50)
 
 
