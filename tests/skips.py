@@ -168,8 +168,10 @@ class Skips:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fails a green run with skips that nothing excuses, and keeps what was left out."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text("".join(f"{id}\n" for id in self._left_out))
+        self._file.unlink(missing_ok=True)  # without a name in it, pytest would run all tests
+        if self._left_out:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text("".join(f"{id}\n" for id in self._left_out))
         if self._wrong and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
