@@ -61,8 +61,10 @@ class Fleet:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def up(self, *arguments: str) -> Any:
-        return self.do("up", *arguments, "--model", self.model, "--port", str(self.port))
+    def up(self, *arguments: str, settings: str = "") -> Any:
+        file = self.folder / "fleet.yaml"  # in bfloat16 an answer may depend on what was found in the cache
+        file.write_text(f"load: {{dtype: float32}}\n{settings}")
+        return self.do("up", str(file), *arguments, "--model", self.model, "--port", str(self.port))
 
     def replicas(self) -> dict[str, Any]:
         found: dict[str, Any] = self.do("status")["replicas"]
@@ -344,10 +346,8 @@ def test_one_that_drains_is_replaced(fleet: Fleet) -> None:
 
 
 def test_prompts_are_computed_by_some_and_answered_by_others(fleet: Fleet) -> None:
-    file = fleet.folder / "fleet.yaml"
-    file.write_text("replicas: 1\nstore: none\nprefill: {replicas: 1, min_bytes: 0, timeout_s: 3600}\n")
     assert "no replicas compute prompts alone" in fleet.run("scale", "2", "--prefill").stderr
-    fleet.up(str(file))
+    fleet.up(settings="replicas: 1\nstore: none\nprefill: {replicas: 1, min_bytes: 0, timeout_s: 3600}\n")
 
     def aside() -> list[str]:
         return [name for name, each in fleet.replicas().items() if each.get("role") == "prefill"]  # unknown at first
@@ -377,8 +377,7 @@ def test_prompts_are_computed_by_some_and_answered_by_others(fleet: Fleet) -> No
     eventually(read, 60.0)
     assert len(fleet.do("scale", "2", "--prefill")["replicas"]) == 3
     assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
-    file.write_text("replicas: 1\nstore: none\n")
-    fleet.up(str(file))
+    fleet.up(settings="replicas: 1\nstore: none\n")
     eventually(lambda: len(fleet.replicas()) == 1 and not aside(), 60.0)
     assert fleet.ask(unlike(next(numbers), LONG)).status_code == 200
 
