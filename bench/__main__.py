@@ -151,7 +151,7 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         ttft,
         weights,
     )
-    from mainstem.runtime.models import load_model
+    from mainstem.runtime.models.loading import load_model
 
     if name == "tiers":
         tiers.run(tiers.QUICK if report.quick else tiers.Settings(), report)

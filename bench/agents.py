@@ -32,13 +32,13 @@ from rich.table import Table
 from bench.report import Report
 from bench.tables import goals_table
 from bench.virtual import prefill_s
-from mainstem.cache import PrefixCache
+from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.simulate.optimum import Optimum
 from mainstem.replay.trace import Batch, Trace
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Delta, Hints, Request
-from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler
+from mainstem.runtime.schedule.scheduler import Scheduler
 from mainstem.settings.engine import Limits, SamplingParams
 
 MIN_GAP = 0.5

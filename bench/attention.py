@@ -20,9 +20,9 @@ import torch
 from rich.table import Table
 
 from bench.report import Report
-from mainstem.runtime.attention import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.memory.kv import KVPool, KVShape
 
 Clock = Callable[[], float]
 

@@ -30,10 +30,10 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from bench.report import ROOT, Report
-from mainstem.runtime.calibration import calibrate
-from mainstem.runtime.models import LoadedModel
-from mainstem.tiers.calibrated import Calibrated
-from mainstem.tiers.codecs import CODECS, Codec, Page
+from mainstem.runtime.models.calibration import calibrate
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.tiers.storage.calibrated import Calibrated
+from mainstem.tiers.storage.codecs import CODECS, Codec, Page
 
 _SLICE = 128  # positions whose logits are computed at once
 

@@ -32,7 +32,7 @@ from rigs.vllm_process import VLLM, EngineEnded
 
 from bench.report import Report
 from bench.tables import goals_table
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
 from mainstem.units import show_bytes, show_seconds
 
 TOKENS = 800

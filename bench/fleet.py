@@ -37,8 +37,8 @@ from bench.routers import Blocks, CacheAware, ConsistentHash, Ours, PowerOfTwo, 
 from bench.tables import goals_table
 from mainstem import PrefixCache
 from mainstem.events.source import BlockStored, Event
-from mainstem.fleet.asking import Prompt
-from mainstem.fleet.routing import CostRouter
+from mainstem.fleet.front.asking import Prompt
+from mainstem.fleet.front.routing import CostRouter
 from mainstem.replay.generate import Chat, Documents, generate
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.trace import Trace

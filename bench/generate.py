@@ -16,7 +16,7 @@ from rich.table import Table
 from bench.prompts import Prompts
 from bench.report import Report
 from mainstem import hf
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 
 Clock = Callable[[], float]
 

@@ -34,13 +34,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench import throughput, ttft
 from bench.attention import Shape, extents_of, step_s
 from bench.report import Report
-from mainstem.runtime.attention import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.host import HostPool, Planes
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.runner import ModelRunner, Segment, attention_for, recorder_for
-from mainstem.runtime.tree_attention import TreeAttention
-from mainstem.tiers.transfer import Move, Ticket
+from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.memory.host import HostPool, Planes
+from mainstem.runtime.memory.kv import KVPool, KVShape
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import ModelRunner, Segment, attention_for, recorder_for
+from mainstem.tiers.host.transfer import Move, Ticket
 
 RESULTS = Path(__file__).parent / "results"
 COPY_GOAL = 0.8

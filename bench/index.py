@@ -199,7 +199,7 @@ def _policies(system: str) -> Sequence[str | None]:
     """Returns Mainstem's built-in policies; other systems use their default, which is LRU."""
     if system != OURS:
         return (None,)
-    from mainstem.policies import BUILT_IN
+    from mainstem.cache.policies import BUILT_IN
 
     return tuple(BUILT_IN)
 

@@ -22,11 +22,11 @@ from rich.table import Table
 
 from bench.codec import texts_of_documentation
 from bench.report import Report
-from mainstem.runtime.caches import Rounding
-from mainstem.runtime.eight_bits import eight_bits
-from mainstem.runtime.kv import KVPool
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.runtime.memory.eight_bits import eight_bits
+from mainstem.runtime.memory.kv import KVPool
+from mainstem.runtime.models.caches import Rounding
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import ModelRunner, Segment
 from mainstem.settings.engine import KVCacheDtype
 
 KINDS = get_args(KVCacheDtype)

@@ -27,17 +27,17 @@ from rigs.ghost_memory import GhostMemory
 
 from bench.report import Report
 from bench.virtual import prefill_s
-from mainstem.cache import PrefixCache
-from mainstem.identity import Identity
+from mainstem.cache.identity import Identity
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Delta, Request
-from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler
+from mainstem.runtime.schedule.scheduler import Scheduler
 from mainstem.settings.engine import Limits, PrefetchPolicy, SamplingParams, StorageConfig
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.sealer import Sealer
-from mainstem.tiers.store import Store
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import Sealer
+from mainstem.tiers.storage.store import Store
 
 T = TypeVar("T")
 

@@ -51,15 +51,15 @@ from bench.tiny_models import (
     loaded,
     tiny,
 )
-from mainstem.components import Component, Local
+from mainstem.cache.components import Component, Local
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import UnsupportedModel
-from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.kv import KVPool
-from mainstem.runtime.models import LoadedModel, load_model
+from mainstem.runtime.memory.kv import KVPool
+from mainstem.runtime.memory.states import StatePool, StateShape, prove
+from mainstem.runtime.models.loading import LoadedModel, load_model
+from mainstem.runtime.models.runner import ModelRunner, Segment
 from mainstem.runtime.request import Completion, ImageInput, Request
-from mainstem.runtime.runner import ModelRunner, Segment
-from mainstem.runtime.states import StatePool, StateShape, prove
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 TOLERANCE = 1e-4

@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.report import Report
 from bench.shapes import SHAPES, shape
 from bench.tables import goals_table
-from mainstem.policies import BUILT_IN
+from mainstem.cache.policies import BUILT_IN
 from mainstem.replay.generate import (
     Agents,
     BestOfN,
@@ -78,7 +78,7 @@ class Settings:
 
     Args:
         percents: capacities in percent of the distinct blocks.
-        policies: names from `mainstem.policies.BUILT_IN`; `lru` is always measured.
+        policies: names from `mainstem.cache.policies.BUILT_IN`; `lru` is always measured.
         accesses: approximate block accesses of a generated workload.
         generated: names from `GENERATED`.
         shapes: names from `SHAPES`.

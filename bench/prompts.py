@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Request
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import SamplingParams

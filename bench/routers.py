@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.events.source import Event
-from mainstem.fleet.asking import Prompt
-from mainstem.fleet.routing import CostRouter
+from mainstem.fleet.front.asking import Prompt
+from mainstem.fleet.front.routing import CostRouter
 
 CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL, EVICTION_S, MAX_TREE_TOKENS = 0.3, 64, 1.5, 120.0, 1 << 24
 """sglang-router's defaults; its tree counts 2**26 characters, about four of which are a token."""

@@ -238,7 +238,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def run(settings: Settings, report: Report) -> None:
     """Starts the servers that are installed, and measures them. The others are named in a note."""
     from bench.hosted import SYSTEMS, THREADS, Hosted
-    from mainstem.runtime.models import load_model
+    from mainstem.runtime.models.loading import load_model
 
     loaded = load_model(dtype="bfloat16")
     model, tokenizer = Path(str(loaded.model.config.name_or_path)), loaded.tokenizer

@@ -21,10 +21,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Component, Full, State
-from mainstem.keys import HashKeys
-from mainstem.runtime.checkpoints import plan_checkpoints
+from mainstem.cache.components import Component, Full, State
+from mainstem.cache.keys import HashKeys
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.runtime.schedule.checkpoints import plan_checkpoints
 
 ALPHAS = (0.0, 1.0, 2.0)
 _STATE_TOKENS = 4096  # the state of a hybrid is about as large as the KV of this many tokens

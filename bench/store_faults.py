@@ -35,14 +35,14 @@ from bench.prompts import Prompts, submit
 from bench.report import Report
 from mainstem.errors import BadArgument
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.host import SLOT_ALIGNMENT
-from mainstem.runtime.kv import kv_shapes
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.memory.host import SLOT_ALIGNMENT
+from mainstem.runtime.memory.kv import kv_shapes
+from mainstem.runtime.models.layout import Layout
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.storage.base import check_options
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.sealer import HEADER_BYTES
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 GOAL = 1.10
 """Maximum median time relative to no storage, for stores that are dead, frozen or hung."""

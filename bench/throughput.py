@@ -13,7 +13,7 @@ from rich.table import Table
 from bench.prompts import Prompts, submit
 from bench.report import Report
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.settings.engine import EngineConfig
 
 Clock = Callable[[], float]

@@ -33,10 +33,10 @@ from rigs import servers
 from bench.report import Report
 from bench.tables import number
 from mainstem.errors import BackendUnavailable, StorageError
-from mainstem.runtime.host import HostLayout, HostPool, Planes
+from mainstem.runtime.memory.host import HostLayout, HostPool, Planes
 from mainstem.storage.base import Backend, open_backend
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 MEMCPY, SYNCED, UNSYNCED = "memcpy", "plain file, fdatasync", "plain file, no sync"
 HOST: dict[HostLayout, str] = {"page_first": "host, page_first", "layer_first": "host, layer_first"}

@@ -48,7 +48,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mainstem.runtime.models import LoadedModel, images_only, without_torchvision
+from mainstem.runtime.models.loading import LoadedModel, images_only, without_torchvision
 
 CONTEXT = 512
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<turn>", "<image>", "<begin>", "<end>", "<video>")

@@ -238,7 +238,7 @@ def run(settings: Settings, report: Report, parts: Sequence[str]) -> None:
     from rigs.servers import free_port
 
     from bench.hosted import SYSTEMS, Hosted, System
-    from mainstem.runtime.models import load_model
+    from mainstem.runtime.models.loading import load_model
 
     loaded = load_model(dtype=settings.dtype)
     model = Path(str(loaded.model.config.name_or_path))

@@ -22,10 +22,10 @@ from torch import nn
 
 from bench.codec import texts_of_documentation, tokens_of
 from bench.report import Report
-from mainstem.runtime.exchanges import weights_of
-from mainstem.runtime.kernels import products
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.runtime.kernels.exchanges import weights_of
+from mainstem.runtime.kernels.linear import products
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import ModelRunner, Segment
 
 _SLICE = 128  # positions whose logits are computed at once
 _PAGE = 16

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mainstem import Full, Lease, PrefixCache, State, Window
-from mainstem.runtime.checkpoints import plan_checkpoints
+from mainstem.runtime.schedule.checkpoints import plan_checkpoints
 
 PAGE_SIZE, WINDOW, WIDTH, VOCABULARY = 4, 10, 8, 1000
 SIZES = {Full(): 200, Window(WINDOW): 24, State(): 12}

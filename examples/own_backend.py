@@ -14,14 +14,14 @@ from tiers import PAGE_SIZE, NumpyMemory, run
 
 import mainstem
 from mainstem import HostTier
+from mainstem.cache.identity import Identity
 from mainstem.errors import StorageError
-from mainstem.identity import Identity
 from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, Listed, conformance, open_backend
 from mainstem.storage.base import check_options
-from mainstem.tiers.sealer import Sealer
-from mainstem.tiers.store import Store
-from mainstem.tiers.workers import ThreadWorkers
+from mainstem.tiers.storage.sealer import Sealer
+from mainstem.tiers.storage.store import Store
+from mainstem.tiers.storage.workers import ThreadWorkers
 
 
 class SqliteBackend(Backend):

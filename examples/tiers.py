@@ -8,8 +8,8 @@ import numpy as np
 
 import mainstem
 from mainstem import HostPolicy, HostTier
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 PAGE_SIZE, WIDTH = 4, 8
 

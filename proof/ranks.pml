@@ -1,6 +1,6 @@
 /* Two ranks that must decide alike: each has its own copies, which end in another order and with another outcome.
 
-   Each is a process, as in `runtime/ranks.py`: rank 0 shares what is done next, and both agree on the lowest votes
+   Each is a process, as in `runtime/parallel/ranks.py`: rank 0 shares what is done next, and both agree on the lowest votes
    before they settle what is under way (`tiers/pending.py`). Whatever they do with an outcome of their own, instead of
    the one that they agreed on, makes them differ, or wait for each other for ever.
 

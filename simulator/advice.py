@@ -11,9 +11,9 @@ import contextlib
 from dataclasses import dataclass
 from math import inf
 
-from mainstem.components import Full
+from mainstem.cache.components import Full
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import OutOfPages
-from mainstem.namespaces import Namespace
 from simulator.leases import Leases
 from simulator.process import Process, Sizes, hybrid_sizes
 from simulator.world import World, require

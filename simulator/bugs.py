@@ -31,18 +31,23 @@ def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cach
     return Mutant(name, like, file, ((old, new),), by)
 
 
-_SEALER, _STORE, _PENDING, _HOST = "tiers/sealer.py", "tiers/store.py", "tiers/pending.py", "tiers/host.py"
+_SEALER, _STORE, _PENDING, _HOST = (
+    "tiers/storage/sealer.py",
+    "tiers/storage/store.py",
+    "tiers/pending.py",
+    "tiers/host/tier.py",
+)
 _BACKUP, _LOAD, _PREFETCH, _ANCHOR, _MEETING, _WRITE, _WARM = (
     f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "anchor", "meeting", "write", "warm")
 )
-_SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
+_SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
-_DECODERS = "runtime/decoders.py"
+_DECODERS = "runtime/kernels/decoders.py"
 _BREAKER = "storage/breaker.py"
-_TRITON = "runtime/triton_attention.py"
-_RETENTION = "retention.py"
-_SESSIONS = "runtime/sessions.py"
-_FEED, _REPLICA, _FRONT = "events/feed.py", "events/replica.py", "fleet/front.py"
+_TRITON = "runtime/attention/triton_attention.py"
+_RETENTION = "cache/retention.py"
+_SESSIONS = "runtime/hints/sessions.py"
+_FEED, _REPLICA, _FRONT = "events/feed.py", "events/replica.py", "fleet/front/app.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -56,7 +61,7 @@ PYTHON: tuple[Mutant, ...] = (
         'data = len(self._identity).to_bytes(8, "little") + self._identity + namespace', "data = namespace",
     ),
     _mutant(
-        "the identity leaves out the weights", "sglang#26792", "identity.py",
+        "the identity leaves out the weights", "sglang#26792", "cache/identity.py",
         'if field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size", "weights"):',
         "tests/test_identity.py::test_equal_bytes_mean_equal_identities",
     ),
@@ -96,11 +101,11 @@ PYTHON: tuple[Mutant, ...] = (
         'return None if stored == key else "misdirected"', "return None",
     ),
     _mutant(
-        "an adapter and a salt with one name share a namespace", "vllm#44701", "namespaces.py",
+        "an adapter and a salt with one name share a namespace", "vllm#44701", "cache/namespaces.py",
         '_field(b"s", self.salt)', '_field(b"a", self.salt)',
     ),
     _mutant(
-        "a lease ignores its namespace", "CVE-2025-46570", "cache.py",
+        "a lease ignores its namespace", "CVE-2025-46570", "cache/prefix_cache.py",
         'name = b"" if namespace is None else encode_namespace(namespace)', 'name = b""',
     ),
     # ---------------------------------------------------------------- the store
@@ -139,7 +144,7 @@ PYTHON: tuple[Mutant, ...] = (
         "hybrid",
     ),
     _mutant(
-        "a state that storage did not take counts as stored for good", "-", "tiers/backup.py",
+        "a state that storage did not take counts as stored for good", "-", "tiers/host/backup.py",
         "                    self._writes.again(node)", "                    pass",
         "tests/test_tiers_hybrids.py::test_a_state_that_could_not_be_written_is_written_when_it_is_used_again",
     ),
@@ -155,7 +160,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
     ),
     _mutant(
-        "a codec takes states for rows of attention", "-", "tiers/rows.py",
+        "a codec takes states for rows of attention", "-", "tiers/storage/rows.py",
         "Row(row, name, isinstance(tree.components[row], State))", "Row(row, name, False)",
         "tests/test_tiers_hybrids.py::test_states_are_kept_exact",
     ),
@@ -253,7 +258,7 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "attention does not wait for its layer", "vllm#46278", "runtime/attention.py",
+        "attention does not wait for its layer", "vllm#46278", "runtime/attention/paged.py",
         "        ticket.wait_layer(index)\n", "        del ticket\n",
         "tests/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
     ),
@@ -296,7 +301,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
     ),
     _mutant(
-        "a draft is accepted although another token was drawn", "-", "runtime/sampling.py",
+        "a draft is accepted although another token was drawn", "-", "runtime/sampling/sampler.py",
         "_token(chosen[i][at]) == drafts[i][at]", "chosen[i][at] is not None",
         "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
     ),
@@ -311,7 +316,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",
     ),
     _mutant(
-        "a hit ends inside a page that is not copied", "LMCache-Ascend#270", "cache.py",
+        "a hit ends inside a page that is not copied", "LMCache-Ascend#270", "cache/prefix_cache.py",
         "                self._copy_page(*copy)\n", "",
     ),
     # ---------------------------------------------------------------- prefetch
@@ -348,22 +353,22 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_tiers_hybrids.py::test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight",
     ),
     _mutant(
-        "a window is judged one position short", "-", "components.py",
+        "a window is judged one position short", "-", "cache/components.py",
         "return np.maximum(ends - self.tokens, 0)", "return np.maximum(ends - self.tokens + 1, 0)",
         "tests/test_tiers_plan.py",
     ),
     _mutant(
-        "a chunk is judged from the boundary before the end, or at it", "-", "components.py",
+        "a chunk is judged from the boundary before the end, or at it", "-", "cache/components.py",
         "return ends - ends % self.tokens\n", "return ends - (ends - 1) % self.tokens - 1\n",
         "tests/test_tiers_plan.py",
     ),
     _mutant(
-        "a state is judged one page off", "-", "tiers/plan.py",
+        "a state is judged one page off", "-", "tiers/prefetch/plan.py",
         "allowed &= there[self.have : most]", "allowed &= np.roll(there, 1)[self.have : most]",
         "tests/test_tiers_plan.py",
     ),
     _mutant(
-        "states are inserted before what they follow", "-", "tiers/plan.py",
+        "states are inserted before what they follow", "-", "tiers/prefetch/plan.py",
         "for row in range(len(self._components)):\n            first",
         "for row in reversed(range(len(self._components))):\n            first",
         "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
@@ -414,7 +419,7 @@ PYTHON: tuple[Mutant, ...] = (
         "Polled(self._late, self._expire)", "Polled(lambda: self.ended, self._expire)",
     ),
     _mutant(
-        "the wait ignores the speed of the machine", "here", "tiers/waits.py",
+        "the wait ignores the speed of the machine", "here", "tiers/prefetch/waits.py",
         "if cost_s is None:", "if True:",
         "tests/test_tiers_prefetch.py::test_timeout_waits_as_long_as_computing_takes_once_that_is_known",
     ),
@@ -451,22 +456,22 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- images and adapters
     _mutant(
-        "the shape of an image is not in its identity", "CVE-2025-46722", "runtime/vision.py",
+        "the shape of an image is not in its identity", "CVE-2025-46722", "runtime/text/vision.py",
         "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([mode, pixels.dtype.str])",
         "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
     ),
     _mutant(
-        "the mode of an image is not in its identity", "CVE-2025-46722", "runtime/vision.py",
+        "the mode of an image is not in its identity", "CVE-2025-46722", "runtime/text/vision.py",
         "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([pixels.dtype.str, pixels.shape])",
         "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
     ),
     _mutant(
-        "a hit ends inside an image", "-", "keys.py",
+        "a hit ends inside an image", "-", "cache/keys.py",
         "return start if inside else min(position, self._length)", "return min(position, self._length)",
         "tests/test_keys.py",
     ),
     _mutant(
-        "a chunk ends inside an image", "-", "runtime/checkpoints.py",
+        "a chunk ends inside an image", "-", "runtime/schedule/checkpoints.py",
         "    if span is None:\n        return end\n", "    return end\n",
         "tests/test_checkpoints.py",
     ),
@@ -568,26 +573,26 @@ PYTHON: tuple[Mutant, ...] = (
         "(head.status == _FULL and (others or sender.begun))", "(head.status == _FULL and sender.begun)", "fleet",
     ),
     _mutant(
-        "a replica that drains refuses for all", "-", "fleet/asking.py",
+        "a replica that drains refuses for all", "-", "fleet/front/asking.py",
         "ELSEWHERE = (421, 503)", "ELSEWHERE = (421,)", "fleet",
     ),
     _mutant(
-        "a request that has ended counts as under way", "-", "fleet/routing.py",
+        "a request that has ended counts as under way", "-", "fleet/front/routing.py",
         "                self._core.ended(self._replicas[replica].number, self._clock())\n", "                pass\n",
         "tests/test_fleet_routing.py::test_a_queue_ends_with_time_and_with_the_last_request",
     ),
     _mutant(
-        "a dead replica stays in the index", "-", "fleet/routing.py",
+        "a dead replica stays in the index", "-", "fleet/front/routing.py",
         "for gone in sorted(set(self._replicas) - set(replicas)):", "for gone in ():", "fleet",
     ),
     _mutant(
-        "a queue that was reported begins anew with each list of replicas", "-", "fleet/routing.py",
+        "a queue that was reported begins anew with each list of replicas", "-", "fleet/front/routing.py",
         "if said != replica.said and ", "if ",
         "tests/test_fleet_routing.py::"
         "test_a_queue_that_was_reported_counts_once_until_something_else_is_said",
     ),
     _mutant(
-        "a page that a peer sends is not verified", "-", "tiers/sealed.py",
+        "a page that a peer sends is not verified", "-", "tiers/storage/sealed.py",
         "    return sealer.verify(slot, key)\n", "    return None\n", "fleet",
     ),
     # ---------------------------------------------------------------- attention over the tree
@@ -667,7 +672,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
-        "who fills a pool alone is said to be beyond a quota", "-", "quotas.py",
+        "who fills a pool alone is said to be beyond a quota", "-", "cache/quotas.py",
         "most if share.maximum < 1 else _NO_LIMIT", "most",
         "tests/test_explain.py::test_an_owner_without_a_maximum_is_never_beyond_it",
     ),
@@ -687,28 +692,28 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
     ),
     _mutant(
-        "a recorded step is used though its logits differ", "-", "runtime/step_graphs.py",
+        "a recorded step is used though its logits differ", "-", "runtime/kernels/step_graphs.py",
         "if error <= self._limit:", "if True:",
         "tests/test_step_graphs.py::test_a_repeated_step_that_differs_is_not_used",
     ),
     _mutant(
-        "a step is recorded while pages before it are on their way", "-", "runtime/runner.py",
+        "a step is recorded while pages before it are on their way", "-", "runtime/models/runner.py",
         "segment.adapter, segment.arriving, segment", "segment.adapter, segment",
         "tests/test_step_graphs.py::test_what_is_on_its_way_is_waited_for",
     ),
     _mutant(
-        "a copy on a GPU leaves out the end of a row", "-", "runtime/triton_copies.py",
+        "a copy on a GPU leaves out the end of a row", "-", "runtime/kernels/triton_copies.py",
         "len(sources) * -(-words // WORDS)", "len(sources) * (words // WORDS)",
         "tests/test_triton_copies.py::test_it_copies_the_rows_that_are_asked_for",
     ),
     # ---------------------------------------------------------------- quantized weights
     _mutant(
-        "a quantized weight has more bits than a bfloat16", "-", "runtime/quantization.py",
+        "a quantized weight has more bits than a bfloat16", "-", "runtime/models/quantization.py",
         "_SCALE_BITS = 5", "_SCALE_BITS = 8",
         "tests/test_quantization.py::test_codes_are_the_same_numbers_as_the_weight",
     ),
     _mutant(
-        "more rows are computed from the weight before it was quantized", "-", "runtime/quantization.py",
+        "more rows are computed from the weight before it was quantized", "-", "runtime/models/quantization.py",
         "part.copy_((numbers * scale).view_as(part))", "pass",
         "tests/test_quantization.py::test_every_number_of_rows_computes_with_the_same_weights",
     ),
@@ -770,11 +775,11 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_quotas.py::test_retention_leaves_to_others_what_they_are_guaranteed",
     ),
     _mutant(
-        "the host keeps what exceeds a maximum", "-", "tiers/host.py",
+        "the host keeps what exceeds a maximum", "-", "tiers/host/tier.py",
         "while (over := self.tree.core.beyond_maximum(row, HOST))[1]:", "while (over := (b\"\", 0))[1]:", "quotas",
     ),
     _mutant(
-        "the host makes room whatever is guaranteed", "-", "tiers/host.py",
+        "the host makes room whatever is guaranteed", "-", "tiers/host/tier.py",
         "self.tree.evict_for(ns, missing,", "self.tree.evict_for(None, missing,",
         "tests/test_quotas.py::test_guarantees_hold_on_the_host",
     ),
@@ -784,17 +789,17 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_quotas.py::test_what_is_retained_is_evicted_beyond_the_maximum_when_its_time_is_up",
     ),
     _mutant(
-        "what was behind removed pages stays beyond its owner's maximum", "-", "cache.py",
+        "what was behind removed pages stays beyond its owner's maximum", "-", "cache/prefix_cache.py",
         "        self._settle()  # what was removed", "        # what was removed",
         "tests/test_quotas.py::test_what_was_behind_removed_pages_goes_with_the_removal_that_frees_them",
     ),
     _mutant(
-        "pages that become free keep what was in them", "-", "runtime/pools.py",
+        "pages that become free keep what was in them", "-", "runtime/memory/pools.py",
         "        pool.freed_with(partial(pools.clear, name))", "        pass",
         "tests/test_tenants.py::test_what_leaves_a_page_is_overwritten_where_that_is_asked_for",
     ),
     _mutant(
-        "a public prefix goes to whoever begins like it", "-", "runtime/public.py",
+        "a public prefix goes to whoever begins like it", "-", "runtime/hints/public.py",
         "if key.symbols.startswith(prefix.tobytes()):", "if key.symbols[:8] == prefix.tobytes()[:8]:",
         "tests/test_public_prefixes.py::test_nothing_is_copied_that_is_not_public_whole_and_begun_with",
     ),

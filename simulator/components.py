@@ -13,17 +13,17 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.components import Chunked, Component, Full, State, Window
-from mainstem.namespaces import encode_namespace
-from mainstem.policies import BUILT_IN
-from mainstem.pool import Pool
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.namespaces import encode_namespace
+from mainstem.cache.policies import BUILT_IN
+from mainstem.cache.pool import Pool
+from mainstem.cache.tree import Match, Tree
 from mainstem.settings.engine import HostPolicy, WritePolicy
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.sealer import Sealer
-from mainstem.tiers.store import Store
-from mainstem.tiers.transfer import Move
-from mainstem.tree import Match, Tree
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import Sealer
+from mainstem.tiers.storage.store import Store
 from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt, state_of
 from simulator.leases import Prompts
 from simulator.process import IDENTITY, NAMESPACES, OTHER_SECRET, SECRET, kept_from, read_tree, storage_config

@@ -8,13 +8,13 @@ from random import Random
 
 import numpy as np
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Full
+from mainstem.cache.components import Full
+from mainstem.cache.namespaces import Namespace, NamespaceLike, encode_namespace
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.events.feed import Feed, Follower
 from mainstem.events.replica import Block, Replica
 from mainstem.events.source import PUBLIC_SECRET, BlockStored, Medium, Source, salt_id
-from mainstem.namespaces import Namespace, NamespaceLike, encode_namespace
-from mainstem.tree import Tree
 from simulator.world import World, require
 
 Page = tuple[str | None, str | None, Medium, tuple[int, ...]]

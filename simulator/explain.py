@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mainstem.explain import Explanation, Stretch
-from mainstem.tree import DEVICE, HOST, Tree
+from mainstem.cache.explain import Explanation, Stretch
+from mainstem.cache.tree import DEVICE, HOST, Tree
 from simulator.world import World, require
 
 _NAMESPACES = (None, None, "one", "two")

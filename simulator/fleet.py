@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from mainstem.components import Full
-from mainstem.fleet.routing import CostRouter
-from mainstem.fleet.sessions import Chooser
+from mainstem.cache.components import Full
+from mainstem.fleet.front.routing import CostRouter
+from mainstem.fleet.front.sessions import Chooser
 from mainstem.settings.engine import Limits
-from mainstem.tiers.shelf import Shelf
+from mainstem.tiers.host.shelf import Shelf
 from simulator.fronts import Call, Router
 from simulator.ghost import salt
 from simulator.leases import Prompts

@@ -12,13 +12,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from starlette.datastructures import Headers
 
+from mainstem.cache.namespaces import Namespace
 from mainstem.events.feed import Follower
 from mainstem.events.source import Event, salt_id
 from mainstem.events.wire import decode
-from mainstem.fleet.asking import Ask, Head, Piece, Prompt, ReplicaLost
-from mainstem.fleet.front import Front, Homes
-from mainstem.fleet.sessions import Chooser
-from mainstem.namespaces import Namespace
+from mainstem.fleet.front.app import Front, Homes
+from mainstem.fleet.front.asking import Ask, Head, Piece, Prompt, ReplicaLost
+from mainstem.fleet.front.sessions import Chooser
 from simulator.events import Page, adapter_of, compare, followed, pages_of, reaches
 from simulator.loop import Loop
 from simulator.machines import Engine, Part, Sent

@@ -17,8 +17,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 from simulator.world import World, require
 
 Numbers = NDArray[np.uint64]

@@ -14,12 +14,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache import Lease
-from mainstem.components import Chunked, Full, Window
+from mainstem.cache.components import Chunked, Full, Window
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import Lease
 from mainstem.errors import OutOfPages
-from mainstem.namespaces import Namespace
-from mainstem.tiers.load import Load
-from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.prefetch.prefetch import Prefetch
 from simulator.events import Listener
 from simulator.ghost import POISON, fingerprints
 from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, draw_empty, hybrid_sizes, other_identity

@@ -14,11 +14,11 @@ import numpy as np
 from mainstem.events.feed import Feed
 from mainstem.events.replica import Replica
 from mainstem.events.source import BlockStored, Source
-from mainstem.fleet.asking import Ask, Head, Piece
+from mainstem.fleet.front.asking import Ask, Head, Piece
 from mainstem.runtime.request import Delta, Request
-from mainstem.server.continuing import Answer, Begun, Said
+from mainstem.server.kept.continuing import Answer, Begun, Said
 from mainstem.settings.engine import Limits, SamplingParams
-from mainstem.tiers.shelf import Shelf
+from mainstem.tiers.host.shelf import Shelf
 from simulator.network import Link, Network
 from simulator.peers import Giver
 from simulator.process import NAMESPACES, Process

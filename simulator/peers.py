@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mainstem.storage.peer import Giving, Line, PeerBackend, Share
-from mainstem.tiers.shelf import Shelf
+from mainstem.tiers.host.shelf import Shelf
 from simulator.network import Network
 from simulator.process import SECRET
 from simulator.storage import flip

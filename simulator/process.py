@@ -11,22 +11,22 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Chunked, Component, Full, State, Window
-from mainstem.identity import Identity
-from mainstem.namespaces import Namespace, encode_namespace
-from mainstem.policies import BUILT_IN, NodeStats, Policy, Rank
-from mainstem.pool import Pool
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.identity import Identity
+from mainstem.cache.namespaces import Namespace, encode_namespace
+from mainstem.cache.policies import BUILT_IN, NodeStats, Policy, Rank
+from mainstem.cache.pool import Pool
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.settings.engine import HostPolicy, PrefetchPolicy, StorageConfig, WritePolicy
 from mainstem.storage.base import Backend
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host import HostTier
+from mainstem.tiers.host.shelf import Shelf
+from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.pending import Agree
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import Sealer
-from mainstem.tiers.shelf import Shelf
-from mainstem.tiers.store import Found, Store, StoreCall
-from mainstem.tree import Tree
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import Sealer
+from mainstem.tiers.storage.store import Found, Store, StoreCall
 from simulator.events import Listener
 from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
 from simulator.storage import Disk, SimBackend, SimWorkers

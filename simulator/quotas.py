@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mainstem.namespaces import Namespace, encode_namespace, owner_of
-from mainstem.quotas import Quota, Quotas, Share
-from mainstem.tree import NodeView
+from mainstem.cache.namespaces import Namespace, encode_namespace, owner_of
+from mainstem.cache.quotas import Quota, Quotas, Share
+from mainstem.cache.tree import NodeView
 from simulator.advice import Advice
 from simulator.leases import Request
 from simulator.process import Process

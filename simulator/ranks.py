@@ -14,7 +14,7 @@ from hashlib import blake2b
 from random import Random
 from typing import TypeVar
 
-from mainstem.components import Full
+from mainstem.cache.components import Full
 from simulator.leases import Prompts, Request
 from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes
 from simulator.storage import Disk

@@ -15,11 +15,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.runtime.memory.sizing import window_pages
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Delta, Request
-from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler
-from mainstem.runtime.sizing import window_pages
+from mainstem.runtime.schedule.scheduler import Scheduler
 from mainstem.settings.engine import Limits, SamplingParams
 from simulator.ghost import POISON, fingerprints
 from simulator.leases import Prompts

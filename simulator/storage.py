@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, Self, TypeVar, cast
 
 from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities
-from mainstem.tiers.sealer import HEADER_BYTES, Sealer
+from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
 from simulator.world import World, require
 
 T = TypeVar("T")

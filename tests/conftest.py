@@ -75,7 +75,7 @@ def _has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """Loads the real default model in float32; skips the test, with the reason, where it is not available."""
-    from mainstem.runtime.models import load_model
+    from mainstem.runtime.models.loading import load_model
 
     try:
         return load_model(dtype="float32")

@@ -99,9 +99,9 @@ LANES = (
         "clients",
         ("tests/test_clients.py",),
         (
-            "src/mainstem/server/*.py",
-            "src/mainstem/runtime/grammars.py",
-            "src/mainstem/runtime/prompts.py",
+            "src/mainstem/server/**/*.py",
+            "src/mainstem/runtime/sampling/grammars.py",
+            "src/mainstem/runtime/text/prompts.py",
             "tests/test_clients.py",
             "tests/clients/*",
             "tests/rigs/client_calls.py",
@@ -114,7 +114,7 @@ LANES = (
         ("tests/test_fleet.py", "tests/test_kubernetes.py"),
         (
             "deploy/kubernetes/*.yaml",
-            "src/mainstem/fleet/*.py",
+            "src/mainstem/fleet/**/*.py",
             "src/mainstem/settings/fleet.py",
             "src/mainstem/settings/mapping.py",
             "tests/requirements-fleet.txt",

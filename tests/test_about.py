@@ -11,9 +11,9 @@ from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem import __version__
-from mainstem.server import listing
 from mainstem.server.app import create_app
 from mainstem.server.errors import ApiError
+from mainstem.server.kept import listing
 from mainstem.settings.server import ServerConfig
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from bench.tiny_models import GATHERED, LATENT, VARIANTS, VOCAB, loaded, tiny
+from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import BadArgument, MainstemError, UnsupportedModel
-from mainstem.namespaces import Namespace, encode_namespace
-from mainstem.runtime.adapters import Adapter, Adapters, read_adapter
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.adapters import Adapter, Adapters, read_adapter
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import ModelRunner, Segment
 from mainstem.runtime.request import Completion, Request
-from mainstem.runtime.runner import ModelRunner, Segment
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytest.importorskip("peft", reason="peft is not installed")

@@ -10,11 +10,11 @@ import pytest
 from rigs.components import DEVICE, KINDS, P, Rig
 from rigs.scheduler import PAGE, Bench
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.cache.components import Component, Full, State, Window
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument
-from mainstem.retention import Kept
-from mainstem.runtime.advice import Advice
+from mainstem.runtime.hints.advice import Advice
 from mainstem.runtime.request import Hints, Prefix
 
 POOLS: dict[str, int | Mapping[Component, int]] = {

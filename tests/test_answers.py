@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rigs.fake_engine import FakeTokenizer
 from rigs.families import spelled, tokenizer_of, unusual
 
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import RequestTooLong
-from mainstem.namespaces import Namespace
-from mainstem.runtime.prompts import ANSWER, Prompts, Template
 from mainstem.runtime.request import Delta
-from mainstem.server.answers import Answers, Turn
+from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
+from mainstem.server.kept.answers import Answers, Turn
 
 TOKENIZER = tokenizer_of("qwen")
 Messages = list[dict[str, str]]

@@ -27,11 +27,11 @@ from machine import patience
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.namespaces import Namespace
-from mainstem.retention import Kept
 from mainstem.runtime.request import Hints
-from mainstem.server import requests
+from mainstem.server.apis import requests
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
 

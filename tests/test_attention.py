@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Gemma3Config, LlamaConfig
 
-from mainstem.components import Attended, Chunked, Window
+from mainstem.cache.components import Attended, Chunked, Window
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.attention import (
+from mainstem.runtime.attention.paged import (
     FULL,
     PAGED,
     TILE_ROWS,
@@ -24,7 +24,7 @@ from mainstem.runtime.attention import (
     plan_batch,
     text_attention,
 )
-from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.runtime.memory.kv import KVPool, KVShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,7 +207,7 @@ def random_regions(rng: np.random.Generator, end: int) -> tuple[tuple[int, int],
 def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random regions, windows, chunks and tiles, against the rule key by key."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr("mainstem.runtime.attention.TILE_ROWS", int(rng.choice([3, 8, 128])))
+    monkeypatch.setattr("mainstem.runtime.attention.paged.TILE_ROWS", int(rng.choice([3, 8, 128])))
     components: list[Attended] = [FULL, Window(3), Window(7), Window(19), Chunked(5), Chunked(16)]
     component = components[int(rng.integers(len(components)))]
     sinks = torch.tensor(rng.normal(size=HEADS), dtype=torch.float32) if rng.random() < 0.3 else None

@@ -48,7 +48,7 @@ from bench.systems import MainstemTree, Make, System
 from bench.workers import Worker
 from bench.workload import Chats, Documents, digest
 from mainstem import Tree
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 
 ROOT = Path(__file__).parents[1]
 TINY = Chats(chats=6, turns=3, open_chats=3, systems=2, system_length=64, question_lengths=(3, 30), answer_length=8)

@@ -9,7 +9,7 @@ from rigs.serving import tiny_folder
 
 from bench import codec
 from bench.report import Report
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
 
 
 def test_exact_pages_cost_nothing_and_fewer_bits_cost_more(tmp_path: Path) -> None:

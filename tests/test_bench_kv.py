@@ -8,7 +8,7 @@ from rigs.serving import tiny_folder
 
 from bench import kv
 from bench.report import Report
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
 
 
 def test_exact_keys_cost_nothing_and_8_bits_take_less_room(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from bench import marks
 from bench.report import Report
-from mainstem.runtime.checkpoints import plan_checkpoints
+from mainstem.runtime.schedule.checkpoints import plan_checkpoints
 
 
 def test_each_chat_is_timed_with_its_marks_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_each_chat_is_timed_with_its_marks_and_without(monkeypatch: pytest.Monke
         reasons.update(reason for _, reason in planned)
         return planned
 
-    monkeypatch.setattr("mainstem.runtime.scheduler.plan_checkpoints", counted)
+    monkeypatch.setattr("mainstem.runtime.schedule.scheduler.plan_checkpoints", counted)
     report = Report("marks", "2026-01-02T03:04:05+00:00", quick=True, progress=lambda line: None)
     marks.run(marks.Settings(chats=2, turns=2, system=40, turn=40, hidden=32, layers=1), report)
     assert [row["chat"] for row in report.rows] == [0, 1]

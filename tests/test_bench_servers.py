@@ -448,7 +448,7 @@ def test_the_benchmark_measures_what_is_installed_and_names_the_rest(
     monkeypatch.setattr(hosted, "SYSTEMS", (MINE, missing, partial, broken))
     model = SimpleNamespace(config=SimpleNamespace(name_or_path=str(tmp_path)))
     loaded = SimpleNamespace(model=model, name="tiny", tokenizer=Tokenizer())
-    monkeypatch.setattr("mainstem.runtime.models.load_model", lambda dtype: loaded)
+    monkeypatch.setattr("mainstem.runtime.models.loading.load_model", lambda dtype: loaded)
     made = report()
     servers.run(SMALL, made)
     assert {row["server"] for row in made.rows} == {"Mainstem"} and len(made.rows) == len(NAMES)

@@ -11,7 +11,7 @@ from test_kernels import NEEDS_ISA
 
 from bench import weights
 from bench.report import Report
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
 
 pytestmark = NEEDS_ISA
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.integrations.block_plan import Group, Job, Plan, Planner
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Part, Store
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Part, Store
 
 BLOCK = 4
 FULL = Row(0, "full 0", exact=False)

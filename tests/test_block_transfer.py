@@ -13,9 +13,9 @@ from mainstem.errors import BadArgument, StorageError
 from mainstem.integrations.block_plan import Job, Part
 from mainstem.integrations.block_transfer import Results, Transfers
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Store
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Store
 
 FULL, WINDOW = Row(0, "full 0", exact=False), Row(1, "window 1", exact=False)
 LAYER_BYTES = 8

@@ -13,13 +13,13 @@ from rigs.templates import TEMPLATES, TOOL_TEMPLATES, byte_tokenizer
 from starlette.testclient import TestClient
 
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.prompts import Prompts, Template
 from mainstem.runtime.request import Prefix
+from mainstem.runtime.text.prompts import Prompts, Template
+from mainstem.server.apis.requests import ChatRequest, decode, template_input
+from mainstem.server.apis.tool_fields import tools_of
 from mainstem.server.app import create_app
-from mainstem.server.breakpoints import MOST, TTLS, CacheOptions, Mark, counted
-from mainstem.server.dialect import Dialect, speaking
-from mainstem.server.requests import ChatRequest, decode, template_input
-from mainstem.server.tool_fields import tools_of
+from mainstem.server.fields.breakpoints import MOST, TTLS, CacheOptions, Mark, counted
+from mainstem.server.parsing.dialect import Dialect, speaking
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 

@@ -14,11 +14,11 @@ import torch
 from rigs.cache import owners, prefill
 
 from mainstem import _core
-from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.keys import BigramKeys, Image, TokenKeys, TypedKeys
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.errors import BadArgument, BadTokens, CorruptTree, LeaseClosed, OutOfPages
-from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
-from mainstem.namespaces import Namespace
 
 
 def serve(cache: PrefixCache, tokens: Any, namespace: Any = None) -> int:

@@ -10,10 +10,10 @@ import torch
 
 from bench.tiny_models import GATHERED, LATENT, loaded, tiny
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.attention import BatchPlan, Extent, Paging, SdpaAttention, plan_batch
-from mainstem.runtime.caches import Gathering, Passing
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.runner import ModelRunner
+from mainstem.runtime.attention.paged import BatchPlan, Extent, Paging, SdpaAttention, plan_batch
+from mainstem.runtime.memory.kv import KVPool, KVShape
+from mainstem.runtime.models.caches import Gathering, Passing
+from mainstem.runtime.models.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,14 +13,14 @@ from rigs.serving import tiny_folder
 from bench.tiny_models import VOCAB, WINDOWED, loaded, tiny
 from mainstem.cli import main
 from mainstem.errors import BadArgument
-from mainstem.runtime.calibration import calibrate, tokens_of
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.models import LoadedModel, load_model
+from mainstem.runtime.models.calibration import calibrate, tokens_of
+from mainstem.runtime.models.layout import Layout
+from mainstem.runtime.models.loading import LoadedModel, load_model
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams, StorageConfig, TierConfig
-from mainstem.tiers.calibrated import Calibrated, open_codec, save
-from mainstem.tiers.codecs import Page, load_numbers
+from mainstem.tiers.storage.calibrated import Calibrated, open_codec, save
+from mainstem.tiers.storage.codecs import Page, load_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 128

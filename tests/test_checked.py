@@ -9,8 +9,8 @@ import pytest
 from test_output import scanned
 from test_tools import TOOLS, T, W
 
-from mainstem.server.checked import Checked, by_schema, fits
-from mainstem.server.formats import FORMATS
+from mainstem.server.parsing.checked import Checked, by_schema, fits
+from mainstem.server.parsing.formats import FORMATS
 
 OSLO = {"properties": {"city": {"not": {"const": "Rome"}}}}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.runtime.checkpoints import MOST_MARKS, Checkpoint, Span, chunk_end, most_saving, plan_checkpoints
+from mainstem.runtime.schedule.checkpoints import MOST_MARKS, Checkpoint, Span, chunk_end, most_saving, plan_checkpoints
 
 
 class Prompt(NamedTuple):

@@ -11,8 +11,8 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from mainstem.errors import StorageError
 from mainstem.integrations.chunk_tier import CHUNK, ChunkTier, Ended
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Store
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Store
 
 SIZE = 64
 KEYS = [bytes([number]) * 36 for number in range(8)]

@@ -39,11 +39,11 @@ class Machine:
         parallel, models = ModuleType("parallel"), ModuleType("models")
         parallel.open_engine = self._open  # type: ignore[attr-defined]
         models.DEFAULT_NAME = "the-default"  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "mainstem.runtime.parallel", parallel)
-        monkeypatch.setitem(sys.modules, "mainstem.runtime.models", models)
-        monkeypatch.setattr("mainstem.runtime.parallel", parallel, raising=False)
-        monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
-        monkeypatch.setattr("mainstem.runtime.adapters.read_adapter", lambda path: None)
+        monkeypatch.setitem(sys.modules, "mainstem.runtime.parallel.launch", parallel)
+        monkeypatch.setitem(sys.modules, "mainstem.runtime.models.loading", models)
+        monkeypatch.setattr("mainstem.runtime.parallel.launch", parallel, raising=False)
+        monkeypatch.setattr("mainstem.runtime.models.loading", models, raising=False)
+        monkeypatch.setattr("mainstem.runtime.models.adapters.read_adapter", lambda path: None)
 
     @contextmanager
     def _open(
@@ -486,9 +486,9 @@ def test_a_store_is_described_checked_and_emptied(tmp_path: Path, capsys: pytest
 def test_stats_of_a_store_name_who_wrote_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mainstem.identity import Identity
-    from mainstem.tiers.identities import enter
-    from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
+    from mainstem.cache.identity import Identity
+    from mainstem.tiers.storage.identities import enter
+    from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
 
     spec, secret = f"file:{tmp_path}/kv?capacity=64MiB", "a secret of more than sixteen bytes"
     one = Identity("m-1", "w" * 64, "bfloat16", "none", "l", "s", "gqa", "r", "t", "ids/4", 16, tp_size=2)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Chunked, Full, Local, State, Window, by_name
+from mainstem.cache.components import Chunked, Full, Local, State, Window, by_name
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
-from mainstem.tree import Tree
 
 
 def windowed(window: int = 3, size: int = 1) -> Tree:

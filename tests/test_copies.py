@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mainstem._core import copy_rows
 from mainstem.errors import BadArgument
-from mainstem.runtime.copies import Copy, CpuCopier, Step, Transfer
+from mainstem.runtime.memory.copies import Copy, CpuCopier, Step, Transfer
 
 Ids = NDArray[np.int32]
 

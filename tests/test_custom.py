@@ -14,13 +14,13 @@ from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 from test_tools import Judge, grammar
 
-from mainstem.runtime.grammars import MAX_BYTES
+from mainstem.runtime.sampling.grammars import MAX_BYTES
 from mainstem.server.app import create_app
-from mainstem.server.custom import Form, NotHeld, TextInputs, as_arguments, by_characters
-from mainstem.server.formats import FORMATS
-from mainstem.server.output import Arguments, Call, NoCall, OutputParser, PlainText, Text, joined
-from mainstem.server.repair import Repair
-from mainstem.server.tools import Tooling, custom_tool
+from mainstem.server.fields.tools import Tooling, custom_tool
+from mainstem.server.parsing.custom import Form, NotHeld, TextInputs, as_arguments, by_characters
+from mainstem.server.parsing.formats import FORMATS
+from mainstem.server.parsing.output import Arguments, Call, NoCall, OutputParser, PlainText, Text, joined
+from mainstem.server.parsing.repair import Repair
 from mainstem.settings.server import ServerConfig
 
 PATCH = Form(

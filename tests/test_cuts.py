@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.families import tokenizer_of
 
-from mainstem.runtime.cuts import Tokenization, common_length, with_generated
-from mainstem.runtime.escapes import Escapes
+from mainstem.runtime.text.cuts import Tokenization, common_length, with_generated
+from mainstem.runtime.text.escapes import Escapes
 
 
 class Pieces:

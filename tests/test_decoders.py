@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from bench.tiny_models import VOCAB, tiny
-from mainstem.runtime import decoders, kernels
-from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.runtime.kernels import decoders
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.models.runner import ModelRunner, Segment
 
 pytestmark = [NEEDS_ISA, pytest.mark.usefixtures("one_thread")]
 

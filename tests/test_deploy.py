@@ -23,11 +23,11 @@ from rigs.fake_engine import FakeEngine
 from rigs.full_stats import filled
 from skips import PROMETHEUS
 
-from mainstem.explain import Evicted
+from mainstem.cache.explain import Evicted
 from mainstem.runtime.engine import EngineStats
-from mainstem.runtime.explaining import Stretch
-from mainstem.runtime.timeline import Phase
-from mainstem.server.metrics import OUTCOMES, TABLE
+from mainstem.runtime.schedule.explaining import Stretch
+from mainstem.runtime.schedule.timeline import Phase
+from mainstem.server.watch.metrics import OUTCOMES, TABLE
 
 ROOT = Path(__file__).parents[1]
 RULES = ROOT / "deploy" / "prometheus" / "mainstem.rules.yml"

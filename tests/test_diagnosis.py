@@ -13,11 +13,11 @@ from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
-from mainstem.namespaces import Namespace
+from mainstem.cache.namespaces import Namespace
 from mainstem.runtime.request import ImageInput, PreparedPrompt
 from mainstem.server.app import create_app
-from mainstem.server.diagnosis import Earlier, Finding, Fingerprint, Shape
-from mainstem.server.response_store import ResponseStore
+from mainstem.server.kept.response_store import ResponseStore
+from mainstem.server.watch.diagnosis import Earlier, Finding, Fingerprint, Shape
 from mainstem.settings.server import ServerConfig
 
 PAGE = 4

@@ -11,12 +11,12 @@ from test_output import scanned
 from test_tools import CITY, ROME, TIME, Judge
 from tokenizers import AddedToken
 
-from mainstem.runtime.prompts import ANSWER, Prompts, Template
-from mainstem.server.dialect import Dialect, TemplateTraits, speaking
-from mainstem.server.formats import FORMATS
-from mainstem.server.output import Reasoning, Text
-from mainstem.server.reasoning import THINKING
-from mainstem.server.tools import NO_TOOLS, Tool, Tooling
+from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
+from mainstem.server.fields.tools import NO_TOOLS, Tool, Tooling
+from mainstem.server.parsing.dialect import Dialect, TemplateTraits, speaking
+from mainstem.server.parsing.formats import FORMATS
+from mainstem.server.parsing.output import Reasoning, Text
+from mainstem.server.parsing.reasoning import THINKING
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 

@@ -9,7 +9,7 @@ import torch
 
 from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, RESUMED, VARIANTS, tiny
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.division import prove_division, whole
+from mainstem.runtime.parallel.division import prove_division, whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.runtime.drafts import Pace, begin_with, look_up
+from mainstem.runtime.schedule.drafts import Pace, begin_with, look_up
 
 
 def drafted(text: str, most: int = 4) -> str:

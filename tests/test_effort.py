@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from mainstem.server.effort import EFFORTS, Switches, switches_of
+from mainstem.server.fields.effort import EFFORTS, Switches, switches_of
 
 TURN = "{{ messages[0].content }}<assistant>"
 QWEN3 = TURN + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}"

@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.tiny_models import HYBRIDS, LATENT, loaded, tiny
-from mainstem.components import Attended, Chunked, Full, Window
+from mainstem.cache.components import Attended, Chunked, Full, Window
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime import kv, tree_attention
-from mainstem.runtime.attention import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.eight_bits import dequantize, eight_bits, quantize, rounded
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.page_attention import PageAttention
-from mainstem.runtime.pools import pool_sizes
-from mainstem.runtime.runner import ModelRunner, attention_for
-from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.runtime.attention import tree as tree_attention
+from mainstem.runtime.attention.few_rows import PageAttention
+from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.memory import kv
+from mainstem.runtime.memory.eight_bits import dequantize, eight_bits, quantize, rounded
+from mainstem.runtime.memory.kv import KVPool, KVShape
+from mainstem.runtime.memory.pools import pool_sizes
+from mainstem.runtime.models.runner import ModelRunner, attention_for
 from mainstem.settings.engine import EngineConfig, TierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,8 @@ from test_fleet_front import Rig, calls, front
 
 from bench.tiny_models import VOCAB
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import load_model
-from mainstem.server import embeddings
+from mainstem.runtime.models.loading import load_model
+from mainstem.server.apis import embeddings
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig

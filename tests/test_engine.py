@@ -21,15 +21,15 @@ from transformers import PreTrainedModel
 
 from bench.tiny_models import loaded as tiny_loaded
 from bench.tiny_models import tiny
-from mainstem.cache import PrefixCache
+from mainstem.cache.keys import TokenKeys
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
-from mainstem.keys import TokenKeys
-from mainstem.retention import Kept
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pools import pool_sizes
+from mainstem.runtime.memory.pools import pool_sizes
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Request
-from mainstem.runtime.runner import Segment
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import EngineConfig, EventConfig, HostSize, SamplingParams, TierConfig
 from mainstem.storage import open_backend
@@ -423,7 +423,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     def refuse(*_args: object, **_options: object) -> None:
         raise BadArgument("policy", "oldest-first", "another")
 
-    monkeypatch.setattr("mainstem.runtime.pools.PrefixCache", refuse)
+    monkeypatch.setattr("mainstem.runtime.memory.pools.PrefixCache", refuse)
     spec = f"file:{tmp_path}/kv?capacity=1MiB"
     tiers = TierConfig(HostSize(host_ratio=1.0), storage=spec)
     loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))

@@ -23,12 +23,12 @@ from rigs.letters import Letters
 from bench.tiny_models import GATHERED, HYBRIDS, VARIANTS, VOCAB, WINDOWED
 from mainstem.errors import BadArgument
 from mainstem.integrations.transformers import cached
-from mainstem.runtime.caches import Rounding
-from mainstem.runtime.eight_bits import eight_bits
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.places import run
+from mainstem.runtime.memory.eight_bits import eight_bits
+from mainstem.runtime.models.caches import Rounding
+from mainstem.runtime.models.layout import Layout
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.places import run
 from mainstem.runtime.request import Completion
 from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, KVCacheDtype, StorageConfig, TierConfig
 

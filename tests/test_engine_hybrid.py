@@ -20,10 +20,10 @@ from rigs.letters import Letters
 
 from bench.tiny_models import GATHERED, HYBRIDS, LATENT, RESUMED, VARIANTS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.host import HostPool
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.memory.host import HostPool
+from mainstem.runtime.memory.tiers import identity_of
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Request
-from mainstem.runtime.tiers import identity_of
 from mainstem.settings.engine import (
     EngineConfig,
     HostPolicy,
@@ -33,7 +33,7 @@ from mainstem.settings.engine import (
     TierConfig,
     WritePolicy,
 )
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.transfer import Move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,13 +180,13 @@ def test_the_identity_says_what_ranks_share(family: str, attention: str, shape: 
 
 def transformers_scan(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a model go on from its states token by token."""
-    monkeypatch.setattr("mainstem.runtime.states.resume", lambda _: None)
+    monkeypatch.setattr("mainstem.runtime.memory.states.resume", lambda _: None)
 
 
 def attention_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a model attend by transformers' code to gathered keys."""
     model.set_attn_implementation("eager")
-    monkeypatch.setattr("mainstem.runtime.runner._own_attention", lambda _: "on purpose")
+    monkeypatch.setattr("mainstem.runtime.models.runner._own_attention", lambda _: "on purpose")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mainstem.errors import BadArgument
-from mainstem.runtime.escapes import Escapes
-from mainstem.runtime.prompts import ANSWER, WHOLE, Prompts, Template
+from mainstem.runtime.text.escapes import Escapes
+from mainstem.runtime.text.prompts import ANSWER, WHOLE, Prompts, Template
 
 Chat = Sequence[Mapping[str, Any]]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mainstem import BadArgument, BigramKeys, Full, Namespace, PrefixCache, State, Tree, Window
+from mainstem.cache.tree import DEVICE, HOST
 from mainstem.events import AllBlocksCleared, BlockRemoved, BlockStored
 from mainstem.events.replica import Replica
 from mainstem.events.source import Event, Source, salt_id
-from mainstem.tree import DEVICE, HOST
 from simulator.events import followed, listed
 
 SECRET = b"the secret of a fleet"

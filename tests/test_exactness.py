@@ -15,7 +15,7 @@ from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, plain, same
 
 from bench.tiny_models import FAMILIES, VOCAB
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.settings.engine import EngineConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")

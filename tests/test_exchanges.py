@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bench.tiny_models import FAMILIES, HYBRIDS, tiny
-from mainstem.runtime import kernels
-from mainstem.runtime.exchanges import Exchanged, exchange, restore, sharing
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.exchanges import Exchanged, exchange, restore, sharing
 
 pytestmark = NEEDS_ISA
 PROMPT = torch.arange(2, 10).unsqueeze(0)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rigs.scheduler import Bench
 
-from mainstem.cache import PrefixCache
+from mainstem.cache.expected import Expected, check_next_use
+from mainstem.cache.policies import BUILT_IN
+from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.expected import Expected, check_next_use
-from mainstem.policies import BUILT_IN
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import SamplingParams
 

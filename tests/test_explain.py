@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Full, State, Window
+from mainstem.cache.components import Full, State, Window
+from mainstem.cache.explain import Cause, Explanation, Stretch, Timeline
+from mainstem.cache.namespaces import NamespaceLike
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.quotas import Quota, Quotas, Share
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.explain import Cause, Explanation, Stretch, Timeline
-from mainstem.namespaces import NamespaceLike
-from mainstem.quotas import Quota, Quotas, Share
-from mainstem.tree import Tree
 
 P = 4  # page size
 PROMPT = list(range(100, 100 + 5 * P))

@@ -17,13 +17,13 @@ from rigs.answering import answering
 from rigs.clients import served
 from rigs.fake_engine import FakeEngine
 
+from mainstem.cache.explain import Evicted, Parted
 from mainstem.cli import main
 from mainstem.errors import BadArgument
-from mainstem.explain import Evicted, Parted
 from mainstem.replay.explain import explain_request
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.trace import Batch, Trace
-from mainstem.runtime.explaining import CAUSES, Stretch
+from mainstem.runtime.schedule.explaining import CAUSES, Stretch
 from mainstem.watch.wording import table, why
 
 PROMPT = "A prompt that is longer than some pages of sixteen letters each."

@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mainstem.cache import PrefixCache
-from mainstem.explain import Evicted, Parted
-from mainstem.keys import Encoded
-from mainstem.runtime.explaining import CAUSES, Circumstances, Explained, Found, Stretch, Unstored, known_to, merge
-from mainstem.tiers.waits import Missed
+from mainstem.cache.explain import Evicted, Parted
+from mainstem.cache.keys import Encoded
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.runtime.schedule.explaining import (
+    CAUSES,
+    Circumstances,
+    Explained,
+    Found,
+    Stretch,
+    Unstored,
+    known_to,
+    merge,
+)
+from mainstem.tiers.prefetch.waits import Missed
 
 PAGE = 4
 GONE = Evicted("policy", "device", "lru", 1, 5.0, 7.0, 9, None)

@@ -34,20 +34,18 @@ from openai.types.responses import (
 )
 from openai.types.shared_params import CustomToolInputFormat, FunctionDefinition, Reasoning
 
-from mainstem.server import embeddings, message_blocks, messages, response_items, response_tools, responses
-from mainstem.server.breakpoints import Breakpoint, CacheControl, CacheOptions
-from mainstem.server.embeddings import EmbeddingRequest
-from mainstem.server.fields import COMPLETIONS, OF_CHATS, OPENAI, Field, Refused, Rules, Unheeded, check_fields
-from mainstem.server.messages import CountRequest, MessageRequest
-from mainstem.server.requests import (
+from mainstem.server.apis import embeddings, message_blocks, messages, response_items, response_tools, responses
+from mainstem.server.apis.embeddings import EmbeddingRequest
+from mainstem.server.apis.messages import CountRequest, MessageRequest
+from mainstem.server.apis.requests import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
     Message,
     Thinking,
 )
-from mainstem.server.responses import ResponseRequest
-from mainstem.server.tool_fields import (
+from mainstem.server.apis.responses import ResponseRequest
+from mainstem.server.apis.tool_fields import (
     CustomCall,
     CustomFormat,
     CustomGrammar,
@@ -58,7 +56,9 @@ from mainstem.server.tool_fields import (
     ToolChoice,
     ToolSpec,
 )
-from mainstem.server.tools import is_hosted
+from mainstem.server.fields.breakpoints import Breakpoint, CacheControl, CacheOptions
+from mainstem.server.fields.rules import COMPLETIONS, OF_CHATS, OPENAI, Field, Refused, Rules, Unheeded, check_fields
+from mainstem.server.fields.tools import is_hosted
 
 KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
     CompletionRequest: (

@@ -13,9 +13,9 @@ from machine import eventually
 
 from mainstem import PrefixCache
 from mainstem.events.publisher import Publisher
-from mainstem.fleet.asking import Prompt
-from mainstem.fleet.following import Following
-from mainstem.fleet.routing import CostRouter
+from mainstem.fleet.front.asking import Prompt
+from mainstem.fleet.front.following import Following
+from mainstem.fleet.front.routing import CostRouter
 
 pytestmark = pytest.mark.deadline
 TOKENS = list(range(40))

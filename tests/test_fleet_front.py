@@ -13,10 +13,10 @@ import httpx
 import pytest
 from rigs.fake_engine import FakeEngine, FakeTokenizer
 
-from mainstem.fleet.asking import Ask, Head, Part, ReplicaLost
-from mainstem.fleet.front import Front, Homes
+from mainstem.fleet.front.app import Front, Homes
+from mainstem.fleet.front.asking import Ask, Head, Part, ReplicaLost
+from mainstem.fleet.front.reading import Reading
 from mainstem.fleet.peers import Introductions
-from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import PEERS, answered
 from mainstem.server.app import create_app
 from mainstem.settings.fleet import FleetConfig

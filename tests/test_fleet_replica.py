@@ -18,11 +18,11 @@ from rigs.hand_driven import Clock
 from rigs.serving import tiny_folder, unlike
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import Ask, Head, Part, Piece, Prompt, ReplicaLost
-from mainstem.fleet.following import Following
+from mainstem.fleet.front.asking import Ask, Head, Part, Piece, Prompt, ReplicaLost
+from mainstem.fleet.front.following import Following
+from mainstem.fleet.front.routing import CostRouter, Estimate
 from mainstem.fleet.replica import DRAIN, PEERS, PrefillReplicas, Replica, wait_until_warm
 from mainstem.fleet.replica import PROMPT as PROMPT_OF
-from mainstem.fleet.routing import CostRouter, Estimate
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import TierConfig
 from mainstem.settings.fleet import FleetConfig, PrefillSize, read_fleet

@@ -15,8 +15,8 @@ from mainstem import Namespace, PrefixCache
 from mainstem.errors import BadArgument
 from mainstem.events.replica import Replica
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium, salt_id
-from mainstem.fleet.asking import Prompt
-from mainstem.fleet.routing import CostRouter, Costs, Estimate
+from mainstem.fleet.front.asking import Prompt
+from mainstem.fleet.front.routing import CostRouter, Costs, Estimate
 
 PAGE = 2
 SECRET = b"a secret of the fleet"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.fleet.policy import ReplicaPolicy
+from mainstem.fleet.front.policy import ReplicaPolicy
 from mainstem.fleet.scaling import Seen, Window, wanted
 from mainstem.settings.fleet import Autoscaling
 

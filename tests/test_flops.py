@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.tiny_models import tiny
-from mainstem.runtime.flops import flops_of
+from mainstem.runtime.models.flops import flops_of
 
 
 def test_a_dense_model() -> None:

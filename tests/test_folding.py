@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mainstem.runtime.attention import Extent, plan_batch
-from mainstem.runtime.folding import CUT_BYTES, FOLD_BYTES, Call, Causal, Fold, fold
-from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.runtime.attention.folding import CUT_BYTES, FOLD_BYTES, Call, Causal, Fold, fold
+from mainstem.runtime.attention.paged import Extent, plan_batch
+from mainstem.runtime.memory.kv import KVPool, KVShape
 from tests.rigs.batches import Batch, batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")

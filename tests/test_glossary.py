@@ -88,9 +88,9 @@ NO_SINGLE_COUNT = {
     "core/reference.py:ReferenceTree.__init__": "page objects of the slow model, each with its id",
     "core/reference.py:ReferenceTree._child": "the same",
     "core/reference.py:ReferenceTree._remove": "the same",
-    "runtime/host.py:HostPool.__init__": "a count for each component",
-    "runtime/host.py:_check": "the same, checked",
-    "tiers/host.py:HostTier": "a count for each component",
+    "runtime/memory/host.py:HostPool.__init__": "a count for each component",
+    "runtime/memory/host.py:_check": "the same, checked",
+    "tiers/host/tier.py:HostTier": "a count for each component",
 }
 
 RECORDED = re.compile(r"<!--= .*?<!--/-->|<!-- record -->.*?<!-- end of record -->", re.DOTALL)  # is as it was measured

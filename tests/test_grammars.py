@@ -27,13 +27,13 @@ from test_imports import fail
 
 from bench.tiny_models import tiny
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime import grammars
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.grammars import Grammars, spaced
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.processor import LogitsProcessor
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Request
-from mainstem.runtime.sampling import Sampler, sample, verify
+from mainstem.runtime.sampling import grammars
+from mainstem.runtime.sampling.grammars import Grammars, spaced
+from mainstem.runtime.sampling.processor import LogitsProcessor
+from mainstem.runtime.sampling.sampler import Sampler, sample, verify
 from mainstem.settings.engine import EngineConfig, Grammar, SamplingParams
 
 WIDTH = 400  # of logits: more than the tokenizer has tokens, as models round them up

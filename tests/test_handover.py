@@ -17,14 +17,14 @@ from rigs.peers import FakePeer
 from rigs.servers import free_port, valkey
 
 from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import BackendUnavailable, BadArgument
-from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Request
 from mainstem.settings.engine import EngineConfig, PeerConfig, PrefetchPolicy, SamplingParams, StorageConfig, TierConfig
 from mainstem.storage.peer import Share
-from mainstem.tiers.shelf import Shelf
+from mainstem.tiers.host.shelf import Shelf
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.deadline]
 pytest.importorskip("blake3", reason="blake3 is not installed")

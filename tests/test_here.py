@@ -14,7 +14,7 @@ import pytest
 from mainstem import cli
 from mainstem.errors import BadArgument
 from mainstem.here import Memory, check_output, listen
-from mainstem.runtime import parallel
+from mainstem.runtime.parallel import launch as parallel
 from mainstem.runtime.readiness import check_machine, too_large
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 

@@ -35,7 +35,7 @@ from bench.tiny_models import (
 )  # fmt: skip
 from mainstem import Namespace, hf
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime.attention import plain_attention
+from mainstem.runtime.attention.paged import plain_attention
 from mainstem.settings.engine import EngineConfig, HostSize, StorageConfig, TierConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

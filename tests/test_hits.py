@@ -10,10 +10,10 @@ from rigs.ghost import prompt
 from rigs.scheduler import Bench
 from rigs.tiered import TieredBench
 
-from mainstem.components import Full, State, Window
+from mainstem.cache.components import Full, State, Window
 from mainstem.errors import StorageError
-from mainstem.runtime.meter import Flops
 from mainstem.runtime.request import Hints, Usage
+from mainstem.runtime.schedule.meter import Flops
 from mainstem.settings.engine import Limits
 
 EXPLAINS = Limits(explain=True)

@@ -15,12 +15,12 @@ from machine import patience
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.here import Memory, machine_memory
-from mainstem.runtime import copies
-from mainstem.runtime.host import SLOT_ALIGNMENT, HostLayout, HostPool, Planes, host_pages
-from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.runtime.memory import copies
+from mainstem.runtime.memory.host import SLOT_ALIGNMENT, HostLayout, HostPool, Planes, host_pages
+from mainstem.runtime.memory.kv import KVPool, KVShape
 from mainstem.settings.engine import HostSize
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.transfer import HostMemory, Move
+from mainstem.tiers.host.transfer import HostMemory, Move
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 LAYOUTS: list[HostLayout] = ["page_first", "layer_first"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mainstem.cache.identity import Identity
 from mainstem.errors import BadArgument
-from mainstem.identity import Identity
-from mainstem.tiers.sealer import Sealer
+from mainstem.tiers.storage.sealer import Sealer
 
 FIELDS = [field.name for field in fields(Identity)]
 NUMBERS = {"page_size", "tp_rank", "tp_size"}

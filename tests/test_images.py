@@ -20,7 +20,7 @@ from PIL import Image
 
 from mainstem.errors import BadArgument
 from mainstem.server.errors import ApiError
-from mainstem.server.images import Pictures
+from mainstem.server.fields.images import Pictures
 from mainstem.settings.server import ImagePolicy
 
 AT = "messages[0].content[0].image_url.url"

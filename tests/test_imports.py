@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from mainstem.cache.identity import Identity
 from mainstem.errors import BackendUnavailable, BadArgument, UnsupportedModel
 from mainstem.events.publisher import Publisher
 from mainstem.events.wire import Batch, encode
-from mainstem.identity import Identity
 from mainstem.imports import is_missing, load_object, needs
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.report.plot import check_plot
 from mainstem.settings.replay import TraceOptions
 from mainstem.storage import open_backend
-from mainstem.tiers.sealer import Sealer
+from mainstem.tiers.storage.sealer import Sealer
 
 MISSING = ModuleNotFoundError("No module named 'package.part'", name="package.part")
 

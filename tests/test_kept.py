@@ -15,11 +15,11 @@ from starlette.testclient import TestClient
 from test_custom import ADDED, calls
 from test_responses import SPEAKS, WEATHER, ask, client, error_of
 
-from mainstem.server.custom import as_arguments
 from mainstem.server.errors import ApiError
-from mainstem.server.formats import FORMATS
-from mainstem.server.listing import between, page
-from mainstem.server.response_store import Kept, ResponseStore
+from mainstem.server.kept.listing import between, page
+from mainstem.server.kept.response_store import Kept, ResponseStore
+from mainstem.server.parsing.custom import as_arguments
+from mainstem.server.parsing.formats import FORMATS
 
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]

@@ -6,8 +6,8 @@ from torch.nn.functional import linear
 
 from mainstem import _core
 from mainstem.errors import BadArgument
-from mainstem.runtime import kernels
-from mainstem.runtime.kernels import Weights, product, products, rms_norm
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.linear import Weights, product, products, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 8e-3}

@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainstem._core import encode_tokens
-from mainstem.cache import PrefixCache
-from mainstem.errors import BadArgument, BadTokens
-from mainstem.keys import (
+from mainstem.cache.keys import (
     MAX_TOKEN,
     BigramKeys,
     Coordinate,
@@ -31,7 +29,9 @@ from mainstem.keys import (
     TypedKeys,
     hash_blocks,
 )
-from mainstem.tree import Tree
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
+from mainstem.errors import BadArgument, BadTokens
 
 CAT, DOG = Image(bytes(16), 8), Image(bytes(15) + b"\x01", 8)
 

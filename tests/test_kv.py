@@ -9,7 +9,7 @@ import torch
 
 from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, WINDOWED, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
+from mainstem.runtime.memory.kv import KVPool, KVShape, kv_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.tiny_models import LATENT, tiny
-from mainstem.runtime.latent import Latents
+from mainstem.runtime.attention.latent import Latents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

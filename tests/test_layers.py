@@ -20,14 +20,17 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 # Lowest first; each module belongs to the first layer with a prefix of its name.
 LAYERS = [
     ("core", ["errors", "here", "imports", "units", "_core", "core"]),
-    ("rules", ["keys", "namespaces", "quotas", "components", "policies", "pool", "identity"]),
+    (
+        "rules",
+        [f"cache.{name}" for name in ("keys", "namespaces", "quotas", "components", "policies", "pool", "identity")],
+    ),
     ("settings", ["settings"]),
-    ("tree", ["explain", "tree"]),
+    ("tree", ["cache.explain", "cache.tree"]),
     ("events", ["events"]),
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
     ("owner", ["owner"]),
-    ("cache", ["cache", "tenants", "expected", "retention"]),
+    ("cache", ["cache"]),
     ("replay", ["replay"]),
     ("watch", ["watch"]),
     ("runtime", ["runtime"]),
@@ -93,17 +96,18 @@ PUBLIC = {"_asdict", "_make", "_replace"}
 """Methods of named tuples; the underscore keeps them apart from the fields."""
 FOREIGN = {
     "integrations/transformers.py": {"_prepare_generation_config"},  # generate() merges its settings nowhere else
-    "runtime/attention.py": {"_attn_implementation", "_can_set_attn_implementation"},  # transformers has no other way
-    "runtime/exchanges.py": {"_parameters"},  # the attributes of a module are found ten times as slowly
-    "runtime/kernels.py": {"_is_amx_tile_supported"},  # PyTorch 2.6 has no other name for it
-    "runtime/parallel.py": {"_exit"},  # the only end of a process that waits for nothing
-    "runtime/runner.py": {"_can_set_attn_implementation"},  # the same
+    # transformers has no other way
+    "runtime/attention/paged.py": {"_attn_implementation", "_can_set_attn_implementation"},
+    "runtime/kernels/exchanges.py": {"_parameters"},  # the attributes of a module are found ten times as slowly
+    "runtime/kernels/linear.py": {"_is_amx_tile_supported"},  # PyTorch 2.6 has no other name for it
+    "runtime/parallel/launch.py": {"_exit"},  # the only end of a process that waits for nothing
+    "runtime/models/runner.py": {"_can_set_attn_implementation"},  # the same
     # what a recording that failed leaves open, PyTorch 2.11 closes nowhere else
-    "runtime/step_graphs.py": {"_C", "_cuda_endAllocateToPool", "_cuda_releasePool"},
+    "runtime/kernels/step_graphs.py": {"_C", "_cuda_endAllocateToPool", "_cuda_releasePool"},
     # the only attention with log-sum-exps
-    "runtime/tree_attention.py": {"_scaled_dot_product_flash_attention_for_cpu"},
-    "runtime/vision.py": {"_merge_kwargs", "_process_images"},  # the processor, for one image at a time
-    "runtime/weights.py": {"_forward_pre_hooks", "_version"},  # PyTorch has no other names for them
+    "runtime/attention/tree.py": {"_scaled_dot_product_flash_attention_for_cpu"},
+    "runtime/text/vision.py": {"_merge_kwargs", "_process_images"},  # the processor, for one image at a time
+    "runtime/models/weights.py": {"_forward_pre_hooks", "_version"},  # PyTorch has no other names for them
     "storage/vendors/redis.py": {"_sock"},  # redis-py reads no reply into a buffer of its caller
 }
 """What modules read of objects of other packages."""

@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mainstem.components import Chunked, Component, Full, Local, State, Window
+from mainstem.cache.components import Chunked, Component, Full, Local, State, Window
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.layout import Layout
+from mainstem.runtime.models.layout import Layout
 
 CONTEXT = 4096
 SLIDES, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"

@@ -19,12 +19,12 @@ from rigs.cache import some_tokens
 from rigs.lease_model import LeaseModel, ModelLease, Names
 from rigs.policy_models import InPython
 
-from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.keys import Image, TypedKeys
+from mainstem.cache.namespaces import encode_namespace
+from mainstem.cache.policies import Policy
+from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.errors import BadArgument, LeaseClosed, OutOfPages
-from mainstem.keys import Image, TypedKeys
-from mainstem.namespaces import encode_namespace
-from mainstem.policies import Policy
 
 KINDS = [
     "full", "full window", "full state", "full window state", "window", "full capped", "window state",

@@ -23,17 +23,17 @@ from rigs.serving import tiny_folder
 from skips import BROWSER
 from starlette.testclient import TestClient
 
-from mainstem.explain import Parted
+from mainstem.cache.explain import Parted
+from mainstem.cache.tree import Tree
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.explaining import Stretch
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
+from mainstem.runtime.schedule.explaining import Stretch
+from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
-from mainstem.server.live import TREE_COLUMNS, LiveSample, page
-from mainstem.server.metrics import Metrics
-from mainstem.server.origins import reach_of
+from mainstem.server.watch.live import TREE_COLUMNS, LiveSample, page
+from mainstem.server.watch.metrics import Metrics
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.settings.server import ServerConfig
-from mainstem.tree import Tree
 from mainstem.watch.outline import SLICE
 from mainstem.watch.sample import Sample
 

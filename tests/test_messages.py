@@ -15,9 +15,9 @@ from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.server.apis.message_blocks import attribution
+from mainstem.server.apis.messages import RULES, ContentBlock, CountRequest, MessageRequest
 from mainstem.server.app import create_app
-from mainstem.server.message_blocks import attribution
-from mainstem.server.messages import RULES, ContentBlock, CountRequest, MessageRequest
 from mainstem.settings.server import ServerConfig
 
 PATH = "/v1/messages"

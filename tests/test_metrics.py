@@ -18,13 +18,13 @@ from starlette.testclient import TestClient
 
 from mainstem.runtime.engine import EngineStats
 from mainstem.runtime.request import Delta, Usage
-from mainstem.runtime.vision import VisionStats
-from mainstem.server.answers import AnswerStats
+from mainstem.runtime.text.vision import VisionStats
 from mainstem.server.app import create_app
-from mainstem.server.metrics import OUTCOMES, TABLE, Metrics, SavingStats
-from mainstem.server.precompute import TurnStats
-from mainstem.server.recording import RecordStats
-from mainstem.server.tracing import SpanStats
+from mainstem.server.kept.answers import AnswerStats
+from mainstem.server.kept.precompute import TurnStats
+from mainstem.server.watch.metrics import OUTCOMES, TABLE, Metrics, SavingStats
+from mainstem.server.watch.recording import RecordStats
+from mainstem.server.watch.tracing import SpanStats
 
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
 READ = {

@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from bench.tiny_models import HYBRIDS, RESUMED, tiny
 from mainstem.errors import BadArgument, ModelNotFound, RequestTooLong, UnsupportedModel
-from mainstem.runtime import kernels, models
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel, auto_dtype, load_model
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.models import loading as models
+from mainstem.runtime.models.loading import LoadedModel, auto_dtype, load_model
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -296,7 +297,7 @@ def test_a_hub_that_is_not_reached_is_asked_once(name: str, says: str, tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]  # nobody listens there afterwards
     environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path), "no_proxy": "*"}
-    code = f"from mainstem.runtime.models import load_tokenizer; load_tokenizer({name!r})"
+    code = f"from mainstem.runtime.models.loading import load_tokenizer; load_tokenizer({name!r})"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=patience(60), check=False
     )
@@ -333,7 +334,7 @@ def test_auto_on_a_gpu_is_bfloat16() -> None:
 
 
 def test_a_model_of_dtype_auto_says_what_it_took_and_why(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "mainstem.runtime.models"):
+    with caplog.at_level("INFO", "mainstem.runtime.models.loading"):
         loaded = load_model(str(weights))
     chosen, why = auto_dtype()
     assert loaded.dtype == chosen
@@ -357,7 +358,7 @@ def test_without_any_source_the_error_says_all_ways(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('imported')")
     (package / "weights.gguf").write_bytes(b"GGUF")
-    code = "from mainstem.runtime.models import load_model; load_model()"
+    code = "from mainstem.runtime.models.loading import load_model; load_model()"
     environment = {
         **os.environ,
         "MAINSTEM_CACHE": str(tmp_path / "cache"),

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mainstem.cache.namespaces import Namespace, describe_namespace, encode_namespace, owner_of
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
-from mainstem.namespaces import Namespace, describe_namespace, encode_namespace, owner_of
-from mainstem.tree import Tree
 
 LOOKALIKES: list[Any] = [
     None,

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from mainstem.server.app import create_app
-from mainstem.server.openapi import OPERATIONS, document
+from mainstem.server.fields.openapi import OPERATIONS, document
 
 DOCUMENT: Any = json.loads(msgspec.json.encode(document()))
 CLIENT = TestClient(create_app(FakeEngine()))

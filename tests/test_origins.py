@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from test_fleet_front import Rig, front
 
 from mainstem.errors import BadArgument
+from mainstem.server.access.origins import Guard, Reach, reach_of, read_authority
 from mainstem.server.app import create_app
-from mainstem.server.origins import Guard, Reach, reach_of, read_authority
 from mainstem.settings.server import ServerConfig
 
 JSON = [("content-type", "application/json"), ("content-length", "2")]

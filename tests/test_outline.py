@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mainstem.cache import PrefixCache
-from mainstem.tree import Tree
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.watch.outline import Nodes, left_device, read
 
 PAGE = 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.server.output import Arguments, Call, NoCall, PlainText, Reasoning, Scanner, Steps, Text, joined
+from mainstem.server.parsing.output import Arguments, Call, NoCall, PlainText, Reasoning, Scanner, Steps, Text, joined
 
 
 class Brackets(Scanner):

@@ -27,9 +27,9 @@ from mainstem.storage import open_backend
 from mainstem.storage.base import ABSENT, Backend, Limit, Listed
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Part, Store
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Part, Store
 
 pytestmark = pytest.mark.deadline
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from mainstem import _core
 from mainstem.errors import BadArgument
-from mainstem.runtime import kernels, page_attention
-from mainstem.runtime.attention import Extent, SdpaAttention, plan_batch
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.page_attention import PageAttention
-from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.runtime.attention import few_rows as page_attention
+from mainstem.runtime.attention.few_rows import PageAttention
+from mainstem.runtime.attention.paged import Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.memory.kv import KVPool, KVShape
 from tests.rigs.batches import Batch, batches
 from tests.test_tree_attention import EXACT, GROUP, KV_HEADS, SINKS, attend, new_rows
 

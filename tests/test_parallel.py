@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mainstem.runtime import parallel
+from mainstem.runtime.parallel import launch as parallel
 from mainstem.settings.engine import ModelConfig
 
 

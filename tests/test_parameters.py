@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mainstem.server.parameters import TEXT, Parameters, written
+from mainstem.server.parsing.parameters import TEXT, Parameters, written
 
 STRING: Any = {"type": "string"}
 NUMBER: Any = {"type": "number"}

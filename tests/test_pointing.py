@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from rigs.pointing import PREFIX, Answer, Box, Kind, Point, PointingEngine, PointingModel, Token, key_of
 
-from mainstem.keys import BINS, Coordinate, Size
+from mainstem.cache.keys import BINS, Coordinate, Size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from rigs.policy_models import MODELS, InPython
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.cache.components import Component, Full, State, Window
+from mainstem.cache.keys import HashKeys
+from mainstem.cache.policies import BUILT_IN, NodeStats
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.core.reference import POLICIES, ReferenceTree
 from mainstem.errors import BadArgument
-from mainstem.keys import HashKeys
-from mainstem.policies import BUILT_IN, NodeStats
-from mainstem.tree import Tree
 
 
 class Ranked:

@@ -13,11 +13,11 @@ import pytest
 from bench import random_shapes
 from bench.policies import Settings, measure, workloads
 from bench.shapes import as_trace, in_turns, loop, popular, recent, renewed, shape, twice
-from mainstem.cache import PrefixCache
-from mainstem.components import Window
+from mainstem.cache.components import Window
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.replay.simulate.sweep import hit_blocks, replay
 from mainstem.replay.trace import Trace
-from mainstem.tree import Tree
 
 LEARNED = "gittins"
 MAY_LOSE = 0.3

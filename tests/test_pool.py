@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from mainstem.cache.pool import Pool
 from mainstem.errors import BadArgument, OutOfPages, WrongOwner
-from mainstem.pool import Pool
 
 
 def counts(pool: Pool) -> tuple[int, int, int]:

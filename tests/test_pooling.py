@@ -19,12 +19,12 @@ from rigs.letters import Letters
 from rigs.scheduler import PAGE, Bench
 
 from bench.tiny_models import FAMILIES, GATHERED, HYBRIDS, RESUMED, VOCAB, WINDOWED, loaded, tiny
-from mainstem.components import Full, State, Window
+from mainstem.cache.components import Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pooling import Pooling
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, ImageInput, Request
+from mainstem.runtime.sampling.pooling import Pooling
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 TOLERANCE = 2e-5  # of vectors of length 1, of models with float32

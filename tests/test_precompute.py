@@ -10,13 +10,13 @@ import pytest
 from machine import eventually
 from rigs.families import spelled, tokenizer_of, unusual
 
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import EngineFull
-from mainstem.namespaces import Namespace
-from mainstem.runtime.prompts import ANSWER, Prompts, Template
 from mainstem.runtime.request import Delta, Request
-from mainstem.server.answers import Answers, Turn
-from mainstem.server.output import Call, OutputParser, Piece, PlainText, Reasoning, Text
-from mainstem.server.precompute import Precompute
+from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
+from mainstem.server.kept.answers import Answers, Turn
+from mainstem.server.kept.precompute import Precompute
+from mainstem.server.parsing.output import Call, OutputParser, Piece, PlainText, Reasoning, Text
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 TOKENIZER = tokenizer_of("qwen")

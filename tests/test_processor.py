@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainstem.errors import BadArgument
-from mainstem.runtime.processor import LogitsProcessor, check_rules
+from mainstem.runtime.sampling.processor import LogitsProcessor, check_rules
 from mainstem.settings.engine import SamplingParams
 
 VOCAB = 12

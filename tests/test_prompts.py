@@ -13,7 +13,7 @@ from rigs.fake_engine import FakeTokenizer
 from rigs.templates import TEMPLATES, byte_tokenizer
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
-from mainstem.runtime.prompts import WHOLE, Prompts, Template
+from mainstem.runtime.text.prompts import WHOLE, Prompts, Template
 
 
 class CountingTokenizer(FakeTokenizer):

@@ -62,7 +62,8 @@ def test_everything_public_is_documented(module: ModuleType) -> None:
 
 
 def test_the_examples_in_docstrings_run() -> None:
-    from mainstem import cache, tree
+    from mainstem.cache import prefix_cache as cache
+    from mainstem.cache import tree
 
     for module in (cache, tree):
         results = doctest.testmod(module)

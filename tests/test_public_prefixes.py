@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from rigs.scheduler import PAGE, Bench
 
-from mainstem.components import Full, State
-from mainstem.namespaces import Namespace
-from mainstem.runtime.public import PublicPrefixes
+from mainstem.cache.components import Full, State
+from mainstem.cache.namespaces import Namespace
+from mainstem.runtime.hints.public import PublicPrefixes
 
 PUBLIC = list(range(1, 1 + 3 * PAGE))
 TENANTS = ["a", "b"]

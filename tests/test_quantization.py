@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from bench.tiny_models import tiny
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime import kernels
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.kernels import GROUP, Int4, Weights, products
-from mainstem.runtime.models import LoadedModel, load_model
-from mainstem.runtime.quantization import packed, quantize
-from mainstem.runtime.ranks import OneRank
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.linear import GROUP, Int4, Weights, products
+from mainstem.runtime.memory.tiers import identity_of
+from mainstem.runtime.models.loading import LoadedModel, load_model
+from mainstem.runtime.models.quantization import packed, quantize
+from mainstem.runtime.parallel.ranks import OneRank
 from mainstem.runtime.request import Request
-from mainstem.runtime.tiers import identity_of
 from mainstem.settings.engine import EngineConfig, SamplingParams, StorageConfig, TierConfig
 
 pytestmark = [NEEDS_ISA, pytest.mark.usefixtures("one_thread")]
@@ -150,7 +150,7 @@ def test_a_scale_loses_less_than_that_of_the_largest_number() -> None:
 def test_a_weight_is_quantized_a_part_at_a_time_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(70, 96)
     whole = quantized(weight)
-    monkeypatch.setattr("mainstem.runtime.quantization._AT_ONCE", 1000)
+    monkeypatch.setattr("mainstem.runtime.models.quantization._AT_ONCE", 1000)
     parts = quantized(weight)
     assert whole.int4 is not None and parts.int4 is not None
     assert torch.equal(whole.weight, parts.weight)

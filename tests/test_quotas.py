@@ -17,10 +17,10 @@ from rigs.components import SIZE, Rig
 from rigs.policy_models import InPython
 
 from mainstem import _core
-from mainstem.cache import PrefixCache
+from mainstem.cache.namespaces import Namespace, encode_namespace, owner_of, split_adapter
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.quotas import Quota, Quotas, Share
 from mainstem.errors import BadArgument, OutOfPages
-from mainstem.namespaces import Namespace, encode_namespace, owner_of, split_adapter
-from mainstem.quotas import Quota, Quotas, Share
 
 A, B, C = Namespace(tenant="a"), Namespace(tenant="b"), Namespace(salt="c")
 ALL_POLICIES: list[Any] = [

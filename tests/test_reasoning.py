@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_output import scanned
 
-from mainstem.server.output import PlainText, Reasoning, Text
-from mainstem.server.reasoning import THINKING, ReasoningParser, thinking_of
+from mainstem.server.parsing.output import PlainText, Reasoning, Text
+from mainstem.server.parsing.reasoning import THINKING, ReasoningParser, thinking_of
 
 QWEN, R1, MISTRAL = THINKING["qwen3"], THINKING["deepseek_r1"], THINKING["mistral"]
 

@@ -22,12 +22,12 @@ from machine import eventually, patience
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import BadArgument
-from mainstem.namespaces import Namespace
 from mainstem.replay.readers.open import open_trace
 from mainstem.runtime.request import Delta, ImageInput, Request, Usage
 from mainstem.server.app import create_app
-from mainstem.server.recording import Recorder, RecordStats
+from mainstem.server.watch.recording import Recorder, RecordStats
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 SECRET = b"a secret of the tests"

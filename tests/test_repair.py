@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.server.repair import NoJson, Repair, repaired, strict
+from mainstem.server.parsing.repair import NoJson, Repair, repaired, strict
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mainstem.cache.policies import NodeStats
 from mainstem.errors import BadArgument
-from mainstem.policies import NodeStats
 from mainstem.replay.generate import Agents, Chat, Mix, generate
 from mainstem.replay.simulate.caches import Caches, RouterCosts, Served
 from mainstem.replay.simulate.sweep import replay, sweep, tiers_of

@@ -16,9 +16,9 @@ from mainstem.errors import BadArgument
 from mainstem.replay.plan import configs
 from mainstem.replay.plan.configs import read_shape, well_known
 from mainstem.replay.plan.costs import ModelShape
-from mainstem.runtime.kv import kv_shapes
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.states import StateShape
+from mainstem.runtime.memory.kv import kv_shapes
+from mainstem.runtime.memory.states import StateShape
+from mainstem.runtime.models.layout import Layout
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mainstem.cache.keys import hash_blocks
 from mainstem.errors import BackendUnavailable, BadArgument
-from mainstem.keys import hash_blocks
 from mainstem.replay.readers import lines
 from mainstem.replay.readers import open as readers
 from mainstem.replay.readers.formats import FORMATS

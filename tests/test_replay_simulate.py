@@ -14,14 +14,14 @@ import pytest
 from numpy.typing import NDArray
 
 from mainstem import _core
+from mainstem.cache.keys import HashKeys
+from mainstem.cache.policies import BUILT_IN, NodeStats
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
-from mainstem.keys import HashKeys
-from mainstem.policies import BUILT_IN, NodeStats
 from mainstem.replay.simulate.rows import median_below
 from mainstem.replay.simulate.sweep import Row, hit_blocks, parse_capacities, parse_tiers, replay, sweep, tiers_of
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Setup
-from mainstem.tree import Tree
 
 Path = tuple[int, ...]
 ALONE = (False, [0.0, 0.0, 0.0, 0.0, 1.0], 1)  # no peers, no costs, one thread

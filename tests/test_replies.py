@@ -10,14 +10,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from mainstem.retention import Kept
+from mainstem.cache.retention import Kept
 from mainstem.runtime.request import Delta, Prefix, TokenLogprob, Usage
-from mainstem.runtime.spelling import Spelled
-from mainstem.server.errors import internal_error
-from mainstem.server.formats import FORMATS
-from mainstem.server.output import PlainText
-from mainstem.server.reasoning import THINKING, ReasoningParser
-from mainstem.server.replies import (
+from mainstem.runtime.text.spelling import Spelled
+from mainstem.server.apis.replies import (
     DONE,
     CachedByTier,
     ChatReply,
@@ -31,7 +27,11 @@ from mainstem.server.replies import (
     encode,
     usage_body,
 )
-from mainstem.server.tools import Tool, Tooling
+from mainstem.server.errors import internal_error
+from mainstem.server.fields.tools import Tool, Tooling
+from mainstem.server.parsing.formats import FORMATS
+from mainstem.server.parsing.output import PlainText
+from mainstem.server.parsing.reasoning import THINKING, ReasoningParser
 
 HEAD = Head("id-1", 123, "m")
 USAGE = Usage(10, 4, 3, 0.0, 0.1, 0.2)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from mainstem.errors import BadArgument
-from mainstem.runtime.prompts import Template
-from mainstem.server import requests
+from mainstem.runtime.text.prompts import Template
+from mainstem.server.apis import requests
 from mainstem.server.errors import ApiError, api_error
-from mainstem.server.fields import Unheeded
-from mainstem.server.tools import NO_TOOLS, Tool, Tooling
+from mainstem.server.fields.rules import Unheeded
+from mainstem.server.fields.tools import NO_TOOLS, Tool, Tooling
 
 
 def completion(**fields: Any) -> requests.CompletionRequest:

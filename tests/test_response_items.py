@@ -16,10 +16,10 @@ from test_custom import ADDED, PATCH
 from test_fields import types_of
 from test_responses import SPEAKS, WEATHER, ask, asked, client, error_of
 
-from mainstem.server.custom import as_arguments
-from mainstem.server.fields import IGNORED_HEADER
-from mainstem.server.formats import FORMATS
-from mainstem.server.response_items import ITEMS, LEFT_OUT, REFUSED, sealed, unsealed
+from mainstem.server.apis.response_items import ITEMS, LEFT_OUT, REFUSED, sealed, unsealed
+from mainstem.server.fields.rules import IGNORED_HEADER
+from mainstem.server.parsing.custom import as_arguments
+from mainstem.server.parsing.formats import FORMATS
 
 PATCHES = {
     "type": "custom",

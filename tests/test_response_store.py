@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mainstem.server.response_store import ENTRY_BYTES, Kept, Owner, ResponseStore
+from mainstem.server.kept.response_store import ENTRY_BYTES, Kept, Owner, ResponseStore
 
 TTL_S = 10.0
 ROOM = 4 * ENTRY_BYTES

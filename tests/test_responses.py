@@ -18,13 +18,13 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta
+from mainstem.server.apis.replies import Head
+from mainstem.server.apis.response_items import Item
+from mainstem.server.apis.response_reply import ResponseReply
+from mainstem.server.apis.response_tools import Tool
+from mainstem.server.apis.responses import RULES, ResponseRequest
 from mainstem.server.app import create_app
 from mainstem.server.errors import internal_error
-from mainstem.server.replies import Head
-from mainstem.server.response_items import Item
-from mainstem.server.response_reply import ResponseReply
-from mainstem.server.response_tools import Tool
-from mainstem.server.responses import RULES, ResponseRequest
 from mainstem.settings.server import ServerConfig
 
 PATH = "/v1/responses"

@@ -16,10 +16,10 @@ from rigs.cache import prefill
 from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.policy_models import InPython
 
-from mainstem.cache import PrefixCache
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.namespaces import Namespace
-from mainstem.retention import Kept
 
 ALL_POLICIES: list[Any] = [
     *["lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "length-aware", "lru-2", "2q", "arc", "s3-fifo"],

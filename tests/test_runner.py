@@ -36,23 +36,24 @@ from bench.tiny_models import (
 )
 from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
-from mainstem.components import Full
+from mainstem.cache.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
-from mainstem.runtime import exchanges, kernels
-from mainstem.runtime.adapters import Adapter
-from mainstem.runtime.attention import FULL, PAGED, BatchPlan, PackedPositions
-from mainstem.runtime.exchanges import Exchanged
-from mainstem.runtime.host import HostPool, Planes
-from mainstem.runtime.kv import KVPool
-from mainstem.runtime.latent import Latents
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.models import LoadedModel, load_model
+from mainstem.runtime.attention.latent import Latents
+from mainstem.runtime.attention.paged import FULL, PAGED, BatchPlan, PackedPositions
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.kernels import exchanges
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.exchanges import Exchanged
+from mainstem.runtime.memory.host import HostPool, Planes
+from mainstem.runtime.memory.kv import KVPool
+from mainstem.runtime.models.adapters import Adapter
+from mainstem.runtime.models.layout import Layout
+from mainstem.runtime.models.loading import LoadedModel, load_model
+from mainstem.runtime.models.runner import ModelRunner, Segment
 from mainstem.runtime.request import ImageInput, Request
-from mainstem.runtime.runner import ModelRunner, Segment
-from mainstem.runtime.tree_attention import TreeAttention
-from mainstem.runtime.vision import Vision
+from mainstem.runtime.text.vision import Vision
 from mainstem.settings.engine import HostSize
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.transfer import Move
 
 POSITIONS = 400
 SLOTS = 8
@@ -73,8 +74,8 @@ Plain = Callable[[Sequence[int]], torch.Tensor]
 
 def only_kernel(monkeypatch: pytest.MonkeyPatch, make: Callable[[], TreeAttention]) -> None:
     """Lets runners have this kernel, and none to fall back to."""
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: make())
-    monkeypatch.setattr("mainstem.runtime.runner.TreeAttention", make)
+    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: make())
+    monkeypatch.setattr("mainstem.runtime.models.runner.TreeAttention", make)
 
 
 class RunnerRig(NamedTuple):
@@ -590,7 +591,7 @@ class _Arriving:
 def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests whose prefix arrives layer by layer, and one without: each layer is awaited, then read."""
     attention = _Recorded()
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: attention)
+    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: attention)
     rig = make_rig.__wrapped__("llama", 3)
     tokens, other = tokens_of(1, 40), tokens_of(2, 9)
     tables = rig.tables(3, 40)
@@ -781,7 +782,7 @@ def test_the_self_test_minds_the_temperature_of_each_position(step: int, monkeyp
     family, changes = VARIANTS["llama4_text"]
     model = tiny(family, **{**changes, "floor_scale": step})
     ModelRunner(loaded(copy.deepcopy(model)), {"full": 8, "chunked": 8}, 4)
-    monkeypatch.setattr("mainstem.runtime.runner.PackedPositions", _ByPlace)
+    monkeypatch.setattr("mainstem.runtime.models.runner.PackedPositions", _ByPlace)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(model), {"full": 8, "chunked": 8}, 4)
     assert {module.floor_scale for module in model.modules() if hasattr(module, "floor_scale")} == {step}
@@ -821,7 +822,7 @@ class _Failing(_Shifted):
 def test_a_kernel_for_gpus_that_fails_the_self_test_is_replaced(
     kernel: type[TreeAttention], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel())
+    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel())
     runner = ModelRunner(loaded(tiny("llama")), 8, 16)
     assert says in caplog.text and "attention is computed by PyTorch" in caplog.text
     assert runner.forward([Segment(tokens_of(1, 5), 0, (TABLE,), True)]).isfinite().all()
@@ -843,7 +844,7 @@ def test_an_empty_pool_is_refused(pages: int, page_size: int) -> None:
 
 
 def test_the_runner_exchanges_modules_for_kernels_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "mainstem.runtime.runner")
+    caplog.set_level("INFO", "mainstem.runtime.models.runner")
     runner = ModelRunner(loaded(tiny("llama")), 8, 16)
     assert runner.exchanged == Exchanged(22, 7, 9, 0)
     assert "kernels compute 22 linear layers in 13 calls, and 7 norms" in caplog.text

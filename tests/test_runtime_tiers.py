@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from mainstem.errors import BadArgument, MainstemError, RankFailed, StorageError
-from mainstem.runtime.ranks import OneRank
-from mainstem.runtime.tiers import build_tiers
+from mainstem.runtime.memory.tiers import build_tiers
+from mainstem.runtime.parallel.ranks import OneRank
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.memory import MemoryBackend
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mainstem.runtime.sampling import Sampler, probabilities, sample, verify
+from mainstem.runtime.sampling.sampler import Sampler, probabilities, sample, verify
 from mainstem.settings.engine import SamplingParams
 
 VOCAB = 50

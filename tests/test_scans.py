@@ -10,9 +10,9 @@ from torch.nn.functional import silu, softplus
 
 from bench.tiny_models import RESUMED, tiny
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime import scans
-from mainstem.runtime.scans import resume, selective_scan
-from mainstem.runtime.states import Proof, StateShape, prove
+from mainstem.runtime.kernels import scans
+from mainstem.runtime.kernels.scans import resume, selective_scan
+from mainstem.runtime.memory.states import Proof, StateShape, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,11 +13,11 @@ import torch
 from rigs.ghost import Ghost, WrongKVError, complete, prompt
 from rigs.scheduler import PAGE, Bench
 
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
+from mainstem.runtime.memory.sizing import window_pages
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import ImageInput, Request
-from mainstem.runtime.runner import Segment
-from mainstem.runtime.sizing import window_pages
 from mainstem.settings.engine import SamplingParams
 
 

@@ -12,12 +12,12 @@ from rigs.ghost import VOCAB, prompt, scores
 from rigs.scheduler import PAGE
 from rigs.tiered import TieredBench
 
+from mainstem.cache.keys import TokenKeys, TokenLike, TypedKeys
+from mainstem.cache.namespaces import NamespaceLike
 from mainstem.errors import StorageError
-from mainstem.keys import TokenKeys, TokenLike, TypedKeys
-from mainstem.namespaces import NamespaceLike
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Usage
-from mainstem.runtime.runner import Segment
-from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.prefetch.prefetch import Prefetch
 
 
 def tiers_of(usage: Usage) -> tuple[int, int, int]:

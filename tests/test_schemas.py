@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rigs.fake_engine import FakeTokenizer
 
-from mainstem.runtime.grammars import Grammars
-from mainstem.server.formats import schema_of
-from mainstem.server.schemas import closed, closed_text, holdable
-from mainstem.server.tools import Tool
+from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.server.fields.schemas import closed, closed_text, holdable
+from mainstem.server.fields.tools import Tool
+from mainstem.server.parsing.formats import schema_of
 from mainstem.settings.engine import Grammar
 
 TEXT = {"type": "string"}

@@ -24,12 +24,13 @@ from rigs.letters import Letters
 from rigs.scheduler import PAGE, Bench
 
 from bench.tiny_models import FAMILIES, GATHERED, HYBRIDS, RESUMED, VOCAB, WINDOWED, loaded, tiny
-from mainstem.components import Full, State, Window
+from mainstem.cache.components import Full, State, Window
 from mainstem.errors import BadArgument
-from mainstem.runtime import scheduler, scores
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, ImageInput, Request, TokenLogprob
+from mainstem.runtime.sampling import scores
+from mainstem.runtime.schedule import scheduler
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 # Rows of logits

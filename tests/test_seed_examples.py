@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from rigs.cache import owners, prefill
 
-from mainstem.cache import PrefixCache
+from mainstem.cache.keys import BigramKeys, Coordinate, HashKeys, Image, Text, TokenKeys, TypedKeys, hash_blocks
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.errors import NotLocked, OutOfPages
-from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, Text, TokenKeys, TypedKeys, hash_blocks
-from mainstem.namespaces import Namespace
-from mainstem.tree import Tree
 
 BOS = 1
 PHOTO = Image(bytes(range(16)), 729)

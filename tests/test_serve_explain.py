@@ -16,12 +16,12 @@ from rigs.clients import named_events
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from mainstem.cache.explain import Evicted, Parted
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.quotas import Quota, Quotas, Share
 from mainstem.errors import StorageError
-from mainstem.explain import Evicted, Parted
-from mainstem.namespaces import Namespace
-from mainstem.quotas import Quota, Quotas, Share
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.explaining import Stretch
+from mainstem.runtime.schedule.explaining import Stretch
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, StorageConfig, TierConfig
 from mainstem.settings.server import ServerConfig

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from bench.tiny_vision import FAMILIES, picture, save
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ImagePolicy, ServerConfig

@@ -71,7 +71,8 @@ class Client:
         prompt = f"{self._random.choice(PREFIXES)} w{self._random.randrange(2, 200)}"
         fields = {"model": self._model, "prompt": prompt, "max_tokens": self._random.randrange(1, 9), "stream": stream}
         body = json.dumps(fields).encode()
-        return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def _head(self) -> tuple[int, dict[str, str]]:
         first, *rest = (await self._in().readuntil(b"\r\n\r\n")).decode().split("\r\n")

@@ -23,13 +23,13 @@ from rigs.serving import tiny_folder
 from starlette.applications import Starlette
 
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import load_model
+from mainstem.runtime.models.loading import load_model
+from mainstem.server.apis.embeddings import EmbeddingRequest
+from mainstem.server.apis.messages import MessageRequest
+from mainstem.server.apis.requests import ChatRequest, CompletionRequest
+from mainstem.server.apis.responses import ResponseRequest
 from mainstem.server.app import create_app
-from mainstem.server.embeddings import EmbeddingRequest
-from mainstem.server.fields import OPENAI
-from mainstem.server.messages import MessageRequest
-from mainstem.server.requests import ChatRequest, CompletionRequest
-from mainstem.server.responses import ResponseRequest
+from mainstem.server.fields.rules import OPENAI
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 

@@ -30,7 +30,7 @@ from mainstem.settings.fields import (
     texts,
 )
 from mainstem.settings.flags import takes_settings
-from mainstem.tiers.codecs import CODECS
+from mainstem.tiers.storage.codecs import CODECS
 from mainstem.units import SIZE, TIME
 
 CLASSES = [

@@ -23,7 +23,7 @@ from rigs.sglang_controller import PAGE, Engine, Family, HybridCacheController, 
 from rigs.sglang_process import PAGE_BYTES, Server, save_model
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.tiers.sealer import HEADER_BYTES
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 pytestmark = pytest.mark.deadline
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mainstem.runtime.sharing import Run, shared_runs
+from mainstem.runtime.attention.sharing import Run, shared_runs
 
 Tables = list[NDArray[np.int32]]
 Parts = list[tuple[int, int]]

@@ -22,9 +22,9 @@ from machine import patience
 
 from mainstem.events.replica import Replica as EventReplica
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, Event, salt_id
-from mainstem.fleet.asking import Prompt
-from mainstem.fleet.routing import CostRouter
-from mainstem.tiers.transfer import Move
+from mainstem.fleet.front.asking import Prompt
+from mainstem.fleet.front.routing import CostRouter
+from mainstem.tiers.host.transfer import Move
 from simulator import campaign, mutants
 from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed

@@ -53,14 +53,14 @@ def test_a_link_of_a_page_works_on_the_site(text: str, becomes: str) -> None:
 
 
 def test_a_link_of_a_page_from_elsewhere_in_the_repository() -> None:
-    text = "[a](docs/serving.md) [b](src/mainstem/cache.py) [c](examples)"
-    assert relinked(text, ROOT, "contributing") == "[a](serving.md) [b](../src/mainstem/cache.py) c"
+    text = "[a](docs/serving.md) [b](src/mainstem/cache/prefix_cache.py) [c](examples)"
+    assert relinked(text, ROOT, "contributing") == "[a](serving.md) [b](../src/mainstem/cache/prefix_cache.py) c"
     assert relinked("[a](../serving.md)", DOCS / "start", "start/serve") == "[a](../serving.md)"
 
 
 def test_sources_are_linked_to_in_the_repository_if_it_has_an_address() -> None:
     address = "https://example.org/files"
-    text = "[a](../examples) [b](../src/mainstem/cache.py)"
+    text = "[a](../examples) [b](../src/mainstem/cache/prefix_cache.py)"
     assert relinked(text, repository=address) == f"[a]({address}/examples) [b]({address}/src/mainstem/cache.py)"
 
 

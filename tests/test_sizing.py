@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.components import Chunked, Component, Full, State, Window, by_name
+from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.sizing import RATIOS, Need, Trials, best_window_ratio, share_out
+from mainstem.runtime.memory.sizing import RATIOS, Need, Trials, best_window_ratio, share_out
 from mainstem.settings.engine import Shares
 from mainstem.settings.window_trace import Use, read_window_trace
 

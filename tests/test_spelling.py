@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_text import BYTE_LEVEL, SENTENCE_PIECE, TEXT
 
-from mainstem.runtime.spelling import Spelled, spelled
+from mainstem.runtime.text.spelling import Spelled, spelled
 
 
 @pytest.mark.parametrize("text", [TEXT, "".join(map(chr, range(0x20, 0x800))), "\U0001f469\u200d\U0001f467"])

@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rigs.cache import some_tokens
 from rigs.policy_models import InPython
 
-from mainstem.cache import Lease, PrefixCache
+from mainstem.cache.namespaces import encode_namespace, owner_of
+from mainstem.cache.prefix_cache import Lease, PrefixCache
+from mainstem.cache.tree import NodeView, Tree
 from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
-from mainstem.namespaces import encode_namespace, owner_of
-from mainstem.tree import NodeView, Tree
 
 SIZES = [1, 3, 16]
 SPACES = [None, None, None, "a", "b"]

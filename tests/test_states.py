@@ -18,11 +18,11 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, ZAMBA2, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime import places
-from mainstem.runtime.attention import TOLERANCE
-from mainstem.runtime.places import run
-from mainstem.runtime.scans import resume
-from mainstem.runtime.states import Continuation, Proof, StateCache, StatePool, StateShape, prove
+from mainstem.runtime.attention.paged import TOLERANCE
+from mainstem.runtime.kernels.scans import resume
+from mainstem.runtime.memory.states import Continuation, Proof, StateCache, StatePool, StateShape, prove
+from mainstem.runtime.models import places
+from mainstem.runtime.models.places import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

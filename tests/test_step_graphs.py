@@ -14,12 +14,12 @@ import torch
 from machine import DEVICE
 
 from bench.tiny_models import CONTEXT, FAMILIES, VARIANTS, VOCAB, WINDOWED, loaded, tiny
-from mainstem.runtime import step_graphs
-from mainstem.runtime.attention import Attention
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.pooling import Pooling
-from mainstem.runtime.runner import ModelRunner, Segment, recorder_for
-from mainstem.runtime.step_graphs import padded_rows
+from mainstem.runtime.attention.paged import Attention
+from mainstem.runtime.kernels import step_graphs
+from mainstem.runtime.kernels.step_graphs import padded_rows
+from mainstem.runtime.models.layout import Layout
+from mainstem.runtime.models.runner import ModelRunner, Segment, recorder_for
+from mainstem.runtime.sampling.pooling import Pooling
 from tests.rigs.interpreted import triton_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +32,7 @@ EXACT = {"atol": 1e-4, "rtol": 1e-4}
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Attention:
     made = triton_attention()
     if DEVICE == "cpu":  # the interpreter takes as long for a task without rows as for any other
-        monkeypatch.setattr("mainstem.runtime.triton_attention._LEAST", (4, 16, 64))
+        monkeypatch.setattr("mainstem.runtime.attention.triton_attention._LEAST", (4, 16, 64))
     return made
 
 
@@ -71,10 +71,10 @@ class Requests:
     def __init__(
         self, family: str, changes: dict[str, Any], kernel: Attention, recorder: Any, patch: pytest.MonkeyPatch
     ) -> None:
-        patch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel)
+        patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel)
         self.runners = []
         for made in (recorder, None):
-            patch.setattr("mainstem.runtime.runner.recorder_for", lambda _, made=made: made)
+            patch.setattr("mainstem.runtime.models.runner.recorder_for", lambda _, made=made: made)
             model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]
             counts = dict.fromkeys(Layout.of(model.config, CONTEXT).names, 200)
             self.runners.append(ModelRunner(loaded(model), counts, PAGE))
@@ -150,7 +150,7 @@ def test_recorded_steps_give_the_same_logits_and_keys(
 
 
 def test_a_step_that_outgrows_its_room_is_recorded_anew(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.runtime.triton_attention._LEAST", (1, 1, 1))
+    monkeypatch.setattr("mainstem.runtime.attention.triton_attention._LEAST", (1, 1, 1))
     recorder = Recorder()
     requests = Requests("llama", {}, kernel, recorder, monkeypatch)
     requests.add(14)
@@ -302,8 +302,8 @@ def test_many_requests_are_not_recorded(kernel: Attention, monkeypatch: pytest.M
 def test_a_model_with_states_or_latents_is_not_recorded(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.tiny_models import HYBRIDS, LATENT
 
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel)
-    monkeypatch.setattr("mainstem.runtime.runner.recorder_for", lambda _: pytest.fail("it would be recorded"))
+    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel)
+    monkeypatch.setattr("mainstem.runtime.models.runner.recorder_for", lambda _: pytest.fail("it would be recorded"))
     for family, changes in (("deepseek_v3", LATENT["deepseek_v3"]), ("qwen3_next", HYBRIDS["qwen3_next"])):
         model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]
         ModelRunner(loaded(model), dict.fromkeys(Layout.of(model.config, CONTEXT).names, 8), 16)

@@ -17,7 +17,7 @@ from test_app import chat, client, complete, error_of, events
 from bench.tiny_models import tiny
 from mainstem.errors import ModelNotFound
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel, load_model
+from mainstem.runtime.models.loading import LoadedModel, load_model
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig, Grammar
 

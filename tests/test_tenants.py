@@ -14,11 +14,11 @@ from rigs.ghost import GhostTokenizer
 from starlette.testclient import TestClient
 
 from bench.tiny_models import loaded, tiny
+from mainstem.cache.namespaces import Namespace, owner_of
+from mainstem.cache.quotas import Quota, Quotas, Share
 from mainstem.errors import BadArgument
-from mainstem.namespaces import Namespace, owner_of
-from mainstem.quotas import Quota, Quotas, Share
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.memory import OwnerUsage
+from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.request import Request
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams, TierConfig

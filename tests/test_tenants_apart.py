@@ -16,8 +16,8 @@ import pytest
 from rigs.ghost import VOCAB
 from rigs.scheduler import PAGE, Bench
 
-from mainstem.quotas import Quota, Quotas, Share
-from mainstem.runtime.public import PublicPrefixes
+from mainstem.cache.quotas import Quota, Quotas, Share
+from mainstem.runtime.hints.public import PublicPrefixes
 
 PROBES = 500  # of each class
 LENGTH = 6 * PAGE

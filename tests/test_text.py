@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mainstem.runtime.text import Detokenizer, hiding, special_tokens
+from mainstem.runtime.text.detokenizer import Detokenizer, hiding, special_tokens
 from mainstem.settings.engine import SamplingParams
 
 TEXT = "Grüße, 世界! Здравствуй 👩‍👩‍👧 naïve  two spaces\n\ttab — “quotes” 🇩🇪 e\u0301 \ufffd end "

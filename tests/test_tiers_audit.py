@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 from rigs.hand_driven import IDENTITY, SECRET, Rig
 
+from mainstem.cache.namespaces import encode_namespace
 from mainstem.errors import StorageError
-from mainstem.namespaces import encode_namespace
 from mainstem.storage.base import ABSENT, Backend, Listed
 from mainstem.storage.conformance import make_keys
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.audit import BASE, DAY_S, HOUR_S, Audit, Group, Usage, damage
-from mainstem.tiers.identities import enter, id_of, summarize
-from mainstem.tiers.sealer import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
+from mainstem.tiers.storage.audit import BASE, DAY_S, HOUR_S, Audit, Group, Usage, damage
+from mainstem.tiers.storage.identities import enter, id_of, summarize
+from mainstem.tiers.storage.sealer import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
 
 KEYS = make_keys(random.Random(5), 40)
 SEALER = Sealer(None, SECRET)

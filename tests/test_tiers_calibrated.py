@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainstem._core import EntropyCoder
+from mainstem.cache.identity import Identity
 from mainstem.errors import BadArgument
-from mainstem.identity import Identity
-from mainstem.tiers.calibrated import CLASSES, KEPT, Basis, Calibrated, open_codec, save, turn
-from mainstem.tiers.codecs import ITEM_BYTES, Page, load_numbers, store_numbers
+from mainstem.tiers.storage.calibrated import CLASSES, KEPT, Basis, Calibrated, open_codec, save, turn
+from mainstem.tiers.storage.codecs import ITEM_BYTES, Page, load_numbers, store_numbers
 
 DTYPES = sorted(ITEM_BYTES)
 LAYERS, HEADS, KEY, VALUE, POSITIONS = 3, 2, 8, 4, 16

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainstem.errors import BadArgument
-from mainstem.tiers.codecs import CODECS, GROUP, ITEM_BYTES, find_codec
+from mainstem.tiers.storage.codecs import CODECS, GROUP, ITEM_BYTES, find_codec
 
 DTYPES = sorted(ITEM_BYTES)
 LOSSY = ["int8", "fp8"]

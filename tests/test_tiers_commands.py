@@ -22,7 +22,7 @@ from mainstem import cli
 from mainstem.storage import ABSENT, Backend, open_backend
 from mainstem.storage.conformance import make_keys
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.sealer import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
+from mainstem.tiers.storage.sealer import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
 
 KEYS = make_keys(random.Random(11), 4000)
 PUBLIC = Sealer(None, PUBLIC_SECRET)

@@ -14,13 +14,13 @@ import pytest
 from rigs.ghost_memory import GhostMemory
 from rigs.hand_driven import FaultyBackend, HandWorkers, fingerprint, make_store
 
-from mainstem.components import Chunked, Component, Full, State, Window, by_name
+from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
+from mainstem.cache.pool import Pool
+from mainstem.cache.tree import Inserted, Tree
 from mainstem.errors import CorruptTree
-from mainstem.pool import Pool
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.transfer import Move
-from mainstem.tree import Inserted, Tree
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.host.transfer import Move
 
 DEVICE, HOST = 0, 1
 

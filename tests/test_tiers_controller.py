@@ -8,15 +8,15 @@ import pytest
 from rigs.ghost_memory import GhostMemory
 from rigs.hand_driven import A, B, C, FaultyBackend, HandWorkers, Rig, begin_load, make_store, prompt, stored
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Full, State
+from mainstem.cache.components import Full, State
+from mainstem.cache.pool import Pool
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument, StorageError
-from mainstem.pool import Pool
 from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host import HostTier
-from mainstem.tree import Tree
+from mainstem.tiers.host.tier import HostTier
 
 
 def test_a_tree_that_does_not_fit_is_rejected() -> None:

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
+from mainstem.cache.tree import Tree
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, PathSpan, Prefixes, decode, encode
-from mainstem.tree import Tree
+from mainstem.tiers.prefetch.hottest import PIECE_BYTES, Finding, Keeping, PathSpan, Prefixes, decode, encode
 
 PAGE = 4
 MANY = 1 << 20

@@ -10,10 +10,10 @@ import pytest
 from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.hand_driven import FaultyBackend
 
-from mainstem.components import by_name
+from mainstem.cache.components import by_name
 from mainstem.storage.base import Limit
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.sealer import HEADER_BYTES
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 Q = [*P, *range(20, 28)]  # 8 pages
 MORE = [30, 31, 32, 33]
@@ -127,7 +127,7 @@ def test_a_prefetch_brings_the_deepest_point_from_which_all_can_go_on(kind: str)
 
 
 def test_what_stands_in_the_way_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mainstem.tiers.prefetch")
+    caplog.set_level(logging.INFO, "mainstem.tiers.prefetch.prefetch")
     backend = stored("full state", Q, list(reversed(Q)))
     rig = Rig("full state", backend=backend)
     for tokens in (Q, list(reversed(Q))):

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.hand_driven import IDENTITY, SECRET, FaultyBackend, Rig
 
+from mainstem.cache.identity import Identity
 from mainstem.errors import StorageError
-from mainstem.identity import Identity
 from mainstem.storage.base import Capabilities
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly
-from mainstem.tiers.identities import LISTED, ROOM_BYTES, Summary, describe, enter, explain, find, summarize
-from mainstem.tiers.sealed import keep_note, note_bytes
-from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
+from mainstem.tiers.storage.identities import LISTED, ROOM_BYTES, Summary, describe, enter, explain, find, summarize
+from mainstem.tiers.storage.sealed import keep_note, note_bytes
+from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
 
 
 def named(**changes: Any) -> Identity:

@@ -39,8 +39,8 @@ def test_a_module_of_the_tiers_needs_numpy_only(module: str) -> None:
 def test_without_blake3_a_store_says_what_to_install() -> None:
     code = """
 from mainstem.errors import BackendUnavailable
-from mainstem.identity import Identity
-from mainstem.tiers.sealer import Sealer
+from mainstem.cache.identity import Identity
+from mainstem.tiers.storage.sealer import Sealer
 try:
     Sealer(Identity("m", "w", "d", "q", "l", "s", "a", "r", "t", "k", 1))
 except BackendUnavailable as error:
@@ -55,7 +55,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from rigs.ghost_memory import GhostMemory
 import mainstem
 from mainstem.settings.engine import HostPolicy
-from mainstem.tiers.host import HostTier
+from mainstem.tiers.host.tier import HostTier
 cache = mainstem.PrefixCache(4, 2, host=HostTier(GhostMemory([4], [8]), HostPolicy(load_min_tokens=1)))
 for tokens in ([1, 1, 1, 1, 1], [2, 2, 2, 2, 2], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
     with cache.lease(tokens) as lease:

@@ -15,7 +15,7 @@ from rigs.kept_store import KeptStore
 from mainstem.errors import StorageError
 from mainstem.settings.engine import StorageConfig
 from mainstem.tiers.keyed import KeyedPages, Kind
-from mainstem.tiers.sealer import HEADER_BYTES, Sealer
+from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
 
 PAYLOAD = 24
 KEYS = [f"{number:064x}" for number in range(10)]

@@ -6,11 +6,11 @@ import pytest
 from rigs.ghost_memory import GhostMemory
 from rigs.hand_driven import A, B, Rig, begin_load, only_on_host, prompt
 
-from mainstem.cache import PrefixCache
+from mainstem.cache.keys import BigramKeys, Image, TypedKeys
+from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.errors import BadArgument
-from mainstem.keys import BigramKeys, Image, TypedKeys
 from mainstem.settings.engine import HostPolicy
-from mainstem.tiers.host import HostTier
+from mainstem.tiers.host.tier import HostTier
 
 
 def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from rigs.hand_driven import FaultyBackend, Rig, prompt, stored, stored_keys
 
-from mainstem.cache import Lease
-from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.waits import ANY
+from mainstem.cache.prefix_cache import Lease
+from mainstem.tiers.prefetch.prefetch import Prefetch
+from mainstem.tiers.prefetch.waits import ANY
 
 TOKENS = prompt(8, *range(1, 9))  # 8 pages of 2 tokens, and one more token
 

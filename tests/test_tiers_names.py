@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from rigs.hand_driven import FaultyBackend, Rig, make_store
 
+from mainstem.cache.tree import Tree
 from mainstem.errors import StaleHandle
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.names import PageNames
-from mainstem.tiers.sealer import Sealer
-from mainstem.tree import Tree
+from mainstem.tiers.storage.names import PageNames
+from mainstem.tiers.storage.sealer import Sealer
 
 PAGE = 4
 
@@ -143,7 +143,7 @@ def test_names_of_an_evicted_node_are_rejected() -> None:
 
 
 def test_the_most_recently_used_names_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.tiers.names._MAX_NODES", 2)
+    monkeypatch.setattr("mainstem.tiers.storage.names._MAX_NODES", 2)
     tree = Tree(1)
     sealer = make_store(MemoryBackend()).sealer
     names, hashed = PageNames(tree.core, sealer, PAGE), counting(sealer)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mainstem.components import Chunked, Component, Full, State, Window
-from mainstem.tiers.plan import Plan
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.tiers.prefetch.plan import Plan
 
 ROWS: dict[str, tuple[Component, ...]] = {
     "full": (Full(),),

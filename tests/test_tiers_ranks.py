@@ -16,7 +16,7 @@ from machine import patience
 from rigs.hand_driven import FaultyBackend, Rig, prompt
 
 from mainstem.errors import OutOfPages, StorageError
-from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.prefetch.prefetch import Prefetch
 
 pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(30)

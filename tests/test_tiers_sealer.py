@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.hand_driven import IDENTITY, SECRET
 
+from mainstem.cache.identity import Identity
 from mainstem.errors import BadArgument
-from mainstem.identity import Identity
-from mainstem.tiers.sealer import HEADER_BYTES, Header, Label, Sealer
+from mainstem.tiers.storage.sealer import HEADER_BYTES, Header, Label, Sealer
 
 PAGE_BYTES = 8  # of symbols
 PAYLOAD = bytes(range(24))
@@ -256,7 +256,7 @@ def test_a_page_of_another_format_does_not_verify(monkeypatch: pytest.MonkeyPatc
     sealer = Sealer(IDENTITY, SECRET)
     key = some_keys(sealer)[0]
     with monkeypatch.context() as later:
-        later.setattr("mainstem.tiers.sealer._MAGIC", b"MAINSTM2")
+        later.setattr("mainstem.tiers.storage.sealer._MAGIC", b"MAINSTM2")
         slot = sealed(sealer, key)
         assert sealer.verify(slot, key) is None
     assert sealer.verify(slot, key) == "altered"

@@ -10,10 +10,10 @@ from rigs.hand_driven import FaultyBackend, HandWorkers, make_store
 from mainstem.errors import BadArgument, StorageError
 from mainstem.storage.base import ABSENT
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.shelf import AndStore, HostOnly, Shelf
-from mainstem.tiers.store import Part, Store, StoreCall
+from mainstem.tiers.host.shelf import AndStore, HostOnly, Shelf
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Part, Store, StoreCall
 
 T = TypeVar("T")
 KEYS = [bytes([number]) * 32 for number in range(6)]

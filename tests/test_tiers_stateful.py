@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rigs.hand_driven import FaultyBackend, Rig
 from rigs.policy_models import InPython
 
-from mainstem.cache import Lease
+from mainstem.cache.prefix_cache import Lease
 from mainstem.errors import OutOfPages, StorageError
-from mainstem.tiers.load import Load
-from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.prefetch.prefetch import Prefetch
 
 Choose = Callable[[int], int]
 """Draws a number below another one, with `random` or hypothesis."""

@@ -17,10 +17,10 @@ from mainstem.storage.base import ABSENT, Capabilities, Limit
 from mainstem.storage.breaker import Breaker
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import Prefix, ReadOnly, Tee
-from mainstem.tiers.codecs import CODECS, UNPLACED, Int8, Page
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Found, Part, Store, StoreCall, Written
+from mainstem.tiers.storage.codecs import CODECS, UNPLACED, Int8, Page
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Found, Part, Store, StoreCall, Written
 
 PAGE = 4  # bytes of symbols
 SYMBOLS = b"aaaabbbbccccdddd"
@@ -589,7 +589,7 @@ def test_an_answer_that_is_not_one_for_each_page_is_a_miss(answer: Any) -> None:
 def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     backend = FaultyBackend()
     store = make_store(backend, breaker_failures=100)
-    caplog.set_level(logging.WARNING, "mainstem.tiers.store")
+    caplog.set_level(logging.WARNING, "mainstem.tiers.storage.store")
     for cause in ("io", "io", "refused", "io", "refused"):
         backend.always = StorageError(cause, "on purpose")
         done(look_up(store))

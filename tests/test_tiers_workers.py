@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from machine import patience
 
-from mainstem.tiers.workers import Call, ThreadWorkers
+from mainstem.tiers.storage.workers import Call, ThreadWorkers
 
 pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(20)  # limit for events that must happen

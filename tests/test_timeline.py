@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rigs.hand_driven import Clock
 
-from mainstem.runtime.timeline import Phase, Timeline
+from mainstem.runtime.schedule.timeline import Phase, Timeline
 
 
 def timeline() -> tuple[Clock, Timeline]:

@@ -17,10 +17,10 @@ from llguidance.hf import from_tokenizer
 from rigs.templates import byte_tokenizer
 from test_output import scanned
 
-from mainstem.server.formats import FORMATS, MAX_FORCED, CallFormat, format_of
-from mainstem.server.output import Arguments, Call, NoCall, Piece, Reasoning, Text, joined
-from mainstem.server.reasoning import THINKING
-from mainstem.server.tools import Tool, Tooling
+from mainstem.server.fields.tools import Tool, Tooling
+from mainstem.server.parsing.formats import FORMATS, MAX_FORCED, CallFormat, format_of
+from mainstem.server.parsing.output import Arguments, Call, NoCall, Piece, Reasoning, Text, joined
+from mainstem.server.parsing.reasoning import THINKING
 from mainstem.settings.server import ReasoningParser, ToolCallParser
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -36,14 +36,14 @@ from rigs.servers import free_port, valkey
 from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, RESUMED, WINDOWED, tiny
 from mainstem.errors import BadArgument, EngineClosed, MainstemError, RankFailed, UnsupportedModel
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.parallel import open_engine
-from mainstem.runtime.ranks import ANSWER_S, FirstRank, LaterRank, Peer, largest, require_equal
+from mainstem.runtime.parallel.launch import open_engine
+from mainstem.runtime.parallel.ranks import ANSWER_S, FirstRank, LaterRank, Peer, largest, require_equal
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.stream import Stream
-from mainstem.server.dialect import Dialect, TemplateTraits
-from mainstem.server.formats import FORMATS
-from mainstem.server.reasoning import THINKING
-from mainstem.server.tools import NO_TOOLS
+from mainstem.server.fields.tools import NO_TOOLS
+from mainstem.server.parsing.dialect import Dialect, TemplateTraits
+from mainstem.server.parsing.formats import FORMATS
+from mainstem.server.parsing.reasoning import THINKING
 from mainstem.settings.engine import (
     EngineConfig,
     Grammar,
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(60)
 PRELOADED = [
     "mainstem.cli",
-    "mainstem.runtime.parallel",
+    "mainstem.runtime.parallel.launch",
     "mainstem.server.app",
     "mainstem.storage.file",
     "torch.distributed.tensor",
@@ -629,7 +629,7 @@ def test_a_part_of_the_free_memory_is_refused_because_ranks_would_take_different
 
 
 def test_an_engine_has_as_many_ranks_as_have_loaded_its_model(opened: Open, folder: Folder) -> None:
-    from mainstem.runtime.models import load_model
+    from mainstem.runtime.models.loading import load_model
 
     with pytest.raises(BadArgument, match="tp = 2: must be 1, the number of ranks"):
         Engine(load_model(folder("llama", **LLAMA), dtype="float32"), EngineConfig(tp=2))

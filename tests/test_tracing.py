@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.server.app import create_app
 from mainstem.server.opening import bind
-from mainstem.server.tracing import Tracing
+from mainstem.server.watch.tracing import Tracing
 from mainstem.settings.server import ServerConfig
 
 pytest.importorskip("opentelemetry.sdk.trace", reason="OpenTelemetry is not installed: pip install 'mainstem[otlp]'")

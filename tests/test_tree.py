@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mainstem.components import Full, Window
+from mainstem.cache.components import Full, Window
+from mainstem.cache.keys import BigramKeys, Image, TypedKeys
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.tree import Tree
 from mainstem.core.reference import ReferenceTree
 from mainstem.errors import BadArgument, BadTokens, NotLocked, StaleHandle
-from mainstem.keys import BigramKeys, Image, TypedKeys
-from mainstem.namespaces import Namespace
-from mainstem.tree import Tree
 
 
 def ids(*page_ids: int) -> np.ndarray:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from machine import DEVICE
 
 from bench.tiny_models import LATENT, tiny
-from mainstem.runtime.attention import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.latent import Latents
-from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.runtime.attention.latent import Latents
+from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.memory.kv import KVPool, KVShape
 from tests.rigs.batches import Batch, batches
 from tests.rigs.interpreted import triton_attention
 
@@ -160,7 +160,7 @@ def test_scores_by_hand_are_computed_in_parts_that_fit(monkeypatch: pytest.Monke
     batch = Batch(pool, extents, plan_batch(extents, pool).component, 1, 1000, 128)
     new = new_rows(8, OTHER_VALUES)
     expected = attend(SdpaAttention(), batch, new)
-    monkeypatch.setattr("mainstem.runtime.tree_attention._SCORES_BYTES", 4 * KV_HEADS * 80 * 7)
+    monkeypatch.setattr("mainstem.runtime.attention.tree._SCORES_BYTES", 4 * KV_HEADS * 80 * 7)
     torch.testing.assert_close(attend(TreeAttention(), batch, new), expected, **EXACT)
 
 
@@ -171,5 +171,5 @@ def test_a_plan_is_folded_once_for_all_its_layers(monkeypatch: pytest.MonkeyPatc
     plan = plan_batch([Extent(2, 8, np.arange(3, dtype=np.int32))], pool)
     new = new_rows(2, SHAPE)
     TreeAttention().attend(0, new[0], new[1], new[2], SCALE, plan)
-    monkeypatch.setattr("mainstem.runtime.tree_attention.fold", lambda *_: pytest.fail("it is folded again"))
+    monkeypatch.setattr("mainstem.runtime.attention.tree.fold", lambda *_: pytest.fail("it is folded again"))
     TreeAttention().attend(1, new[0], new[1], new[2], SCALE, plan)

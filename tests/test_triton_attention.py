@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from machine import DEVICE
 
 from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, LATENT, VARIANTS, WINDOWED, loaded, tiny
-from mainstem.runtime import kernels
-from mainstem.runtime.attention import FULL, Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.layout import Layout
-from mainstem.runtime.page_attention import PageAttention
-from mainstem.runtime.runner import ModelRunner, attention_for
-from mainstem.runtime.tree_attention import TreeAttention
+from mainstem.runtime.attention.few_rows import PageAttention
+from mainstem.runtime.attention.paged import FULL, Attention, Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.memory.kv import KVPool, KVShape
+from mainstem.runtime.models.layout import Layout
+from mainstem.runtime.models.runner import ModelRunner, attention_for
 from tests.rigs.batches import Batch, batches
 from tests.rigs.interpreted import triton_attention
 from tests.test_tree_attention import EXACT, OTHER_VALUES, SCALE, SHAPE, SINKS, attend, new_rows
@@ -100,7 +100,7 @@ def test_long_prompts_from_0_are_computed_by_pytorch_among_others(
     dtype: torch.dtype, kernel: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In half precision, for which it has a kernel that keeps no matrix of scores."""
-    from mainstem.runtime import triton_attention
+    from mainstem.runtime.attention import triton_attention
 
     lengths: list[int] = []
     monkeypatch.setattr(triton_attention, "WHOLE_PROMPT", 8)
@@ -120,7 +120,9 @@ def test_a_plan_is_divided_once_for_all_its_layers(kernel: Attention, monkeypatc
     plan = plan_batch([Extent(2, 8, np.arange(3, dtype=np.int32))], pool)
     new = [rows.to(DEVICE) for rows in new_rows(2, SHAPE)]
     kernel.attend(0, new[0], new[1], new[2], SCALE, plan)
-    monkeypatch.setattr("mainstem.runtime.triton_attention.shared_runs", lambda *_: pytest.fail("it is divided again"))
+    monkeypatch.setattr(
+        "mainstem.runtime.attention.triton_attention.shared_runs", lambda *_: pytest.fail("it is divided again")
+    )
     kernel.attend(1, new[0], new[1], new[2], SCALE, plan)
 
 
@@ -141,10 +143,10 @@ def test_models_attend_by_it_as_by_their_own_code(
     family: str, kernel: Attention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The self-test compares logits, over scattered pages and in chunks. Another kernel is taken if they differ."""
-    monkeypatch.setattr("mainstem.runtime.runner.attention_for", lambda *_: kernel)
+    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel)
     model: Any = tiny(family, **MODELS[family]).to(DEVICE)  # type: ignore[call-arg, arg-type]
     calls: list[int] = []
-    from mainstem.runtime.triton_attention import _Work
+    from mainstem.runtime.attention.triton_attention import _Work
 
     attend = _Work.attend
     monkeypatch.setattr(_Work, "attend", lambda *given: (calls.append(1), attend(*given)))
@@ -184,7 +186,7 @@ def test_a_gpu_has_the_kernel_in_triton(kernel: Attention) -> None:
 def test_a_gpu_without_triton_computes_by_pytorch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delitem(sys.modules, "mainstem.runtime.triton_attention", raising=False)
+    monkeypatch.delitem(sys.modules, "mainstem.runtime.attention.triton_attention", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING):
         assert type(attention_for(torch.device("cuda"))) is TreeAttention

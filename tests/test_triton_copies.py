@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import DEVICE
 
-triton_copies = pytest.importorskip("mainstem.runtime.triton_copies", reason="Triton is not installed")
+triton_copies = pytest.importorskip("mainstem.runtime.kernels.triton_copies", reason="Triton is not installed")
 
 ROWS = 9
 

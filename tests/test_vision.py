@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from bench.tiny_vision import FAMILIES, paligemma, picture, save, tokenizer
+from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.namespaces import Namespace, encode_namespace
-from mainstem.runtime import vision as vision_module
-from mainstem.runtime.models import LoadedModel, load_model
-from mainstem.runtime.prompts import ANSWER, WHOLE
+from mainstem.runtime.models.loading import LoadedModel, load_model
 from mainstem.runtime.request import PreparedPrompt
-from mainstem.runtime.vision import Vision, image_identity
+from mainstem.runtime.text import vision as vision_module
+from mainstem.runtime.text.prompts import ANSWER, WHOLE
+from mainstem.runtime.text.vision import Vision, image_identity
 
 IMAGE = tokenizer().convert_tokens_to_ids("<image>")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,8 +1,26 @@
 """Mainstem: a prefix cache for LLM inference. One radix tree over paged KV memory; see `PrefixCache` and `Tree`."""
 
 from mainstem._core import LeaseCounters, TreeStats
-from mainstem.cache import CacheStats, Lease, PoolStats, PrefixCache
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.identity import Identity
+from mainstem.cache.keys import (
+    BigramKeys,
+    Coordinate,
+    HashKeys,
+    Image,
+    KeyKind,
+    Size,
+    Spliced,
+    Text,
+    TokenKeys,
+    TypedKeys,
+    hash_blocks,
+)
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.policies import NodeStats, Policy
+from mainstem.cache.pool import Pool
+from mainstem.cache.prefix_cache import CacheStats, Lease, PoolStats, PrefixCache
+from mainstem.cache.tree import Inserted, Match, NodeView, Tree
 from mainstem.errors import (
     BackendUnavailable,
     BadArgument,
@@ -16,31 +34,13 @@ from mainstem.errors import (
     StorageError,
     WrongOwner,
 )
-from mainstem.identity import Identity
-from mainstem.keys import (
-    BigramKeys,
-    Coordinate,
-    HashKeys,
-    Image,
-    KeyKind,
-    Size,
-    Spliced,
-    Text,
-    TokenKeys,
-    TypedKeys,
-    hash_blocks,
-)
-from mainstem.namespaces import Namespace
-from mainstem.policies import NodeStats, Policy
-from mainstem.pool import Pool
 from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.tiers.controller import Tiers, TierStats
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.load import Load
-from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.sealer import Sealer
-from mainstem.tiers.store import Store
-from mainstem.tree import Inserted, Match, NodeView, Tree
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.prefetch.prefetch import Prefetch
+from mainstem.tiers.storage.sealer import Sealer
+from mainstem.tiers.storage.store import Store
 
 __version__ = "0.1.0"
 

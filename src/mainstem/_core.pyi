@@ -17,7 +17,7 @@ def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> b
 
 def owner_of(ns: bytes) -> bytes:
     """
-    Who owns what is in an encoded namespace; see mainstem.namespaces.owner_of.
+    Who owns what is in an encoded namespace; see mainstem.cache.namespaces.owner_of.
     """
 
 class TreeStats:
@@ -285,7 +285,7 @@ class Tree:
 
     def survey(self, first: int, count: int) -> bytes:
         """
-        The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of mainstem.tree.SURVEYED, 8 bytes each, native.
+        The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of mainstem.cache.tree.SURVEYED, 8 bytes each, native.
         """
 
     def name_at(self, place: int) -> bytes:

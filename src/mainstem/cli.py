@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from mainstem.demo import AgentReport, Report
     from mainstem.runtime.engine import Engine
-    from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.stream import Stream
+    from mainstem.runtime.text.prompts import Prompts
 
 
 _EXTRAS = {
@@ -350,11 +350,11 @@ def calibrate(
         raise BadArgument("ratio", ratio, "1 to 1000")
     with _Bars() as bars:
         bars.update("import", 0, 0)
-        from mainstem.runtime.calibration import calibrate as find
-        from mainstem.runtime.calibration import tokens_of
-        from mainstem.runtime.models import load_model
-        from mainstem.runtime.parallel import computing_on
-        from mainstem.tiers.calibrated import save
+        from mainstem.runtime.models.calibration import calibrate as find
+        from mainstem.runtime.models.calibration import tokens_of
+        from mainstem.runtime.models.loading import load_model
+        from mainstem.runtime.parallel.launch import computing_on
+        from mainstem.tiers.storage.calibrated import save
 
         with computing_on(load.threads):
             loaded = load_model(
@@ -387,7 +387,7 @@ def _for_each_adapter(adapters: Sequence[tuple[str, str]], do: Callable[[str, st
 
 
 def _model_name(model: str | None) -> str:
-    from mainstem.runtime.models import DEFAULT_NAME
+    from mainstem.runtime.models.loading import DEFAULT_NAME
 
     return DEFAULT_NAME if model is None else model
 
@@ -417,10 +417,10 @@ def _engine(
     adapters: Sequence[tuple[str, str]] = (),
 ) -> Iterator[Engine]:
     bars.update("import", 0, 0)
-    from mainstem.runtime.parallel import open_engine
+    from mainstem.runtime.parallel.launch import open_engine
 
     if adapters:
-        from mainstem.runtime.adapters import read_adapter
+        from mainstem.runtime.models.adapters import read_adapter
 
         _for_each_adapter(adapters, lambda _, path: read_adapter(path))  # before the model is loaded, to find errors
     bars.update("import", 1, 1)
@@ -453,8 +453,8 @@ def _read(name: str, source: str, read: Callable[[], str]) -> str:
 def _submit_all(
     engine: Engine, texts: Sequence[str], params: SamplingParams, chat: bool | None, bars: _Bars
 ) -> list[Stream]:
-    from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.request import Request
+    from mainstem.runtime.text.prompts import Prompts
 
     templated = bool(engine.tokenizer.chat_template) if chat is None else chat
     prompts = Prompts(engine.tokenizer, engine.max_context)

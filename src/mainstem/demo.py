@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, MainstemError
-from mainstem.runtime.prompts import Prompts
 from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.text.prompts import Prompts
 from mainstem.settings.engine import SamplingParams
 from mainstem.units import counted
 

@@ -34,8 +34,8 @@ class Bytes:
 
 def tree_calls() -> Callable[[bytes], None]:
     """Calls of `Tree`, over two tiers."""
+    from mainstem.cache.tree import Tree
     from mainstem.errors import BadArgument, NotLocked, StaleHandle
-    from mainstem.tree import Tree
 
     def run(data: bytes) -> None:
         choose = Bytes(data)
@@ -83,7 +83,7 @@ def tree_calls() -> Callable[[bytes], None]:
 
 def cache_calls() -> Callable[[bytes], None]:
     """Calls of `PrefixCache` and of its leases; at the end nothing is locked or private."""
-    from mainstem.cache import Lease, PrefixCache
+    from mainstem.cache.prefix_cache import Lease, PrefixCache
     from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
 
     def use(choose: Bytes, lease: Lease, cache: PrefixCache) -> None:

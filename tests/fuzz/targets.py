@@ -143,11 +143,11 @@ def _frames() -> Run:
 
 def _bodies() -> Run:
     """The first byte chooses the route."""
+    from mainstem.server.apis.messages import parse_count
+    from mainstem.server.apis.requests import decode_known, parse_chat, parse_completion
+    from mainstem.server.apis.responses import ResponseRequest
     from mainstem.server.errors import ApiError
     from mainstem.server.management import parse_hint, parse_load_adapter, parse_remove
-    from mainstem.server.messages import parse_count
-    from mainstem.server.requests import decode_known, parse_chat, parse_completion
-    from mainstem.server.responses import ResponseRequest
 
     def response(body: bytes) -> object:
         return decode_known(body, ResponseRequest)
@@ -172,9 +172,9 @@ def _bodies() -> Run:
 
 def _tools() -> Run:
     """A text in pieces: the first byte chooses the format, the second how long each piece is."""
-    from mainstem.server.formats import FORMATS
-    from mainstem.server.output import joined
-    from mainstem.server.tools import Tool, Tooling
+    from mainstem.server.fields.tools import Tool, Tooling
+    from mainstem.server.parsing.formats import FORMATS
+    from mainstem.server.parsing.output import joined
 
     city = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
     tooling = Tooling((Tool("weather", "The weather.", city), Tool("time")))

@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mainstem.components import Attended, Chunked, Window
-from mainstem.runtime.attention import FULL, Extent
-from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.cache.components import Attended, Chunked, Window
+from mainstem.runtime.attention.paged import FULL, Extent
+from mainstem.runtime.memory.kv import KVPool, KVShape
 
 COMPONENTS: tuple[Attended, ...] = (FULL, FULL, FULL, Window(3), Window(7), Window(19), Chunked(5), Chunked(16))
 PAGES = 160
@@ -59,18 +59,18 @@ class Batch:
         position_bytes = self.pool.shape.kv_heads * sum(self.pool.shape.planes) * self.pool.dtype.itemsize
         with pytest.MonkeyPatch.context() as patch:
             fold_bytes = self.fold_pages * self.pool.page_size * position_bytes
-            patch.setattr("mainstem.runtime.folding.FOLD_BYTES", fold_bytes)
+            patch.setattr("mainstem.runtime.attention.folding.FOLD_BYTES", fold_bytes)
             for name in ("VIEW_BYTES", "CUT_BYTES"):
-                patch.setattr(f"mainstem.runtime.folding.{name}", self.view_positions * position_bytes)
-            patch.setattr("mainstem.runtime.folding.GATHER_BYTES", 10 * self.view_positions * position_bytes)
-            patch.setattr("mainstem.runtime.folding.BEGIN_STEP", self.fold_pages)
-            patch.setattr("mainstem.runtime.attention.TILE_ROWS", self.tile_rows)
-            if "mainstem.runtime.triton_attention" in sys.modules:  # a test imports it where Triton is installed
+                patch.setattr(f"mainstem.runtime.attention.folding.{name}", self.view_positions * position_bytes)
+            patch.setattr("mainstem.runtime.attention.folding.GATHER_BYTES", 10 * self.view_positions * position_bytes)
+            patch.setattr("mainstem.runtime.attention.folding.BEGIN_STEP", self.fold_pages)
+            patch.setattr("mainstem.runtime.attention.paged.TILE_ROWS", self.tile_rows)
+            if "mainstem.runtime.attention.triton_attention" in sys.modules:  # where Triton is installed
                 worth = {"FOLD_POSITIONS": self.fold_pages * self.pool.page_size, "BEGIN_STEP": self.fold_pages}
                 worth["WHOLE_PROMPT"] = self.fold_pages * 3
                 parts = {"LEAST_SPAN": self.view_positions, "PROGRAMS": 8, "BLOCK_BYTES": 256}
                 for name, size in (worth | parts).items():
-                    patch.setattr(f"mainstem.runtime.triton_attention.{name}", size)
+                    patch.setattr(f"mainstem.runtime.attention.triton_attention.{name}", size)
             yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from mainstem.cache import Lease, PrefixCache
+from mainstem.cache.prefix_cache import Lease, PrefixCache
 
 
 def owners(cache: PrefixCache) -> tuple[int, int, int]:

@@ -13,9 +13,9 @@ import uvicorn
 from machine import eventually
 from starlette.types import ASGIApp
 
+from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
 from mainstem.server.opening import bind
-from mainstem.server.origins import reach_of
 from mainstem.settings.server import ServerConfig
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from mainstem.runtime import triton_attention
+from mainstem.runtime.attention import triton_attention
 
 _HALF = {"query": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16", "lse": None, "scale": "fp32"}
 _READ = {"tasks": "*i32", "rows": "*i32", "page_ids": "*i32"}

@@ -12,13 +12,13 @@ from typing import Any
 from rigs.ghost_memory import GhostMemory, GhostTicket
 from rigs.hand_driven import Clock, HandWorkers, fingerprint, make_store
 
-from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Chunked, Component, Full, State, Window, by_name
+from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
+from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.load import Load
-from mainstem.tiers.store import Store
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.storage.store import Store
 
 DEVICE, HOST = 0, 1
 KINDS: dict[str, tuple[Component, ...]] = {

@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from mainstem.cache import CacheStats, PoolStats
+from mainstem.cache.prefix_cache import CacheStats, PoolStats
+from mainstem.cache.quotas import Quotas
+from mainstem.cache.retention import Kept, RetentionStats
+from mainstem.cache.tree import Survey, Tree
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.events.publisher import EventStats
-from mainstem.quotas import Quotas
-from mainstem.retention import Kept, RetentionStats
-from mainstem.runtime.explaining import Stretch, Stretches
-from mainstem.runtime.grammars import Grammars
-from mainstem.runtime.memory import OwnerUsage
-from mainstem.runtime.meter import Totals
+from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLogprob, Usage
-from mainstem.runtime.timeline import Phase
-from mainstem.runtime.vision import VisionStats
+from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.runtime.schedule.explaining import Stretch, Stretches
+from mainstem.runtime.schedule.meter import Totals
+from mainstem.runtime.schedule.timeline import Phase
+from mainstem.runtime.text.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
-from mainstem.tree import Survey, Tree
 
 
 class FakeTokenizer:

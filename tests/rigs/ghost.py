@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
-from mainstem.cache import Pool
-from mainstem.components import Component, Full, Local, State, Window, by_name
-from mainstem.runtime.grammars import Grammars
-from mainstem.runtime.processor import LogitsProcessor
+from mainstem.cache.components import Component, Full, Local, State, Window, by_name
+from mainstem.cache.prefix_cache import Pool
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import ImageInput, Request, TokenLogprob
-from mainstem.runtime.runner import Segment
-from mainstem.runtime.sampling import Sampler, sample
-from mainstem.runtime.scores import score
-from mainstem.runtime.text import Detokenizer, hiding, special_tokens
+from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.runtime.sampling.processor import LogitsProcessor
+from mainstem.runtime.sampling.sampler import Sampler, sample
+from mainstem.runtime.sampling.scores import score
+from mainstem.runtime.text.detokenizer import Detokenizer, hiding, special_tokens
 
 VOCAB = 48
 EOS = 7

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 
 class GhostTicket:

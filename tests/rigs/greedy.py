@@ -15,7 +15,7 @@ from rigs.letters import Letters
 
 from bench.tiny_models import loaded, tiny
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Completion, Request
 from mainstem.settings.engine import SamplingParams
 

@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from rigs.ghost_memory import GhostMemory, GhostTicket
 
-from mainstem.cache import Lease, PrefixCache
-from mainstem.identity import Identity
-from mainstem.namespaces import encode_namespace
-from mainstem.policies import Policy
+from mainstem.cache.identity import Identity
+from mainstem.cache.namespaces import encode_namespace
+from mainstem.cache.policies import Policy
+from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.load import Load
-from mainstem.tiers.sealer import Sealer
-from mainstem.tiers.store import Store
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.storage.sealer import Sealer
+from mainstem.tiers.storage.store import Store
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from machine import DEVICE
 
-from mainstem.runtime.attention import Attention
+from mainstem.runtime.attention.paged import Attention
 
 
 def triton_attention() -> Attention:
     """Returns the kernel; skips the test, with the reason, where Triton is not installed."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from mainstem.runtime.triton_attention import TritonAttention
+    from mainstem.runtime.attention.triton_attention import TritonAttention
 
     if DEVICE == "cpu":
         _multiply_bfloat16()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
-from mainstem.components import Chunked, Component, State, Window, by_name
+from mainstem.cache.components import Chunked, Component, State, Window, by_name
 
 Owner = Callable[[str, int], str]
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.cache import PrefixCache
-from mainstem.keys import BINS, Coordinate, Image, Size, Text, TypedKeys, TypedToken
-from mainstem.namespaces import Namespace
-from mainstem.runtime.attention import Extent, SdpaAttention, plan_batch
-from mainstem.runtime.kv import KVPool, KVShape
-from mainstem.runtime.vision import image_identity
+from mainstem.cache.keys import BINS, Coordinate, Image, Size, Text, TypedKeys, TypedToken
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.runtime.attention.paged import Extent, SdpaAttention, plan_batch
+from mainstem.runtime.memory.kv import KVPool, KVShape
+from mainstem.runtime.text.vision import image_identity
 
 VOCAB, BOS, IMAGE_LENGTH = 40, 1, 7
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 2, 8

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Component
-from mainstem.keys import Encoded, TokenKeys, TypedKeys
+from mainstem.cache.components import Component
+from mainstem.cache.keys import Encoded, TokenKeys, TypedKeys
+from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.runtime.request import Delta, Hints, ImageInput, Progress, Request, Usage
-from mainstem.runtime.scheduler import Scheduler
-from mainstem.runtime.text import Content
+from mainstem.runtime.schedule.scheduler import Scheduler
+from mainstem.runtime.text.detokenizer import Content
 from mainstem.settings.engine import Limits, SamplingParams
 
 PAGE = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner, Segment
 
 
 class Scripted(ModelRunner):

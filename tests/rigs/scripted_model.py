@@ -20,10 +20,10 @@ from rigs.templates import TOOL_TEMPLATES
 from starlette.applications import Starlette
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mainstem.runtime.grammars import Grammars
 from mainstem.runtime.request import Request
+from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
-from mainstem.server.origins import reach_of
 from mainstem.settings.engine import Grammar
 from mainstem.settings.server import ServerConfig
 

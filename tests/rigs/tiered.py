@@ -11,17 +11,17 @@ from rigs.ghost_memory import GhostTicket
 from rigs.hand_driven import HandWorkers
 from rigs.scheduler import PAGE, Bench
 
-from mainstem.cache import PrefixCache
-from mainstem.identity import Identity
-from mainstem.keys import KeyKind, TokenKeys
+from mainstem.cache.identity import Identity
+from mainstem.cache.keys import KeyKind, TokenKeys
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Usage
-from mainstem.runtime.runner import Segment
 from mainstem.settings.engine import HostPolicy, Limits, StorageConfig
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.host import HostTier
-from mainstem.tiers.sealer import HEADER_BYTES, Sealer
-from mainstem.tiers.store import Store
-from mainstem.tiers.transfer import Move
+from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
+from mainstem.tiers.storage.store import Store
 
 _LIMITS = Limits()
 

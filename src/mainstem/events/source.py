@@ -21,10 +21,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from mainstem.components import Full
+from mainstem.cache.components import Full
+from mainstem.cache.namespaces import NamespaceLike, encode_namespace, split_adapter
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
-from mainstem.namespaces import NamespaceLike, encode_namespace, split_adapter
-from mainstem.tree import Tree
 
 log = logging.getLogger(__name__)
 

@@ -231,7 +231,7 @@ def _gpus() -> int:
 
 def _find_model(config: FleetConfig) -> None:
     """Finds the model once, before all replicas look for it."""
-    from mainstem.runtime.models import load_tokenizer
+    from mainstem.runtime.models.loading import load_tokenizer
 
     load_tokenizer(config.model, config.load.max_context)
 

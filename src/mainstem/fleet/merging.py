@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from mainstem.fleet.asking import Head
+from mainstem.fleet.front.asking import Head
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?( .*)")
 _COMMENT = re.compile(r"# (?:HELP|TYPE) (\S+)")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from mainstem.fleet.asking import Ask, Head, ReplicaLost, Replicas
+from mainstem.fleet.front.asking import Ask, Head, ReplicaLost, Replicas
 from mainstem.fleet.replica import PEERS
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainstem.errors import EngineClosed
-from mainstem.fleet.asking import ELSEWHERE, Ask, Head, Part, Piece, ReplicaLost, Replicas
+from mainstem.fleet.front.asking import ELSEWHERE, Ask, Head, Part, Piece, ReplicaLost, Replicas
 from mainstem.fleet.scaling import Seen, Window
-from mainstem.server.continuing import BEGUN, LOST, SAID, WISH, Wish
+from mainstem.server.kept.continuing import BEGUN, LOST, SAID, WISH, Wish
 from mainstem.settings.fleet import Autoscaling
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Replica:
         role: Role = "both",
         prefiller: Prefiller | None = None,
     ) -> None:
-        from mainstem.runtime.parallel import open_engine
+        from mainstem.runtime.parallel.launch import open_engine
         from mainstem.server.app import create_app
 
         self.name, self._timeout_s = name, config.server.drain_timeout_s

@@ -19,19 +19,19 @@ from dataclasses import replace
 from typing import Any
 
 from mainstem.events.source import PUBLIC_SECRET
-from mainstem.fleet import policy as policy_module
-from mainstem.fleet import sessions
-from mainstem.fleet.asking import Ask, Head, Part, ReplicaLost
-from mainstem.fleet.following import Following
-from mainstem.fleet.front import Front, Homes
+from mainstem.fleet.front import policy as policy_module
+from mainstem.fleet.front import sessions
+from mainstem.fleet.front.app import Front, Homes
+from mainstem.fleet.front.asking import Ask, Head, Part, ReplicaLost
+from mainstem.fleet.front.following import Following
+from mainstem.fleet.front.reading import Reading
+from mainstem.fleet.front.routing import CostRouter
 from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
 from mainstem.fleet.peers import Introductions
 from mainstem.fleet.place import FleetError
-from mainstem.fleet.reading import Reading
 from mainstem.fleet.replica import DRAIN, PrefillReplicas, Replica
-from mainstem.fleet.routing import CostRouter
 from mainstem.imports import needs
-from mainstem.server.origins import Guard, reach_of
+from mainstem.server.access.origins import Guard, reach_of
 from mainstem.settings.engine import Role
 from mainstem.settings.fleet import FleetConfig
 
@@ -187,7 +187,7 @@ class ServedFront:
     """The front as Serve starts and ends it."""
 
     async def __init__(self, engines: Any, prefill: Any, config: FleetConfig) -> None:  # type: ignore[misc]  # awaited
-        from mainstem.runtime.models import load_tokenizer
+        from mainstem.runtime.models.loading import load_tokenizer
 
         _begin(config)
         self._replicas, homes = _Served(engines, *([] if prefill is None else [prefill])), Homes()

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.components import Component, State
+from mainstem.cache.components import Component, State
 from mainstem.errors import BadArgument
-from mainstem.tiers.rows import Row
-from mainstem.tiers.store import Found, Store, StoreCall
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.store import Found, Store, StoreCall
 
 NULL_BLOCK = 0
 """The block id in place of blocks that the engine does not keep, such as those before a window."""

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
 from mainstem.integrations.block_plan import Job, Part
-from mainstem.tiers import store as stores
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Store, StoreCall, Written
+from mainstem.tiers.storage import store as stores
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Store, StoreCall, Written
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.tiers import store as stores
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES
-from mainstem.tiers.store import Found, Store, StoreCall, Written
-from mainstem.tiers.workers import Call, Workers
+from mainstem.tiers.storage import store as stores
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.store import Found, Store, StoreCall, Written
+from mainstem.tiers.storage.workers import Call, Workers
 
 CHUNK = Row(0, "chunk", exact=False)
 _POLL_S = 0.001

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from mainstem.cache.identity import Identity
 from mainstem.errors import BackendUnavailable, BadArgument, one_of
-from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.settings.engine import StorageConfig, StorageSecret
 from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.tiers.keyed import KeyedPages, Kind
-from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
+from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
 
 KNOWN = ("0.5.23",)
 """The versions of SGLang that the tests ran with."""

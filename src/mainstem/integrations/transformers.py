@@ -36,20 +36,20 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from mainstem.cache import CacheStats, Lease
+from mainstem.cache.keys import TokenKeys
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import CacheStats, Lease
 from mainstem.errors import BadArgument, BadTokens, OutOfPages, UnsupportedModel
-from mainstem.keys import TokenKeys
-from mainstem.namespaces import Namespace
-from mainstem.runtime.attention import TOLERANCE
-from mainstem.runtime.cache_copies import Place, copies_of
-from mainstem.runtime.checkpoints import plan_checkpoints
-from mainstem.runtime.models import LoadedModel, trained_context
-from mainstem.runtime.pools import build_cache
-from mainstem.runtime.tiers import close_tiers
-from mainstem.runtime.weights import Weights
+from mainstem.runtime.attention.paged import TOLERANCE
+from mainstem.runtime.memory.pools import build_cache
+from mainstem.runtime.memory.tiers import close_tiers
+from mainstem.runtime.models.cache_copies import Place, copies_of
+from mainstem.runtime.models.loading import LoadedModel, trained_context
+from mainstem.runtime.models.weights import Weights
+from mainstem.runtime.schedule.checkpoints import plan_checkpoints
 from mainstem.settings.engine import EngineConfig
 from mainstem.tiers.controller import Tiers, TierStats
-from mainstem.tiers.prefetch import Prefetch
+from mainstem.tiers.prefetch.prefetch import Prefetch
 
 log = logging.getLogger(__name__)
 

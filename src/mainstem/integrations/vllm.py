@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.identity import Identity
 from mainstem.errors import BackendUnavailable, BadArgument, redacted
-from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.integrations.block_events import Announcements
 from mainstem.integrations.block_plan import Group, Job, Part, Plan, Planner
@@ -41,11 +41,11 @@ from mainstem.integrations.options import Options
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend, open_backend
 from mainstem.storage.wrappers import Wrapper
-from mainstem.tiers import identities
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
-from mainstem.tiers.store import Store, StoreCall
-from mainstem.tiers.workers import ThreadWorkers
+from mainstem.tiers.storage import identities
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
+from mainstem.tiers.storage.store import Store, StoreCall
+from mainstem.tiers.storage.workers import ThreadWorkers
 
 VERSIONS = ("0.32.",)
 """The beginnings of the versions of vLLM that this connector was tested with."""

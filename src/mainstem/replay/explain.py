@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache import PrefixCache
+from mainstem.cache.explain import Stretch
+from mainstem.cache.keys import HashKeys
+from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.errors import BadArgument, OutOfPages
-from mainstem.explain import Stretch
-from mainstem.keys import HashKeys
 from mainstem.replay.readers.formats import BYTES_NOTE, FORMATS
 from mainstem.replay.readers.lines import Source
 from mainstem.replay.trace import MAGIC, Batch, Trace

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from mainstem.cache import PrefixCache
-from mainstem.components import Component
+from mainstem.cache.components import Component
+from mainstem.cache.keys import TokenKeys, TypedKeys
+from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.events.publisher import Publisher
-from mainstem.keys import TokenKeys, TypedKeys
-from mainstem.runtime.adapters import Adapters, name_of
-from mainstem.runtime.flops import flops_of
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pools import HasPools, build_cache
-from mainstem.runtime.scheduler import Runner, Scheduler
-from mainstem.runtime.vision import Vision
+from mainstem.runtime.memory.pools import HasPools, build_cache
+from mainstem.runtime.models.adapters import Adapters, name_of
+from mainstem.runtime.models.flops import flops_of
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.schedule.scheduler import Runner, Scheduler
+from mainstem.runtime.text.vision import Vision
 from mainstem.settings.engine import EngineConfig
 from mainstem.storage.base import Backend
 

@@ -33,38 +33,38 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mainstem.cache import CacheStats
-from mainstem.components import State
+from mainstem.cache.components import State
+from mainstem.cache.keys import MAX_TOKEN, Encoded, TokenLike
+from mainstem.cache.namespaces import Namespace
+from mainstem.cache.prefix_cache import CacheStats
+from mainstem.cache.quotas import Quotas
+from mainstem.cache.retention import Kept
+from mainstem.cache.tree import Survey
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RankFailed, UnsupportedModel
 from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
-from mainstem.keys import MAX_TOKEN, Encoded, TokenLike
-from mainstem.namespaces import Namespace
-from mainstem.quotas import Quotas
-from mainstem.retention import Kept
-from mainstem.runtime.adapters import Adapter, AdapterFiles, check_name, read_adapter
-from mainstem.runtime.advice import Action, Advice
 from mainstem.runtime.assembly import EngineRunner, make_cache, make_publisher, make_scheduler
-from mainstem.runtime.escapes import begun_once
-from mainstem.runtime.explaining import Stretches
-from mainstem.runtime.grammars import Grammars
-from mainstem.runtime.handover import Handover
-from mainstem.runtime.memory import OwnerUsage, TierMemory
-from mainstem.runtime.meter import Totals
-from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.pools import counts_of, id_bytes, max_context, pool_sizes
-from mainstem.runtime.public import Publication, PublicPrefixes
-from mainstem.runtime.ranks import require_equal
+from mainstem.runtime.hints.advice import Action, Advice
+from mainstem.runtime.hints.public import Publication, PublicPrefixes
+from mainstem.runtime.memory.pools import counts_of, id_bytes, max_context, pool_sizes
+from mainstem.runtime.memory.shares import OwnerUsage, TierMemory
+from mainstem.runtime.memory.tiers import close_tiers
+from mainstem.runtime.models.adapters import Adapter, AdapterFiles, check_name, read_adapter
+from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.parallel.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
-from mainstem.runtime.runner import ModelRunner
+from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.runtime.schedule.explaining import Stretches
+from mainstem.runtime.schedule.handoff import Handover
+from mainstem.runtime.schedule.meter import Totals
 from mainstem.runtime.stream import Stream, closed_by
-from mainstem.runtime.tiers import close_tiers
-from mainstem.runtime.vision import VisionStats
+from mainstem.runtime.text.escapes import begun_once
+from mainstem.runtime.text.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.storage.base import Backend
 from mainstem.storage.peer import Peering
 from mainstem.tiers.controller import TierStats
-from mainstem.tree import Survey
 
 log = logging.getLogger(__name__)
 

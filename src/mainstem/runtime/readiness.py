@@ -15,7 +15,7 @@ from mainstem.errors import BadArgument
 from mainstem.here import Memory, machine_memory
 from mainstem.imports import needs
 from mainstem.settings.engine import EngineConfig
-from mainstem.tiers.calibrated import open_codec
+from mainstem.tiers.storage.calibrated import open_codec
 from mainstem.units import show_bytes
 
 log = logging.getLogger(__name__)

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.cache.expected import check_next_use
+from mainstem.cache.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
+from mainstem.cache.namespaces import Namespace, encode_namespace
+from mainstem.cache.retention import LEAST_S, Kept
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.expected import check_next_use
-from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
-from mainstem.namespaces import Namespace, encode_namespace
-from mainstem.retention import LEAST_S, Kept
-from mainstem.runtime.explaining import Stretches
-from mainstem.runtime.timeline import Phase
+from mainstem.runtime.schedule.explaining import Stretches
+from mainstem.runtime.schedule.timeline import Phase
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
-    from mainstem.runtime.adapters import Adapter
-    from mainstem.runtime.text import Content
+    from mainstem.runtime.models.adapters import Adapter
+    from mainstem.runtime.text.detokenizer import Content
 
 _INT32_MAX = 2**31 - 1
 _NOTHING = np.empty(0, np.int32)
@@ -93,7 +93,7 @@ class Prefix:
     Args:
         end: its tokens, at least one.
         retain_s: for how long after the end of the request it is retained, as far as it fits within the bounds of
-            `mainstem.retention`; None: it is not.
+            `mainstem.cache.retention`; None: it is not.
         renewed: whether every later hit begins that time anew.
         ttl: what the client calls the time.
 
@@ -119,7 +119,7 @@ class Hints:
 
     Args:
         retain_s: for how long after its end prompt and answer are retained, as far as they fit within the bounds of
-            `mainstem.retention`; None: not.
+            `mainstem.cache.retention`; None: not.
         one_shot: the answer will not be used again: nothing after the prompt stays in the cache.
         no_store: nothing that the request computes stays in the cache.
         prefixes: of the prompt, that a client marks.

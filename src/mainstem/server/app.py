@@ -39,39 +39,41 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
-from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.request import Delta, Request
-from mainstem.server import errors, live, management, message_reply, messages, replies, requests, tokenization
-from mainstem.server.about import About
-from mainstem.server.access import Access, tenant_secret
-from mainstem.server.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
-from mainstem.server.diagnosis import Earlier, Fingerprint
-from mainstem.server.embeddings import PATH as EMBEDDINGS
-from mainstem.server.embeddings import EmbeddingRequest, Embeddings
-from mainstem.server.envelope import HANDLERS, REQUEST_ID, Envelope, shown
+from mainstem.server import errors, management
+from mainstem.server.access.api_keys import Access, tenant_secret
+from mainstem.server.access.envelope import HANDLERS, REQUEST_ID, Envelope, shown
+from mainstem.server.access.origins import Guard, Reach, reach_of
+from mainstem.server.access.public_prefixes import read_public_prefixes
+from mainstem.server.access.tenants import Tenancy, show_owner
+from mainstem.server.apis import message_reply, messages, replies, requests, tokenization
+from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
+from mainstem.server.apis.embeddings import EmbeddingRequest, Embeddings
+from mainstem.server.apis.replies import ChunkUsage, CompletionReply, Head
+from mainstem.server.apis.requests import ChatRequest
+from mainstem.server.apis.response_reply import ID_PREFIX
+from mainstem.server.apis.responses import Responses, TokenCount
 from mainstem.server.errors import ApiError
-from mainstem.server.explain import Explanations
-from mainstem.server.fields import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
+from mainstem.server.fields.rules import IGNORED_HEADER, UNKNOWN_HEADER, Unheeded
 from mainstem.server.generation import NO_BUFFER, EventStream, Pings, Run, Task, Watcher, best, scored
-from mainstem.server.kept_routes import RESPONSES, KeptRoutes
-from mainstem.server.metrics import Metrics, Savings
-from mainstem.server.origins import Guard, Reach, reach_of
-from mainstem.server.output import PlainText
-from mainstem.server.precompute import Precompute
+from mainstem.server.kept.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
+from mainstem.server.kept.kept_routes import RESPONSES, KeptRoutes
+from mainstem.server.kept.precompute import Precompute
+from mainstem.server.kept.response_store import Kept, Owner, ResponseStore
+from mainstem.server.kept.stored_chats import ID_PREFIX as CHAT_PREFIX
+from mainstem.server.kept.stored_chats import StoredChats
+from mainstem.server.parsing.output import PlainText
 from mainstem.server.prefill import Prefiller, PrefillFirst, Prefills, PrefillServer
 from mainstem.server.preparation import Ask, Preparation, Prepared, Tokens
-from mainstem.server.public_prefixes import read_public_prefixes
-from mainstem.server.recording import Kind, Recorder
-from mainstem.server.replies import ChunkUsage, CompletionReply, Head
-from mainstem.server.requests import ChatRequest
-from mainstem.server.response_reply import ID_PREFIX
-from mainstem.server.response_store import Kept, Owner, ResponseStore
-from mainstem.server.responses import Responses, TokenCount
-from mainstem.server.stored_chats import ID_PREFIX as CHAT_PREFIX
-from mainstem.server.stored_chats import StoredChats
-from mainstem.server.tenants import Tenancy, show_owner
-from mainstem.server.tracing import Trace, Tracing
+from mainstem.server.watch import live
+from mainstem.server.watch.about import About
+from mainstem.server.watch.diagnosis import Earlier, Fingerprint
+from mainstem.server.watch.explain import Explanations
+from mainstem.server.watch.metrics import Metrics, Savings
+from mainstem.server.watch.recording import Kind, Recorder
+from mainstem.server.watch.tracing import Trace, Tracing
 from mainstem.settings.server import RecordConfig, ServerConfig
 from mainstem.settings.tenants import read_tenants
 from mainstem.units import counted

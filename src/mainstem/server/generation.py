@@ -18,11 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from mainstem.errors import EngineClosed
 from mainstem.runtime.request import Delta
-from mainstem.server.diagnosis import Shape
+from mainstem.server.apis.replies import ChunkUsage, Extras, Head, Reply, Spell, UsageBody, usage_body
+from mainstem.server.apis.requests import ChatRequest, CompletionRequest
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
-from mainstem.server.output import OutputParser
-from mainstem.server.replies import ChunkUsage, Extras, Head, Reply, Spell, UsageBody, usage_body
-from mainstem.server.requests import ChatRequest, CompletionRequest
+from mainstem.server.parsing.output import OutputParser
+from mainstem.server.watch.diagnosis import Shape
 
 if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from mainstem.server.apis.requests import Messages, TokenId, decode, decode_known, parts, template_input
+from mainstem.server.apis.tool_fields import ToolSpec
 from mainstem.server.errors import ApiError
-from mainstem.server.requests import Messages, TokenId, decode, decode_known, parts, template_input
-from mainstem.server.tool_fields import ToolSpec
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from socket import socket
 
 from mainstem.here import listen
-from mainstem.server.public_prefixes import parse_public_prefixes
-from mainstem.server.recording import check_recording
-from mainstem.server.tracing import check_installed
+from mainstem.server.access.public_prefixes import parse_public_prefixes
+from mainstem.server.watch.recording import check_recording
+from mainstem.server.watch.tracing import check_installed
 from mainstem.settings.server import ServerConfig
 
 

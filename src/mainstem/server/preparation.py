@@ -16,23 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.cache.namespaces import Namespace
 from mainstem.errors import BadArgument, RequestTooLong
-from mainstem.namespaces import Namespace
-from mainstem.runtime.prompts import WHOLE, Prompts, Template, Variant
 from mainstem.runtime.request import Hints, PreparedPrompt, Request
-from mainstem.runtime.text import Content
+from mainstem.runtime.text.detokenizer import Content
+from mainstem.runtime.text.prompts import WHOLE, Prompts, Template, Variant
 from mainstem.server import errors
-from mainstem.server.answers import Answers, Turn
-from mainstem.server.breakpoints import Mark
-from mainstem.server.checked import Check, Checked, by_schema
-from mainstem.server.dialect import speaking
-from mainstem.server.errors import ApiError
-from mainstem.server.formats import schema_of
-from mainstem.server.generation import Task
-from mainstem.server.images import Pictures
-from mainstem.server.output import OutputParser, PlainText
-from mainstem.server.replies import Echo, Extras
-from mainstem.server.requests import (
+from mainstem.server.apis.replies import Echo, Extras
+from mainstem.server.apis.requests import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
@@ -40,9 +31,18 @@ from mainstem.server.requests import (
     parts,
     template_input,
 )
-from mainstem.server.schemas import holdable
-from mainstem.server.tool_fields import GRAMMAR, ToolSpec, tools_of
-from mainstem.server.tools import Tool, Tooling
+from mainstem.server.apis.tool_fields import GRAMMAR, ToolSpec, tools_of
+from mainstem.server.errors import ApiError
+from mainstem.server.fields.breakpoints import Mark
+from mainstem.server.fields.images import Pictures
+from mainstem.server.fields.schemas import holdable
+from mainstem.server.fields.tools import Tool, Tooling
+from mainstem.server.generation import Task
+from mainstem.server.kept.answers import Answers, Turn
+from mainstem.server.parsing.checked import Check, Checked, by_schema
+from mainstem.server.parsing.dialect import speaking
+from mainstem.server.parsing.formats import schema_of
+from mainstem.server.parsing.output import OutputParser, PlainText
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mainstem.cache.policies import find_policy
 from mainstem.errors import BadArgument
-from mainstem.policies import find_policy
 from mainstem.settings.fields import (
     INT32_MAX,
     INT64_MAX,
@@ -84,7 +84,7 @@ _BIASES = Range("pairs of a token id and a number, up to 1,000,000; each token o
 
 @dataclass(frozen=True)
 class Grammar(Settings):
-    """The form that an answer must have; see `mainstem.runtime.grammars`.
+    """The form that an answer must have; see `mainstem.runtime.sampling.grammars`.
 
     Args:
         kind: What `text` is. json_object: any JSON object. json_schema: a JSON schema. regex: a regular expression of

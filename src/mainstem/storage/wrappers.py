@@ -257,7 +257,7 @@ class Compress(Wrapper):
     is no whole frame, or longer than 64 MiB when compressed, has the length 0.
 
     16-bit KV shrinks only a little. A wrapper cannot compress with loss, because a value is sealed before it is put and
-    the seal would no longer verify. Lossy codecs belong to the tier (`mainstem.tiers.codecs`).
+    the seal would no longer verify. Lossy codecs belong to the tier (`mainstem.tiers.storage.codecs`).
 
     Args:
         inner: the wrapped back end.

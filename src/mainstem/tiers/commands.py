@@ -25,7 +25,7 @@ from mainstem.units import show_bytes
 if TYPE_CHECKING:
     from mainstem.storage import Backend
     from mainstem.storage.moving import Migration, Progress
-    from mainstem.tiers.sealer import Sealer
+    from mainstem.tiers.storage.sealer import Sealer
 
 _STORAGE_EXAMPLES = """\
 Examples:
@@ -90,7 +90,7 @@ def stats(spec: Spec, *, secret: StorageSecret = StorageSecret(), json: Json = F
         secret: The secret of the store.
         json: Print one JSON object.
     """
-    from mainstem.tiers import identities
+    from mainstem.tiers.storage import identities
 
     with _backend(spec) as backend:
         held = {**asdict(backend.stats()), **asdict(backend.capabilities)}
@@ -122,7 +122,7 @@ def migrate(
         json: Print one JSON object.
     """
     from mainstem.storage.moving import Migration
-    from mainstem.tiers.audit import damage
+    from mainstem.tiers.storage.audit import damage
 
     check = None if secret.storage_secret is None else partial(damage, _sealer(secret))
     with _backend(source) as old, _backend(target, existing=False) as new:
@@ -163,7 +163,7 @@ def verify(
         delete: Delete the damaged values.
         json: Print one JSON object.
     """
-    from mainstem.tiers.audit import Audit
+    from mainstem.tiers.storage.audit import Audit
 
     with _backend(spec) as backend:
         audit = Audit(backend, _sealer(secret))
@@ -200,7 +200,7 @@ def du(
         headers: Read every value for its header; --no-headers only lists them, by age where the store knows it.
         json: Print one JSON object per group.
     """
-    from mainstem.tiers.audit import Usage
+    from mainstem.tiers.storage.audit import Usage
 
     with _backend(spec) as backend:
         usage = Usage(backend, _sealer(secret), headers)
@@ -223,7 +223,7 @@ def _print_usage(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sealer(secret: StorageSecret) -> Sealer:
-    from mainstem.tiers.sealer import PUBLIC_SECRET, Sealer
+    from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
 
     return Sealer(None, secret.storage_secret or PUBLIC_SECRET)
 

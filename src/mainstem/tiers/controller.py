@@ -28,21 +28,21 @@ from typing import Any
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
+from mainstem.cache.keys import Encoded, TokenLike
+from mainstem.cache.namespaces import NamespaceLike, encode_namespace
+from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument, OutOfPages
-from mainstem.keys import Encoded, TokenLike
-from mainstem.namespaces import NamespaceLike, encode_namespace
-from mainstem.tiers import identities
-from mainstem.tiers.backup import Backups
 from mainstem.tiers.costs import Costs
-from mainstem.tiers.host import HostPages, HostTier
-from mainstem.tiers.load import Load
+from mainstem.tiers.host.backup import Backups
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.host.tier import HostPages, HostTier
 from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.prefetch import Prefetch, Prefetches
-from mainstem.tiers.store import Store
-from mainstem.tiers.waits import LATE, Missed
-from mainstem.tiers.warm import Warming
-from mainstem.tiers.write import Writes
-from mainstem.tree import Tree
+from mainstem.tiers.prefetch.prefetch import Prefetch, Prefetches
+from mainstem.tiers.prefetch.waits import LATE, Missed
+from mainstem.tiers.prefetch.warm import Warming
+from mainstem.tiers.storage import identities
+from mainstem.tiers.storage.store import Store
+from mainstem.tiers.storage.write import Writes
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
-from mainstem.tiers import identities
-from mainstem.tiers.rows import Row
-from mainstem.tiers.sealer import HEADER_BYTES, Sealer
-from mainstem.tiers.store import Part, Store, StoreCall, Written
-from mainstem.tiers.workers import ThreadWorkers
+from mainstem.tiers.storage import identities
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
+from mainstem.tiers.storage.store import Part, Store, StoreCall, Written
+from mainstem.tiers.storage.workers import ThreadWorkers
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.tree import IN_FLIGHT, PRESENT, SURVEYED, Survey
+from mainstem.cache.tree import IN_FLIGHT, PRESENT, SURVEYED, Survey
 
 Numbers: TypeAlias = NDArray[np.int64]
 

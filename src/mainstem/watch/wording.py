@@ -11,7 +11,7 @@ from mainstem.units import show_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mainstem.explain import Stretch
+    from mainstem.cache.explain import Stretch
 
 _WORDS = {
     "never_seen": "never seen",

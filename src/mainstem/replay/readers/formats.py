@@ -6,7 +6,7 @@
     tokens      tokens or prompt_token_ids; timestamp (s), output_length, tenant, type, chat_id, turn, model where known
     openai      messages or prompt: the body of a request, bare or under "body"; timestamp or created (s), user, model,
                 usage or response.usage where known
-    recording   written by `mainstem serve --record`; see `mainstem.server.recording`
+    recording   written by `mainstem serve --record`; see `mainstem.server.watch.recording`
 
 Mooncake: github.com/kvcache-ai/Mooncake, FAST25-release. Bailian: github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
 
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from mainstem.cache.keys import hash_blocks
 from mainstem.errors import BadTokens
-from mainstem.keys import hash_blocks
 from mainstem.replay.trace import MAX_TOKENS
 
 RECORDING = "mainstem-recording"

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem import _core
-from mainstem.keys import HashKeys
-from mainstem.policies import Policy
+from mainstem.cache.keys import HashKeys
+from mainstem.cache.policies import Policy
+from mainstem.cache.tree import Tree
 from mainstem.replay.simulate.rows import TierCounts
 from mainstem.replay.trace import Batch
 from mainstem.settings.replay import Setup
-from mainstem.tree import Tree
 
 _LOOKS = ("prefix", "cost")  # rules that look at what replicas hold
 _FEW = 16  # requests that are not worth waking threads for

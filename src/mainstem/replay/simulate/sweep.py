@@ -21,8 +21,8 @@ from threading import Event, Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.cache.policies import Policy, find_policy
 from mainstem.errors import BadArgument, check_integer
-from mainstem.policies import Policy, find_policy
 from mainstem.replay.simulate import optimum
 from mainstem.replay.simulate.caches import Caches
 from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierRow, Timeline
@@ -85,8 +85,8 @@ def replay(
 
     Args:
         trace: the trace, which is read once.
-        policy: see `mainstem.policies.find_policy`; or "opt", the offline optimum. With several replicas, each has a
-            copy of an object.
+        policy: see `mainstem.cache.policies.find_policy`; or "opt", the offline optimum. With several
+            replicas, each has a copy of an object.
         capacity_blocks: capacity of the device.
         setup: lower tiers, replicas, time to live.
         flops: cost of prefill, to count the FLOPs saved.

@@ -261,7 +261,7 @@ NB_MODULE(_core, m) {
         const std::string_view name = owner_of(view(ns));
         return nb::bytes(name.data(), name.size());
       },
-      "ns"_a, "Who owns what is in an encoded namespace; see mainstem.namespaces.owner_of.");
+      "ns"_a, "Who owns what is in an encoded namespace; see mainstem.cache.namespaces.owner_of.");
 
   bind_counters<TreeStats>(m, "TreeStats",
                            "Counts of a tree. Pages are those of the first component on the device, unless stated "
@@ -539,7 +539,7 @@ NB_MODULE(_core, m) {
           },
           "first"_a, "count"_a,
           "The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of "
-          "mainstem.tree.SURVEYED, 8 bytes each, native.")
+          "mainstem.cache.tree.SURVEYED, 8 bytes each, native.")
       .def(
           "name_at", [](const Tree& t, std::size_t place) { return to_bytes(t.name_at(place)); }, "place"_a,
           "The name of the namespace whose root is at a place.")

@@ -1,6 +1,6 @@
 // The Python bindings of kernels/. Tensors come as addresses: a forward has hundreds of calls, and to exchange tensors
-// by DLPack takes longer than some of them. `runtime/kernels.py`, `runtime/page_attention.py` and
-// `runtime/decoders.py`, the only callers, know the shapes.
+// by DLPack takes longer than some of them. `runtime/kernels/linear.py`, `runtime/attention/few_rows.py` and
+// `runtime/kernels/decoders.py`, the only callers, know the shapes.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>

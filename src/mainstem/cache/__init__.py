@@ -1,0 +1,1 @@
+"""The cache over the tree: keys, namespaces and identities, owners and their quotas, policies, leases."""

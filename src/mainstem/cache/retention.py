@@ -1,0 +1,408 @@
+"""Retention: prefixes that no eviction takes before their time is up, because somebody asked for that.
+
+    retain, pin --> device --copied down--> host      until the time, or the pin, ends: then evicted as any other
+                       locked on one tier at a time
+
+A retained prefix is locked on the host if that has all of it, else on the device; there it moves down once it has been
+copied. It is never dropped before its time, which a hit may renew, and never deleted when that comes. How much an owner
+may retain is bounded, and a part of each pool is left to running requests. The time is the caller's, and is passed in.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mainstem.cache.keys import TokenLike
+from mainstem.cache.namespaces import NamespaceLike, encode_namespace, owner_of
+from mainstem.cache.quotas import Quota, Quotas
+from mainstem.cache.tree import DEVICE, HOST, PRESENT, Tree
+from mainstem.errors import BadArgument, CorruptTree
+from mainstem.tiers.controller import Tiers
+
+LEAST_S = 0.001
+"""The shortest time, in seconds, that a client may retain a prefix for: less would be lost in the digits of a clock."""
+
+_SPARE_TIMES = 64  # of ended retentions that the heap may hold beside as many as there are
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a call has retained.
+
+    Args:
+        positions: from the root, in whole pages; 0: nothing fits.
+        cached: positions of the prefix that device or host have; 0: there is nothing to retain.
+    """
+
+    positions: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionStats:
+    """What is retained now.
+
+    Args:
+        prefixes: retained for a time or pinned. pinned: those without an end.
+        owners: who retain anything.
+        device, host: ids kept of each component.
+        limits: the most that an owner may keep of each component on the device.
+    """
+
+    prefixes: int
+    pinned: int
+    owners: int
+    device: dict[str, int]
+    host: dict[str, int]
+    limits: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One retained prefix: its end, who asked, where it is locked, until when, and what a hit adds to that."""
+
+    node: int
+    owner: bytes
+    tier: int
+    pages: int
+    until: float = -math.inf
+    pinned: bool = False
+    renew_s: float = 0.0
+
+
+class Retention:
+    """The retained prefixes of one cache.
+
+    Args:
+        tree: the tree.
+        totals: the sizes of the pools, by tier and component.
+        share: the part of each pool, or of its maximum there, that one owner may keep.
+        reserve: ids of each component, by name, that nobody may keep on the device; of others, and on the host, half.
+        tiers: copies what is retained down; None: there is no host.
+        settle: called when something is retained no longer; see `PrefixCache.set_quotas`.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        totals: Sequence[Sequence[int]],
+        share: float,
+        reserve: Mapping[str, int],
+        tiers: Tiers | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tree, self._core, self._tiers, self._settle = tree, tree.core, tiers, settle
+        self._totals, self._share, self._quotas = totals, share, Quotas()
+        self._guaranteed = self._quotas.guaranteed(totals)
+        halves = [[total - total // 2 for total in sizes] for sizes in totals]
+        halves[DEVICE] = [max(0, reserve.get(name, n)) for name, n in zip(tree.names, halves[DEVICE], strict=True)]
+        self._most = [
+            [max(0, total - kept) for total, kept in zip(sizes, half, strict=True)]
+            for sizes, half in zip(totals, halves, strict=True)
+        ]
+        self._entries: dict[int, _Entry] = {}  # by node
+        self._above: dict[_Entry, None] = {}  # those that are to move down
+        self._held: dict[bytes, list[list[int]]] = {}  # by owner: ids by tier and component
+        self._sum = [[0] * len(sizes) for sizes in totals]
+        self._beyond = [[0] * len(sizes) for sizes in totals]  # of these, what exceeds its owner's guarantee
+        self._times: list[tuple[float, int, _Entry]] = []
+        self._numbers = itertools.count()
+        self._copied = 0  # what the tiers had copied at the last poll
+        self._now = -math.inf
+        self._pinned = 0
+        self._renewed = 0  # entries that a hit renews
+        self._nothing = self._stats()
+
+    def set_quotas(self, quotas: Quotas) -> None:
+        """Bounds each owner by its quota from now on. What is retained ends, since it may exceed that."""
+        self.clear()
+        self._quotas, self._guaranteed = quotas, quotas.guaranteed(self._totals)
+
+    # ---------------------------------------------------------------- what is asked for
+
+    def retain(self, tokens: TokenLike, until: float, namespace: NamespaceLike = None, *, renew_s: float = 0.0) -> Kept:
+        """Retains a prefix for a time: as much as is cached and fits within the bounds, from the root.
+
+        What is retained already stays so at least as long as it was to be; it is not counted twice.
+
+        Args:
+            tokens: the prefix.
+            until: when it ends, by the clock whose time `poll` takes.
+            namespace: its namespace.
+            renew_s: each later hit that has all of it prolongs it to so many seconds from then; 0: none does.
+
+        Raises:
+            BadArgument: `until` is no number, or has passed, or `renew_s` is below 0.
+            BadTokens: a token is out of range.
+        """
+        if not self._now < until < math.inf:
+            raise BadArgument("until", until, f"a number above {self._now}, the time now")
+        if not 0 <= renew_s < math.inf:
+            raise BadArgument("renew_s", renew_s, "a number of 0 or more")
+        return self._retain(tokens, namespace, until, renew_s, pinned=False)
+
+    def pin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Kept:
+        """Retains a prefix until `unpin`, `release`, a removal or a flush; see `retain`.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        return self._retain(tokens, namespace, -math.inf, 0.0, pinned=True)
+
+    def unpin(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
+        """Ends the longest pin on a prefix; a time that was given to it goes on.
+
+        Returns:
+            The positions that were pinned; 0: there is no pin.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
+        for node in reversed(self._core.path(name, key)):
+            entry = self._entries.get(node)
+            if entry is not None and entry.pinned:
+                entry.pinned = False
+                self._pinned -= 1
+                if entry.until <= self._now:
+                    self._end(entry)
+                    self._settle()
+                return entry.pages * self._tree.page_size
+        return 0
+
+    def hit(self, namespace: bytes, key: bytes) -> None:
+        """Renews what a prompt has all of, where that was asked for; what has expired stays so.
+
+        Args:
+            namespace: its namespace, encoded.
+            key: its symbols.
+        """
+        for node in self._core.path(namespace, key) if self._renewed else ():
+            entry = self._entries.get(node)
+            if entry is not None and entry.renew_s and entry.until > self._now:
+                entry.until = max(entry.until, self._now + entry.renew_s)
+
+    @property
+    def renews(self) -> bool:
+        """Whether `hit` has anything to do."""
+        return self._renewed > 0
+
+    def find(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Kept:
+        """Returns how much of a prefix device or host have, and that none of it is retained by this call."""
+        device, _, host = self._core.peek(encode_namespace(namespace), self._tree.keys.encode(tokens), 0, False)
+        return Kept(0, device + host)
+
+    def release(self, nodes: Sequence[int]) -> int:
+        """Ends every retention that ends at one of these nodes, pinned or not; returns how many did."""
+        entries = [self._entries[node] for node in nodes if node in self._entries]
+        for entry in entries:
+            self._end(entry)
+        self._settle()
+        return len(entries)
+
+    # ---------------------------------------------------------------- time, and what happens to the tree
+
+    def poll(self, now: float) -> None:
+        """Ends what has expired, and moves down what has been copied. Call it from time to time; `now` never falls."""
+        self._now = max(self._now, now)
+        ended = False
+        while self._times and self._times[0][0] <= self._now:
+            entry = heapq.heappop(self._times)[2]
+            if self._entries.get(entry.node) is not entry:
+                continue
+            if entry.until > self._now:  # a hit has renewed it
+                self._queue(entry)
+            elif not entry.pinned:
+                self._end(entry)
+                ended = True
+        if ended:
+            self._settle()
+        if self._above and self._tiers is not None:
+            copied = self._tiers.pending.counts["backed_up"]
+            for entry in list(self._above) if copied != self._copied else ():
+                self._move_down(entry)
+            self._copied = copied
+
+    def forget_removed(self) -> None:
+        """Ends what was removed from the tree: of a prefix that lost its end, the beginning stays retained."""
+        for entry in [entry for entry in self._entries.values() if self._core.removed(entry.node)]:
+            above = entry.node
+            while above and self._core.removed(above):
+                above = self._core.parent(above)
+            self._end(entry)
+            kept = self._lock_node(above, entry.owner, entry.tier) if above else None
+            if kept is not None:
+                self._enter(kept, entry.until, entry.renew_s, pinned=entry.pinned)
+
+    def clear(self) -> None:
+        """Ends all; what exceeds a maximum then is left to the caller."""
+        for entry in list(self._entries.values()):
+            self._end(entry)
+
+    # ---------------------------------------------------------------- statistics and checks
+
+    def kept(self, owner: bytes) -> int:
+        """Returns the positions of the first component that an owner retains, see `namespaces.owner_of`."""
+        return sum(tier[0] for tier in self._held.get(owner, ())) * self._tree.page_size
+
+    def stats(self) -> RetentionStats:
+        """Returns counts, which are kept up to date."""
+        return self._stats() if self._entries else self._nothing
+
+    def _stats(self) -> RetentionStats:
+        names, tiers = self._tree.names, [*self._sum, [0] * len(self._tree.names)]
+        return RetentionStats(
+            prefixes=len(self._entries),
+            pinned=self._pinned,
+            owners=len(self._held),
+            device=dict(zip(names, tiers[DEVICE], strict=True)),
+            host=dict(zip(names, tiers[HOST], strict=True)),
+            limits={name: self._limit(self._quotas.others, DEVICE, row) for row, name in enumerate(names)},
+        )
+
+    def check(self) -> None:
+        """Verifies that nothing exceeds its bound, that counts add up, and that what is retained is there; slow.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        for tier, sums in enumerate(self._sum):
+            held = [tiers[tier] for tiers in self._held.values()]
+            here = [entry.node for entry in self._entries.values() if entry.tier == tier]
+            rules = {
+                "what owners retain adds up": [sum(rows) for rows in zip([0] * len(sums), *held, strict=True)] == sums,
+                "a part is left to requests": _within(sums, self._most[tier]),
+                "no owner exceeds its bound": all(
+                    held[tier][row] <= self._limit(self._quotas.of(owner), tier, row)
+                    for owner, held in self._held.items()
+                    for row in range(len(sums))
+                ),
+                "what is retained is there": all(self._core.presence(node, 0, tier) == PRESENT for node in here),
+                "what is retained is findable": not any(map(self._core.removed, here)),
+            }
+            for rule, holds in rules.items():
+                if not holds:
+                    raise CorruptTree(f"retention, tier {tier}: {rule}")
+        if any(entry.until <= self._now and not entry.pinned for entry in self._entries.values()):
+            raise CorruptTree("retention: what has expired has ended")
+
+    # ---------------------------------------------------------------- one entry
+
+    def _retain(
+        self, tokens: TokenLike, namespace: NamespaceLike, until: float, renew_s: float, *, pinned: bool
+    ) -> Kept:
+        name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
+        device, _, host = self._core.peek(name, key, 0, False)
+        entry = self._lock(name, key, owner_of(name)) if device + host else None
+        if entry is None:
+            return Kept(0, device + host)
+        self._enter(entry, until, renew_s, pinned=pinned)
+        self._settle()  # it may be kept on the host now, and was on the device
+        return Kept(entry.pages * self._tree.page_size, device + host)
+
+    def _lock(self, name: bytes, key: bytes, owner: bytes) -> _Entry | None:
+        """Locks a prefix on the tier that keeps more of it, the lower one if they are equal."""
+        best: _Entry | None = None
+        for tier in reversed(range(len(self._sum))):
+            found = self._take(self._core.retain(name, key, tier, self._room(owner, tier)), owner, tier)
+            if found is None:
+                continue
+            if best is None or found.pages > best.pages:
+                best, found = found, best
+            if found is not None:
+                self._drop(found)
+        return best
+
+    def _lock_node(self, node: int, owner: bytes, tier: int) -> _Entry | None:
+        return self._take(self._core.retain_node(node, tier, self._room(owner, tier)), owner, tier)
+
+    def _room(self, owner: bytes, tier: int) -> list[int]:
+        """Returns how many ids of each component an owner may keep beside those that it keeps.
+
+        What others are guaranteed and do not keep is left to them.
+        """
+        quota, room = self._quotas.of(owner), []
+        held = self._held[owner][tier] if owner in self._held else [0] * len(self._sum[tier])
+        for row, total in enumerate(self._totals[tier]):
+            guaranteed = quota.tiers[tier].of(total)[0]
+            shared = self._most[tier][row] - self._guaranteed[tier][row] - self._beyond[tier][row]
+            left = min(self._most[tier][row] - self._sum[tier][row], max(0, shared) + max(0, guaranteed - held[row]))
+            room.append(max(0, min(left, self._limit(quota, tier, row) - held[row])))
+        return room
+
+    def _limit(self, quota: Quota, tier: int, row: int) -> int:
+        """Returns how many ids an owner may keep."""
+        share = self._share if quota.retained is None else quota.retained
+        return int(quota.tiers[tier].of(self._totals[tier][row])[1] * share)
+
+    def _take(self, kept: tuple[int, int, list[int]], owner: bytes, tier: int) -> _Entry | None:
+        """Counts what the core has retained, if it has."""
+        node, pages, alone = kept
+        if not node:
+            return None
+        self._count(owner, tier, alone, +1)
+        return _Entry(node, owner, tier, pages)
+
+    def _drop(self, entry: _Entry) -> None:
+        """Ends what the core retains for an entry."""
+        self._count(entry.owner, entry.tier, self._core.end_retention(entry.node, entry.tier), -1)
+
+    def _count(self, owner: bytes, tier: int, ids: Sequence[int], by: int) -> None:
+        held = self._held.setdefault(owner, [[0] * len(sizes) for sizes in self._sum])
+        share = self._quotas.of(owner).tiers[tier]
+        for row, n in enumerate(ids):
+            guaranteed = share.of(self._totals[tier][row])[0]
+            self._beyond[tier][row] -= max(0, held[tier][row] - guaranteed)
+            held[tier][row] += by * n
+            self._sum[tier][row] += by * n
+            self._beyond[tier][row] += max(0, held[tier][row] - guaranteed)
+        if not any(map(any, held)):
+            del self._held[owner]
+
+    def _enter(self, entry: _Entry, until: float, renew_s: float, *, pinned: bool) -> None:
+        """Notes an entry that is locked; one that ends at the same node becomes a part of it."""
+        old = self._entries.get(entry.node)
+        if old is not None:
+            until, renew_s, pinned = max(until, old.until), max(renew_s, old.renew_s), pinned or old.pinned
+            self._end(old)
+        entry.until, entry.renew_s, entry.pinned = until, renew_s, pinned
+        self._entries[entry.node] = entry
+        self._pinned += pinned
+        self._renewed += renew_s > 0
+        self._queue(entry)
+        if entry.tier == DEVICE and self._tiers is not None:
+            self._above[entry] = None
+            self._tiers.back_up(entry.node)
+
+    def _end(self, entry: _Entry) -> None:
+        del self._entries[entry.node]
+        self._above.pop(entry, None)
+        self._pinned -= entry.pinned
+        self._renewed -= entry.renew_s > 0
+        self._drop(entry)
+
+    def _queue(self, entry: _Entry) -> None:
+        if entry.until == -math.inf:
+            return
+        heapq.heappush(self._times, (entry.until, next(self._numbers), entry))
+        if len(self._times) > 2 * len(self._entries) + _SPARE_TIMES:
+            self._times = [time for time in self._times if self._entries.get(time[2].node) is time[2]]
+            heapq.heapify(self._times)
+
+    def _move_down(self, entry: _Entry) -> None:
+        """Locks an entry on the host instead, if that has all of it and the bounds allow it."""
+        below = self._lock_node(entry.node, entry.owner, HOST)
+        if below is None:
+            return
+        self._drop(entry)
+        entry.tier = HOST
+        del self._above[entry]
+        self._settle()
+
+
+def _within(ids: Sequence[int], most: Sequence[int]) -> bool:
+    return all(n <= limit for n, limit in zip(ids, most, strict=True))

@@ -1,0 +1,1 @@
+"""The front of a fleet: one address for many engines."""

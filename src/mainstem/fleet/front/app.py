@@ -1,0 +1,425 @@
+"""The front of a fleet: one address with all routes of a server, answered by its replicas.
+
+    body -> prompt -> replica -> head and body as they come
+                         '-- lost before its first token: the request goes to another one
+                             lost later: another one goes on with the stream, from what was sent of it
+
+A request that generates goes to one replica, by its prompt. What concerns the cache of every replica goes to all, and
+their answers become one (`merging`). A response that a replica keeps is asked for there. All else any replica answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from mainstem.fleet.front.asking import ELSEWHERE, REPLICA, Ask, Head, Part, Piece, Prompt, ReplicaLost, Replicas
+from mainstem.fleet.front.reading import CHAT, GENERATING, MESSAGES, RESPONSES
+from mainstem.fleet.merging import ROUTES, Merge, Whole, best
+from mainstem.server.apis import message_reply
+from mainstem.server.errors import ApiError, ErrorBody, draining, internal_error, unavailable
+from mainstem.server.kept.continuing import Begun
+from mainstem.server.management import Health
+
+log = logging.getLogger(__name__)
+
+_FULL = 429
+_MOST_DEATHS = 3  # a request may be what kills them
+_RETRY_S = 0.25
+_ID = re.compile(rb'"id": ?"((?:resp|msg)_[^"]+)"')
+_KEPT = re.compile(rf"(?:{RESPONSES}|{CHAT})/([^/]+)")
+COUNTING = f"{RESPONSES}/input_tokens"
+_ID_BYTES = 4096  # of an answer, in which its id is
+_HOMES = 1 << 16
+_NO_TOKENS = np.empty(0, np.int32)
+_HELD = {MESSAGES: 1, RESPONSES: 1}
+"""Pieces of a stream before the first one with a token, by path."""
+
+Read = Callable[[str, Headers, bytes], Prompt | None]
+
+
+class Homes:
+    """Which replica keeps a response, by its id; the latest ones."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def put(self, id: str, replica: str) -> None:
+        """Notes where a response is kept."""
+        self._homes[id] = replica
+        while len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
+
+    def get(self, id: str) -> str | None:
+        """Returns the replica that keeps a response; None: it is not known."""
+        return self._homes.get(id)
+
+
+@dataclass
+class Counts:
+    """What the front did.
+
+    Args:
+        served: answers by replica.
+        again: requests that were sent once more.
+        continued: streams that another replica went on with, each time.
+        broken: streams that ended with an error, because their replica did.
+    """
+
+    served: Counter[str]
+    again: int = 0
+    continued: int = 0
+    broken: int = 0
+
+
+class Front:
+    """The ASGI application.
+
+    Args:
+        replicas: answer.
+        read: returns what a request is routed by; it may be slow.
+        homes: where responses are kept.
+        max_body_bytes: of a request.
+        wait_s: how long a request waits for a replica that takes it.
+        clock: returns seconds, monotonic.
+        sleep: waits for a number of seconds.
+        thread: calls a function with arguments on another thread.
+
+    Attributes:
+        draining: whether new generations are refused.
+        running: generations under way.
+        counts: what it did.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        read: Read,
+        homes: Homes,
+        *,
+        max_body_bytes: int,
+        wait_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        thread: Callable[..., Awaitable[Any]] = anyio.to_thread.run_sync,
+    ) -> None:
+        self._replicas, self._read, self._homes = replicas, read, homes
+        self._max_body_bytes, self._wait_s = max_body_bytes, wait_s
+        self._clock, self._sleep, self._thread = clock, sleep, thread
+        self.draining, self.running = False, 0
+        self.counts = Counts(Counter())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        if scope["type"] == "lifespan":
+            while (await receive())["type"] != "lifespan.shutdown":
+                await send({"type": "lifespan.startup.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+        elif scope["type"] == "http":
+            sender = _Sender(send, scope, self._homes)
+            try:
+                ask = await self._received(scope, receive)
+            except ApiError as error:
+                await sender.refuse(error)
+                return
+            async with anyio.create_task_group() as group:
+                group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
+                try:
+                    await self._answer(ask, sender)
+                except Exception:
+                    log.exception("%s %s failed", ask.method, ask.path)
+                    await sender.give_up()
+                group.cancel_scope.cancel()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new generations, and waits for those under way. Returns whether all have ended."""
+        self.draining, end_s = True, self._clock() + timeout_s
+        while self.running and self._clock() < end_s:
+            await self._sleep(_RETRY_S)
+        return not self.running
+
+    async def _received(self, scope: Scope, receive: Receive) -> Ask:
+        """Reads a request, with no more than the limit of its body in memory."""
+        pieces, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+            if size <= self._max_body_bytes:
+                pieces.append(message.get("body", b""))
+            elif size > 2 * self._max_body_bytes:
+                break  # up to here it is read to its end: most clients read no answer before
+        if size > self._max_body_bytes:
+            message_ = f"The request body is too large: the limit is {self._max_body_bytes} bytes."
+            raise ApiError(413, message_, code="body_too_large", headers={"Connection": "close"})
+        headers = tuple((bytes(key).lower(), bytes(value)) for key, value in scope["headers"])
+        return Ask(scope["method"], scope["path"], scope.get("query_string", b""), headers, b"".join(pieces))
+
+    async def _answer(self, ask: Ask, sender: _Sender) -> None:
+        merge = ROUTES.get((ask.method, ask.path))
+        if ask.path in ("/health", "/ping"):
+            await sender.whole(self._health())
+        elif ask.method == "POST" and ask.path in GENERATING:
+            await self._generate(ask, sender)
+        elif merge is not None:
+            await self._gather(ask, merge, sender)
+        elif ask.path != COUNTING and (kept := _KEPT.match(ask.path)):
+            await self._kept(ask, kept[1], sender)
+        else:
+            await self._one(ask, sender)
+
+    def _health(self) -> Whole:
+        word = "draining" if self.draining else "ok" if self._replicas.names() else "failed"
+        return _json(200 if word == "ok" else 503, msgspec.json.encode(Health(word)))
+
+    async def _generate(self, ask: Ask, sender: _Sender) -> None:
+        if self.draining:
+            await sender.refuse(draining())
+            return
+        self.running += 1
+        try:
+            headers = Headers(raw=list(ask.headers))
+            prompt = await self._thread(self._read, ask.path, headers, ask.body)
+            await self._one(replace(ask, prompt=prompt, follows=True), sender)
+        finally:
+            self.running -= 1
+
+    async def _one(self, ask: Ask, sender: _Sender) -> None:
+        """Lets one replica answer; another one if it is lost: from the begin, or from what was sent of a stream."""
+        end_s, deaths = self._clock() + self._wait_s, 0
+        while True:
+            try:
+                await self._relay(ask, sender, end_s)
+                return
+            except ReplicaLost as lost:
+                if sender.complete:  # it ended after its answer
+                    await sender.end()
+                    return
+                deaths += not lost.refused
+                if not lost.refused and sender.begun:
+                    end_s = self._clock() + self._wait_s  # a stream may have run for long
+                if not sender.can_go_on or deaths >= _MOST_DEATHS or self._clock() >= end_s:
+                    await self._give_up(sender)
+                    return
+                self.counts.again += not sender.begun
+                ask = replace(ask, avoid=ask.avoid | {lost.replica or ""}, begun=sender.said)
+                if not self._others(ask):
+                    ask = replace(ask, avoid=frozenset())
+                    await self._sleep(_RETRY_S)
+
+    async def _give_up(self, sender: _Sender) -> None:
+        if sender.begun:
+            self.counts.broken += 1
+            await sender.fail(unavailable("The engine that answered has ended.", "replica_lost"))
+        else:
+            await sender.refuse(unavailable("No engine can answer at the moment.", "no_replica"))
+
+    async def _relay(self, ask: Ask, sender: _Sender, end_s: float) -> None:
+        sender.reset()
+        async with aclosing(self._asked(ask)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Head):
+                    self._check(piece, ask, sender, end_s)
+                    self.counts.served[piece.replica] += 1
+                    self.counts.continued += sender.begun
+                await sender.take(piece)
+        await sender.end()
+
+    def _check(self, head: Head, ask: Ask, sender: _Sender, end_s: float) -> None:
+        """Checks that a replica answers.
+
+        Raises:
+            ReplicaLost: another one should, or none can.
+        """
+        again = self._clock() < end_s and head.status in ELSEWHERE
+        others = self._others(replace(ask, avoid=ask.avoid | {head.replica}))
+        if again or (head.status == _FULL and (others or sender.begun)):
+            raise ReplicaLost(head.replica, refused=True)
+        if sender.begun and head.status != 200:
+            sender.said = None  # e.g. it goes on from a response that only the lost one knew
+            raise ReplicaLost(head.replica, refused=True)
+
+    async def _asked(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        """Asks a replica; a loss names the replica if it has said its name."""
+        replica = ask.to
+        try:
+            async with aclosing(self._replicas.ask(ask)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Head):
+                        replica = piece.replica
+                    elif isinstance(piece, Piece) and piece.lost:
+                        raise ReplicaLost(replica)
+                    yield piece
+        except ReplicaLost as lost:
+            raise ReplicaLost(lost.replica or replica) from lost
+
+    def _others(self, ask: Ask) -> bool:
+        return any(name not in ask.avoid for name in self._replicas.names())
+
+    async def _kept(self, ask: Ask, id: str, sender: _Sender) -> None:
+        """Asks the replica that keeps an answer, or all if it is not known."""
+        home = self._homes.get(id)
+        if home in self._replicas.names():
+            await self._one(replace(ask, prompt=Prompt(_NO_TOKENS, replica=home)), sender)
+        else:
+            await self._gather(ask, best, sender)
+
+    async def _gather(self, ask: Ask, merge: Merge, sender: _Sender) -> None:
+        """Lets all replicas answer; those that end meanwhile have no cache that it could concern."""
+        answers = []
+        for name in self._replicas.everyone():  # one by one: Serve confuses the calls of one request
+            with suppress(ReplicaLost):
+                answer = await self._whole(replace(ask, to=name))
+                if answer.head.status not in ELSEWHERE:
+                    answers.append(answer)
+        if answers:
+            await sender.whole(merge(answers))
+        else:
+            await sender.refuse(unavailable("No engine can answer at the moment.", "no_replica"))
+
+    async def _whole(self, ask: Ask) -> Whole:
+        head, body = None, []
+        async with aclosing(self._asked(ask)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Head):
+                    head = piece
+                else:
+                    body.append(_bytes(piece))
+        if head is None:
+            raise ReplicaLost(ask.to)
+        return Whole(head, b"".join(body))
+
+
+class _Sender:
+    """Sends one answer to the client, and holds it back while another replica could still give it.
+
+    Attributes:
+        begun: whether the client has some of it.
+        said: what has been sent of a stream that another replica can go on with; None: none can.
+        complete: whether the replica has given all of its answer.
+    """
+
+    def __init__(self, send: Send, scope: Scope, homes: Homes) -> None:
+        self._send, self._path, self._homes = send, scope["path"], homes
+        self._speaks_messages = message_reply.speaks(self._path, Headers(scope=scope))
+        self._head: Head | None = None
+        self._held: list[Piece | bytes] = []
+        self.begun = self.complete = False
+        self.said: Begun | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another replica can give the rest of the answer."""
+        return self.said is not None or not self.begun
+
+    def reset(self) -> None:
+        """Forgets what was held back."""
+        if not self.begun:
+            self._head, self._held, self.said = None, [], None
+
+    async def take(self, piece: Part) -> None:
+        """Takes the next part of an answer."""
+        self.complete = isinstance(piece, Piece) and piece.last
+        if isinstance(piece, Head):
+            if not self.begun:
+                self._head, self.said = piece, deepcopy(piece.begun)
+            elif self.said is not None and self._path in _HELD:
+                self._homes.put(self.said.id, piece.replica)
+        elif self.begun:
+            await self._pass_on(piece)
+        else:
+            self._held.append(piece)
+            if len(self._held) > _HELD.get(self._path, 0):
+                await self._begin()
+
+    async def end(self) -> None:
+        """Ends the answer."""
+        if not self.begun:
+            await self._begin()
+        await self._body(b"", more=False)
+
+    async def whole(self, answer: Whole) -> None:
+        """Sends an answer in full, which may be longer than any that it was made of."""
+        kept = tuple(each for each in answer.head.headers if each[0].lower() != b"content-length")
+        await self.take(replace(answer.head, headers=kept))
+        self._held.append(answer.body)
+        await self.end()
+
+    async def refuse(self, error: ApiError) -> None:
+        """Sends an error in place of an answer."""
+        own = message_reply.error_body(error) if self._speaks_messages else error.body()
+        self.reset()
+        await self.whole(_json(error.status, own, error.headers))
+
+    async def fail(self, error: ApiError) -> None:
+        """Ends a stream with one event that says why, in the form of its API."""
+        await self._body(_failing(self._path, error), more=False)
+
+    async def give_up(self) -> None:
+        """Ends with an error of the front, in the form that is still possible."""
+        if self.begun:
+            await self.fail(internal_error())
+        else:
+            await self.refuse(internal_error())
+
+    async def _begin(self) -> None:
+        assert self._head is not None
+        self.begun = True
+        if self.said is not None:
+            self.said.opened = True
+        if self._path in _HELD and (found := _ID.search(b"".join(map(_bytes, self._held)), 0, _ID_BYTES)):
+            self._homes.put(found[1].decode(), self._head.replica)
+        named = [(REPLICA, self._head.replica.encode())] if self._head.replica else []
+        headers = [*self._head.headers, *named]
+        await self._send({"type": "http.response.start", "status": self._head.status, "headers": headers})
+        for piece in self._held:
+            await self._pass_on(piece)
+
+    async def _pass_on(self, piece: Piece | bytes) -> None:
+        if isinstance(piece, Piece) and piece.said is not None and self.said is not None:
+            self.said.take(piece.said)
+        await self._body(_bytes(piece), more=True)
+
+    async def _body(self, piece: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+def _failing(path: str, error: ApiError) -> bytes:
+    """Returns the last events of a stream of which the begin is not known here."""
+    if path == MESSAGES:
+        return b"event: error\ndata: " + message_reply.error_body(error) + b"\n\n"
+    if path == RESPONSES:
+        detail = {"code": error.detail.code, "message": error.detail.message, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **detail}) + b"\n\n"
+    return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\ndata: [DONE]\n\n"
+
+
+def _bytes(piece: Piece | bytes) -> bytes:
+    return piece.body if isinstance(piece, Piece) else piece
+
+
+def _json(status: int, body: bytes, headers: Any = None) -> Whole:
+    own = [(name.lower().encode(), value.encode()) for name, value in dict(headers or {}).items()]
+    return Whole(Head(status, ((b"content-type", b"application/json"), *own), ""), body)
+
+
+async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

@@ -1,0 +1,161 @@
+"""Public prefixes: what the operator has declared that all tenants may share, such as the system prompt of a product.
+
+Their KV is computed once, in a namespace without a tenant or salt, and pinned there. A request of a tenant that begins
+with one gets a copy of its pages in its own namespace, before its prompt is matched. So no page is ever in two
+namespaces: what a tenant has of a public prefix counts for it, and is evicted, as all it has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.cache.components import Full
+from mainstem.cache.keys import Encoded
+from mainstem.cache.namespaces import Namespace, NamespaceLike
+from mainstem.cache.prefix_cache import PrefixCache
+from mainstem.cache.retention import Kept
+from mainstem.errors import BadArgument, OutOfPages
+from mainstem.runtime.hints.advice import Action
+from mainstem.runtime.request import Request
+from mainstem.settings.engine import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from mainstem.runtime.stream import Stream
+
+log = logging.getLogger(__name__)
+
+CopyPage = Callable[[int, int, int], None]
+
+
+class PublicPrefixes:
+    """The public prefixes of one cache. One thread, that of the engine.
+
+    Args:
+        cache: the cache.
+        copy_page: copies the first positions of a page to another page.
+
+    Attributes:
+        copied: pages that were copied for tenants.
+    """
+
+    def __init__(self, cache: PrefixCache, copy_page: CopyPage) -> None:
+        self._cache, self._copy_page = cache, copy_page
+        self._prefixes: list[NDArray[np.int32]] = []  # whole pages of tokens, the longest first
+        self.copied = 0
+
+    @property
+    def supported(self) -> bool:
+        """Whether copies are made: of models whose layers all have full attention."""
+        return self._cache.enabled and self._cache.tree.components == (Full(),)
+
+    def add(self, tokens: Sequence[int] | NDArray[np.int32]) -> int:
+        """Declares a prefix public; returns how many of its tokens fill pages, which are what is shared."""
+        size = self._cache.page_size
+        whole = np.asarray(tokens, np.int32)[: len(tokens) // size * size]
+        if not self.supported:
+            log.warning(
+                "public prefixes are computed for each tenant: only full attention has pages that can be copied"
+            )
+        elif len(whole):
+            self._prefixes = sorted([*self._prefixes, whole], key=len, reverse=True)
+        return len(whole)
+
+    def adopt(self, key: Encoded, namespace: NamespaceLike) -> int:
+        """Copies the longest public prefix that a prompt begins with to its namespace; returns the positions copied.
+
+        Nothing is copied where the prompt is not a tenant's, the pages are there, or there is no room.
+        """
+        if not self._prefixes or namespace is None or (public := _public(namespace)) == namespace:
+            return 0
+        for prefix in self._prefixes:
+            if key.symbols.startswith(prefix.tobytes()):
+                return self._copy(prefix, public, namespace)
+        return 0
+
+    def _copy(self, prefix: NDArray[np.int32], public: Namespace, namespace: NamespaceLike) -> int:
+        cache, size = self._cache, self._cache.page_size
+        longer = np.append(prefix, np.int32(0))  # a lease leaves its last token to compute
+        if cache.peek(longer, namespace) >= len(prefix) or cache.peek(longer, public) < len(prefix):
+            return 0
+        with cache.lease(longer, public) as source, cache.lease(longer, namespace) as target:
+            first = target.published
+            if source.published < len(prefix) or target.loadable:
+                return 0
+            try:
+                target.reserve(len(prefix) - target.reserved, counts=False)
+            except OutOfPages:
+                return 0
+            for page in range(first // size, len(prefix) // size):
+                self._copy_page(int(source.page_table[page]), int(target.page_table[page]), size)
+            target.publish(len(prefix))
+        self.copied += (len(prefix) - first) // size
+        return len(prefix) - first
+
+
+class _Engine(Protocol):
+    """What computes public prefixes: an `Engine`."""
+
+    config: EngineConfig
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    def submit(self, request: Request) -> Stream: ...
+
+    def advise(self, action: Action, tokens: NDArray[np.int32], namespace: Namespace) -> Kept: ...
+
+
+class Publication:
+    """Computes and pins public prefixes, for each adapter. Callable from any thread but the engine's.
+
+    Args:
+        engine: computes them.
+    """
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._prefixes: list[NDArray[np.int32]] = []
+
+    def add(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """Computes and pins the whole pages of a prefix; returns their tokens.
+
+        Raises:
+            BadArgument: it does not fit into what may be retained.
+        """
+        size = self._engine.config.page_size
+        whole = np.asarray(tokens, np.int32)[: len(tokens) // size * size]
+        if len(whole):
+            for adapter in (None, *self._engine.adapters):
+                self._compute(whole, adapter)
+            self._prefixes.append(whole)
+        return whole
+
+    def compute_all(self, adapters: Sequence[str | None]) -> None:
+        """Computes and pins all prefixes with these adapters; None: with the model's own weights.
+
+        What does not fit any more is computed for each tenant, and the log says so.
+        """
+        for tokens in self._prefixes:
+            for adapter in adapters:
+                try:
+                    self._compute(tokens, adapter)
+                except BadArgument as error:
+                    log.warning("a public prefix is computed for each tenant: %s", error)
+
+    def _compute(self, tokens: NDArray[np.int32], adapter: str | None) -> None:
+        engine, namespace = self._engine, Namespace(adapter=adapter)
+        engine.submit(Request(tokens, SamplingParams(max_tokens=0), namespace=namespace)).result()
+        if engine.advise("pin", tokens, namespace).positions < len(tokens):
+            engine.advise("unpin", tokens, namespace)
+            raise BadArgument("public prefix", f"{len(tokens)} tokens", "as long as may be retained, see retain_share")
+
+
+def _public(namespace: NamespaceLike) -> Namespace:
+    """Returns the namespace in which a public prefix is: the same without tenant and salt."""
+    return replace(namespace, tenant=None, salt=None) if isinstance(namespace, Namespace) else Namespace()

@@ -1,0 +1,311 @@
+"""Exchanges the layers of a decoder for calls of the core, where they are Llama's.
+
+    x += attention(norm(x))     11 modules and functions of transformers, each with Python of its own:
+    x += mlp(norm(x))           together they take longer than the work of a decode step
+
+    few rows     one call of the core
+    many rows    products and attention as everywhere, and what is between them in three calls: PyTorch has eleven
+                 passes over all rows there, which take as long as the products
+
+A layer is exchanged if its code is that of Llama, Mistral, Qwen 2 or Qwen 3, instruction by instruction, and if it then
+computes the same: in the self-test of a runner, both compute, and what differs stays as it was. The layer keeps its
+class, its weights and its submodules. It computes by its own code when it has an adapter or a cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mainstem import _core
+from mainstem.runtime.attention.few_rows import PageAttention, page_plan
+from mainstem.runtime.attention.paged import Attention, BatchPlan, Paging
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.exchanges import is_exchanged, rounding_error, weights_of
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def exchange_layers(model: Any) -> int:
+    """Prepares the layers of `model` that a kernel may compute, and returns their number; `settle` exchanges them.
+
+    Until then a layer computes by its own code, and a forward compares.
+
+    Args:
+        model: whose linear layers and norms are exchanged where they can be.
+    """
+    found = 0
+    for layer in getattr(model.get_decoder(), "layers", ()):
+        if _is_known(layer) and (kernel := _Kernel.of(layer)) is not None:
+            vars(layer).update(forward=MethodType(_compare, layer), kernel=kernel)
+            found += 1
+    return found
+
+
+def settle(model: nn.Module) -> tuple[int, int]:
+    """Exchanges the layers that computed the same since `exchange_layers`. Returns their number, and that of others."""
+    ours = refused = 0
+    for layer in model.modules():
+        if not _computes_by(layer, _compare):
+            continue
+        kernel: _Kernel | None = vars(layer)["kernel"]
+        if kernel is not None and kernel.is_proven:
+            vars(layer).update(forward=MethodType(_layer, layer))
+            ours += 1
+        else:
+            del layer.forward, layer.kernel
+            refused += 1
+    return ours, refused
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Makes the layers of a model compute by their own code again."""
+    for layer in model.modules():
+        if _computes_by(layer, _compare) or _computes_by(layer, _layer):
+            del layer.forward, layer.kernel
+
+
+def _computes_by(module: nn.Module, forward: Callable[..., torch.Tensor]) -> bool:
+    own = vars(module).get("forward")
+    return isinstance(own, MethodType) and own.__func__ is forward
+
+
+# ---- layers whose code is known
+
+
+@cache
+def _known_code() -> dict[str, set[object]]:
+    """Returns the code of the forwards of layers, attention and MLP, and of the rotation, that the kernel computes."""
+    from transformers.models.llama import modeling_llama as llama
+    from transformers.models.mistral import modeling_mistral as mistral
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    attentions = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+    return {
+        "layer": {_code(llama.LlamaDecoderLayer.forward)},
+        "attention": {_code(attention.forward) for attention in attentions},
+        "mlp": {_code(llama.LlamaMLP.forward)},
+        "rotation": {_code(llama.apply_rotary_pos_emb)},
+        "half": {_code(llama.rotate_half)},
+    }
+
+
+def _code(function: Callable[..., object]) -> object:
+    """Returns what a function does, whatever its module and its annotations."""
+    code = inspect.unwrap(function).__code__
+    constants = tuple(each for each in code.co_consts[1:] if not isinstance(each, CodeType))  # the first is its text
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_argcount, code.co_kwonlyargcount
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Returns whether the code of a layer and of its parts is known."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None:
+        return False
+    module = sys.modules[type(attention).__module__]
+    given = {
+        "layer": type(layer).forward,
+        "attention": type(attention).forward,
+        "mlp": type(mlp).forward,
+        "rotation": getattr(module, "apply_rotary_pos_emb", None),
+        "half": getattr(module, "rotate_half", None),
+    }
+    known = _known_code()
+    return all(function is not None and _code(function) in known[name] for name, function in given.items())
+
+
+# ---- the kernel of a layer
+
+
+class _Kernel:
+    """What the core needs to compute a layer.
+
+    Args:
+        layer: the layer.
+        core: the core's own.
+    """
+
+    def __init__(self, layer: Any, core: _core.DecoderLayer) -> None:
+        attention = layer.self_attn
+        self._core, self._index = core, int(attention.layer_idx)
+        self._weights = [weight.data for weight in layer.parameters()]  # at the addresses that the core has
+        self._dtype = self._weights[0].dtype
+        self._numbers, self._scale = int(attention.head_dim), float(attention.scaling)
+        self._norm: torch.nn.Module = layer.input_layernorm
+        self._linears = [
+            weights_of(getattr(part, name))
+            for part, names in ((attention, _PROJECTIONS), (layer.mlp, _MLP))
+            for name in names
+        ]
+        self._differs = self._compared = False
+
+    @classmethod
+    def of(cls, layer: Any) -> _Kernel | None:
+        """Returns the kernel of a layer whose code is known; None if the core has none for its modules."""
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(mlp, name) for name in _MLP]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        modules = [*linears, *(norm for norm in norms if norm is not None)]
+        activation = _activation(mlp.act_fn)
+        hooks = ("_forward_hooks", "_forward_pre_hooks")
+        parts = [attention, mlp, mlp.act_fn, *modules]
+        if activation is None or not all(is_exchanged(module) for module in modules):
+            return None
+        if any(getattr(module, name) for module in parts for name in hooks):
+            return None  # they want to see what the kernel does not show
+        heads, kv_heads = (len(linear.weight) // attention.head_dim for linear in linears[:2])
+        sizes = (linears[0].in_features, len(linears[4].weight), heads, kv_heads, attention.head_dim)
+        if attention.head_dim % kernels.STEP or linears[2].out_features != linears[1].out_features:
+            return None
+        core = _core.DecoderLayer(
+            sizes,
+            [_norm_of(norm) for norm in norms],
+            [weights_of(linear).addresses for linear in linears],
+            attention.scaling,
+            activation,
+            linears[0].weight.dtype is torch.bfloat16,
+        )
+        return cls(layer, core)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """The copy of a layer computes by its own code: its weights are not at the addresses that the core has."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it has computed, and never anything else than the layer's own code."""
+        return self._compared and not self._differs
+
+    def takes(self, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
+        """Returns whether it computes a layer that is given x [1, rows, hidden] and these arguments."""
+        paging: Paging | None = given.get("paging")
+        return (
+            paging is not None
+            and not paging.adapted
+            and isinstance(paging.attention, PageAttention)
+            and x.shape[0] == 1
+            and x.dtype is self._dtype
+            and given.get("attention_mask") is None
+            and given.get("past_key_values") is None
+            and not torch.is_grad_enabled()
+        )
+
+    def compute(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the layer, for what it `takes`."""
+        few = x.shape[1] <= kernels.most_rows(self._dtype)
+        return (self.compute_few if few else self.compute_many)(x, given)
+
+    def compute_few(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the layer in one call."""
+        plan, layer, (cosines, sines) = self._begin(x, given)
+        keys, values = (plane.numbers for plane in plan.pool.layer(layer))
+        out = x.clone(memory_format=torch.contiguous_format)
+        self._core.run(
+            out.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            page_plan(plan, range(len(plan.extents))).core,
+            keys.data_ptr(),
+            values.data_ptr(),
+            plan.slot_ids,
+            keys.shape[0] * keys.shape[1],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def compute_many(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """Computes the layer in calls for each of its products, for attention, and for what is between them."""
+        plan, layer, (cosines, sines) = self._begin(x, given)
+        out, rows, threads = x.clone(memory_format=torch.contiguous_format), x.shape[1], torch.get_num_threads()
+        of_queries, of_keys, of_values, attended, gate, up, down = self._linears
+        normed = self._norm(x)[0]
+        query, key, value = (
+            kernels.product(normed, each).view(rows, -1, self._numbers) for each in (of_queries, of_keys, of_values)
+        )
+        places = cosines.data_ptr(), sines.data_ptr()
+        self._core.turn(query.data_ptr(), key.data_ptr(), *places, rows, threads)
+        attention: Attention = given["paging"].attention
+        seen = attention.attend(layer, query, key, value, self._scale, plan)
+        found = kernels.product(seen.flatten(1), attended)
+        normed = torch.empty_like(found)
+        self._core.join(out.data_ptr(), found.data_ptr(), normed.data_ptr(), rows, threads)
+        opened, widened = kernels.product(normed, gate), kernels.product(normed, up)
+        self._core.open(opened.data_ptr(), widened.data_ptr(), rows, threads)
+        found = kernels.product(opened, down)
+        self._core.join(out.data_ptr(), found.data_ptr(), 0, rows, threads)
+        return out
+
+    def _begin(
+        self, x: torch.Tensor, given: Mapping[str, Any]
+    ) -> tuple[BatchPlan, int, tuple[torch.Tensor, torch.Tensor]]:
+        """Waits for the layer's keys. Returns the plan, the layer's index in its pool, and the angles of the rows."""
+        paging: Paging = given["paging"]
+        for ticket in paging.arriving:
+            ticket.wait_layer(self._index)
+        name, layer = paging.places[self._index]
+        cosines, sines = (part.contiguous() for part in given["position_embeddings"])
+        assert cosines.shape == sines.shape == (1, x.shape[1], self._numbers) and cosines.dtype is self._dtype
+        return paging.plans[name], layer, (cosines, sines)
+
+    def compare(self, x: torch.Tensor, given: Mapping[str, Any], own: torch.Tensor) -> None:
+        """Compares with what the layer's own code has just computed, its keys and values included."""
+        paging: Paging = given["paging"]
+        name, layer = paging.places[self._index]
+        before = _written(paging.plans[name], layer)
+        few = x.shape[1] <= kernels.most_rows(self._dtype)
+        for compute in (self.compute_few, self.compute_many) if few else (self.compute_many,):
+            ours = compute(x, given)
+            pairs = zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)
+            self._differs |= any(rounding_error(a, b) > 1 for a, b in pairs)
+        self._compared |= few
+
+
+def _written(plan: BatchPlan, layer: int) -> list[torch.Tensor]:
+    """Returns copies of the new keys and values of a layer."""
+    return [plane.numbers.flatten(0, 1)[torch.from_numpy(plan.slot_ids)].flatten(1) for plane in plan.pool.layer(layer)]
+
+
+def _norm_of(norm: Any) -> tuple[int, float, float, bool]:
+    if norm is None:
+        return 0, 0.0, 0.0, False
+    rule = norm.kernel
+    return norm.weight.data_ptr(), rule.epsilon, rule.offset, rule.rounds
+
+
+def _activation(module: nn.Module) -> str | None:
+    """Returns which activation a module is."""
+    x = torch.linspace(-20, 20, 2001)
+    with torch.inference_mode():
+        found = module(x)
+        return next((name for name, known in _ACTIVATIONS.items() if torch.equal(found, known(x))), None)
+
+
+def _layer(layer: Any, hidden_states: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor:
+    """The `forward` of an exchanged layer."""
+    kernel: _Kernel | None = vars(layer)["kernel"]
+    if kernel is not None and not others and kernel.takes(hidden_states, given):
+        return kernel.compute(hidden_states, given)
+    own: torch.Tensor = type(layer).forward(layer, hidden_states, *others, **given)
+    return own
+
+
+def _compare(layer: Any, hidden_states: torch.Tensor, *others: Any, **given: Any) -> torch.Tensor:
+    """The `forward` of a layer that is not proven yet."""
+    kernel: _Kernel | None = vars(layer)["kernel"]
+    own: torch.Tensor = type(layer).forward(layer, hidden_states, *others, **given)
+    if kernel is not None and not others and kernel.takes(hidden_states, given):
+        kernel.compare(hidden_states, given, own)
+    return own

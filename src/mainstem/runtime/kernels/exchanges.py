@@ -1,0 +1,277 @@
+"""Exchanges the linear layers and norms of a model for kernels, each proven against the model's own code.
+
+    with sharing(model) as given:           which layers are given the same tensor
+        model(...)
+    exchanged = exchange(model, given)      from here on the model computes by kernels
+    restore(model)                          as it was
+
+A module keeps its class, its weights and its hooks; only its `forward` changes. So whatever reads weights, wraps layers
+or copies the model finds what it always found. Layers that are given the same tensor (queries, keys and values; gate
+and up) are computed by one call of the core when the first of them is called, and the others return their part of it.
+
+What cannot be proven stays as it is. Only the text part of a model is exchanged, and only on a CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.linear import Weights
+from mainstem.runtime.models.quantization import packed
+
+# Largest difference from a module's own results that is rounding, relative to the largest of them.
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # the names that families give it
+_OFFSETS = (0.0, 1.0)  # what they add to the weight of a norm
+_SCALES = (1.0, 1e-3, 30.0)  # of the rows that test a norm: in the smallest, epsilon counts
+
+Given = Mapping[nn.Module, Sequence[int]]
+"""The tensors that each linear layer was given, by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The modules of a model that kernels compute.
+
+    Args:
+        linears, norms: their numbers.
+        shared: linear layers that are computed when another one is called.
+        refused: modules whose results a kernel did not reproduce; they stay as they were.
+        layers: of the decoder that are one call when rows are few; see `decoders`.
+    """
+
+    linears: int = 0
+    norms: int = 0
+    shared: int = 0
+    refused: int = 0
+    layers: int = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether kernels compute anything."""
+        return self.linears + self.norms > 0
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        if not self.any:
+            return "no kernels"
+        shared = f"{self.linears} linear layers in {self.linears - self.shared} calls"
+        whole = f"; few rows: {self.layers} layers of the decoder, each in one call" if self.layers else ""
+        return f"{kernels.instructions()} kernels compute {shared}, and {self.norms} norms{whole}"
+
+
+@contextmanager
+def sharing(model: nn.Module) -> Iterator[Given]:
+    """Notes the tensors that linear layers are given inside the `with` block."""
+    given: dict[nn.Module, list[int]] = {}
+    last: list[torch.Tensor] = []  # layers that share a tensor are called one after another
+    count = 0
+
+    def note(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if not last or last[0] is not arguments[0]:
+            last[:] = [arguments[0]]
+            count += 1
+        given.setdefault(layer, []).append(count)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in _modules(model) if type(layer) is nn.Linear]
+    try:
+        yield given
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def exchange(model: nn.Module, given: Given) -> Exchanged:
+    """Makes kernels compute the modules of `model` that they can, and proves each.
+
+    Args:
+        model: in eval mode.
+        given: what `sharing` found in a forward.
+    """
+    generator = torch.Generator().manual_seed(0)
+    modules = [module for module in _modules(model) if "forward" not in vars(module)]
+    groups = [group for group in _groups(modules, given) if _proven_linears(group, generator)]
+    norms = [module for module in modules if _is_norm(module)]
+    ours = [module for module in norms if _proven_norm(module, generator)]
+    linears = sum(type(module) is nn.Linear and kernels.takes(module.weight) for module in modules)
+    layers = sum(len(group) for group in groups)
+    return Exchanged(layers, len(ours), layers - len(groups), linears - layers + len(norms) - len(ours))
+
+
+def restore(model: nn.Module) -> None:
+    """Makes a model compute by its own code again."""
+    for module in model.modules():
+        if is_exchanged(module):
+            del module.forward, module.kernel
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """Returns the modules of the text part of a model."""
+    head = model.get_output_embeddings()
+    return [*model.get_decoder().modules(), *([] if head is None else [head])]
+
+
+# ---- linear layers
+
+
+class _Group:
+    """Layers that are given the same tensor.
+
+    Args:
+        layers: in the order in which they are called.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = tuple(layers)
+        self.quantized = all(packed(layer) is not None for layer in layers)
+        self._given: torch.Tensor | None = None
+        self._results: dict[nn.Linear, torch.Tensor] = {}  # that have not been asked for
+
+    def result(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """Returns what one of them makes of x, for which `kernels.are_few`."""
+        if x is not self._given or layer not in self._results:
+            results = kernels.products(x, [weights_of(each) for each in self.layers])
+            self._given, self._results = x, dict(zip(self.layers, results, strict=True))
+        result = self._results.pop(layer)
+        if not self._results:
+            self._given = None
+        return result
+
+
+def weights_of(layer: nn.Linear) -> Weights:
+    """Returns what kernels read of a linear layer."""
+    own = layer._parameters  # nn.Module looks for attributes slowly
+    weight = own["weight"]
+    assert weight is not None
+    return Weights(weight, own["bias"], packed(layer))
+
+
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The `forward` of an exchanged linear layer."""
+    if torch.is_grad_enabled() or x.dtype is not layer._parameters["weight"].dtype:
+        return nn.Linear.forward(layer, x)  # which says what is wrong
+    group: _Group = layer.kernel
+    if kernels.are_few(x, group.quantized):
+        return group.result(layer, x)
+    return kernels.product(x, weights_of(layer)._replace(int4=None))
+
+
+def _groups(modules: Sequence[nn.Module], given: Given) -> list[list[nn.Linear]]:
+    """Returns the linear layers that kernels can compute; those that were always given the same are in one group."""
+    groups: dict[object, list[nn.Linear]] = {}
+    for module in modules:
+        if type(module) is nn.Linear and kernels.takes(module.weight):
+            groups.setdefault(tuple(given.get(module, ())) or module, []).append(module)
+    return list(groups.values())
+
+
+def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator) -> bool:
+    """Exchanges layers that are given the same, if they compute what they computed before."""
+    weight = layers[0].weight
+    x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
+    group = _Group(layers)
+    with torch.inference_mode():
+        plain = [layer(x) for layer in layers]
+        for layer in layers:
+            _install(layer, _linear, group)
+        if all(rounding_error(layer(x), own) <= 1 for layer, own in zip(layers, plain, strict=True)):
+            return True
+    for layer in layers:
+        del layer.forward, layer.kernel
+    return False
+
+
+# ---- norms
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What differs between the norms of families; see `kernels.rms_norm`."""
+
+    epsilon: float
+    offset: float
+    rounds: bool
+
+
+def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The `forward` of an exchanged norm."""
+    weight, rule = module._parameters["weight"], module.kernel
+    if torch.is_grad_enabled() or hidden_states.dtype is not weight.dtype:
+        own: torch.Tensor = type(module).forward(module, hidden_states)
+        return own
+    return kernels.rms_norm(hidden_states, weight, rule.epsilon, rule.offset, rule.rounds)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Returns whether a module looks like an RMS norm: one vector of weights, an epsilon, and one argument."""
+    weight = module._parameters.get("weight")
+    return (
+        [*module.named_parameters()] == [("weight", weight)]
+        and weight is not None
+        and weight.dim() == 1
+        and kernels.takes(weight)
+        and _epsilon(module) is not None
+        and len(inspect.signature(type(module).forward).parameters) == 2
+    )
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    found = (getattr(module, name, None) for name in _EPSILONS)
+    return next((float(given) for given in found if isinstance(given, float)), None)
+
+
+def _proven_norm(module: nn.Module, generator: torch.Generator) -> bool:
+    """Exchanges a norm for the rule that reproduces its results best, if one does."""
+    weight: Any = module.weight
+    epsilon = _epsilon(module)
+    assert epsilon is not None
+    rows = torch.randn(len(_SCALES), len(weight), generator=generator) * torch.tensor(_SCALES).unsqueeze(1)
+    x = rows.to(weight.dtype)
+    rules = [_Rule(epsilon, offset, rounds) for offset, rounds in product(_OFFSETS, (False, True))]
+    with torch.inference_mode():
+        plain = module(x)
+        errors = [_error(kernels.rms_norm(x, weight, rule.epsilon, rule.offset, rule.rounds), plain) for rule in rules]
+    best = min(range(len(rules)), key=errors.__getitem__)
+    if not errors[best] <= _ROUNDING[x.dtype]:
+        return False
+    _install(module, _norm, rules[best])
+    return True
+
+
+# ---- both
+
+
+def _install(module: nn.Module, forward: Callable[..., torch.Tensor], kernel: object) -> None:
+    """Makes `forward` that of a module, as a method: so copies of the module have their own."""
+    vars(module).update(forward=MethodType(forward, module), kernel=kernel)
+
+
+def is_exchanged(module: nn.Module) -> bool:
+    """Returns whether a kernel computes a linear layer or a norm."""
+    own = vars(module).get("forward")
+    return isinstance(own, MethodType) and own.__func__ in (_linear, _norm)
+
+
+def rounding_error(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    """Returns the largest difference of any row, relative to what is rounding; infinite if shapes or dtypes differ."""
+    if ours.dtype is not plain.dtype or ours.shape != plain.shape:
+        return float("inf")
+    return _error(ours, plain) / _ROUNDING[plain.dtype]
+
+
+def _error(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    """Returns the largest difference of any row, relative to its largest number."""
+    difference, size = (ours.float() - plain.float()).abs().amax(-1), plain.float().abs().amax(-1)
+    return float((difference / size.clamp_min(1e-30)).max())

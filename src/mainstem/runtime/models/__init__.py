@@ -1,0 +1,1 @@
+"""Models of transformers: loaded, changed, laid out over pages and run."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, grammars, scores and vectors of prompts."""

@@ -1,0 +1,445 @@
+"""Sequence: one request on its way through the scheduler.
+
+It holds the request's tokens so far, its lease and load, and its progress. It makes what a forward computes next, and
+publishes what it has computed. It knows no other sequence. The scheduler decides whose turn it is and who is preempted.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.cache.keys import Encoded, Image, KeyKind, Spliced, TokenLike
+from mainstem.cache.namespaces import encode_namespace
+from mainstem.cache.prefix_cache import Lease
+from mainstem.cache.retention import Kept, Retention
+from mainstem.runtime.models.runner import Segment
+from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
+from mainstem.runtime.sampling.pooling import Pooling
+from mainstem.runtime.sampling.sampler import Sampler
+from mainstem.runtime.schedule.checkpoints import Checkpoint, Reason, Span, chunk_end
+from mainstem.runtime.schedule.drafts import Pace
+from mainstem.runtime.schedule.explaining import Explained, Stretches
+from mainstem.runtime.schedule.timeline import Timeline
+from mainstem.runtime.text.detokenizer import Detokenizer
+from mainstem.tiers.host.load import Load
+from mainstem.tiers.prefetch.prefetch import Prefetch
+from mainstem.tiers.prefetch.waits import Missed
+
+log = logging.getLogger(__name__)
+
+
+class Sequence:
+    """One request on its way through the scheduler.
+
+    ```
+    tokens   [ prompt | generated ]        room for max_tokens
+             0  computed       length      computed <= length - 1: the newest token's KV is never computed yet
+    ```
+    """
+
+    def __init__(
+        self,
+        id: str,
+        request: Request,
+        prompt: Encoded,
+        arrival: int,
+        arrived_s: float,
+        sampler: Sampler,
+        text: Detokenizer,
+        timeline: Timeline,
+    ) -> None:
+        self.id = id
+        self.timeline = timeline
+        self.request = request
+        self.namespace = encode_namespace(request.namespace)
+        self.arrived_s = arrived_s
+        self.sampler = sampler
+        self.text = text
+        self.length = len(request.tokens)
+        self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
+        self._tokens[: self.length] = request.tokens
+        self.computed = 0
+        self.draft = self._tokens[:0]  # after the known tokens, computed with the newest of them; see `speculate`
+        self.pace = Pace()
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens after the first, if they are asked for
+        self.pooling = Pooling() if request.params.embedding else None
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.cached_tokens = self.host_tokens = self.storage_tokens = 0
+        self.cached_end = 0  # how far the device had it when it was first admitted
+        self.was_preempted = False
+        self.prefetch: Prefetch | None = None
+        self.prefetches = 0  # number begun
+        self.stored = 0  # positions that they loaded
+        self.missed: list[Missed] = []  # what storage has, or may have, and they did not bring
+        self.explained: Explained | None = None  # why its prompt is computed, as far as it is known yet
+        self.explanation: Stretches | None = None  # once it is
+        self.settled = False  # whether its misses are counted
+        self.leads = False  # whether it computes while `prefetch` goes on
+        self.met = False  # whether it waits to be admitted again, after pages that have arrived
+        self.counted: tuple[int, int] | None = None  # tokens of the load that count as cached: on the host, in storage
+        self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
+        self._arrival = arrival
+        self._lease: Lease | None = None
+        self._load: Load | None = None
+        self._checkpoints: list[Checkpoint] = []
+        self._page_size = 0  # stays 0 unless the model has states
+        self._prefill_end = self.length
+        self._images = spliced_images(request)
+        self._encoded, self._encoded_length = prompt, self.length
+        self._symbols = self._tokens
+        if request.images:
+            self._symbols = self._tokens.copy()
+            self._symbols[: self.length] = np.frombuffer(prompt.symbols, np.int32)
+
+    @property
+    def known(self) -> NDArray[np.int32]:
+        """Prompt and generated tokens."""
+        return self._tokens[: self.length]
+
+    @property
+    def key(self) -> TokenLike:
+        """The same, in the form that the cache takes."""
+        return Spliced(self.known, self._images) if self._images else self.known
+
+    def prefix(self, end: int) -> TokenLike:
+        """Returns the first `end` tokens in the same form; an image that this would cut is left out."""
+        end = next((each.start for each in self.request.images if each.start < end < each.end), end)
+        images = tuple(each for each in self._images if each[0] < end)
+        return Spliced(self._tokens[:end], images) if images else self._tokens[:end]
+
+    def encoded(self, kind: KeyKind) -> Encoded:
+        """The same, encoded. It is encoded once, and again after a preemption, with the tokens generated by then."""
+        if self._encoded_length < self.length:
+            self._encoded, self._encoded_length = Encoded.of(kind, self.key), self.length
+        return self._encoded
+
+    @property
+    def symbols(self) -> NDArray[np.int32]:
+        """What must be equal in two sequences that share KV: tokens, and the identity of images."""
+        return self._symbols[: self.length]
+
+    @property
+    def generated(self) -> int:
+        """The number of generated tokens."""
+        return self.length - len(self.request.tokens)
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that may still be generated."""
+        return len(self._tokens) - self.length
+
+    @property
+    def uncomputed(self) -> int:
+        """Known tokens that are not computed yet."""
+        return self.length - self.computed
+
+    @property
+    def kept(self) -> int:
+        """Positions computed that stay in the cache for others."""
+        return self.request.hints.kept(len(self.request.tokens), self.computed)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens that were known at admission are left to compute."""
+        return self.computed < self._prefill_end
+
+    @property
+    def reading(self) -> bool:
+        """Whether something about every position of the prompt is left to compute: then all are, and nothing is hit."""
+        return self.scoring or self.pooling is not None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are left to compute."""
+        return self.request.params.prompt_logprobs is not None and len(self.scores) < len(self.request.tokens) - 1
+
+    @property
+    def publishing(self) -> bool:
+        """Whether others will be able to use what it computes next."""
+        return self.prefilling and not self.request.hints.no_store
+
+    @property
+    def loading(self) -> bool:
+        """Whether the next forward waits for pages that are being loaded from the host."""
+        return self._load is not None
+
+    @property
+    def loading_from(self) -> int:
+        """The first position that is being loaded; `length` if there is none."""
+        return self.length if self._load is None or self._lease is None else self._lease.hit
+
+    def precedence(self) -> tuple[int, bool, int]:
+        """The sort key of admission without hits and age; the lowest is first."""
+        return -self.request.priority, not self.was_preempted, self._arrival
+
+    def open(self, lease: Lease, load: Load | None, checkpoints: list[Checkpoint], page_size: int) -> None:
+        """Takes over a lease, and reserves pages for all known tokens.
+
+        Positions that are being loaded count as computed: the forward waits for them, layer by layer.
+
+        Raises:
+            OutOfPages: `drop` then releases what was taken.
+        """
+        self._lease, self._load = lease, load
+        self.computed = lease.hit if load is None else lease.reserved
+        lease.reserve(max(0, self.length - lease.reserved))
+        self._checkpoints = checkpoints
+        self._page_size = page_size if lease.state >= 0 else 0
+        self._prefill_end = self.length
+
+    def drop(self) -> None:
+        """Ends an admission that found no pages."""
+        assert self._lease is not None
+        self._lease.abort()
+        self._lease = self._load = None
+        self.computed = 0
+
+    def begin_prefetch(self, prefetch: Prefetch | None, declined: Missed | None) -> None:
+        """Takes over what reads storage for its prompt; None: nothing does, for the reason `declined`."""
+        self.prefetch = prefetch
+        self.missed += [] if prefetch is not None or declined is None else [declined]
+        self.prefetches += 1
+        if prefetch is not None:
+            self.timeline.begin("prefetch")
+
+    def drop_prefetch(self) -> None:
+        """Reads storage no further, if it did; what has arrived stays."""
+        if self.prefetch is not None:
+            if self.leads:
+                self.prefetch.stop_leading()
+            self.stored += self.prefetch.loaded
+            self.missed += self.prefetch.missed(self._encoded.symbols)
+            self.prefetch.revoke()
+            self.prefetch, self.leads = None, False
+            self.timeline.end("prefetch")
+
+    def chunk(self, budget: int) -> int:
+        """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
+        if not self.prefilling:
+            return 1
+        budget = min(budget, self.uncomputed)
+        if self._page_size and budget < self.uncomputed:  # a preempted request keeps its state only at a page boundary
+            boundary = (self.computed + budget) // self._page_size * self._page_size
+            budget = max(boundary - self.computed, 0) or budget
+        return chunk_end(self.computed, budget, self._checkpoints, self.atomic) - self.computed
+
+    def add_checkpoint(self, position: int, limit: int) -> None:
+        """Adds a checkpoint at a page boundary, unless `limit` of them were requested already."""
+        requested = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
+        if position > self.computed and position not in requested and len(requested) < limit:
+            others = [checkpoint for checkpoint in self._checkpoints if checkpoint.position != position]
+            self._checkpoints = [*others, Checkpoint(position, "branch")]
+
+    def last_planned(self, position: int) -> int:
+        """Returns the last planned checkpoint at or before `position`; 0 if there is none."""
+        return max((planned for planned, _ in self._checkpoints if self.computed < planned <= position), default=0)
+
+    def slide(self, n: int) -> None:
+        """Frees window pages that nothing reads any more, and allocates those of the next n tokens.
+
+        OutOfPages: there are too few for all; what was freed stays freed, and nothing else has changed.
+
+        Where there are states, the window before the last page boundary stays: a state that is kept there needs it.
+        """
+        assert self._lease is not None
+        begin = self.computed - self.computed % self._page_size if self._page_size else self.computed
+        self._lease.slide(begin, self.computed + n)
+
+    def finish_load(self) -> bool:
+        """Returns whether all pages that a forward read had arrived. If not, computing restarts at the hit."""
+        load, self._load = self._load, None
+        if load is not None:
+            self.timeline.end("load")
+        if load is None or load.wait():
+            self.counted = None
+            return True
+        assert self._lease is not None
+        self.computed = self._lease.hit
+        return False
+
+    def reserve(self) -> None:
+        """Reserves a page for the newest token; OutOfPages changes nothing."""
+        assert self._lease is not None
+        missing = self.length - self._lease.reserved
+        if missing > 0:
+            self._lease.reserve(missing)
+
+    @property
+    def draftable(self) -> int:
+        """How many tokens may be drafted after the newest: none before the last of the prompt, or if it has a state."""
+        if self.prefilling or self._page_size:
+            return 0
+        return len(self._tokens) - self.length - 1  # the last token of all is never computed
+
+    def speculate(self, draft: NDArray[np.int32]) -> None:
+        """Computes a draft in the next forward, too.
+
+        OutOfPages: there is no draft. What was reserved for it stays, for the tokens that come in its place.
+        """
+        assert self._lease is not None and len(draft) <= self.draftable
+        missing = self.length + len(draft) - self._lease.reserved
+        if missing > 0:
+            self._lease.reserve(missing)
+        self.slide(1 + len(draft))
+        self._tokens[self.length : self.length + len(draft)] = draft
+        self.draft = self._tokens[self.length : self.length + len(draft)]
+
+    def take_draft(self) -> int:
+        """Ends the draft, which was computed, and returns its length. What was right of it is appended by `append`."""
+        drafted, self.draft = len(self.draft), self.draft[:0]
+        return drafted
+
+    def rows(self, n: int) -> int:
+        """Returns of how many of the next n tokens, and of the draft, logits are needed: always the last ones."""
+        if self.scoring:
+            return n
+        return 1 + len(self.draft) if n == self.uncomputed else 0
+
+    def keep(self, scores: list[TokenLogprob]) -> None:
+        """Keeps the log-probabilities of the tokens after those that are computed next."""
+        del self.scores[self.computed :]  # of before a preemption, after which it begins anew
+        self.scores += scores
+
+    def segment(self, n: int) -> Segment:
+        """Returns the next n tokens to compute, and the draft."""
+        assert self._lease is not None and 0 < n <= self.uncomputed
+        begin, end = self.computed, self.computed + n + len(self.draft)
+        return Segment(
+            self._tokens[begin:end],
+            begin,
+            self._lease.tables,
+            self.rows(n),
+            None if self._load is None else self._load.ticket,
+            state=self._lease.state,
+            images=self.request.images,
+            positions=self.request.positions_of(begin, end),
+            adapter=self.request.adapter,
+            namespace=self.namespace,
+            pooling=self.pooling,
+        )
+
+    def advance(self, n: int) -> Reason | None:
+        """Counts n tokens as computed, and publishes every page that they fill, so that others can use it at once.
+
+        Where there are states, the pages of the answer are published at its end: without its state they are no use.
+
+        Returns:
+            The reason of the planned checkpoint that was kept there; None if there was none, or no slot.
+        """
+        assert self._lease is not None
+        prefilling = self.prefilling
+        self.computed += n
+        if self._page_size and not prefilling:
+            if self.computed % self._page_size == 0 and self.kept == self.computed:
+                self._lease.checkpoint(self.computed)
+            return None
+        kept: Reason | None = None
+        for position, reason in self._checkpoints:
+            if position == self.computed and self._lease.checkpoint(
+                position, room=reason != "regular", mark=reason == "mark"
+            ):
+                kept = reason
+        if self.kept >= self._lease.published:
+            self._lease.publish(self.kept)
+        boundary = self._page_size and self.computed % self._page_size == 0
+        if boundary and not self.prefilling and self.kept == self.computed:
+            self._lease.checkpoint(self.computed)
+        return kept
+
+    def append(self, token: int) -> None:
+        """Appends a sampled token."""
+        assert self._lease is not None and self.uncomputed == 0
+        self.timeline.generates()
+        self._add(token)
+        self._lease.append([token])
+
+    def repeat(self, token: int) -> None:
+        """Appends a token of the answer that another engine has sampled, before anything is computed."""
+        self._add(token)
+        self.sampler.repeat(token)
+
+    def _add(self, token: int) -> None:
+        self._tokens[self.length] = self._symbols[self.length] = token
+        self.length += 1
+
+    def flush(self, cut: bool) -> str:
+        """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
+        try:
+            return self.text.flush(cut)
+        except Exception:
+            log.exception("the last text of request %s cannot be decoded", self.id)
+            return ""
+
+    def close(self) -> None:
+        """Ends the lease, if there is one. What was computed stays in the cache, but nothing of a failed step."""
+        self.timeline.end("queue", "load", "prefill", "decode")
+        if self._lease is not None and self._load is not None:
+            self._lease.abort()  # nothing is computed yet
+        elif self._lease is not None:
+            self.timeline.begin("store")
+            self._lease.finish(self.kept)
+            self.timeline.end("store")
+        self._lease = self._load = self.counted = None
+
+    def keep_state(self) -> None:
+        """Keeps the state of a partly computed prompt, so that it can resume there."""
+        assert self._lease is not None
+        boundary = self._page_size and self.computed % self._page_size == 0
+        if boundary and self.computed > self._lease.hit and self.kept == self.computed:
+            self._lease.checkpoint(self.computed)
+
+    def settle(self, retention: Retention, now_s: float, reason: str) -> tuple[tuple[Prefix, Kept], ...]:
+        """Retains what its hints ask for, once it has ended and is closed.
+
+        Returns:
+            The prefixes that the request marks, each with how much of it the cache has, and retains; none if it failed.
+        """
+        hints, namespace = self.request.hints, self.request.namespace
+        if hints.retain_s is not None and reason in ("stop", "length"):
+            retention.retain(self.key, now_s + hints.retain_s, namespace)
+
+        def kept(prefix: Prefix) -> Kept:
+            tokens = self.prefix(prefix.end)
+            if prefix.retain_s is None:
+                return retention.find(tokens, namespace)
+            renew_s = prefix.retain_s if prefix.renewed else 0.0
+            return retention.retain(tokens, now_s + prefix.retain_s, namespace, renew_s=renew_s)
+
+        return () if reason == "error" else tuple((prefix, kept(prefix)) for prefix in hints.prefixes)
+
+    def usage(self, now_s: float, prefixes: tuple[tuple[Prefix, Kept], ...] = ()) -> Usage:
+        """Returns the usage up to now; `prefixes`: what became of those that the request marks."""
+        prompt = len(self.request.tokens)
+        beyond = max(0, self.cached_tokens - prompt)  # cached tokens of an answer that another engine has begun
+        storage = max(0, self.storage_tokens - beyond)
+        return Usage(
+            prompt_tokens=prompt,
+            cached_tokens=self.cached_tokens - beyond,
+            completion_tokens=self.generated,
+            queue_s=(now_s if self.admitted_s is None else self.admitted_s) - self.arrived_s,
+            ttft_s=0.0 if self.first_token_s is None else self.first_token_s - self.arrived_s,
+            duration_s=now_s - self.arrived_s,
+            host_tokens=max(0, self.host_tokens - max(0, beyond - self.storage_tokens)),
+            storage_tokens=storage,
+            prefixes=prefixes,
+            phases=self.timeline.phases(),
+            explanation=self.explanation,
+        )
+
+
+def spliced_images(request: Request) -> tuple[tuple[int, Image], ...]:
+    """Returns the images of a prompt as its key takes them: where each one is, and its symbols."""
+    return tuple((i.start, Image(i.identity, i.length, i.splits)) for i in request.images)
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
+    """Returns the length of the common prefix; 0 if the first page differs, as it does for most pairs."""
+    if not np.array_equal(a[:page_size], b[:page_size]):
+        return 0
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

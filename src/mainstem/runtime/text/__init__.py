@@ -1,0 +1,1 @@
+"""From text and images to tokens, and back."""

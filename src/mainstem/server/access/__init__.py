@@ -1,0 +1,1 @@
+"""Who may use a server: API keys, origins, tenants."""

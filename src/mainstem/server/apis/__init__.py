@@ -1,0 +1,1 @@
+"""The HTTP APIs: the bodies of requests and of answers, one API by one."""

@@ -1,0 +1,184 @@
+"""POST /v1/embeddings: the mean of the model's last hidden states over a text, of length 1.
+
+Protocol: the OpenAI API reference, https://platform.openai.com/docs/api-reference/embeddings. A chat model was not
+trained for it, so the route is there only if the settings say so.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import anyio.to_thread
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from mainstem.runtime.request import Delta, Request
+from mainstem.server import errors
+from mainstem.server.access.api_keys import Access
+from mainstem.server.apis.replies import encode
+from mainstem.server.apis.requests import TokenId, check_known, decode, prompts_of
+from mainstem.server.errors import ApiError
+from mainstem.server.fields.rules import Field, Rules, Unheeded
+from mainstem.server.generation import Run
+from mainstem.server.preparation import Preparation
+from mainstem.settings.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+
+PATH = "/v1/embeddings"
+MAX_INPUTS = 2048
+"""Maximum number of inputs of one HTTP request, as in the OpenAI reference."""
+
+RULES = Rules({"user": Field("who asks")})
+
+_AT_ONCE = 64  # inputs of a request that are in the engine together
+_PARAMS = SamplingParams(max_tokens=0, embedding=True)
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """The body of POST /v1/embeddings."""
+
+    model: str
+    input: str | list[str | TokenId | list[TokenId]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Embedding(Struct):
+    """The embedding of one input: numbers, or the base64 of float32 in little-endian order."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """The tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    """The response of POST /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+def parse(body: bytes, unheeded: Unheeded | None = None) -> EmbeddingRequest:
+    """Parses the request in a body; fields that do nothing are added to `unheeded`.
+
+    Raises:
+        ApiError: 400; malformed JSON, or a wrong type, name or value.
+    """
+    ask = decode(body, EmbeddingRequest)
+    check_known(body, EmbeddingRequest, unheeded, RULES)
+    return ask
+
+
+Made: TypeAlias = tuple[EmbeddingRequest, list[Request]]
+Begin: TypeAlias = Callable[[EmbeddingRequest, Sequence[Request], bytes | None], Run]
+"""Submits all of some prompts of a client or none; raises MainstemError in the second case."""
+
+
+class Embeddings:
+    """The route.
+
+    Args:
+        engine: computes.
+        access: knows the keys.
+        preparation: makes tokens of texts.
+        read: reads a body, and parses it on a thread.
+        begin: begins to compute.
+        draining: whether new requests are refused.
+        serves: whether there are embeddings.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        access: Access,
+        preparation: Preparation,
+        read: Callable[[HttpRequest, Callable[[bytes], Made]], Awaitable[Made]],
+        begin: Begin,
+        draining: Callable[[], bool],
+        *,
+        serves: bool,
+    ) -> None:
+        self._engine, self._access, self._preparation = engine, access, preparation
+        self._read, self._begin, self._draining, self._serves = read, begin, draining, serves
+
+    async def answer(self, http: HttpRequest, unheeded: Unheeded) -> Response:
+        """Answers a request, a part of its inputs at a time, and adds the fields that do nothing.
+
+        Raises:
+            ApiError, MainstemError, ClientDisconnect: it cannot be answered.
+        """
+        tenant = self._access.tenant(http.headers)
+        if not self._serves:
+            raise ApiError(404, f"This server has no {PATH}: start it with --embeddings.", code="no_embeddings")
+        if self._draining():
+            raise errors.draining()
+        ask, prompts = await self._read(http, lambda body: self._made(parse(body, unheeded), tenant))
+        vectors: list[NDArray[np.float32]] = []
+        most = min(_AT_ONCE, self._engine.config.max_waiting)
+        for i in range(0, len(prompts), most):
+            with errors.renamed({"prompt": "input"}):
+                begun = self._begin(ask, prompts[i : i + most], tenant)
+            with begun as run:
+                if not await run.follow(http.receive, _nothing_to_send):
+                    raise run.failure or ClientDisconnect()
+            vectors += [delta.embedding for answer in run.answers for delta in answer if delta.embedding is not None]
+        return await anyio.to_thread.run_sync(self._reply, ask, prompts, vectors)
+
+    def _made(self, ask: EmbeddingRequest, tenant: bytes | None) -> Made:
+        """Makes the prompts of a request, one for each input."""
+        self._preparation.check_model(ask.model)
+        size = self._engine.embedding_size
+        if ask.dimensions not in (None, size):
+            allowed = f"the model's embeddings have {size} dimensions, and cannot be cut to {ask.dimensions}; omit it"
+            raise ApiError(400, f"dimensions: {allowed}", param="dimensions")
+        given = prompts_of(ask.input, "input")
+        if len(given) > MAX_INPUTS:
+            raise ApiError(400, f"input: at most {MAX_INPUTS} inputs in a request", param="input")
+        namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant if self._access.separates else None)
+        prompts, made = self._preparation.prompts, []
+        for i, each in enumerate(given):
+            name = "input" if len(given) == 1 and isinstance(ask.input, str) else f"input[{i}]"
+            if not each:
+                raise ApiError(400, f"{name}: must not be empty", param=name)
+            with errors.renamed({"prompt": name}):
+                tokens = prompts.text(each, parse_special=False) if isinstance(each, str) else prompts.tokens(each)
+                made.append(Request(tokens, _PARAMS, namespace))
+        return ask, made
+
+    def _reply(
+        self, ask: EmbeddingRequest, prompts: Sequence[Request], vectors: Sequence[NDArray[np.float32]]
+    ) -> Response:
+        def shown(vector: NDArray[np.float32]) -> list[float] | str:
+            if ask.encoding_format == "base64":
+                return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            found: list[float] = vector.tolist()
+            return found
+
+        data = [Embedding(i, shown(vector)) for i, vector in enumerate(vectors)]
+        tokens = sum(len(prompt.tokens) for prompt in prompts)
+        model = self._preparation.adapter(ask.model) or self._preparation.names[0]
+        body = EmbeddingList(data, model, EmbeddingUsage(tokens, tokens))
+        return Response(encode(body), media_type="application/json")
+
+
+async def _nothing_to_send(index: int, delta: Delta) -> None:
+    """Handles events of a response that is sent as a whole."""

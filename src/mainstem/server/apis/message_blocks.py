@@ -1,0 +1,252 @@
+"""The conversation of a request for /v1/messages: its messages and their blocks, by Anthropic's API reference.
+
+A document or the result of a search is a text, with its title first. Of what Anthropic's own servers did in an earlier
+answer, this one can show its model nothing: such blocks are left out, and named as ignored. So is a line that only
+accounts for the request (`attribution`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from mainstem.server.errors import ApiError
+from mainstem.server.fields.breakpoints import CacheControl
+from mainstem.server.fields.rules import Field, Rules
+from mainstem.server.fields.turns import Turns, check_type
+
+LEFT_OUT = frozenset(
+    {
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "advisor_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "mcp_tool_listing",
+        "fallback",
+    }
+)
+"""Types of blocks in an earlier answer that are Anthropic's alone: encrypted thoughts, and what its servers ran."""
+
+_ATTRIBUTION = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n\s*)?")
+
+BY_CODE = "a call of a tool by code that Anthropic runs"
+_EARLIER = Field("of an earlier answer; nothing is verified", ("",))
+_TEXT = {"citations": Field("of an earlier answer; or whether to cite", ([], {"enabled": False}))}
+RULES: Mapping[str, Rules] = {
+    "system": Rules(_TEXT),
+    "content": Rules(
+        {**_TEXT, "signature": _EARLIER, "encrypted_content": _EARLIER, "tool_changes": _EARLIER},
+        {
+            "caller": Field(BY_CODE, ({"type": "direct"},)),
+            "toolset_name": Field("a tool of a set that Anthropic looks up"),
+            "transformations": Field("an image that Anthropic changes"),
+        },
+        left_out=LEFT_OUT.__contains__,
+    ),
+}
+"""What becomes of other fields of blocks."""
+
+
+class Source(Struct):
+    """Where an image or a document is: in the message, or at a URL."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    content: str | list[ContentBlock] | None = None
+
+
+class ContentBlock(Struct):
+    """A part of a message; `type` says which fields it has."""
+
+    type: str
+    text: str | None = None
+    source: Source | str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    tool_name: str | None = None
+    content: str | list[ContentBlock] | dict[str, Any] | None = None
+    title: str | None = None
+    context: str | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class Message(Struct):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+_TEXT_BLOCK: dict[str, tuple[str, ...]] = {"text": ("text", "cache_control")}
+_SHOWN = _TEXT_BLOCK | {
+    "image": ("source", "cache_control"),
+    "document": ("source", "title", "context", "cache_control"),
+    "search_result": ("source", "title", "content", "cache_control"),
+}
+_COMPACTION = {"compaction": ("content", "cache_control")}
+_BLOCKS = {
+    "system": _TEXT_BLOCK,
+    "user": _SHOWN | {"tool_result": ("tool_use_id", "content", "is_error", "cache_control")} | _COMPACTION,
+    "assistant": {
+        **_TEXT_BLOCK,
+        "thinking": ("thinking",),
+        "tool_use": ("id", "name", "input", "cache_control"),
+        **_COMPACTION,
+    },
+    "tool": _SHOWN | {"tool_reference": ("tool_name", "cache_control")},
+    "document": _TEXT_BLOCK | {"image": ("source", "cache_control")},
+}
+"""The fields of blocks, by the role of their message and by type; `tool` is what is in a `tool_result`."""
+_IMAGES = {"base64": ("media_type", "data"), "url": ("url",)}
+_DOCUMENTS = {"text": ("media_type", "data"), "content": ("content",)}
+
+
+def turns_of(system: str | Sequence[ContentBlock] | None, messages: Sequence[Message]) -> Turns:
+    """Returns the messages of a chat. Adjacent turns of one role are one message; results of tools have their own.
+
+    Raises:
+        ApiError: 400; a block is of a type that is not supported there, or lacks a field.
+    """
+    turns = Turns()
+    if isinstance(system, str) and system:
+        _add_content(turns, "system", system, "system")
+    for i, block in enumerate(() if isinstance(system, str) else system or ()):
+        if not _is_attribution(block):
+            _add_block(turns, "system", block, f"system[{i}]", _BLOCKS["system"])
+    for i, message in enumerate(messages):
+        at = f"messages[{i}].content"
+        shown = message.content if isinstance(message.content, str) else _shown(message.content)
+        if not shown and message.role == "assistant":  # an answer may have been cut before it said anything
+            _enter(turns, "assistant", at)
+        elif shown == []:
+            raise ApiError(400, f"{at}: must have at least one block", param=at)
+        else:
+            _add_content(turns, message.role, message.content, at)
+    return turns
+
+
+def attribution(system: str | Sequence[ContentBlock] | None) -> list[str]:
+    """Returns the paths of the blocks of a system prompt that are for Anthropic's accounts, not for the model.
+
+    Claude Code sends one first. It has a number that differs in each request, so nothing after it would ever be found
+    in the cache.
+    """
+    blocks = () if isinstance(system, str) else system or ()
+    return [f"system[{i}]" for i, block in enumerate(blocks) if _is_attribution(block)]
+
+
+def _is_attribution(block: ContentBlock) -> bool:
+    return block.type == "text" and _ATTRIBUTION.fullmatch(block.text or "") is not None
+
+
+def _shown(blocks: Sequence[ContentBlock]) -> list[ContentBlock]:
+    return [block for block in blocks if block.type not in LEFT_OUT]
+
+
+def _add_content(
+    turns: Turns, role: str, content: object, at: str, kinds: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Adds a text or blocks to a message of a role; `kinds`: the types that may be there, and their fields."""
+    if isinstance(content, str):
+        _enter(turns, role, at)
+        turns.text(content)
+        return
+    if not isinstance(content, list):
+        raise ApiError(400, f"{at}: must be a text or a list of blocks", param=at)
+    for i, block in enumerate(content):
+        if block.type not in LEFT_OUT:
+            _add_block(turns, role, block, f"{at}[{i}]", kinds or _BLOCKS[role])
+
+
+def _enter(turns: Turns, role: str, at: str) -> None:
+    if turns.role != role:
+        turns.begin(role, at)
+
+
+def _add_block(turns: Turns, role: str, block: ContentBlock, at: str, kinds: Mapping[str, Sequence[str]]) -> None:
+    check_type(block, block.type, kinds, at)
+    if block.type != "tool_result":
+        _enter(turns, role, at)
+    match block.type:
+        case "text":
+            turns.text(_needed(block, "text", at))
+        case "image":
+            _add_image(turns, block, at)
+        case "document":
+            _add_document(turns, role, block, at)
+        case "search_result":
+            turns.text(_needed(block, "title", at))
+            turns.text(_needed(block, "source", at, str))
+            _add_content(turns, role, _needed(block, "content", at, list), f"{at}.content", _TEXT_BLOCK)
+        case "tool_reference":
+            turns.text(_needed(block, "tool_name", at))
+        case "compaction":
+            turns.text("" if block.content is None else _needed(block, "content", at, str))
+        case "thinking":
+            turns.reasoning(_needed(block, "thinking", at))
+        case "tool_use":
+            turns.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
+        case "tool_result":
+            turns.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
+            if block.is_error:
+                turns.text("Error:")
+            _add_content(turns, "tool", block.content or "", f"{at}.content")
+    if block.cache_control is not None:
+        turns.mark(block.cache_control.ttl)
+
+
+def _add_image(turns: Turns, block: ContentBlock, at: str) -> None:
+    source: Source = _needed(block, "source", at, Source)
+    at = f"{at}.source"
+    check_type(source, source.type, _IMAGES, at)
+    if source.type == "base64":
+        turns.image(f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}", f"{at}.data")
+    else:
+        turns.image(_needed(source, "url", at), f"{at}.url")
+
+
+def _add_document(turns: Turns, role: str, block: ContentBlock, at: str) -> None:
+    source: Source = _needed(block, "source", at, Source)
+    at = f"{at}.source"
+    if source.type not in _DOCUMENTS:
+        message = (
+            f"{at}.type: must be 'text' or 'content', got {source.type!r}: documents are read as text here; "
+            "send the text of a PDF, or pictures of its pages"
+        )
+        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+    check_type(source, source.type, _DOCUMENTS, at)
+    for text in (block.title, block.context):
+        if text:
+            turns.text(text)
+    name = "data" if source.type == "text" else "content"
+    _add_content(turns, role, _needed(source, name, at), f"{at}.{name}", _BLOCKS["document"])
+
+
+def _needed(part: ContentBlock | Source, name: str, at: str, kind: type = object) -> Any:
+    value = getattr(part, name)
+    if value is None:
+        problem = f"this field is required where the type is {part.type!r}"
+    elif not isinstance(value, kind):
+        problem = f"must be {_KINDS[kind]} where the type is {part.type!r}"
+    else:
+        return value
+    raise ApiError(400, f"{at}.{name}: {problem}", param=f"{at}.{name}")
+
+
+_KINDS: Mapping[type, str] = {str: "a text", list: "a list of blocks", Source: "an object"}

@@ -1,0 +1,82 @@
+"""The routes of answers that are kept: responses, and chats that were stored.
+
+Knows HTTP. What is kept, `Responses` and `StoredChats` know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mainstem.server.access.api_keys import Access
+from mainstem.server.apis.responses import Responses
+from mainstem.server.errors import ApiError
+from mainstem.server.kept.response_store import Owner
+from mainstem.server.kept.stored_chats import StoredChats
+
+CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
+
+
+class KeptRoutes:
+    """The routes.
+
+    Args:
+        responses, chats: what is kept.
+        access: knows the keys.
+        read: reads the body of a request.
+    """
+
+    def __init__(
+        self,
+        responses: Responses,
+        chats: StoredChats,
+        access: Access,
+        read: Callable[[HttpRequest], Awaitable[bytes]],
+    ) -> None:
+        self._responses, self._chats, self._access, self._read = responses, chats, access, read
+        self._looking = anyio.CapacityLimiter(1)  # a list reads all that an owner has, in several times its memory
+
+    def routes(self) -> list[Route]:
+        """Returns them."""
+        responses, chats = self._responses, self._chats
+        return [
+            Route(f"{RESPONSES}/{{id}}", self._response, methods=["GET"]),
+            self._of_id(f"{RESPONSES}/{{id}}", "DELETE", lambda owner, id, _: responses.delete(owner, id)),
+            self._of_id(f"{RESPONSES}/{{id}}/cancel", "POST", lambda owner, id, _: responses.cancel(owner, id)),
+            self._of_id(f"{RESPONSES}/{{id}}/input_items", "GET", responses.input_items),
+            self._of_id(CHATS, "GET", lambda owner, _, query: chats.listed(owner, query)),
+            self._of_id(f"{CHATS}/{{id}}", "GET", lambda owner, id, _: chats.get(owner, id)),
+            self._of_id(f"{CHATS}/{{id}}", "DELETE", lambda owner, id, _: chats.delete(owner, id)),
+            self._of_id(f"{CHATS}/{{id}}/messages", "GET", chats.messages),
+            Route(f"{CHATS}/{{id}}", self._update, methods=["POST"]),
+        ]
+
+    def _of_id(self, path: str, method: str, answer: Callable[[Owner, str, Any], bytes | msgspec.Struct]) -> Route:
+        """Returns a route that answers by the owner, the id in its path and its query."""
+
+        async def endpoint(http: HttpRequest) -> Response:
+            given = self._access.tenant(http.headers), http.path_params.get("id", ""), http.query_params
+            return await anyio.to_thread.run_sync(lambda: _json(answer(*given)), limiter=self._looking)
+
+        return Route(path, endpoint, methods=[method])
+
+    async def _response(self, http: HttpRequest) -> Response:
+        owner = self._access.tenant(http.headers)
+        if http.query_params.get("stream", "false") not in ("false", "0"):
+            raise ApiError(400, "stream: not supported here; omit it", param="stream", code="unsupported_parameter")
+        return _json(self._responses.get(owner, http.path_params["id"]))
+
+    async def _update(self, http: HttpRequest) -> Response:
+        owner = self._access.tenant(http.headers)
+        return _json(self._chats.update(owner, http.path_params["id"], await self._read(http)))
+
+
+def _json(body: bytes | msgspec.Struct) -> Response:
+    return Response(body if isinstance(body, bytes) else msgspec.json.encode(body), media_type="application/json")

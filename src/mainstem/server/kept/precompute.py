@@ -1,0 +1,184 @@
+"""Computes the next turn of a chat while nothing else runs, where a template changes what the model said.
+
+Templates drop what a model thought before it answered, or trim what it said. The next turn then has other text, and so
+no KV after the prompt of the last one. When an answer has ended and nobody waits, its conversation is rendered as the
+client will send it back, up to where the user's next text begins, and computed as a prompt without an answer, at the
+lowest priority. The next turn finds it.
+
+    answered          | prompt | <think> ... </think> answer |
+    next turn         | prompt | answer | head of the user's message | text of the user ...
+                               '------- computed here -------'
+
+A request that comes ends it; what was computed by then stays in the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.errors import MainstemError
+from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.text.prompts import Prompts
+from mainstem.server.generation import Watcher
+from mainstem.server.kept.answers import Turn
+from mainstem.server.parsing.output import Call, OutputParser, PlainText, Text
+from mainstem.settings.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+    from mainstem.runtime.stream import Stream
+
+log = logging.getLogger(__name__)
+
+_LOWEST_PRIORITY = -(2**31 - 1)
+
+
+Outcome = Literal["started", "unchanged", "skipped"]
+
+
+@dataclass(slots=True)
+class TurnStats:
+    """Counts of next turns since the start.
+
+    Args:
+        started: begun.
+        unchanged: not begun, because they begin with the answer as it is, or differ by less than a page.
+        skipped: not begun, because other requests ran or waited, or because they do not fit.
+    """
+
+    started: int = 0
+    unchanged: int = 0
+    skipped: int = 0
+
+
+class Precompute:
+    """Computes next turns. Any thread may call it; all that is slow is done on a thread of its own.
+
+    Args:
+        engine: computes them.
+        prompts: of the model.
+    """
+
+    def __init__(self, engine: Engine, prompts: Prompts) -> None:
+        self._engine, self._prompts = engine, prompts
+        self._worker = ThreadPoolExecutor(1, "mainstem-precompute")
+        self._lock = threading.Lock()  # guards all below
+        self._arrivals = 0
+        self._stream: Stream | None = None
+        self._stats = TurnStats()
+
+    def watchers(self, turn: Turn, request: Request, parser: Callable[[], OutputParser] = PlainText) -> list[Watcher]:
+        """Returns what has to see the events of a chat's only answer; none for other requests.
+
+        Args:
+            turn: of the request.
+            request: whose answer it is.
+            parser: makes what finds the text of an answer, as replies do: it is what a client sends back.
+        """
+        if turn.messages is None or turn.template is None or not turn.template.generation_prompt:
+            return []
+        return [_Listener(lambda answer: self._worker.submit(self._run, turn, request, answer, parser()))]
+
+    def give_way(self) -> None:
+        """Ends what is computed, because a request comes."""
+        with self._lock:
+            self._arrivals += 1
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
+
+    def stats(self) -> TurnStats:
+        """Returns the counts."""
+        with self._lock:
+            return replace(self._stats)
+
+    def _run(self, turn: Turn, request: Request, answer: Answer, parser: OutputParser) -> None:
+        with self._lock:
+            arrivals = self._arrivals
+        try:
+            outcome = self._compute(turn, request, _said(answer, parser), arrivals)
+        except MainstemError as error:
+            log.debug("a next turn is not computed: %s", error)
+            outcome = "skipped"
+        except Exception:  # e.g. of a template
+            log.exception("a next turn cannot be computed")
+            outcome = "skipped"
+        with self._lock:
+            setattr(self._stats, outcome, getattr(self._stats, outcome) + 1)
+
+    def _compute(self, turn: Turn, request: Request, answer: Answer, arrivals: int) -> Outcome:
+        stats = self._engine.stats()
+        if stats.running or stats.waiting:
+            return "skipped"
+        tokens = None if answer.text is None else self._next(turn, answer.text)
+        known = np.concatenate([request.tokens, np.asarray(answer.tokens, np.int32)])
+        if tokens is None:
+            return "unchanged"
+        same = _same(tokens, known)
+        if same >= len(known) - 1 or len(tokens) - same < self._engine.config.page_size:  # the last is often an end
+            return "unchanged"
+        params = SamplingParams(max_tokens=0)
+        stream = self._engine.submit(Request(tokens, params, request.namespace, _LOWEST_PRIORITY))
+        with self._lock:
+            came = self._arrivals > arrivals
+            self._stream = None if came else stream
+        if came:
+            stream.cancel()
+            return "skipped"
+        return "started"
+
+    def _next(self, turn: Turn, said: str) -> NDArray[np.int32] | None:
+        """Returns the next turn up to the text of the user, if it is known."""
+        if turn.messages is None or turn.template is None:
+            return None
+        text = self._prompts.before_next([*turn.messages, {"role": "assistant", "content": said}], turn.template)
+        return None if text is None else turn.tokenize(text)
+
+
+class Answer(NamedTuple):
+    """What was generated; without a text after a call of a tool."""
+
+    text: str | None
+    tokens: Sequence[int]
+
+
+class _Listener:
+    """Collects an answer, and passes it on if it came to its end; a `Watcher`."""
+
+    def __init__(self, ended: Callable[[Answer], object]) -> None:
+        self._ended = ended
+        self._deltas: list[Delta] = []
+
+    def see(self, delta: Delta) -> None:
+        """See `Watcher.see`."""
+        self._deltas.append(delta)
+
+    def close(self) -> None:
+        """See `Watcher.close`."""
+        deltas, self._deltas = self._deltas, []
+        if deltas and deltas[-1].finish_reason in ("stop", "length"):
+            tokens = [token for delta in deltas for token in delta.tokens]
+            self._ended(Answer("".join(delta.text for delta in deltas), tokens))
+
+
+def _said(answer: Answer, parser: OutputParser) -> Answer:
+    """Returns an answer with the text that its client sends back."""
+    pieces = [*parser.feed(answer.text or ""), *parser.close()]
+    if any(isinstance(piece, Call) for piece in pieces):
+        return answer._replace(text=None)
+    return answer._replace(text="".join(piece.text for piece in pieces if isinstance(piece, Text)))
+
+
+def _same(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Returns the length of the common beginning."""
+    n = min(len(one), len(other))
+    different = np.flatnonzero(one[:n] != other[:n])
+    return int(different[0]) if different.size else n

@@ -1,0 +1,1 @@
+"""Calls and thoughts in what a model writes."""

@@ -1,0 +1,145 @@
+"""What a server says about itself: its models, its version, its health, and where what is.
+
+Knows the engine's models and keys. Models are listed as OpenAI's clients read them, and as Anthropic's do if a client
+says which version of that API it speaks: https://docs.claude.com/en/api/models-list.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from mainstem import __version__
+from mainstem.server.access.api_keys import Access
+from mainstem.server.apis import message_reply, replies, tokenization
+from mainstem.server.errors import ApiError
+from mainstem.server.fields import openapi
+from mainstem.server.kept import listing
+from mainstem.server.management import Health
+from mainstem.server.preparation import Preparation
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Mainstem</title>
+<h1>Mainstem {version}</h1>
+<p>{model}Clients of OpenAI's API find it below <a href="/v1/models">/v1</a>, those of Anthropic's at this address.</p>
+<ul>
+<li><a href="/cache">/cache</a>: what is cached, live</li>
+<li><a href="/openapi.json">/openapi.json</a>: every route and its bodies</li>
+<li><a href="/metrics">/metrics</a>: metrics for Prometheus</li>
+<li><a href="/health">/health</a>: whether it takes requests</li>
+</ul>
+"""
+
+
+class ModelInfo(Struct):
+    """A model or an adapter, in the form of Anthropic's API."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: str = "active"
+    type: str = "model"
+
+
+class ModelPage(Struct):
+    """The response body of GET /v1/models, in the form of Anthropic's API."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class About:
+    """The routes that describe a server.
+
+    Args:
+        engine: runs the models.
+        access: the keys.
+        preparation: knows the names of the models.
+        started: seconds since the epoch at which the server began.
+        draining: returns whether it takes no more requests.
+    """
+
+    def __init__(
+        self, engine: Engine, access: Access, preparation: Preparation, started: int, draining: Callable[[], bool]
+    ) -> None:
+        self._engine, self._access, self._preparation = engine, access, preparation
+        self._started, self._draining = started, draining
+
+    def routes(self) -> list[Route]:
+        """Returns the routes."""
+        return [
+            Route("/", self._home, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+        ]
+
+    def model(self, name: str) -> replies.Model:
+        """Returns the entry of a model or an adapter."""
+        names = self._preparation.names
+        parent = None if name in names else names[0]
+        return replies.Model(name, self._started, self._engine.max_context, parent)
+
+    def _info(self, name: str) -> ModelInfo:
+        created = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        most = self._engine.max_context
+        return ModelInfo(name, name, created, most, most)
+
+    async def _models(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        names = [*self._preparation.names, *self._engine.adapters]
+        if not message_reply.speaks(http.url.path, http.headers):
+            return _json(replies.ModelList([self.model(name) for name in names]))
+        shown, has_more = listing.between(names, http.query_params)
+        first, last = (shown[0], shown[-1]) if shown else (None, None)
+        return _json(ModelPage([self._info(name) for name in shown], has_more, first, last))
+
+    async def _model(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        name = http.path_params["name"]
+        self._preparation.check_model(name)
+        anthropic = message_reply.speaks(http.url.path, http.headers)
+        return _json(self._info(name) if anthropic else self.model(name))
+
+    async def _home(self, http: HttpRequest) -> Response:
+        try:
+            self._access.tenant(http.headers)
+            model = f"{html.escape(self._preparation.names[0])} is served here. "
+        except ApiError:
+            model = ""  # for those with a key
+        page = _PAGE.format(version=__version__, model=model)
+        return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'"})
+
+    async def _version(self, http: HttpRequest) -> Response:
+        return _json(tokenization.Version(__version__))
+
+    async def _openapi(self, http: HttpRequest) -> Response:
+        document = await anyio.to_thread.run_sync(openapi.document)
+        return Response(msgspec.json.encode(document), media_type="application/json")
+
+    async def _health(self, http: HttpRequest) -> Response:
+        word = "failed" if self._engine.failure is not None else "draining" if self._draining() else "ok"
+        return _json(Health(word), 200 if word == "ok" else 503)
+
+
+def _json(body: Struct, status: int = 200) -> Response:
+    return Response(replies.encode(body), status, media_type="application/json")

@@ -1,0 +1,327 @@
+"""Explanations for clients: why a prompt was found in part only, stretch by stretch; and who may know what of it.
+
+    "explain": true                  in the body of a request: the response has it
+    GET  /v1/cache/explain/{id}      of an earlier request, by the id of its answer
+    POST /v1/cache/explain           of a body as it would be found now; nothing is run
+    GET  /v1/cache/explain           for the admin: misses by cause and tenant, and the latest requests
+
+A client sees positions and its own text. What it parted from is an earlier prompt of the same key and salt, as the
+cache looks at no other namespace; where prefixes are public, only the admin sees it. How far back anything is known,
+and how much memory would have kept what was evicted, say what others use, so these are for the admin, too. The latter
+needs "?distances=true" after POST: the engine reads the whole tree for it (0.4 s with 200,000 pages), and does nothing
+else meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import numpy as np
+from msgspec import UNSET
+from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mainstem.cache.namespaces import encode_namespace, owner_of
+from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.schedule.explaining import Stretch, Stretches
+from mainstem.server.access.api_keys import Access
+from mainstem.server.apis.replies import encode
+from mainstem.server.errors import ApiError, renamed
+from mainstem.server.generation import Task, Watcher
+from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
+from mainstem.server.preparation import Preparation, Prepared
+from mainstem.server.watch.explained import (
+    EvictedBody,
+    Explanation,
+    Misses,
+    PartedBody,
+    PromptExplained,
+    RecentMiss,
+    StretchBody,
+    TenantMisses,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mainstem.cache.explain import Evicted, Parted
+    from mainstem.runtime.engine import Engine
+
+PATH = "/v1/cache/explain"
+_KEPT_BYTES = 16 << 20
+_TTL_S = 3600.0
+_RECENT = 50
+_MOST_TENANTS = 256
+_TOKENS_BEFORE, _TOKENS_AFTER = 8, 16  # of a text that is shown
+_PROMPT_BYTES = 2000  # of what is kept of a prompt besides its tokens, about
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that was explained; of its request only the tokens are kept, and no images."""
+
+    tokens: NDArray[np.int32]
+    stretches: Stretches
+
+    @property
+    def cached(self) -> int:
+        return sum(each.end - each.begin for each in self.stretches if each.tier is not None)
+
+    @property
+    def missed(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for each in self.stretches:
+            if each.cause is not None:
+                found[each.cause] += each.end - each.begin
+        return found
+
+
+@dataclass(slots=True)
+class Account:
+    """What is known of the prompts of one HTTP request: of several choices, the one that found the fewest counts.
+
+    Args:
+        id: of the answer.
+        size: what it counts in the store, in bytes.
+        kept: whether it is in the store.
+    """
+
+    id: str
+    size: int
+    prompts: dict[int, _Prompt] = field(default_factory=dict)
+    kept: bool = False
+
+    def add(self, prompt: int, request: Request, stretches: Stretches) -> None:
+        """Adds what is known of a choice."""
+        made = _Prompt(request.tokens, stretches)
+        if prompt not in self.prompts or made.cached < self.prompts[prompt].cached:
+            self.prompts[prompt] = made
+
+
+class _Watch:
+    """Waits for the end of one choice, whose usage has its explanation. A `Watcher`."""
+
+    def __init__(
+        self, explanations: Explanations, account: Account, owner: Owner, prompt: int, request: Request
+    ) -> None:
+        self._explanations, self._account, self._owner = explanations, account, owner
+        self._prompt, self._request = prompt, request
+
+    def see(self, delta: Delta) -> None:
+        """Takes the last event into account."""
+        if delta.usage is not None and delta.usage.explanation is not None:
+            self._account.add(self._prompt, self._request, delta.usage.explanation)
+            self._explanations.count(self._account, self._owner, self._request, delta.usage.explanation)
+
+    def close(self) -> None:
+        """Does nothing: a request without a last event is not explained."""
+
+
+class Explanations:
+    """What is kept of the explanations of one server, and the routes that show it.
+
+    Args:
+        engine: explains, if it was started to.
+        access: knows the keys.
+        preparation: makes requests of bodies, and text of tokens.
+        name_of: what an owner of prefixes is called.
+        parse: makes a task of a body, by the path of the route that it is for, for a client.
+        read: reads a body, and parses it on a thread.
+        clock: returns seconds, monotonic.
+        hides: whether even the same tenant's clients see nothing of what they parted from: where prefixes are public.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        access: Access,
+        preparation: Preparation,
+        name_of: Callable[[bytes], str],
+        parse: Callable[[str, bytes, Owner], Task],
+        read: Callable[[HttpRequest, Callable[[bytes], Explanation]], Awaitable[Explanation]],
+        clock: Callable[[], float],
+        *,
+        hides: bool,
+    ) -> None:
+        self.on = engine.config.explain
+        self._engine, self._access, self._preparation = engine, access, preparation
+        self._name_of, self._parse, self._read, self._hides = name_of, parse, read, hides
+        self._kept = ResponseStore[Account](_KEPT_BYTES, _TTL_S, clock)
+        self._recent: deque[tuple[str, Owner]] = deque(maxlen=_RECENT)
+        self._tenants: dict[bytes, tuple[Counter[str], Counter[str]]] = {}  # hits and length; misses
+        self._lock = threading.Lock()
+
+    def routes(self) -> list[Route]:
+        """Returns the routes."""
+        return [
+            Route(PATH, self._of_body, methods=["POST"]),
+            Route(PATH, self._of_all, methods=["GET"]),
+            Route(f"{PATH}/{{id}}", self._of_id, methods=["GET"]),
+            Route("/cache/explain/{id}", self._of_id_in_browser, methods=["GET"]),
+        ]
+
+    def check(self, asked: bool | None) -> None:
+        """Checks that the server explains, if a request asks for it.
+
+        Raises:
+            ApiError: 400; it does not.
+        """
+        if asked and not self.on:
+            raise _off("explain")
+
+    def follow(self, id: str, headers: Headers, owner: Owner, made: Prepared) -> tuple[Prepared, list[list[Watcher]]]:
+        """Returns a request whose reply can show why it missed, and the watchers of each choice, if it is explained.
+
+        Args:
+            id: of the answer.
+            headers: of the request.
+            owner: the client.
+            made: the request.
+        """
+        if not self.on:
+            return made, [[] for _ in made.requests]
+        ask, admin = made.task.request, self._access.is_admin(headers)
+        size = sum(request.tokens.nbytes + _PROMPT_BYTES for request in made.requests[:: ask.choices])
+        account = Account(id, ENTRY_BYTES + size)
+        extras = replace(made.extras, explained=lambda: self.shown(account, admin=admin), explains=bool(ask.explain))
+        watchers = (_Watch(self, account, owner, i // ask.choices, request) for i, request in enumerate(made.requests))
+        return replace(made, extras=extras), [[watcher] for watcher in watchers]
+
+    def count(self, account: Account, owner: Owner, request: Request, stretches: Stretches) -> None:
+        """Keeps a request that has ended, and counts what it found."""
+        prompt = _Prompt(request.tokens, stretches)
+        tenant = owner_of(encode_namespace(request.namespace))
+        with self._lock:
+            if tenant not in self._tenants and len(self._tenants) >= _MOST_TENANTS:
+                del self._tenants[next(iter(self._tenants))]
+            sizes, missed = self._tenants.setdefault(tenant, (Counter(), Counter()))
+            sizes.update(prompt_tokens=len(request.tokens), cached_tokens=prompt.cached)
+            missed.update(prompt.missed)
+            if not account.kept:
+                account.kept = True
+                self._recent.append((account.id, owner))
+                self._kept.put(owner, account.id, account)
+
+    def shown(self, account: Account, *, admin: bool) -> list[PromptExplained]:
+        """Returns what a client may know of a request."""
+        return [self._shown(each, admin) for _, each in sorted(account.prompts.items())]
+
+    def recent(self) -> list[RecentMiss]:
+        """Returns the latest requests, the newest last; for the admin."""
+        with self._lock:
+            latest = [(id, self._kept.get(owner, id)) for id, owner in self._recent]
+        return [_recent(account) for _, account in latest if account is not None]
+
+    def tenants(self) -> list[TenantMisses]:
+        """Returns what each tenant missed, the newest tenants last; for the admin."""
+        with self._lock:
+            counted = [(tenant, dict(sizes), dict(missed)) for tenant, (sizes, missed) in self._tenants.items()]
+        return [TenantMisses(self._name_of(tenant), **sizes, missed_tokens=missed) for tenant, sizes, missed in counted]
+
+    # --- routes
+
+    async def _of_body(self, http: HttpRequest) -> Response:
+        tenant, admin = self._access.asker(http.headers)
+        if not self.on:
+            raise _off()
+        route, measured = http.query_params.get("route", ""), http.query_params.get("distances", "false")
+        if measured not in ("true", "false"):
+            raise ApiError(400, f"distances: must be true or false, not {measured!r}", param="distances")
+
+        def explain(body: bytes) -> Explanation:
+            return self._explain(self._parse(route, body, tenant), tenant, admin, admin and measured == "true")
+
+        return _json(await self._read(http, explain))
+
+    def _explain(self, task: Task, tenant: Owner, admin: bool, distances: bool) -> Explanation:
+        made = self._preparation.prepare(task, tenant if self._access.separates else None)
+        account = Account("", 0)
+        with renamed(task.names):
+            for i, request in enumerate(made.requests[:: task.request.choices]):
+                account.add(i, request, self._engine.explain(request, distances=distances))
+        return Explanation(None, self.shown(account, admin=admin))
+
+    async def _of_id(self, http: HttpRequest) -> Response:
+        admin = self._access.is_admin(http.headers)
+        owner = None if admin else self._access.tenant(http.headers)
+        return await self._answer(http, owner, admin)
+
+    async def _of_id_in_browser(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        return await self._answer(http, None, True)
+
+    async def _answer(self, http: HttpRequest, owner: Owner, admin: bool) -> Response:
+        if not self.on:
+            raise _off()
+        id = http.path_params["id"]
+        account = self._kept.find(id) if admin else self._kept.get(owner, id)
+        if account is None:
+            message = f"No explanation of {id!r}: the newest requests are kept, by the ids of their answers."
+            raise ApiError(404, message, param="id", code="explanation_not_found")
+        shown = await anyio.to_thread.run_sync(lambda: self.shown(account, admin=admin))
+        return _json(Explanation(id, shown))
+
+    async def _of_all(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        if not self.on:
+            raise _off()
+        return _json(Misses(self.tenants(), self.recent()))
+
+    # --- what is shown
+
+    def _shown(self, prompt: _Prompt, admin: bool) -> PromptExplained:
+        stretches = [self._stretch(each, prompt.tokens, admin) for each in prompt.stretches]
+        return PromptExplained(len(prompt.tokens), prompt.cached, dict(prompt.missed), stretches)
+
+    def _stretch(self, stretch: Stretch, tokens: NDArray[np.int32], admin: bool) -> StretchBody:
+        shown = StretchBody(stretch.begin, stretch.end, stretch.tier or UNSET, stretch.cause or UNSET)
+        shown.detail = stretch.detail or UNSET
+        if admin and stretch.since_s is not None:
+            shown.since_s = stretch.since_s
+        if stretch.cause is not None:
+            shown.text = self._text(tokens[stretch.begin : min(stretch.end, stretch.begin + _TOKENS_AFTER)])
+        if stretch.evicted is not None:
+            shown.evicted = self._evicted(stretch.evicted, admin)
+        if stretch.parted is not None:
+            shown.parted = self._parted(stretch.parted, admin)
+        return shown
+
+    def _evicted(self, gone: Evicted, admin: bool) -> EvictedBody:
+        shown = EvictedBody(gone.tier, gone.policy, gone.why, gone.uses, gone.ago_s, gone.idle_s)
+        if admin and gone.distance_pages is not None:
+            shown.kept_by_tokens = gone.distance_pages * self._engine.config.page_size
+        return shown
+
+    def _parted(self, parted: Parted, admin: bool) -> PartedBody:
+        shown = PartedBody(parted.at)
+        if admin or not self._hides:
+            shown.instead = self._text(np.frombuffer(parted.other, np.int32)[:_TOKENS_AFTER])
+        return shown
+
+    def _text(self, tokens: NDArray[np.int32]) -> str:
+        """Returns the text of tokens; images have none."""
+        known = tokens[(tokens >= 0) & (tokens < len(self._engine.tokenizer))]
+        return self._preparation.prompts.read(known.tolist())
+
+
+def _recent(account: Account) -> RecentMiss:
+    missed: Counter[str] = sum((each.missed for each in account.prompts.values()), Counter())
+    tokens = sum(len(each.tokens) for each in account.prompts.values())
+    cached = sum(each.cached for each in account.prompts.values())
+    return RecentMiss(account.id, tokens, cached, missed.most_common(1)[0][0] if missed else None)
+
+
+def _off(param: str | None = None) -> ApiError:
+    message = "explain: this server does not explain (start it with --explain)"
+    return ApiError(400 if param else 404, message, param=param, code="explain_off")
+
+
+def _json(body: Explanation | Misses) -> Response:
+    return Response(encode(body), media_type="application/json", headers={"Cache-Control": "no-store"})

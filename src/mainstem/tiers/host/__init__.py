@@ -1,0 +1,1 @@
+"""The host tier: its pages, backups from the device and loads to it."""

@@ -1,0 +1,1 @@
+"""Prefetches: what storage has of a prompt is read before its request is scheduled."""

@@ -1,0 +1,639 @@
+"""Prefetches: what storage has of a prompt is copied to the host, before its request is scheduled.
+
+    look up --deepest end n--> read | read | read ... --verified, in order--> in the tree
+
+One lookup asks for every component of every page that could be of use, or for fewer, where each is a request. The
+prefetch then aims at the deepest end from which all components can go on (`plan`), and reads what the host lacks for
+that: full attention from the front, then windows, then the state. Pages are read into private host pages. Those that
+arrived intact are added to the tree, at the prefetch's `Anchor`. If one did not, the prefetch aims at the deepest end
+that is left: what has arrived stays.
+
+A prefetch serves every request that lacks the same page. How long its requests wait is decided in `waits`. One of them
+may go on computing meanwhile (`lead`): from then on full attention is read from the back, until both meet (`meeting`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mainstem.cache.tree import Ids
+from mainstem.tiers.costs import Costs
+from mainstem.tiers.host.backup import Backups
+from mainstem.tiers.host.tier import HostPages
+from mainstem.tiers.pending import PendingList, Polled
+from mainstem.tiers.prefetch.anchor import Anchor
+from mainstem.tiers.prefetch.meeting import Meeting
+from mainstem.tiers.prefetch.plan import Plan
+from mainstem.tiers.prefetch.waits import ANY, Cause, Missed, Wait
+from mainstem.tiers.storage.names import PageNames
+from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.store import Store, StoreCall
+
+log = logging.getLogger(__name__)
+
+_MOST_TIMES = 16  # the configured minimum: how many tokens may be too few to look them up
+_LEAST_READ = 4  # pages, where a request computes meanwhile
+
+Missing = tuple[bytes, bytes]
+"""A namespace, and the symbols up to the end of the first page that neither device nor host has."""
+
+
+@dataclass(eq=False)
+class _Read:
+    """A batch of pages of one component, read from storage into private host pages; None: they have no content."""
+
+    row: int
+    begin: int
+    page_ids: Ids
+    call: StoreCall[int] | None
+    good: int = 0  # pages that arrived intact, from the first
+    failed: bool = False  # the call as a whole
+    ended: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.call is None or self.call.done()
+
+    @property
+    def outcome(self) -> int:
+        """1: the call failed as a whole; otherwise 2 + the number of intact pages, from the first."""
+        if self.call is None:
+            return 2 + len(self.page_ids)
+        return 1 if self.call.failed else 2 + self.call.value
+
+
+class Prefetch:
+    """A copy of a prompt's pages from storage to the host. Created by `Tiers.prefetch`.
+
+    Attributes:
+        loaded: positions that can be used because of it so far.
+        users: number of requests that want it.
+        shared: whether there was ever more than one.
+        wanted: whether a request asked for it; no request waits for a prefetch of `warm`.
+        ended: whether no more pages will arrive.
+        meets: whether a request may go on computing while it reads.
+    """
+
+    def __init__(
+        self,
+        prefetches: Prefetches,
+        missing: Missing,
+        anchor: Anchor,
+        wait: Wait,
+        plan: Plan,
+        min_pages: int,
+        meets: bool,
+    ) -> None:
+        self.users, self.loaded = 1, 0
+        self.shared = self.wanted = self.ended = False
+        self._prefetches, self._missing, self._anchor, self._wait = prefetches, missing, anchor, wait
+        self._store, self._plan, self._min_pages = prefetches.store, plan, min_pages
+        self._page_size = prefetches.host.tree.page_size
+        self._depth = self._promised = plan.have  # the end that it aims at, and that storage seemed to have at first
+        self._left: deque[tuple[int, int, int]] = deque()  # pages to read for that: row, begin, end
+        self._reads: deque[_Read] = deque()
+        self._looked_up = self._aimed = self._aiming = self._expired = False
+        self._faulty = self._crowded = False  # a page did not arrive; the host had no room
+        self._broken = False  # a page of the reads under way did not arrive: those after it are not used
+        self._lost = False  # because storage does not have it, rather than because the host has lost what is before it
+        self._offer: int | None = None  # the deepest end, as this rank sees it
+        self.meets = meets and plan.any_end and anchor.connected and self._store.config.prefetch == "timeout"
+        self._meeting: Meeting | None = None  # once a request computes meanwhile
+        self._led = False  # whether one does
+        self._counted = False  # whether what is late has been counted
+        self._meanwhile = 0  # pages that it computed
+        self._missed: list[Missed] = []
+        self._fault: str | None = None  # of the last page that did not arrive
+        self._positions = 0  # that it computes before it looks again
+        self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
+        every_end = not (prefetches.pending.alone or plan.any_end)
+        search = partial(plan.search, every_end=every_end)
+        self._lookup = lookup = anchor.look_up(self._store, self._asked, search)
+        prefetches.pending.add(Polled(lambda: self._answer() if lookup.done() else 0, self._found))
+        prefetches.pending.add(Polled(self._late, self._expire))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the request should wait for more."""
+        return not (self.ended or self._expired or self._store.config.prefetch == "best_effort")
+
+    def revoke(self) -> None:
+        """Withdraws one request. With none left, no more reads begin; pages being read are still kept."""
+        self.users -= 1
+
+    def private_pages(self, row: int) -> int:
+        """Returns the number of host pages of a component that are being read into and not in the tree yet."""
+        held = self._meeting.private_pages if self._meeting is not None and row == 0 else 0
+        return held + sum(len(read.page_ids) for read in self._reads if read.row == row)
+
+    # ---------------------------------------------------------------- a request that computes meanwhile
+
+    def lead(self, key: bytes, computed: int) -> bool:
+        """Lets a request compute from the front, while this reads from the back; returns whether it may.
+
+        Only one may at a time, and only if its prompt begins with the one that is read.
+
+        Args:
+            key: the symbols of its prompt.
+            computed: positions that it need not compute.
+        """
+        if not self.meets or self.ended or self._led or not self._anchor.begins(key):
+            return False
+        self._led = True
+        self._meet().front = computed // self._page_size
+        return True
+
+    def _meet(self) -> Meeting:
+        """Reads from the back from now on."""
+        if self._meeting is None:
+            self._meeting = Meeting(self._anchor, self._prefetches.host, self._prefetches.backups)
+        return self._meeting
+
+    def reached(self, computed: int) -> None:
+        """Notes how many positions the leader has computed and published."""
+        if self._meeting is not None:
+            front, self._meeting.front = self._meeting.front, computed // self._page_size
+            end = self._promised if self._looked_up else self._plan.pages
+            self._meanwhile += max(0, min(self._meeting.front, end) - front)
+            self._miss(front, min(self._meeting.front, end), "meanwhile" if self._looked_up else self._why())
+
+    def ahead(self, computed: int) -> int | None:
+        """Returns how many positions the leader computes next at most; None: as many as it likes.
+
+        0: none in this step. What comes next has arrived, or is expected so soon that computing gains nothing.
+        """
+        if self._meeting is None or self.ended:
+            return None
+        self._meeting.front = computed // self._page_size
+        self._positions = self._prefetches.pending.agreed(self._worth_computing(computed // self._page_size))
+        size, end = self._page_size, computed + self._positions
+        pages = self._meeting.ahead(computed // size)
+        if pages is not None:
+            end = min(end, (computed // size + pages) * size)
+        return max(0, end // size * size - computed)
+
+    @property
+    def usable(self) -> int:
+        """Positions of the prompt up to the end of what it has added to the tree."""
+        return self._anchor.pages * self._page_size
+
+    def missed(self, key: bytes) -> list[Missed]:
+        """Returns what a request could not use so far, each page with the first cause.
+
+        Args:
+            key: the symbols of its prompt; only pages that it shares with the one that is read count.
+        """
+        shared, found = self._anchor.shared(key), [*self._missed]
+        if not found and not self.ended:
+            found.append(Missed(self._usable, self._promised if self._looked_up else self._plan.pages, "meanwhile"))
+        cut = (each._replace(end=min(each.end, shared)) for each in found)
+        return [each for each in cut if each.begin < each.end]
+
+    def _miss(self, begin: int, end: int, cause: Cause) -> None:
+        if begin < end:
+            self._missed.append(Missed(begin, end, cause, self._fault if cause == "fault" else None))
+
+    def stop_leading(self) -> None:
+        """Notes that the leader has computed its prompt, or has ended. Counts what it computed meanwhile."""
+        self._led = False
+        if self.wanted and not self._counted:
+            self._prefetches.late["meanwhile" if self._looked_up else self._why()] += self._meanwhile
+            self._meanwhile = 0
+            if not self._looked_up:
+                self._store.gave_up(self._wait.waited_s)
+
+    def go_on(self) -> None:
+        """Adds what was met to the tree, and begins more reads."""
+        if self._meeting is not None:
+            self._join(self._meeting)
+            self._read_back(self._meeting)
+
+    def _worth_computing(self, front: int) -> int:
+        """Returns how many positions to compute before looking again, as this rank sees it; `ANY`: do not wait."""
+        if self._overdue():
+            return ANY
+        end = self._depth if self._looked_up else self._plan.pages
+        if self._meeting is not None and (pages := self._meeting.ahead(front)) is not None:
+            end = front + pages
+        reads = [(max(read.begin, front), min(read.begin + len(read.page_ids), end)) for read in self._reads]
+        left = [(max(begin, front), min(last, end)) for _, begin, last in self._left]
+        spans = [span for span in (*reads, *left) if span[0] < span[1]]
+        if self._looked_up and not spans:
+            return ANY
+        certain = min((begin for begin, _ in spans), default=front) - front  # nobody reads these
+        under_way = sum(len(read.page_ids) for read in self._reads)
+        later = sum(max(0, last - begin) for begin, last in left)
+        return max(certain * self._page_size, self._wait.positions(front, under_way, later))
+
+    def _join(self, meeting: Meeting) -> None:
+        ours = meeting.join()
+        self._prefetches.pending.counts["prefetched"] += ours
+        self.loaded += ours * self._page_size
+        if meeting.broken:
+            self._crowded = True
+            self._left.clear()
+            self._prefetches.pending.counts["prefetch_dropped"] += meeting.release()
+
+    def _take(self, meeting: Meeting, read: _Read) -> None:
+        """Keeps what has arrived for the meeting. The pages after a lost one are read again."""
+        end = read.begin + len(read.page_ids)
+        lost = read.begin + read.good
+        self._prefetches.host.pools[0].release(read.page_ids[read.good :])
+        if read.good:
+            meeting.add(read.begin, read.page_ids[: read.good])
+        if lost < end:
+            self._note_fault(read)
+            self._prefetches.late["fault"] += end - lost if read.failed else 1
+            self._miss(lost, end if read.failed else lost + 1, "fault")
+            self._plan.stored[0][lost] = False
+            if lost + 1 < end and not read.failed:
+                self._left = deque(sorted([*self._left, (0, lost + 1, end)]))
+
+    def _read_back(self, meeting: Meeting) -> None:
+        """Begins more reads, from the back."""
+        config = self._store.config
+        soon = self._positions // self._page_size if self._led and self._positions < ANY else 0
+        share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
+        while self.users > 0 and not meeting.broken and len(self._reads) < config.batches:
+            room = self._prefetches.room(self)
+            begin, end = meeting.next_read(self._left, meeting.front + soon, self._depth, room)
+            page_ids = self._prefetches.allocate(self._missing[0], 0, min(end - begin, share))
+            if not len(page_ids):
+                break
+            self._cut(end - len(page_ids), end)
+            self._begin_read(0, end - len(page_ids), page_ids)
+        if not self._reads and self._looked_up and (self.users <= 0 or not meeting):
+            self._prefetches.pending.counts["prefetch_dropped"] += meeting.release()
+            self._end()
+
+    def _cut(self, begin: int, end: int) -> None:
+        """Takes pages out of those left to read."""
+        parts = [part for row, b, e in self._left for part in ((row, b, min(e, begin)), (row, max(b, end), e))]
+        self._left = deque(part for part in parts if part[1] < part[2])
+
+    # ---------------------------------------------------------------- how long to wait
+
+    def _late(self) -> bool:
+        """Whether a request should stop waiting, as this rank sees it."""
+        if self.meets:
+            return self.ended or self._worth_computing(self._anchor.pages) > 0
+        return self.ended or self._wait.over or self._overdue()
+
+    def _expire(self, outcome: int) -> None:
+        """Ends the wait of its requests. If storage has not answered the lookup, it is marked as slow."""
+        self._expired = True
+        if self.meets and not (self._wait.over or self._overdue()):
+            return  # nothing is late yet: see `stop_leading`
+        if self.wanted and self.users > 0:
+            self._counted = True
+            end = self._promised if self._looked_up and not self._lookup.refused else self._plan.pages
+            self._prefetches.late[self._why()] += end - self._usable
+            self._miss(self._usable, end, self._why())
+        if self.wanted and not self._looked_up:
+            self._store.gave_up(self._wait.waited_s)
+
+    def _overdue(self) -> bool:
+        calls = (read.call for read in self._reads)
+        return self._lookup.overdue() or any(call is not None and call.overdue() for call in calls)
+
+    def _why(self) -> Cause:
+        """Returns why no request waits for the missing pages."""
+        if self._lookup.refused or self._store.breaker.open:
+            return "breaker"
+        if self._faulty:
+            return "fault"
+        if self._crowded:
+            return "host_room"
+        return "slow" if self._store.slow and not self._overdue() else "timeout"
+
+    @property
+    def _usable(self) -> int:
+        """The end from which a request can go on because of it."""
+        if self._plan.any_end:
+            return self._anchor.pages
+        whole = self._looked_up and not (self._left or self._reads or self._aiming)
+        return self._depth if whole else self._plan.have
+
+    # ---------------------------------------------------------------- what to aim at
+
+    def _answer(self) -> int:
+        """Votes for the deepest end, once storage has answered."""
+        if self._offer is None:
+            found = self._lookup.value
+            self._anchor.take(found.names)
+            for (row, pages), there in zip(self._asked, found.there, strict=False):  # nothing, if the call failed
+                self._plan.stored[row.number][pages] = there
+            self._offer = self._plan.deepest(self._plan.pages)
+        return 1 + self._offer
+
+    def _found(self, outcome: int) -> None:
+        """Takes the result of the lookup."""
+        self._looked_up = True
+        if self._lookup.failed:
+            self._fault = self._lookup.fault
+            self._miss(self._plan.have, self._plan.pages, "breaker" if self._lookup.refused else "fault")
+        self._wait.answered(outcome - 1 - self._plan.have, self._lookup.took_s)
+        self._agreed(self._plan.pages, outcome)
+
+    def _propose(self, most: int) -> None:
+        """Aims at the deepest end of at most `most` pages that every rank can reach."""
+        offer = self._plan.deepest(most)
+        if self._prefetches.pending.alone:
+            self._aim(offer)
+        else:
+            self._aiming = True
+            self._prefetches.pending.add(Polled(lambda: 1 + offer, partial(self._agreed, most)))
+
+    def _agreed(self, most: int, outcome: int) -> None:
+        """Aims at the lowest offer of the ranks. If it is below `most`, a rank that offered more may lack it."""
+        self._aiming, depth = False, outcome - 1
+        if self._prefetches.pending.alone or self._plan.any_end or depth in (most, self._plan.have):
+            self._aim(depth)
+        else:
+            self._propose(depth)
+
+    def _aim(self, depth: int) -> None:
+        """Begins to read what an end needs."""
+        if not self._aimed:
+            self._aimed = True
+            pages, component = self._prefetches.note_short(self._plan, depth)
+            if pages:
+                self._missed.append(Missed(depth, depth + pages, "component", component))
+            if depth - self._plan.have < self._min_pages:
+                if depth > self._plan.have:
+                    self._missed.append(Missed(self._plan.have, depth, "too_few"))
+                depth = self._plan.have
+            self._promised = depth
+            if self.meets and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
+                self._meet()
+        self._depth = depth
+        self._anchor.back_to(depth)
+        self._anchor.mark_held(self._plan)
+        self._left = deque(self._plan.missing(depth) if depth > self._plan.have else ())
+        self._go_on()
+
+    # ---------------------------------------------------------------- reads
+
+    def _go_on(self) -> None:
+        """Begins more reads; ends if there are none."""
+        if self._meeting is not None:
+            self._read_back(self._meeting)
+            return
+        config = self._store.config
+        while self.users > 0 and not self._broken and self._left and len(self._reads) < config.batches:
+            row, begin, end = self._left[0]
+            page_ids = self._prefetches.allocate(self._missing[0], row, end - begin)
+            if len(page_ids):
+                self._read(row, begin, page_ids)
+            elif self._reads:
+                break  # a read under way may make room
+            else:
+                self._do_without_room(row)
+                return
+        if not self._reads and self._looked_up and not self._aiming and (self.users <= 0 or not self._left):
+            if not self._plan.any_end:
+                self.loaded = (self._usable - self._plan.have) * self._page_size
+            self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._anchor.release()
+        self._prefetches.end(self._missing)
+
+    def _read(self, row: int, begin: int, page_ids: Ids) -> None:
+        """Begins to read the next pages into these."""
+        _, _, end = self._left.popleft()
+        last = begin + len(page_ids)
+        if last < end:
+            self._left.appendleft((row, last, end))
+        self._begin_read(row, begin, page_ids)
+
+    def _begin_read(self, row: int, begin: int, page_ids: Ids) -> None:
+        self._wait.asked(all(read.done for read in self._reads))
+        call = self._prefetches.read(row, self._anchor.names(begin, begin + len(page_ids)), page_ids)
+        read = _Read(row, begin, page_ids, call)
+        self._reads.append(read)
+        self._prefetches.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
+
+    def _vote(self, read: _Read) -> int:
+        """Votes once a batch has been read and its pages can be added to the tree."""
+        return read.outcome if read.done and (self._meeting is not None or not self._anchor.in_flight) else 0
+
+    def _arrived(self, read: _Read, outcome: int) -> None:
+        """Adds the pages that were read to the tree, in order, and begins more reads."""
+        host, counts = self._prefetches.host, self._prefetches.pending.counts
+        read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True
+        if read.row == 0 and read.call is not None and not read.failed:
+            self._wait.arrived(len(read.page_ids), read.call.ended_s)
+        if self._meeting is not None:
+            for done in [each for each in self._reads if each.ended]:
+                self._reads.remove(done)
+                self._take(self._meeting, done)
+            return  # it goes on at the next poll
+        while self._reads and self._reads[0].ended:
+            read = self._reads.popleft()
+            good = read.good if not self._broken else 0
+            kept, ours = self._anchor.place(read.row, read.begin, read.page_ids[:good])
+            counts["prefetched"] += ours
+            counts["prefetch_dropped"] += good - ours
+            if self._plan.any_end:
+                self.loaded += ours * self._page_size
+            host.pools[read.row].release(read.page_ids[good:])
+            if kept < len(read.page_ids) and not self._broken:
+                self._broken = True
+                self._note_fault(read)
+                self._plan.stored[read.row][read.begin + kept] = False
+                self._lost = kept == good  # else the host has lost what is before it
+        if self._broken and not self._reads:
+            self._aim_again()
+        else:
+            self._go_on()
+
+    def _note_fault(self, read: _Read) -> None:
+        """Notes that a page did not arrive."""
+        self._faulty, self._fault = True, None if read.call is None else read.call.fault
+
+    def _aim_again(self) -> None:
+        """Aims at what is left without a page that did not arrive."""
+        self._broken = False
+        if self._lost:
+            self._anchor.mark_held(self._plan)
+            self._propose(self._depth)
+        else:
+            self._left.clear()
+            self._depth = self._plan.have
+            self._go_on()
+
+    def _do_without_room(self, row: int) -> None:
+        """Aims at what is left if the host has no room for more pages of a component."""
+        most = self._anchor.pages if row == 0 and self._anchor.connected else self._plan.have
+        if self.wanted and not self._expired:
+            self._prefetches.late["host_room"] += self._depth - most
+            self._miss(most, self._depth, "host_room")
+        self._promised, self._crowded = most, True
+        self._propose(most)
+
+
+class Prefetches:
+    """Begins prefetches, limits their number and the host pages that they hold.
+
+    Args:
+        host: the pages of the host.
+        backups: copies the pages before those that are read.
+        store: the store.
+        names: the names of the tree's pages.
+        rows: what is stored.
+        costs: the estimates.
+        pending: the list of everything under way.
+
+    Attributes:
+        late: pages that were computed although storage has them, or may have them, by cause.
+        short: pages that the first component alone could have gone further, by the component that stood in the way.
+        declined: why the last request to `ask` got no prefetch: what of its prompt is missing; None: nothing is.
+        host, backups, store, rows, pending: as given, for its prefetches.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        backups: Backups,
+        store: Store,
+        names: PageNames,
+        rows: Sequence[Row],
+        costs: Costs,
+        pending: PendingList,
+    ) -> None:
+        self.late: Counter[Cause] = Counter()
+        self.short: Counter[str] = Counter()
+        self.declined: Missed | None = None
+        self.host, self.store, self.rows, self.pending = host, store, tuple(rows), pending
+        self.backups = backups
+        self._tree, self._names, self._costs = host.tree, names, costs
+        self._stored = {row.number: row for row in rows}
+        self._under_way: dict[Missing, Prefetch] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many are under way as may be."""
+        return len(self) >= self.store.config.max_prefetches
+
+    def ask(self, namespace: bytes, key: bytes, meets: bool) -> Prefetch | None:
+        """Begins a prefetch for a request, or returns one under way; see `Tiers.prefetch`."""
+        page_bytes = self._tree.page_bytes
+        pages = max(len(key) - self._tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
+        min_pages = max(1, -(-self._min_tokens() // self._tree.page_size))
+        prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages, meets)
+        if prefetch is not None:
+            prefetch.wanted = True
+        return prefetch
+
+    def begin(self, namespace: bytes, key: bytes, min_pages: int, meets: bool = False) -> Prefetch | None:
+        """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
+        missing, have = self._missing(namespace, key)
+        pages = len(key) // self._tree.page_bytes
+        self.declined = None
+        if pages - have < min_pages:
+            self.declined = Missed(have, pages, "unasked") if have < pages else None
+            return None
+        # A prefetch of the same missing page serves both.
+        if (same := self._under_way.get(missing)) is not None:
+            same.users += 1
+            same.shared = True
+            return same
+        if self.full:
+            self.pending.counts["prefetch_skipped"] += 1
+            self.late["limit"] += pages - have
+            self.declined = Missed(have, pages, "limit")
+            return None
+        known = have if len(self._tree.components) == 1 else self._tree.core.extent(namespace, key)
+        anchor = Anchor(self.host, self._names, namespace, key, known)
+        if anchor.node:
+            self.backups.begin(anchor.node)
+        self.pending.counts["prefetches"] += 1
+        contents = [row in self._stored for row in range(len(self._tree.components))]
+        plan = Plan(self._tree.components, contents, self._tree.page_size, have, pages)
+        anchor.mark_held(plan)
+        page_bytes = self.host.memory.payload_bytes(0)
+        wait = Wait(self.store, self._costs, self._tree.page_size, page_bytes, have, pages)
+        self._under_way[missing] = prefetch = Prefetch(self, missing, anchor, wait, plan, min_pages, meets)
+        return prefetch
+
+    def go_on(self) -> None:
+        """Adds to the tree what requests have met, and begins more reads for them."""
+        for prefetch in list(self._under_way.values()):
+            prefetch.go_on()
+
+    def overlaps(self, namespace: bytes, key: bytes) -> bool:
+        """Whether a prefetch is under way of the first page of a prefix that neither device nor host has."""
+        return self._missing(namespace, key)[0] in self._under_way
+
+    def private_pages(self, row: int) -> int:
+        """Returns the number of host pages of a component that prefetches own."""
+        return sum(prefetch.private_pages(row) for prefetch in self._under_way.values())
+
+    def allocate(self, namespace: bytes, row: int, n: int) -> Ids:
+        """Allocates private pages of a component for a batch of a namespace.
+
+        At most n, as many as a call reads, and as many as prefetches may hold; none without room.
+        """
+        limit = self._share(row) - self.private_pages(row)
+        needed = [0] * len(self.host.pools)
+        needed[row] = max(0, min(n, limit, self.store.config.batch_pages if row in self._stored else n))
+        allocated = self.host.allocate(needed, namespace)
+        return np.empty(0, np.int32) if allocated is None else allocated[row]
+
+    def room(self, prefetch: Prefetch) -> int:
+        """Returns how many host pages of the first component a prefetch may hold, beside the others."""
+        return self._share(0) - self.private_pages(0) + prefetch.private_pages(0)
+
+    def _min_tokens(self) -> int:
+        """Returns how many tokens are worth a look-up. All ranks ask at the same point."""
+        tokens = self.store.config.prefetch_min_tokens
+        if self.store.config.prefetch == "wait_complete":
+            return tokens
+        most = _MOST_TIMES * tokens  # so that longer prompts renew the estimates
+        found = self._costs.prefetch_min_tokens(self.host.memory.payload_bytes(0), most)
+        return self.pending.agreed(tokens if found is None else found)
+
+    def _share(self, row: int) -> int:
+        return max(1, int(self.host.pools[row].total * self.store.config.prefetch_host_share))
+
+    def read(self, row: int, names: Sequence[bytes], page_ids: Ids) -> StoreCall[int] | None:
+        """Begins to read pages of a component; None: they have no content."""
+        stored = self._stored.get(row)
+        if stored is None:
+            return None
+        return self.store.read(stored, names, self.host.memory.slots(row, page_ids.tolist()))
+
+    def note_short(self, plan: Plan, depth: int) -> tuple[int, str]:
+        """Counts what stood in the way where the first component alone would have gone further.
+
+        Returns how many pages further, and the component in the way.
+        """
+        pages, row = plan.in_the_way(depth)
+        if not pages:
+            return 0, ""
+        name = self._tree.names[row]
+        if name not in self.short:
+            log.info("storage has %d pages further than its %s allows; more of this is only counted", pages, name)
+        self.short[name] += pages
+        return pages, name
+
+    def end(self, missing: Missing) -> None:
+        """Notes that a prefetch has ended."""
+        del self._under_way[missing]
+
+    def _missing(self, namespace: bytes, key: bytes) -> tuple[Missing, int]:
+        """Returns the first page of a prefix that neither device nor host has, and the number of pages before it."""
+        here, _, below = self._tree.core.peek(namespace, key, 0, False)
+        have = (here + below) // self._tree.page_size
+        return (namespace, key[: (have + 1) * self._tree.page_bytes]), have
