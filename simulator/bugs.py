@@ -37,11 +37,13 @@ _SEALER, _STORE, _PENDING, _HOST = (
     "tiers/pending.py",
     "tiers/host/tier.py",
 )
-_BACKUP, _LOAD, _PREFETCH, _ANCHOR, _MEETING, _WRITE, _WARM = (
-    f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "anchor", "meeting", "write", "warm")
+_BACKUP, _LOAD = "tiers/host/backup.py", "tiers/host/load.py"
+_PREFETCH, _ANCHOR, _MEETING, _WARM = (
+    f"tiers/prefetch/{part}.py" for part in ("prefetch", "anchor", "meeting", "warm")
 )
+_WRITE = "tiers/storage/write.py"
 _SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
-_SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/{part}.py" for part in ("sharing", "folding", "tree_attention"))
+_SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/attention/{part}.py" for part in ("sharing", "folding", "tree"))
 _DECODERS = "runtime/kernels/decoders.py"
 _BREAKER = "storage/breaker.py"
 _TRITON = "runtime/attention/triton_attention.py"

@@ -61,7 +61,7 @@ def test_a_link_of_a_page_from_elsewhere_in_the_repository() -> None:
 def test_sources_are_linked_to_in_the_repository_if_it_has_an_address() -> None:
     address = "https://example.org/files"
     text = "[a](../examples) [b](../src/mainstem/cache/prefix_cache.py)"
-    assert relinked(text, repository=address) == f"[a]({address}/examples) [b]({address}/src/mainstem/cache.py)"
+    assert relinked(text, repository=address) == f"[a]({address}/examples) [b]({address}/src/mainstem/cache/prefix_cache.py)"
 
 
 def test_every_page_is_in_the_menu() -> None:

@@ -1,1 +1,1 @@
-"""The memory behind page ids: tensors of keys and values, states, host memory, and copies between them."""
+"""The memory that page ids name: tensors of keys and values, states, host memory, and copies between them."""
