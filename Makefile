@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures clean
+	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -28,6 +28,7 @@ help:
 	@echo "make simulate-campaign  the same without end; goes on where the last one ended"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
 	@echo "make docs          the site, into build/docs/html: every page, link and name in the reference must exist"
+	@echo "make house         count lines, functions, classes, importers (ARGS=\"--base REV\": beside a commit)"
 	@echo "make pictures      draw the pictures of the documentation again, and take those of demo, replay, top and the live page"
 	@echo "make spin          visit every state of small models of the cache, and reintroduce bugs (needs spin and gcc)"
 	@echo "make fuzz          fuzz every parser and the core's calls (SECONDS=60 in all)"
@@ -311,6 +312,9 @@ test-dist: dist
 	$(PYTHON) -m venv --clear $(DIST)/empty
 	$(DIST)/empty/bin/pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[server]"
 	cd / && $(abspath $(DIST))/empty/bin/mainstem demo $(ARGS)
+
+house:
+	@$(PYTHON) -m scripts.house $(ARGS)
 
 stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi

@@ -35,9 +35,8 @@ def findings(source: str) -> Iterator[str]:
                 yield f"{owner.id}.load"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_cannot_run_what_it_reads(path: Path) -> None:
-    assert list(findings(path.read_text())) == []
+def test_no_module_can_run_what_it_reads() -> None:
+    assert {path: each for path in MODULES if (each := list(findings(path.read_text())))} == {}
 
 
 @pytest.mark.parametrize(
