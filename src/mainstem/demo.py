@@ -52,7 +52,7 @@ TOOLS = (
     ("reserve(place, day, people)", "reserves a table or tickets, and returns a number that confirms it"),
     ("note(text)", "keeps a line for the plan; notes are shown to the family at the end, in their order"),
 )
-"""What the agent's system prompt says that it can call."""
+"""The tools in the agent's system prompt."""
 
 _AGENT = (
     "You are an agent that plans a day in a town for a family of two adults and two children. You work in steps. After"
@@ -94,7 +94,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the demo measured; the times are medians over the questions.
+    """The measurements of the demo; the times are medians over the questions.
 
     Args:
         model: the name of the model.
@@ -148,7 +148,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """What the agent's steps measured.
+    """The measurements of the agent's steps.
 
     Args:
         model: the name of the model.

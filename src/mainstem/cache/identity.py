@@ -13,7 +13,7 @@ from mainstem.errors import BadArgument, check_integer
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must be equal for a stored page to be the same page.
+    """The identity of a stored page: two pages with different ones are different pages.
 
     Args:
         model: its name; models of different names never share.

@@ -14,7 +14,7 @@ from mainstem.errors import BadArgument
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What the KV of a sequence depends on apart from its tokens.
+    """The namespace of a sequence: what its KV depends on apart from its tokens.
 
     Args:
         adapter: name of the adapter (LoRA); None is the base model, which differs from the adapter "".
@@ -53,7 +53,7 @@ class Namespace:
 NamespaceLike = Namespace | str | bytes | None
 
 DEFAULT = "default namespace"
-"""What users read for the namespace without any field."""
+"""The name that users read for the namespace without any field."""
 
 
 def encode_namespace(namespace: NamespaceLike) -> bytes:

@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one owner may have.
+    """The quota of one owner.
 
     Args:
         device: its share of the device.
@@ -76,7 +76,7 @@ class Quotas:
 
     Args:
         named: by namespace: that of its owner counts, so `Namespace(tenant="a")` stands for all that tenant a has.
-        others: that of every other owner. What has no tenant, salt or name has no quota, unless it is in `named`.
+        others: that of every other owner. Prefixes without tenant, salt or name have no quota, unless it is in `named`.
 
     Raises:
         BadArgument: two of `named` have one owner, or guarantees exceed a tier.

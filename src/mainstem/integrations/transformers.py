@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 _CACHES = ("past_key_values", "cache_params")
 
-# What a first forward may be given; anything else may change what the model keeps of a token.
+# The arguments that a first forward may be given; any other may change what the model keeps of a token.
 _INPUTS = {"input_ids", "attention_mask", "position_ids", *_CACHES, "use_cache", "logits_to_keep", "return_dict"}
 
 _SLICED = ("input_ids", "position_ids")
@@ -68,7 +68,7 @@ _DRAIN_S = 5.0  # for pending writes when the cache is closed
 
 @dataclass(frozen=True, slots=True)
 class GenerateStats:
-    """What a cached model has counted.
+    """The counts of a cached model.
 
     Args:
         calls: calls of `generate`.
@@ -195,7 +195,7 @@ class Cached:
     def close(self) -> None:
         """Leaves the model as it was, and ends the tiers once calls on other threads have ended; a second does nothing.
 
-        What is pending is written to storage first.
+        Pending pages are written to storage first.
         """
         with self._lock:
             if self._closed:
@@ -574,13 +574,13 @@ class _Row:
 
     @property
     def place(self) -> Place:
-        """Where its pages are now."""
+        """The places of its pages now."""
         assert self.lease is not None
         return Place(self.pad, self.lease.tables, self.lease.state)
 
 
 class _Prompt(NamedTuple):
-    """What a first forward is given: ids [rows, columns], an empty cache, and the rows without their padding."""
+    """The input of a first forward: ids [rows, columns], an empty cache, and the rows without their padding."""
 
     ids: torch.Tensor
     cache: DynamicCache

@@ -1,4 +1,4 @@
-"""What the settings of an engine need of this machine: tried before a model is loaded, which takes long.
+"""Tries what the settings of an engine need of this machine, before a model is loaded, which takes long.
 
 A store is opened then, too (`tiers.open_store`); what else can only be tried is tried here.
 """

@@ -262,7 +262,7 @@ class HostSize(Settings):
 
 @dataclass(frozen=True)
 class HostPolicy(Settings):
-    """What goes to the host, and what comes back.
+    """The host tier: which pages go there and come back.
 
     Args:
         write_policy: When pages are backed up to the host.
@@ -344,7 +344,7 @@ def _is_peer(text: object) -> bool:
 
 @dataclass(frozen=True)
 class PeerConfig(Settings):
-    """What engines read out of each other's host tiers; by default nothing. See docs/fleet.md.
+    """Reads out of the host tiers of other engines; by default none. See docs/fleet.md.
 
     Args:
         peer_listen: HOST:PORT at which other engines read pages out of the host tier. Whoever has the storage secret
@@ -446,7 +446,7 @@ def _address() -> Range:
 
 @dataclass(frozen=True)
 class EventConfig(Settings):
-    """Where the cache publishes what it holds, for routers; by default nowhere. See docs/events.md.
+    """The publication of the cache's contents, for routers; by default none. See docs/events.md.
 
     Args:
         kv_events: Address to publish KV events on, such as tcp://127.0.0.1:5557.

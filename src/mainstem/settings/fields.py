@@ -32,7 +32,7 @@ _NOT_SHOWN = "(not shown)"
 
 
 class Range(NamedTuple):
-    """What a setting may be, in words and as a test. None is allowed besides, where it is the default."""
+    """The values that a setting may have, in words and as a test. None is allowed besides, where it is the default."""
 
     words: str
     holds: Callable[[Any], bool]

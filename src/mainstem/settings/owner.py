@@ -10,7 +10,7 @@ from mainstem.units import SIZE
 
 @dataclass(frozen=True)
 class OwnerConfig(Settings):
-    """What the owner of a store has.
+    """The resources of the owner of a store.
 
     Args:
         socket: Where it listens, in a folder that only this user can open. Default: named after the store, in a folder

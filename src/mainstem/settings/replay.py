@@ -119,7 +119,7 @@ class Setup(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions(Settings):
-    """What the plan assumes. The output lists every field. None: taken from the model or the device.
+    """The assumptions of a plan. The output lists every field. None: taken from the model or the device.
 
     Args:
         gpus: Devices per replica. Default: the fewest that hold the weights.

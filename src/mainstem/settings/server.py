@@ -69,7 +69,7 @@ _ORIGINS = "a scheme, a host and perhaps a port, such as https://chat.example.or
 
 @dataclass(frozen=True)
 class ImagePolicy(Settings):
-    """Where images in chats may come from, besides data URLs, and how large they may be.
+    """The sources of images in chats, besides data URLs, and their limits.
 
     Args:
         image_http: Fetch images from public addresses over HTTP and HTTPS.
@@ -98,7 +98,7 @@ class ImagePolicy(Settings):
 
 @dataclass(frozen=True)
 class RecordConfig(Settings):
-    """What is recorded of requests, for replay; by default nothing.
+    """The recording of requests, for replay; by default none.
 
     Args:
         record: File to append a line per request to: times, token counts, and the prompt as hashes under a secret.
@@ -127,7 +127,7 @@ _URL = re.compile(r"https?://[\w.-]+(:\d{1,5})?/?|https?://\[[\da-fA-F:]+\](:\d{
 
 @dataclass(frozen=True)
 class PrefillConfig(Settings):
-    """Where prompts are computed, if not here.
+    """The engines that compute prompts, if not this one.
 
     Args:
         prefill_url: Address of a server with --role prefill, such as http://10.0.0.2:8000. It computes a prompt first;
@@ -151,7 +151,7 @@ class PrefillConfig(Settings):
 
 @dataclass(frozen=True)
 class SavingsConfig(Settings):
-    """What computing is assumed to take, so that metrics show what the cache saves.
+    """The assumed cost of computing, so that metrics show what the cache saves.
 
     Args:
         watts: Power that the machine draws while it computes prompts. Above 0.

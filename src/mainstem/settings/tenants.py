@@ -1,4 +1,4 @@
-"""The tenants of a server: who they are, and how much of the cache each has. What the file of `--tenants` says.
+"""The tenants of a server: who they are, and how much of the cache each has, from the file of `--tenants`.
 
 [others]                                  # every key, or every salt, without a table of its own
 device.maximum = "25%"
@@ -24,7 +24,7 @@ from mainstem.units import parse_bytes
 
 
 class Amounts(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is guaranteed of one tier, and the most that a tenant may have: sizes, or percentages of the tier."""
+    """The guarantee and the maximum of a tenant on one tier: sizes, or percentages of the tier."""
 
     guaranteed: str = "0%"
     maximum: str = "100%"
@@ -57,7 +57,7 @@ def _fraction(at: str, text: str, tier_bytes: int) -> float:
 
 
 class Others(Struct, frozen=True, forbid_unknown_fields=True):
-    """What each tenant without a table of its own has."""
+    """The quota of each tenant without a table of its own."""
 
     device: Amounts = Amounts()
     host: Amounts = Amounts()

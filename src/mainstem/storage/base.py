@@ -40,7 +40,7 @@ SCANNED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a back end promises.
+    """The promises of a back end.
 
     Args:
         persistent: values survive the end of this process.
@@ -75,7 +75,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """What a back end holds. A field is None if the back end cannot determine it without listing all values.
+    """The contents of a back end. A field is None if the back end cannot determine it without listing all values.
 
     Args:
         entries: values held.
@@ -227,7 +227,7 @@ class Backend(ABC):
 # ---------------------------------------------------------------- specs
 
 RANK = "{rank}"
-"""Stands in a spec for the number of a rank. Whoever has ranks replaces it before the store is opened."""
+"""Stands in a spec for the number of a rank. A process with ranks replaces it before it opens the store."""
 
 SCHEMES: dict[str, str] = {
     "memory": "mainstem.storage.memory:MemoryBackend",

@@ -8,7 +8,7 @@ that wrote it at once, those too many drop theirs, and never the last ones.
 
     <prefix>:copies:<key>    sorted set: names of those who have a copy, by when they must say so again
 
-The register is advisory. What is read is what a store has: a wrong entry costs a copy too many, or a miss. When the
+The register is advisory. A read gets what a store has: a wrong entry costs a copy too many, or a miss. When the
 register is dead, each machine writes as if it were alone. A deletion is always a deletion, also of the last copy.
 """
 
@@ -49,7 +49,7 @@ _NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 class Register:
-    """Who has copies of what. Each call is a round trip or none; one that fails knows nothing, and is counted.
+    """The register of copies. Each call is a round trip or none; one that fails knows nothing, and is counted.
 
     Args:
         client: of the server.

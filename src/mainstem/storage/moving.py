@@ -125,7 +125,7 @@ def _finish(running: dict[Future[None], Sequence[Listed]], values: int, size: in
 class Migration:
     """Copies to one store what another has and it lacks. Run again, it goes on where it ended.
 
-    Values are copied as they are. What the target has under a key stays, whatever it is.
+    Values are copied as they are. A value that the target has under a key stays, whatever it is.
 
     Args:
         source: a store that can list its values.

@@ -342,7 +342,7 @@ def _zstandard() -> Any:
 
 
 class Tee(Backend):
-    """Two stores: writes go to both, reads try the first one first. What only the second one has moves as it is read.
+    """Two stores: writes go to both, reads try the first one first. A read moves values that only the second one has.
 
     - `put` returns True if either store has the value. `get` reads from the second store what the first one lacks or
       has with another length, and puts into the first one what it lacks. `exists` asks the second store about the keys
@@ -416,7 +416,7 @@ class Tee(Backend):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads from the first store, then from the second what is missing or has another length.
 
-        What the first store lacks is put into it.
+        A value that the first store lacks is put into it.
         """
         errors: list[StorageError] = []
         wanted = [len(buffer) for _, buffer in zip(keys, buffers, strict=True)]

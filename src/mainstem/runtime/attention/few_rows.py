@@ -3,7 +3,7 @@
     few new tokens: a decode step, or a verified draft      the kernel, all of them in one call a layer
     more                                                    `TreeAttention`
 
-What requests share is found as for `TreeAttention` (`folding`), but nothing is gathered, padded or masked: a query has
+Shared pages are found as for `TreeAttention` (`folding`), but nothing is gathered, padded or masked: a query has
 a range of keys in each part. So it pays to share short runs, too.
 """
 
@@ -28,7 +28,7 @@ SHARE_BYTES = 64 << 10  # of keys and values in a layer; see `seen_keys`
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """What the kernel needs for some extents of a batch, for all layers of a pool.
+    """The arguments of the kernel for some extents of a batch, for all layers of a pool.
 
     Args:
         core: the core's own.

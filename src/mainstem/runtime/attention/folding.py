@@ -26,9 +26,10 @@ from mainstem.runtime.attention.paged import BatchPlan, Extent, tile_starts
 from mainstem.runtime.attention.sharing import shared_runs
 from mainstem.runtime.memory.kv import KVPool, run_of
 
-# What is worth one call more, measured in docs/decisions.md. A shared run is folded if that saves reading this many
-# bytes of keys and values again. All keys of a request are a view of their own, and not gathered with those of others,
-# if they are consecutive and have this many bytes. Consecutive ones among others are apart if they have this many.
+# The least gains that are worth one call more, measured in docs/decisions.md. A shared run is folded if that saves
+# reading this many bytes of keys and values again. All keys of a request are a view of their own, and not gathered with
+# those of others, if they are consecutive and have this many bytes. Consecutive ones among others are apart if they
+# have this many.
 FOLD_BYTES = 768 << 10
 VIEW_BYTES = 256 << 10
 CUT_BYTES = 2 << 20
@@ -37,7 +38,7 @@ CUT_BYTES = 2 << 20
 # core's own cache.
 GATHER_BYTES = 1 << 20
 
-# Where windows begin at different positions, runs begin at multiples of this many positions.
+# If windows begin at different positions, runs begin at multiples of this many positions.
 BEGIN_STEP = 64
 
 # Parts in one call may be filled up by half, and by this many keys.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Latents:
-    """What a layer of the model keeps of the new tokens of a batch, and its projection.
+    """The latents that a layer keeps of the new tokens of a batch, and its projection.
 
     Args:
         module: the layer's attention.

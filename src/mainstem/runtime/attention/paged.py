@@ -124,7 +124,7 @@ class Span:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the layers of a pool need in one forward: the slots of new keys, and the keys that each query sees."""
+    """The plan of one forward for the layers of a pool: the slots of new keys, and the keys that each query sees."""
 
     pool: KVPool
     component: Attended
@@ -133,7 +133,7 @@ class BatchPlan:
     repeated: int | None = None
     """Rows of a forward that is launched again for other requests, at most so many; see `Attention.replan`."""
     derived: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False)
-    """What a kernel made of it in the first layer, for the others."""
+    """A kernel computes it in the first layer, for the others."""
 
     @cached_property
     def slots(self) -> slice | torch.Tensor:
@@ -337,7 +337,7 @@ class Attention(Protocol):
 
 
 class Given(NamedTuple):
-    """What a kernel computes with, besides the plan; see `Attention.attend`.
+    """The tensors of a kernel, besides the plan; see `Attention.attend`.
 
     Args:
         query: [tokens, heads, head_dim], of the whole batch.

@@ -1,4 +1,4 @@
-"""Who shares which pages: the forest of a batch, from its page tables alone.
+"""Shared pages: the forest of a batch, from its page tables alone.
 
     table 0    7 8 9 | 3 4 | 1          7 8 9   of 0, 1 and 2
     table 1    7 8 9 | 3 4 | 2          3 4     of 0 and 1
@@ -44,7 +44,7 @@ def shared_runs(
         tables: page ids.
         parts: for each table, the pages [begin, end) that may be shared, which have ids of 0 or more.
         least: runs that spare fewer pages are left out, but their members may share others.
-        step: parts begin at multiples of it: the pages before the next one are left out. Where many begin at different
+        step: parts begin at multiples of it: the pages before the next one are left out. If many begin at different
             pages, as windows do, fewer beginnings make less work.
     """
     begins = [-(-begin // step) * step for begin, _ in parts]

@@ -3,8 +3,8 @@
     part      a tile of queries x a span of their keys     a result, and its log-sum-exp
     merge     the results of one query                     its whole result, and a sink if the layer has one
 
-What requests share is attended to once: their queries are rows of one tile with the heads that share a KV head. What
-is left of each request has tiles of its own. Spans divide long runs of keys, so that few queries keep a whole device
+Attention over shared pages is computed once: their queries are rows of one tile with the heads that share a KV head.
+The rest of each request has tiles of its own. Spans divide long runs of keys, so that few queries keep a whole device
 busy. Within a tile each query sees its own run of keys, so windows, chunks, regions and causal rows need no masks.
 
 Importing this module imports Triton.
@@ -32,7 +32,7 @@ FOLD_POSITIONS = 256
 # Prompts that start at 0 and have so many tokens are computed by PyTorch's kernels, which take 0.7 of the time.
 WHOLE_PROMPT = 512
 
-# Where windows begin at different positions, runs begin at multiples of this many positions.
+# If windows begin at different positions, runs begin at multiples of this many positions.
 BEGIN_STEP = 64
 
 # Keys are divided so that there are about this many programs, but into spans of no fewer keys than that.
@@ -151,7 +151,7 @@ class _Run(NamedTuple):
 
 
 class _TileShape(NamedTuple):
-    """What a program computes at once.
+    """The part that a program computes at once.
 
     Args:
         group: query heads that share a KV head.
@@ -264,7 +264,7 @@ def _ramp(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class _Tables(NamedTuple):
-    """What the kernels read of a plan, as integers of 32 bits.
+    """The arrays that the kernels read of a plan, as integers of 32 bits.
 
     A row of the batch has a place for each of its partial results; these follow one another.
 
@@ -314,7 +314,7 @@ def _power(number: int) -> int:
 
 
 class _Work:
-    """What the kernels do in each layer of a forward.
+    """The work of the kernels in each layer of a forward.
 
     Args:
         plan: of the forward. If it is repeated, memory has room for other requests.

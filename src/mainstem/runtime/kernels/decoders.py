@@ -131,7 +131,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 class _Kernel:
-    """What the core needs to compute a layer.
+    """The arguments of the core for a layer.
 
     Args:
         layer: the layer.

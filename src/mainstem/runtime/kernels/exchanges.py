@@ -9,7 +9,7 @@ A module keeps its class, its weights and its hooks; only its `forward` changes.
 or copies the model finds what it always found. Layers that are given the same tensor (queries, keys and values; gate
 and up) are computed by one call of the core when the first of them is called, and the others return their part of it.
 
-What cannot be proven stays as it is. Only the text part of a model is exchanged, and only on a CPU.
+A module whose kernel cannot be proven stays as it is. Only the text part of a model is exchanged, and only on a CPU.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What differs between the norms of families; see `kernels.rms_norm`."""
+    """The differences between the norms of families; see `linear.rms_norm`."""
 
     epsilon: float
     offset: float

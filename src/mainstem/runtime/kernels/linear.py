@@ -8,7 +8,7 @@
 
 With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at half of the memory's speed. With
 many rows it computes. Some CPUs multiply bfloat16 at half of the speed of float32, so each weight is widened while it
-is used; others are four times as fast with it (`bfloat16_is_slow`). Where the CPU multiplies tiles of bfloat16 (AMX),
+is used; others are four times as fast with it (`bfloat16_is_slow`). If the CPU multiplies tiles of bfloat16 (AMX),
 so does the core: up to 32 rows take little longer than one. All are as exact as PyTorch's: sums are float32, and
 rounded once.
 
@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from mainstem import _core
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""What the core's kernels compute with."""
+"""The dtypes that the core's kernels compute with."""
 
 _ISA = _core.kernel_isa()
 
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Where the core finds weight, bias, codes and scales; 0 where there are none."""
+        """The addresses of weight, bias, codes and scales; 0 for each that is absent."""
         codes, scales = (0, 0) if self.int4 is None else (self.int4.codes.data_ptr(), self.int4.scales.data_ptr())
         return self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), codes, scales
 

@@ -10,7 +10,7 @@ from mainstem.cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class OwnerUsage:
-    """What one owner has in the cache.
+    """The memory of one owner in the cache.
 
     Args:
         bytes: on the device and, where there is one, on the host.

@@ -41,7 +41,7 @@ _TEST_WINDOW = 128  # the self-test's prompt is longer than windows of up to thi
 
 
 class Place(NamedTuple):
-    """Where a row is: the columns of padding before it, its pages by component, and the slot of its state."""
+    """The place of a row: the columns of padding before it, its pages by component, and the slot of its state."""
 
     pad: int
     tables: tuple[NDArray[np.int32], ...]

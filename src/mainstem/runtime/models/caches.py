@@ -1,4 +1,4 @@
-"""What a model gets for transformers' cache: pages keep what its layers give, not the cache.
+"""Stands in for transformers' cache: pages keep what its layers give, not the cache.
 
     Passing     a layer gets back what it gave, that of the new tokens alone; its attention function reads the pages
     Gathering   a layer gets back the keys and values of all positions of one sequence, and attends by itself
@@ -35,7 +35,7 @@ class Passing(Cache):
     """
 
     given: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """What each attention layer gave: key and value, or latent and rotary part; [rows, heads, tokens, numbers]."""
+    """The output of each attention layer: key and value, or latent and rotary part; [rows, heads, tokens, numbers]."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(layers=new_cache(config).layers)

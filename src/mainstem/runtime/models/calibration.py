@@ -96,7 +96,7 @@ def tokens_of(loaded: LoadedModel, text: str) -> npt.NDArray[np.int64]:
 
 
 class _Record(DynamicCache):
-    """A cache that keeps what each layer gives. What is stored is cut off from the graph of what computed it."""
+    """A cache that keeps what each layer gives, cut off from the graph that computed it."""
 
     def __init__(self, config: Any, stored: int) -> None:
         super().__init__(config=config)
@@ -153,7 +153,7 @@ def _rotaries(model: torch.nn.Module) -> list[Float64s]:
 
 @dataclass
 class _Found:
-    """What was seen of one component so far."""
+    """The sums of one component so far."""
 
     layers: Sequence[int]
     shape: KVShape

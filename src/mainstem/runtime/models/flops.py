@@ -1,4 +1,4 @@
-"""What a model computes for a token, from its weights and its configuration."""
+"""The floating-point operations of a model for a token, from its weights and its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model keeps for a prefix, layer by layer, and so which components and pools it needs.
+"""The layout of a model's cache: what each layer keeps for a prefix, and so which components and pools it needs.
 
     full attention      a key and a value of every position      pool of "full" pages
     sliding window      those of the last w positions            pool of "window" pages; one for each w

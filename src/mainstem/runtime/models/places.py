@@ -1,4 +1,4 @@
-"""Where a model keeps its states: the one place that knows families that keep them outside transformers' cache.
+"""The places of a model's states: the one module that knows families that keep them outside transformers' cache.
 
     run(model, cache, input_ids=...)     one forward, from the states in the layers of `cache`, to those after it
 

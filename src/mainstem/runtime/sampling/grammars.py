@@ -7,7 +7,7 @@ llguidance parses the bytes of tokens; it is imported with the first grammar. Th
 of a grammar: a `Matcher` says where the answer may end, and the `LogitsProcessor` which tokens end it.
 
 The tokens after the one that was just accepted are found on a thread, while the scheduler and the next forward run.
-Those at the beginning are found when the grammar is compiled, once for all answers. Where the grammar leaves one text
+Those at the beginning are found when the grammar is compiled, once for all answers. If the grammar leaves one text
 to go on with, its tokens are known at once: the next forward can compute them together.
 
 This module knows tokenizers. It does not know requests, logits or schedulers.
@@ -52,7 +52,7 @@ _SAMPLE = '{"Zoë": [1, -2.5e3, "a b\\n"],\n  "x": null}'  # a tokenizer must gi
 
 
 class Following(NamedTuple):
-    """What may follow the tokens so far.
+    """The tokens that may follow those so far.
 
     Args:
         tokens: bool [at least the tokens of the tokenizer]: those that go on with the grammar.
@@ -308,7 +308,7 @@ def _limits() -> LLParserLimits:
 
 
 class _Vocabulary(NamedTuple):
-    """What llguidance knows of a tokenizer: the bytes of each token, and one token more, which ends an answer.
+    """A tokenizer for llguidance: the bytes of each token, and one token more, which ends an answer.
 
     It must have such a token. Those of the model are not used for it: some have none, and requests may ignore it.
     """

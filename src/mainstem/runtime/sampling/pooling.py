@@ -1,4 +1,4 @@
-"""What a prompt means as one vector: the mean of the model's last hidden states over its tokens, of length 1.
+"""A prompt as one vector: the mean of the model's last hidden states over its tokens, of length 1.
 
 The last hidden states are those that logits are computed from. It does not know how prompts are scheduled.
 """

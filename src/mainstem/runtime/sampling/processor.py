@@ -1,4 +1,4 @@
-"""What a request asks of its logits before a token is sampled: penalties, biases, tokens that are banned or required.
+"""Changes of a request's logits before a token is sampled: penalties, biases, tokens that are banned or required.
 
     penalties    tokens that have come before become less likely
     biases       are added
@@ -170,7 +170,7 @@ class LogitsProcessor:
 
 
 class _Vectors(NamedTuple):
-    """What depends on the length of the logits, each [vocab].
+    """Tensors that depend on the length of the logits, each [vocab].
 
     Args:
         counts: how often the answer has each token.

@@ -34,7 +34,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What decoding needs of a tokenizer; those of Hugging Face transformers have it."""
+    """The part of a tokenizer that decoding needs; those of Hugging Face transformers have it."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: Any) -> str | list[str]:
         """Returns the text of tokens."""
@@ -55,7 +55,7 @@ class Content(Protocol):
 
 
 class Stops:
-    """Finds the first of several stop texts in a text that grows. What may be the start of one is held back.
+    """Finds the first of several stop texts in a text that grows. It holds back what may be the start of one.
 
     If there are several, the first to be complete counts, so the result does not depend on how the text is split.
 

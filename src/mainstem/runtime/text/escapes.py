@@ -270,7 +270,7 @@ class Escapes:
 
 
 class _StandIn(NamedTuple):
-    """What a text has in place of the text of a control token: as many characters, which no client may write."""
+    """Stands in a text for the text of a control token: as many characters, which no client may write."""
 
     text: str
     id: int

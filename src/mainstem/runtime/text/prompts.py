@@ -6,7 +6,7 @@ callers with an event loop run them on a thread.
 
 **Marks.** Other conversations may go on differently wherever a message begins. Templates differ in what they write
 there, so it is found by trial: the conversation up to a message is rendered twice, with two other texts in its place.
-What both have in common ends where that message's text begins, after the system message, the tools, and all turns
+Their common part ends where that message's text begins, after the system message, the tools, and all turns
 before. It counts only if the real prompt begins with it: a template that treats the last message differently yields
 fewer marks, never wrong ones.
 
@@ -90,7 +90,7 @@ class Template:
         return {**self.variables, "add_generation_prompt": self.generation_prompt, **continues, **tools}
 
 
-# What transformers gives its templates, or takes itself.
+# Names that transformers gives its templates, or takes itself.
 _RESERVED = frozenset(
     {
         "conversation",

@@ -103,7 +103,7 @@ def _without_palette(image: Picture) -> Picture:
 
 
 class Vision:
-    """What a model that takes images needs besides pages. Make it before the runner, which changes its attention.
+    """The parts of a model that takes images, besides pages. Make it before the runner, which changes its attention.
 
     Args:
         loaded: a model with a processor.

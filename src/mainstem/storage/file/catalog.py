@@ -1,4 +1,4 @@
-"""What the store holds: which value is where, which was used when, and what leaves to make room. In memory only.
+"""The catalog of the store: which value is where, which was used when, and what leaves to make room. In memory only.
 
 To make room, the catalog evicts the least recently used value, then the values after it in the file until the new
 value fits. Values of one size never waste room, and values of several sizes need no size classes. Later values of a

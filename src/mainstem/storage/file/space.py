@@ -19,7 +19,7 @@ def rounded(length: int) -> int:
 
 
 class Entry(NamedTuple):
-    """Where a value is, and its digest."""
+    """The place of a value, and its digest."""
 
     offset: int
     length: int

@@ -76,7 +76,7 @@ class Values:
     def write(self, pieces: Iterable[Piece], doomed: Iterable[Entry]) -> None:
         """Writes values. Destroys the doomed ones that none of them overwrites from the first byte on.
 
-        What is written over a value must differ from it: a new value that begins with the doomed one does not destroy
+        The bytes written over a value must differ from it: a new value that begins with the doomed one does not destroy
         it, and random bytes may equal a value of a few bytes. Only an index that lost records leads to such a value.
         """
         pieces = sorted(pieces, key=lambda piece: piece.entry.offset)

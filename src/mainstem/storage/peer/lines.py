@@ -1,4 +1,4 @@
-"""Lines: connections to peers, over ZeroMQ. Who replaces a peer's server, such as a simulator, brings others."""
+"""Lines: connections to peers, over ZeroMQ. A simulator, which replaces the server of a peer, brings others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Line(Protocol):
 
 
 class Lines(Protocol):
-    """What opens connections, and waits for answers. Any number of threads."""
+    """Opens connections, and waits for answers. Any number of threads."""
 
     def open(self, address: str) -> Line:
         """Opens a connection to HOST:PORT, without waiting for it."""

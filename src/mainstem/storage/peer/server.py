@@ -1,4 +1,4 @@
-"""What an engine gives to its peers: values out of its memory, on a thread of its own, within a share of its time.
+"""The server for an engine's peers: values out of its memory, on a thread of its own, within a share of its time.
 
 Two bounds protect those whom the engine serves itself: `Share`, of time, and the bytes that are on their way. A request
 beyond either of them is answered that the peer is busy, which its sender takes for a miss.
@@ -45,7 +45,7 @@ _WAITING = 64  # requests of one connection that wait to be read
 
 
 class Source(Protocol):
-    """What a server gives. Called on the server's thread."""
+    """The source of a server's values. Called on the server's thread."""
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """Returns the length of each value, or `ABSENT`."""
@@ -84,7 +84,7 @@ class Share:
 
 
 class Giving:
-    """What peers are answered, without sockets or threads.
+    """Answers to peers, without sockets or threads.
 
     Args:
         source: what it gives.
@@ -221,7 +221,7 @@ class PeerServer:
         return dict(self._giving.counts)
 
     def close(self) -> None:
-        """Ends; a second call does nothing. Who waits for an answer gets none."""
+        """Ends; a second call does nothing. A peer that waits for an answer gets none."""
         self._closing = True
         with suppress(BlockingIOError, OSError):  # it is closed
             self._writer.send(b"\0")

@@ -38,7 +38,7 @@ _HEAD = struct.Struct("<4sBBHQ")
 
 
 class Request(NamedTuple):
-    """What a peer is asked.
+    """A question to a peer.
 
     Args:
         operation: `EXISTS` or `GET`.
