@@ -15,7 +15,6 @@ from mainstem.events.publisher import Publisher
 from mainstem.events.wire import Batch, encode
 from mainstem.imports import is_missing, load_object, needs
 from mainstem.replay.readers.open import open_trace
-from mainstem.replay.report.plot import check_plot
 from mainstem.settings.replay import TraceOptions
 from mainstem.storage import open_backend
 from mainstem.tiers.storage.sealer import Sealer
@@ -74,7 +73,6 @@ USERS: list[tuple[str, Callable[[Path], object]]] = [
     ("zmq", lambda _: open_backend("peer://127.0.0.1:1")),
     ("redis", lambda _: open_backend("copies(redis://127.0.0.1:1/0)+memory:")),
     ("msgspec", lambda _: encode(Batch(0.0, [], 0))),
-    ("matplotlib", lambda _: check_plot("out.png")),
     ("zstandard", read_zstd),
     ("transformers", tokenize),
 ]

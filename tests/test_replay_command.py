@@ -217,7 +217,7 @@ def test_invalid_arguments_are_refused(
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--csv", "--report", "--plot"])
+@pytest.mark.parametrize("option", ["--csv", "--report"])
 def test_files_that_cannot_be_written_are_refused_before_the_trace_is_read(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ Examples:
 
   mainstem replay conversation_trace.jsonl.xz
   mainstem replay trace.mstrace --capacity 1%,2%,5%,10% --policy lru,slru,opt --csv rows.csv
-  mainstem replay trace.mstrace --policy lru,slru,lfu,opt --report out.html --plot out.png
+  mainstem replay trace.mstrace --policy lru,slru,lfu,opt --report out.html
   mainstem replay trace.mstrace --capacity 40GB --tiers host=1TB,storage=8TB --model llama-3.1-8b
   mainstem replay trace.mstrace --capacity 2Mtok --ttl 5m --replicas 4 --routing prefix --json
 
@@ -130,7 +130,6 @@ def replay_trace(
     json: Json = False,
     csv: Annotated[Path | None, Parameter(negative="")] = None,
     report: Annotated[Path | None, Parameter(negative="")] = None,
-    plot: Annotated[Path | None, Parameter(negative="")] = None,
 ) -> None:
     """Replay a trace of requests through a cache of each size and policy.
 
@@ -139,15 +138,11 @@ def replay_trace(
         json: Print a list of rows, one per policy and capacity.
         csv: Write the same rows to this file, without histograms.
         report: Write a report with charts and numbers to this file, .html; it needs no network.
-        plot: Draw the charts into this file, .png, .svg or .pdf; needs mainstem[plot].
     """
     from mainstem.replay.plan.configs import read_shape
-    from mainstem.replay.report.plot import check_plot
     from mainstem.replay.simulate.sweep import sweep
 
-    if plot is not None:
-        check_plot(plot)
-    _check_outputs(path, csv=csv, report=report, plot=plot)
+    _check_outputs(path, csv=csv, report=report)
     shape = None if caches.model is None else read_shape(caches.model)
     token_bytes, policies = caches.token_bytes(shape), caches.policies()
     trace = read_trace(path, reading)
@@ -171,8 +166,11 @@ def replay_trace(
         _show(trace, rows)
     if csv is not None:
         _write_csv(csv, rows)
-    if report is not None or plot is not None:
-        _draw(trace, rows, report, plot)
+    if report is not None:
+        from mainstem.replay.info import info
+        from mainstem.replay.report.html import write_report
+
+        write_report(report, info(trace), rows)
 
 
 def _check_outputs(trace: str, **outputs: Path | None) -> None:
@@ -199,18 +197,6 @@ def flat(row: Row) -> dict[str, object]:
             if name != "name" and not isinstance(value, tuple)
         }
     return columns
-
-
-def _draw(trace: Trace, rows: Sequence[Row], report: Path | None, plot: Path | None) -> None:
-    from mainstem.replay.info import info
-    from mainstem.replay.report.html import write_report
-    from mainstem.replay.report.plot import write_plot
-
-    found = info(trace)
-    if report is not None:
-        write_report(report, found, rows)
-    if plot is not None:
-        write_plot(plot, found, rows)
 
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:
