@@ -130,7 +130,6 @@ LANES = (
         (
             "src/mainstem/events/wire.py",
             "src/mainstem/integrations/block_*.py",
-            "src/mainstem/integrations/chunk_tier.py",
             "src/mainstem/integrations/files.py",
             "src/mainstem/integrations/options.py",
             "src/mainstem/integrations/vllm.py",

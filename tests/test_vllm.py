@@ -9,7 +9,6 @@ import json
 import lzma
 import os
 import random
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 from machine import eventually, patience
 from rigs.servers import free_port, stop, valkey
-from rigs.vllm_process import ENVIRONMENT, PYTHON, ROOT, VLLM, EngineEnded
+from rigs.vllm_process import ROOT, VLLM, EngineEnded
 from rigs.vllm_store import set_mood
 from skips import needs_vllm
 
@@ -362,14 +361,6 @@ def test_a_thousand_mixed_requests_while_the_store_is_killed_and_comes_back(
     assert not wrong
     assert sum(answer is None for answer in answers) > 5, "some were aborted"
     assert counts["unreachable"] > 0 and counts["loaded"] > 100 and counts["saved"] > 100
-
-
-def test_a_tier_of_vllms_own_offloading_keeps_its_contract(tmp_path: Path) -> None:
-    script = ROOT / "tests" / "rigs" / "vllm_tier.py"
-    command = [str(PYTHON), str(script), f"file:{tmp_path}/kv?capacity=64MiB"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "the contract is kept" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["windows", "states"])

@@ -226,7 +226,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 def test_a_version_that_was_not_tested_is_refused_before_what_it_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODULES, "vllm", {"__version__": "0.33.0"})
-    monkeypatch.delitem(MODULES, "vllm.v1.kv_offload.base")
+    monkeypatch.delitem(MODULES, "vllm.v1.kv_cache_interface")
     with (
         pytest.raises(BadArgument, match=r"vllm = '0.33.0': must be a version .* tested with: 0\.32\.\*"),
         vllm_double(),

@@ -91,13 +91,6 @@ def extra_keys(request: Any, start: int, end: int, first: int) -> tuple[tuple[An
     return ((("cache_salt", request.cache_salt),) if start == 0 and request.cache_salt else None), first
 
 
-class LookupResult(enum.Enum):
-    MISS = enum.auto()
-    HIT = enum.auto()
-    HIT_PENDING = enum.auto()
-    RETRY = enum.auto()
-
-
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
     "vllm.distributed.kv_events": {"MEDIUM_STORAGE": "STORAGE", "BlockStored": BlockStored},
@@ -122,12 +115,6 @@ MODULES: dict[str, dict[str, Any]] = {
         "get_kv_cache_spec_sliding_window": lambda spec: getattr(spec, "sliding_window", None),
         "group_kernel_blocks": lambda cache, blocks: cache,
     },
-    "vllm.v1.kv_offload.base": {
-        "LookupResult": LookupResult,
-        "Medium": enum.Enum("Medium", ["CPU", "STORAGE"]),
-        "RequestOffloadingContext": SimpleNamespace,
-    },
-    "vllm.v1.kv_offload.tiering.base": {"JobResult": SimpleNamespace, "SecondaryTierManager": object},
 }
 OURS = "mainstem.integrations.vllm"
 

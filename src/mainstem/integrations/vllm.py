@@ -35,7 +35,6 @@ from mainstem.imports import needs
 from mainstem.integrations.block_events import Announcements
 from mainstem.integrations.block_plan import Group, Job, Part, Plan, Planner
 from mainstem.integrations.block_transfer import Transfers
-from mainstem.integrations.chunk_tier import ChunkTier
 from mainstem.integrations.files import digest_adapter, digest_weights
 from mainstem.integrations.options import Options
 from mainstem.settings.engine import StorageConfig
@@ -81,8 +80,6 @@ with needs("vllm", "mainstem.integrations.vllm is loaded by vLLM, which is not i
         get_kv_cache_spec_sliding_window,
         group_kernel_blocks,
     )
-    from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
-    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 log = logging.getLogger("vllm.mainstem")  # vLLM shows the loggers below its own
 
@@ -641,99 +638,3 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         for store in self._stores if self._transfers is None else ():
             store.close(_CLOSE_S)
         self._transfers, self._stores = None, []
-
-
-# ---------------------------------------------------------------- a tier of vLLM's own offloading
-
-
-class MainstemTier(SecondaryTierManager):  # type: ignore[misc]  # as `Metadata`
-    """A store of Mainstem below the host memory of vLLM's own offloading (`TieringOffloadingSpec`).
-
-    Args:
-        offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
-        **given: the options of `MainstemConnector`.
-
-    Raises:
-        BadArgument: an option is not one that can be served.
-        BackendUnavailable: the store cannot be opened.
-    """
-
-    medium = Medium.STORAGE
-
-    def __init__(
-        self,
-        offloading_spec: Any,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        backpressure_detector: Any = None,
-        **given: Any,
-    ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        options = Options.read(given)
-        (store,) = _open_store(options, [identity_of_chunks(offloading_spec.config, options)])
-        memory = np.asarray(primary_kv_view).view(np.uint8)
-        self._keys: dict[int, list[bytes]] = {}
-        self._tier = ChunkTier(store, memory, ThreadWorkers(2, "mainstem-copy"), options.buffer_bytes)
-
-    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Returns whether storage has a chunk; RETRY while it is being asked."""
-        stored = self._tier.look_up(key)
-        return LookupResult.RETRY if stored is None else LookupResult.HIT if stored else LookupResult.MISS
-
-    def submit_store(self, job_metadata: Any) -> None:
-        """Begins to store chunks."""
-        self._keys[job_metadata.job_id] = keys = list(job_metadata.keys)
-        self._tier.store(job_metadata.job_id, keys, job_metadata.chunk_ids)
-
-    def submit_load(self, job_metadata: Any) -> None:
-        """Begins to load chunks."""
-        self._keys[job_metadata.job_id] = keys = list(job_metadata.keys)
-        self._tier.load(job_metadata.job_id, keys, job_metadata.chunk_ids)
-
-    def get_finished_jobs(self) -> list[JobResult]:
-        """Returns the jobs that have ended. Of a load that ended early, the first keys are good."""
-        return [
-            JobResult(each.job, each.whole, self._keys.pop(each.job)[: each.good], each.seconds, each.bytes)
-            for each in self._tier.finished()
-        ]
-
-    def has_pending_work(self) -> bool:
-        """Whether vLLM must go on polling."""
-        return self._tier.busy
-
-    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Chunks are stored one by one, as they come."""
-        return RequestOffloadingContext()
-
-    def drain_jobs(self) -> None:
-        """Waits until no job touches host memory."""
-        self._tier.drain()
-
-    def shutdown(self) -> None:
-        """Ends the copies, and closes the store."""
-        self._tier.close(_CLOSE_S)
-
-
-def identity_of_chunks(config: Any, options: Options) -> Identity:
-    """Returns everything that the content of a chunk of vLLM's offloading depends on.
-
-    Args:
-        config: vLLM's `OffloadingConfig`.
-        options: the tier's.
-    """
-    sizes = {name: getattr(config.parallel, f"{name}_size") for name in ("tp", "pp", "pcp", "dcp")}
-    return Identity(
-        model=Path(config.model.name).name,
-        weights=options.weights or digest_weights(config.model.name),
-        dtype=str(config.model.dtype).removeprefix("torch."),
-        quantization="that of the weights",
-        layout=f"vllm {vllm.__version__} chunks {config.kv_cache_layout} {config.canonical_layout} "
-        f"{config.replicated_layout} {config.cache.blocks_per_chunk} {config.worker_kv_bytes_per_block} bytes",
-        shape="; ".join(f"{len(group.layer_names)} layers in {group.tokens_per_block}" for group in config.groups),
-        attention="all ranks",
-        rope="that of the weights",
-        tokenizer="token ids of the model",
-        symbols="offload key",
-        page_size=config.cache.tokens_per_hash,
-        extra=tuple(f"{name} {size}" for name, size in sizes.items()),
-    )
