@@ -34,7 +34,7 @@ def test_logins_and_secret_options_are_hidden(spec: str, shown: str) -> None:
         "file:/var/a@b/kv?capacity=64GiB&sync=none",
         "shared(host_bytes=4GiB)+redis://127.0.0.1:6379/0?user=anna&password_env=REDIS&ca_file=/a/ca.pem",
         "my.store:Mine?key_file=/etc/key",
-        "prefix(team-a)+s3://bucket/prefix?endpoint=http://127.0.0.1:9000",
+        "readonly+s3://bucket/prefix?endpoint=http://127.0.0.1:9000",
         "",
     ],
 )

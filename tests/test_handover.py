@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from machine import eventually, patience
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 from rigs.letters import Letters
 from rigs.peers import FakePeer
-from rigs.servers import free_port, valkey
+from rigs.servers import free_port
 
 from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
 from mainstem.cache.namespaces import Namespace
@@ -296,40 +295,6 @@ def test_both_read_from_each_other() -> None:
             (completion,) = ask(other, [prompt], NEW)
             same(completion, greedy(prompt, NEW))
             assert completion.usage.storage_tokens >= (len(prompt) - 1) // 4 * 4
-
-
-def test_stores_of_two_machines_are_one_memory(tmp_path: Path) -> None:
-    pytest.importorskip("redis", reason="redis is not installed")
-    made, greedy = pair_of("llama", {})
-    expected = greedy(PROMPTS[0], NEW)
-    ports, register = [f"127.0.0.1:{free_port()}" for _ in range(2)], free_port()
-
-    def one(number: int) -> Engine:
-        spec = f"copies(redis://127.0.0.1:{register}/0?name=m{number}&timeout={patience(5)}s)+file:{tmp_path}/{number}"
-        own = {"peer_listen": ports[number], "peers": (ports[1 - number],), "peer_share": 1.0}
-        return engine(made, storage=spec, **own)
-
-    try:
-        server = valkey(register)
-        with server, one(0) as first, one(1) as second:
-            for asked, read in ((first, 0), (second, 56)):
-                (completion,) = ask(asked, PROMPTS[:1], NEW)
-                same(completion, expected)
-                assert completion.usage.storage_tokens == read
-                eventually(lambda asked=asked: not _busy(asked))  # type: ignore[misc]
-            assert _stored(tmp_path / "0") > 20 * _stored(tmp_path / "1")  # which has its notes alone
-            for each in (first, second):
-                each.flush()  # now only the store of the first one has it
-            (completion,) = ask(second, PROMPTS[:1], NEW)
-            same(completion, expected)
-            assert completion.usage.storage_tokens == 56
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
-def _stored(folder: Path) -> int:
-    """Returns the bytes of the values in a folder, which a store fills from its beginning."""
-    return max(len(path.read_bytes().rstrip(b"\0")) for path in folder.iterdir())
 
 
 def _busy(engine: Engine) -> bool:

@@ -170,7 +170,6 @@ def test_what_a_setting_names_is_tried_first(
         ("--storage memory:", "blake3", "storage"),
         ("--storage redis://127.0.0.1:1", "redis", "redis"),
         ("--storage s3://bucket", "obstore", "s3"),
-        ("--storage compress(zstd)+memory:", "zstandard", "zstd"),
         ("--storage mooncake://127.0.0.1:1", "mooncake", "mooncake"),
     ],
 )

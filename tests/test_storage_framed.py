@@ -16,7 +16,7 @@ from rigs.stores import Values
 from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT
 from mainstem.storage.conformance import CASES, Case, make_value, run
-from mainstem.storage.framed import ClientThread, FramedBackend, Frames
+from mainstem.storage.framed import ClientThread, FramedBackend, Frames, Remembered
 from mainstem.storage.vendors.eic import EICBackend
 from mainstem.storage.vendors.infinistore import InfiniStoreBackend
 
@@ -197,3 +197,17 @@ def test_frames_of_a_round_do_not_touch() -> None:
         assert [frame.buffer for frame in empty] == [frame.buffer for frame in round_]
         frames.blank(round_)
         assert [frames.take(frame) for frame in empty] == [ABSENT] * len(round_)
+
+
+def test_clear_deletes_what_was_put_once_and_says_when_it_forgot_some() -> None:
+    deleted: list[list[bytes]] = []
+    put_keys = Remembered(limit=3)
+    put_keys.add(KEYS[:2])
+    put_keys.discard(KEYS[:1])  # makes room
+    put_keys.add(KEYS[2:4])
+    put_keys.clear(deleted.append)
+    put_keys.clear(deleted.append)
+    put_keys.add(KEYS[:5])
+    with pytest.raises(StorageError, match="refused: more than 3 keys"):
+        put_keys.clear(deleted.append)
+    assert deleted == [KEYS[1:4], [], KEYS[2:5]]

@@ -238,7 +238,7 @@ def test_a_version_that_was_not_tested_is_refused_before_what_it_may_not_have(mo
     ("options", "message"),
     [
         ({"storage": "fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
-        ({"storage": "prefix(a)+fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
+        ({"storage": "readonly+fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
         ({"storage": "memory:", "host": "1GiB"}, r"kv_connector_extra_config = 'host': must be one of storage, "),
         ({}, r"storage = None: must be the spec of a store"),
     ],

@@ -247,10 +247,7 @@ SCHEMES: dict[str, str] = {
 
 WRAPPERS: dict[str, str] = {
     "readonly": "mainstem.storage.wrappers:ReadOnly",
-    "prefix": "mainstem.storage.wrappers:Prefix",
-    "compress": "mainstem.storage.wrappers:Compress",
     "tee": "mainstem.storage.wrappers:Tee",
-    "copies": "mainstem.storage.copies:Copies",
 }
 
 SHARED = "mainstem.owner.client:SharedBackend"
@@ -262,9 +259,8 @@ def open_backend(spec: str, *, existing: bool = False) -> Backend:
 
     Args:
         spec: `scheme:address?option=value&...`, `module:Class?...`, or `wrapper+spec`. `tee` takes two specs:
-            `tee+file:/a,redis://127.0.0.1:6379/0`. A wrapper takes its own options in brackets:
-            `prefix(a1)+file:/a`, `compress(zstd)+file:/a`. `shared+spec` is the store of another process on this
-            machine (`mainstem.owner`), which opens it: `shared(host_bytes=4GiB)+file:/a`.
+            `tee+file:/a,redis://127.0.0.1:6379/0`. `shared+spec` is the store of another process on this machine
+            (`mainstem.owner`), which opens it, with that one's options in brackets: `shared(host_bytes=4GiB)+file:/a`.
         existing: open only what is there, as it is: see `Backend.open_existing`.
 
     Raises:
@@ -294,9 +290,11 @@ def _find(spec: str) -> Callable[[bool], Backend]:
         options = dict(parse_qsl(wrapped[2] or "", keep_blank_values=True))
         return lambda existing: _opener(_built_in(SHARED), existing)(wrapped[3], options)
     if wrapped and wrapped[1] in WRAPPERS:
+        if wrapped[2] is not None:
+            raise BadArgument("storage", spec, f"{wrapped[1]}+ without brackets")
         parts = wrapped[3].split(",") if wrapped[1] == "tee" else [wrapped[3]]
         inner = [_find(part) for part in parts]
-        return lambda existing: _wrap(_built_in(WRAPPERS[wrapped[1]]), inner, wrapped[2], existing)
+        return lambda existing: _wrap(_built_in(WRAPPERS[wrapped[1]]), inner, existing)
     address, _, query = spec.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     scheme, colon, rest = address.partition(":")
@@ -314,15 +312,13 @@ def _opener(kind: type[Backend], existing: bool) -> Callable[[str, Mapping[str, 
     return kind.open_existing if existing else kind.from_spec
 
 
-def _wrap(
-    wrapper: Callable[..., Backend], parts: Sequence[Callable[[bool], Backend]], argument: str | None, existing: bool
-) -> Backend:
+def _wrap(wrapper: Callable[..., Backend], parts: Sequence[Callable[[bool], Backend]], existing: bool) -> Backend:
     with ExitStack() as opened:
         inner: list[Backend] = []
         for part in parts:
             inner.append(part(existing))
             opened.callback(inner[-1].close)
-        made = wrapper(*inner) if argument is None else wrapper(*inner, argument)
+        made = wrapper(*inner)
         opened.pop_all()  # it owns them now
         return made
 

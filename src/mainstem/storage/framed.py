@@ -14,6 +14,7 @@ import asyncio
 import mmap
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -21,9 +22,49 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit
 from mainstem.storage.native import address_of
-from mainstem.storage.wrappers import Remembered
 
 _Answer = TypeVar("_Answer")
+
+
+class Remembered:
+    """Remembers the latest keys that were put through one object, for `clear` of a store that cannot list its keys.
+
+    Args:
+        limit: number of keys to remember; each takes about 150 bytes.
+    """
+
+    def __init__(self, limit: int = 1 << 20) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._limit = limit
+        self._forgot = False
+        self._lock = threading.Lock()
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Adds keys. Call it before a put, since a put that fails may still store values."""
+        with self._lock:
+            self._keys.update(dict.fromkeys(keys))
+            while len(self._keys) > self._limit:
+                self._keys.popitem(last=False)
+                self._forgot = True
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Drops keys. Call it after a delete."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def clear(self, delete: Callable[[list[bytes]], None]) -> None:
+        """Deletes every remembered key.
+
+        Raises:
+            StorageError: more keys were put than it remembers. The remembered ones are deleted.
+        """
+        with self._lock:
+            keys = list(self._keys)
+        delete(keys)
+        self.discard(keys)
+        if self._forgot:
+            raise StorageError("refused", f"more than {self._limit} keys were put; the oldest are still there")
 
 
 class ClientThread:

@@ -1,7 +1,6 @@
-"""Wrappers around back ends: two stores at once, read-only access, separate names, compressed values.
+"""Wrappers around back ends: two stores at once, and read-only access.
 
     tee+file:/a,redis://10.0.0.1:6379/0      readonly+redis://10.0.0.1:6379/0
-    prefix(team-a)+mooncake:10.0.0.1:50051   compress(zstd:3)+s3:bucket
 
 A wrapper works with any back end. It does not know what a value means, and it does not verify that a value is intact:
 the reader does. It owns the back end that it wraps: `close` closes both.
@@ -9,20 +8,16 @@ the reader does. It owns the back end that it wraps: `close` closes both.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, Listed
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Listed
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger(__name__)
@@ -87,47 +82,6 @@ class Wrapper(Backend):
         self._inner.close()
 
 
-class Remembered:
-    """Remembers the latest keys that were put through one object, for `clear` of a store that cannot list its keys.
-
-    Args:
-        limit: number of keys to remember; each takes about 150 bytes.
-    """
-
-    def __init__(self, limit: int = 1 << 20) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-        self._limit = limit
-        self._forgot = False
-        self._lock = threading.Lock()
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Adds keys. Call it before a put, since a put that fails may still store values."""
-        with self._lock:
-            self._keys.update(dict.fromkeys(keys))
-            while len(self._keys) > self._limit:
-                self._keys.popitem(last=False)
-                self._forgot = True
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Drops keys. Call it after a delete."""
-        with self._lock:
-            for key in keys:
-                self._keys.pop(key, None)
-
-    def clear(self, delete: Callable[[list[bytes]], None]) -> None:
-        """Deletes every remembered key.
-
-        Raises:
-            StorageError: more keys were put than it remembers. The remembered ones are deleted.
-        """
-        with self._lock:
-            keys = list(self._keys)
-        delete(keys)
-        self.discard(keys)
-        if self._forgot:
-            raise StorageError("refused", f"more than {self._limit} keys were put; the oldest are still there")
-
-
 class ReadOnly(Wrapper):
     """A read-only view of a store that others fill.
 
@@ -136,15 +90,9 @@ class ReadOnly(Wrapper):
 
     Args:
         inner: the wrapped back end.
-        brackets: must be empty; the parameter exists so that a spec with brackets gets a clear error.
-
-    Raises:
-        BadArgument: the spec has brackets.
     """
 
-    def __init__(self, inner: Backend, *brackets: str) -> None:
-        if brackets:
-            raise BadArgument("readonly", brackets[0], "without brackets")
+    def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self._closed = False
 
@@ -174,173 +122,6 @@ class ReadOnly(Wrapper):
             raise StorageError("closed", "the read-only store is closed")
 
 
-class Prefix(Wrapper):
-    """Keys under one name, separate from all other names in the same store.
-
-    Each key is replaced by its BLAKE2b-256, keyed by the name (RFC 7693, with a personalisation string of Mainstem).
-    Two names never share a key, by accident or on purpose, unless the hash is broken.
-
-    A hashed key does not reveal its name, so `clear` deletes only the keys that were put through this object and that
-    it remembers. Values of earlier processes and other clients stay. If the store has a prefix, folder or database
-    option of its own, prefer that.
-
-    Args:
-        inner: the wrapped back end.
-        name: any text that is not empty.
-        remembered: the number of keys that `clear` can delete.
-
-    Raises:
-        BadArgument: the name is empty.
-    """
-
-    def __init__(self, inner: Backend, name: str = "", remembered: int = 1 << 20) -> None:
-        if not name:
-            raise BadArgument("prefix", name, "a name in brackets, as in prefix(team-a)+memory:")
-        super().__init__(inner)
-        secret = hashlib.blake2b(name.encode()).digest()
-        self._hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"mainstem.prefix")
-        self._put = Remembered(remembered)
-
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Like the inner back end, for the keys of this name."""
-        return self._inner.exists(self._keys(keys))
-
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Like the inner back end, for the keys of this name."""
-        return self._inner.get(self._keys(keys), buffers)
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Like the inner back end, for the keys of this name."""
-        own = self._keys(keys)
-        self._put.add(own)
-        return self._inner.put(own, buffers)
-
-    def scan(self) -> Iterator[Sequence[Listed]]:
-        """Raises `StorageError`: nobody can tell from a hashed key which key it was, nor whether it has this name."""
-        raise StorageError("refused", "keys of prefix(...) are hashed: list, or move, the store that it wraps")
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Like the inner back end, for the keys of this name."""
-        own = self._keys(keys)
-        self._inner.delete(own)
-        self._put.discard(own)
-
-    def clear(self) -> None:
-        """Deletes the values that were put through this object.
-
-        Raises:
-            StorageError: more keys were put than it remembers, or the inner back end raised; values may remain.
-        """
-        self._put.clear(self._inner.delete)
-
-    def stats(self) -> BackendStats:
-        """Returns those of the whole inner store, with all names, but without entries: no one counts them by name."""
-        inner = self._inner.stats()
-        return BackendStats(None, inner.used_bytes, inner.capacity_bytes, inner.evicted)
-
-    def _keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        own = []
-        for key in keys:
-            digest = self._hash.copy()
-            digest.update(key)
-            own.append(digest.digest())
-        return own
-
-
-class Compress(Wrapper):
-    """Values compressed without loss, each as one Zstandard frame (RFC 8878).
-
-    Reading takes two calls, because the length of a compressed value is unknown. The first call has buffers of one
-    byte, which no frame fits, and returns the lengths. The second call reads the frames. So the inner store must report
-    the true length of a value that does not fit its buffer, as `Backend.get` requires; otherwise all values are absent.
-    A frame that is too long for any value that fits its buffer is read for its length only, one at a time. A value that
-    is no whole frame, or longer than 64 MiB when compressed, has the length 0.
-
-    16-bit KV shrinks only a little. A wrapper cannot compress with loss, because a value is sealed before it is put and
-    the seal would no longer verify. Lossy codecs belong to the tier (`mainstem.tiers.storage.codecs`).
-
-    Args:
-        inner: the wrapped back end.
-        method: `zstd`, or `zstd:level` with a level from 1 (fast) to 22 (small); 3 by default.
-
-    Raises:
-        BadArgument: unknown method or level.
-        BackendUnavailable: the package zstandard is not installed.
-    """
-
-    def __init__(self, inner: Backend, method: str = "zstd") -> None:
-        name, _, level = method.partition(":")
-        if name != "zstd" or (level and not (level.isascii() and level.isdigit() and 1 <= int(level) <= 22)):
-            allowed = "zstd, or zstd:1 to zstd:22; int8 and fp8 lose digits, so they are codecs of the storage tier"
-            raise BadArgument("compress", method, allowed)
-        super().__init__(inner)
-        self.longest = None  # nobody knows how long a frame will be
-        self._level = int(level or 3)
-        self._zstd = _zstandard()
-
-    @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Those of the inner back end, but with copies."""
-        return replace(self._inner.capabilities, zero_copy=False)
-
-    def register(self, buffers: Sequence[memoryview]) -> None:
-        """Does nothing: the inner back end never sees the caller's memory."""
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores each value as one frame."""
-        compressor = self._zstd.ZstdCompressor(level=self._level)  # not thread-safe, so each call has its own
-        frames = [compressor.compress(buffer) for _, buffer in zip(keys, buffers, strict=True)]
-        return self._inner.put(keys, [memoryview(bytearray(frame)) for frame in frames])
-
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads frames and expands those that fit their buffers. For the others it returns the uncompressed length."""
-        pairs = list(zip(keys, buffers, strict=True))
-        sizes = self._inner.get(keys, [memoryview(bytearray(1)) for _ in pairs])
-        # A valid frame is hardly longer than its content.
-        fit = [
-            at for at, (size, (_, buffer)) in enumerate(zip(sizes, pairs, strict=True)) if 1 < size <= _bound(buffer)
-        ]
-        lengths = [ABSENT if size == ABSENT else 0 for size in sizes]
-        for batch in (fit, *([at] for at, size in enumerate(sizes) if _bound(buffers[at]) < size <= _LONGEST)):
-            frames = [memoryview(bytearray(sizes[at])) for at in batch]
-            found = self._inner.get([keys[at] for at in batch], frames)
-            for at, frame, size in zip(batch, frames, found, strict=True):
-                # Another length: it was replaced between the two calls.
-                lengths[at] = self._expand(frame, buffers[at]) if size == len(frame) else ABSENT
-        return lengths
-
-    def scan(self) -> Iterator[Sequence[Listed]]:
-        """Lists values by their uncompressed lengths, for which it reads all frames."""
-        for batch in self._inner.scan():
-            keys = [found.key for found in batch]
-            lengths = self.get(keys, [memoryview(bytearray(1)) for _ in keys])
-            yield [replace(found, length=length) for found, length in zip(batch, lengths, strict=True) if length > 0]
-
-    def _expand(self, frame: memoryview, buffer: memoryview) -> int:
-        """Returns the length of the content; 0: it declares none, or is damaged."""
-        try:
-            length = int(self._zstd.frame_content_size(frame))
-            if length == len(buffer):  # the decompressor allocates no more than the header declares
-                buffer[:] = self._zstd.ZstdDecompressor().decompress(frame)
-        except self._zstd.ZstdError:
-            return 0
-        return max(0, length)
-
-
-_LONGEST = 64 << 20
-"""The longest frame that is read for its length only."""
-
-
-def _bound(buffer: memoryview) -> int:
-    """Returns the longest valid frame: ZSTD_compressBound, rounded up, with some slack for other writers."""
-    return len(buffer) + (len(buffer) >> 7) + 1024
-
-
-def _zstandard() -> Any:
-    with needs("zstandard", "compress(zstd) needs the package zstandard: pip install 'mainstem[zstd]'"):
-        return importlib.import_module("zstandard")
-
-
 class Tee(Backend):
     """Two stores: writes go to both, reads try the first one first. A read moves values that only the second one has.
 
@@ -361,10 +142,10 @@ class Tee(Backend):
         BadArgument: there are not exactly two stores.
     """
 
-    def __init__(self, *stores: Backend | str) -> None:
-        self._stores = [store for store in stores if isinstance(store, Backend)]
-        if len(stores) != 2 or len(self._stores) != 2:
-            raise BadArgument("tee", len(self._stores), "two specs with a comma between, and no brackets")
+    def __init__(self, *stores: Backend) -> None:
+        if len(stores) != 2:
+            raise BadArgument("tee", len(stores), "two specs with a comma between")
+        self._stores = stores
         limits = [store.longest for store in self._stores]
         self.longest = max((limit for limit in limits if limit), key=lambda limit: limit.size) if all(limits) else None
         self.failures = [0, 0]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit, check_options
-from mainstem.storage.wrappers import Remembered
+from mainstem.storage.framed import Remembered
 from mainstem.units import parse_bytes, parse_timeout
 
 LONGEST = 4 << 20
