@@ -392,7 +392,7 @@ inline end_backup(b) { /* Backups.end */
 
 #ifdef PREFETCH
 /* One prefetch, of prompt `aim`. It reads pages into private host pages, two at a time, which arrive in any order, and
-   adds them to the tree in order, after its anchor. */
+   adds them to the tree in order, after its attach point. */
 #define READING 1
 #define INTACT 2
 #define DAMAGED 3
@@ -407,7 +407,7 @@ byte target[2]; /* their host pages */
 #define NEXT_PAGE (END(anchor) + (reads[0] != 0) + (reads[1] != 0))
 
 inline begin_prefetch(r) {
-  match(r); /* Anchor._locate splits there, too */
+  match(r); /* AttachPoint._locate splits there, too */
   if
   :: END(low) < N -> aim = r; anchor = low; lock(HOST, low); prefetch = 1
   :: else -> skip
@@ -442,7 +442,7 @@ inline take_first() { /* the next read is the first now */
   target[1] = 0
 }
 
-inline place() { /* Prefetch._arrived, Anchor.place */
+inline place() { /* Prefetch._arrived, AttachPoint.place */
 #ifdef BUG_ORDER_OF_ARRIVAL
   if
   :: reads[0] < INTACT -> /* the second came first */

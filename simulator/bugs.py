@@ -38,8 +38,8 @@ _SEALER, _STORE, _PENDING, _HOST = (
     "tiers/host/tier.py",
 )
 _BACKUP, _LOAD = "tiers/host/backup.py", "tiers/host/load.py"
-_PREFETCH, _ANCHOR, _MEETING, _WARM = (
-    f"tiers/prefetch/{part}.py" for part in ("prefetch", "anchor", "meeting", "warm")
+_PREFETCH, _ATTACH_POINT, _BIDIRECTIONAL, _WARM = (
+    f"tiers/prefetch/{part}.py" for part in ("prefetch", "attach_point", "bidirectional", "warm")
 )
 _WRITE = "tiers/storage/write.py"
 _SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
@@ -328,8 +328,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "every batch reads the keys of the first one", "sglang#5221", _PREFETCH,
-        "self._anchor.names(begin, begin + len(page_ids))",
-        "self._anchor.names(self._plan.have, self._plan.have + len(page_ids))",
+        "self._point.names(begin, begin + len(page_ids))",
+        "self._point.names(self._plan.have, self._plan.have + len(page_ids))",
     ),
     _mutant(
         "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
@@ -350,7 +350,7 @@ PYTHON: tuple[Mutant, ...] = (
         "                self._plan.stored[read.row][read.begin + kept] = False\n", "",
     ),
     _mutant(
-        "pages are inserted where some of another component are in flight", "here", _ANCHOR,
+        "pages are inserted where some of another component are in flight", "here", _ATTACH_POINT,
         "rows = range(len(self._tree.components)) if self.node else ()", "rows = range(1) if self.node else ()",
         "tests/test_tiers_hybrids.py::test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight",
     ),
@@ -377,7 +377,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what arrived before its turn joins the tree a page too far", "-", _PREFETCH,
-        "meeting.add(read.begin, ", "meeting.add(read.begin + 1, ",
+        "load.add(read.begin, ", "load.add(read.begin + 1, ",
         "scheduler",
     ),
     _mutant(
@@ -387,21 +387,21 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "what was never met is never freed", "-", _MEETING,
+        "what was never met is never freed", "-", _BIDIRECTIONAL,
         "            self._host.pools[0].release(page_ids)\n", "            pass\n",
         "scheduler",
     ),
     _mutant(
-        "a duplicate is freed twice", "sglang-jax#982", _ANCHOR,
+        "a duplicate is freed twice", "sglang-jax#982", _ATTACH_POINT,
         "        self._host.pools[row].release(page_ids[~ours])\n",
         "        self._host.pools[row].release(page_ids[~ours])\n" * 2,
     ),
     _mutant(
-        "a duplicate is lost", "sglang#16067", _ANCHOR,
+        "a duplicate is lost", "sglang#16067", _ATTACH_POINT,
         "        self._host.pools[row].release(page_ids[~ours])\n", "",
     ),
     _mutant(
-        "duplicates count as pages of the tree", "mini-sglang#142", _ANCHOR,
+        "duplicates count as pages of the tree", "mini-sglang#142", _ATTACH_POINT,
         "ours[:kept] = theirs[begin - first : length - first] == page_ids[:kept]", "ours[:kept] = True",
     ),
     Mutant(

@@ -82,9 +82,9 @@ class Request:
     def begin(self) -> None:
         """Usually begins a prefetch."""
         if self._chance(0.9):
-            prompt, meets = self.tokens[: self.prompt], self._chance(0.5)
-            self.prefetch = self.process.tiers.prefetch(prompt, self.namespace, meets=meets)
-            self.process.world.did("prefetch", self.prefetch is not None, meets)
+            prompt, bidirectional = self.tokens[: self.prompt], self._chance(0.5)
+            self.prefetch = self.process.tiers.prefetch(prompt, self.namespace, bidirectional=bidirectional)
+            self.process.world.did("prefetch", self.prefetch is not None, bidirectional)
 
     @property
     def waiting(self) -> bool:

@@ -231,9 +231,9 @@ def test_storage_is_queried_a_few_times_for_one_request_however_long_it_waits() 
     asked: list[object] = []
     prefetch = bench.tiers.prefetch
 
-    def counted(tokens: TokenLike, namespace: NamespaceLike = None, *, meets: bool = False) -> Prefetch | None:
+    def counted(tokens: TokenLike, namespace: NamespaceLike = None, *, bidirectional: bool = False) -> Prefetch | None:
         asked.append(tokens)
-        return prefetch(tokens, namespace, meets=meets)
+        return prefetch(tokens, namespace, bidirectional=bidirectional)
 
     bench.tiers.prefetch = counted  # type: ignore[method-assign]
     bench.add(prompt(18, 20), max_tokens=12, ignore_eos=True)

@@ -243,7 +243,7 @@ class Tiers:
         return self.pending.agreed(tokens)
 
     def prefetch(
-        self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None, *, meets: bool = False
+        self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None, *, bidirectional: bool = False
     ) -> Prefetch | None:
         """Starts to look up in storage what neither device nor host has of a prompt.
 
@@ -252,8 +252,8 @@ class Tiers:
         Args:
             tokens: the prompt.
             namespace: its namespace.
-            meets: whether the request will go on computing while its pages are read, see `Prefetch.lead`; it then
-                waits only where that gains nothing.
+            bidirectional: whether the request will go on computing while its pages are read, see `Prefetch.lead`; it
+                then waits only where that gains nothing.
 
         Raises:
             BadTokens: a token is out of range.
@@ -261,7 +261,7 @@ class Tiers:
         if self._prefetches is None:
             return None
         key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
-        return self._prefetches.ask(encode_namespace(namespace), key, meets)
+        return self._prefetches.ask(encode_namespace(namespace), key, bidirectional)
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts to copy what the host lacks of the prefix that ends at a node, as far as it was hit `hits` times.

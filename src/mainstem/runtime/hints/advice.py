@@ -16,7 +16,7 @@ from mainstem.cache.namespaces import NamespaceLike
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.retention import LEAST_S, Kept
 from mainstem.errors import BadArgument
-from mainstem.runtime.hints.promotion import BringUp
+from mainstem.runtime.hints.promotion import Promotion
 
 Action = Literal["retain", "pin", "unpin", "demote", "end", "prefetch", "expect"]
 
@@ -33,7 +33,7 @@ class Advice:
 
     def __init__(self, cache: PrefixCache, max_retain_s: float) -> None:
         self._cache, self._max_retain_s = cache, max_retain_s
-        self._prefetches: list[BringUp] = []
+        self._prefetches: list[Promotion] = []
 
     def apply(
         self,
@@ -129,7 +129,7 @@ class Advice:
             return Kept(there, there)
         if len(self._prefetches) >= _MOST_PREFETCHES:
             return Kept(0, there)
-        each = BringUp(self._cache, prompt, namespace)
+        each = Promotion(self._cache, prompt, namespace)
         asked = len(tokens) // self._cache.page_size * self._cache.page_size if each.reading else 0
         if each.go_on():
             self._prefetches.append(each)

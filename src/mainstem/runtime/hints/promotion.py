@@ -15,7 +15,7 @@ from mainstem.tiers.host.load import Load
 from mainstem.tiers.prefetch.prefetch import Prefetch
 
 
-class BringUp:
+class Promotion:
     """A prefix on its way to the device.
 
     Args:

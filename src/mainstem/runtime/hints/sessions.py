@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from mainstem.cache.keys import Spliced, TokenLike
 from mainstem.cache.namespaces import NamespaceLike
 from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.runtime.hints.promotion import BringUp
+from mainstem.runtime.hints.promotion import Promotion
 from mainstem.runtime.schedule.sequence import Sequence
 
 Outcome = Literal["used", "late", "vain", "skipped"]
@@ -69,7 +69,7 @@ class _Session:
         said: whether the client has said when it comes.
         before: positions that the device had before it was brought up.
         pages: of the device for what is brought up, or was and is not used yet.
-        bring_up: while it is under way.
+        promotion: while it is under way.
     """
 
     name: object
@@ -85,7 +85,7 @@ class _Session:
     said: bool = False
     before: int = 0
     pages: int = 0
-    bring_up: BringUp | None = None
+    promotion: Promotion | None = None
 
     @property
     def length(self) -> int:
@@ -123,10 +123,10 @@ class Sessions:
             return
         if sequence.arrived_s >= session.ended_s:
             session.pauses.append(sequence.arrived_s - session.ended_s)
-        if session.pages and session.bring_up is None:
+        if session.pages and session.promotion is None:
             found = self._cache.tree.peek(sequence.key, session.namespace)
             self._count(session, "used" if found > session.before else "vain")
-        elif session.bring_up is not None or (session.planned and self._below(session)):
+        elif session.promotion is not None or (session.planned and self._below(session)):
             self._count(session, "late")
         session.ended_s = None
         session.turn += 1
@@ -226,7 +226,7 @@ class Sessions:
             room: returns the device pages that no request needs: free, or evicted next.
         """
         for session in list(self._moving):
-            if session.bring_up is not None and not session.bring_up.go_on():
+            if session.promotion is not None and not session.promotion.go_on():
                 self._brought(session)
         while self._plans and self._plans[0][0] <= now_s:
             _, _, turn, session = heapq.heappop(self._plans)
@@ -241,8 +241,8 @@ class Sessions:
     def close(self) -> None:
         """Ends all that is under way."""
         for session in self._moving:
-            if session.bring_up is not None:
-                session.bring_up.close()
+            if session.promotion is not None:
+                session.promotion.close()
         self._moving.clear()
 
     def _look(self, session: _Session, now_s: float, room: Callable[[], int]) -> None:
@@ -253,7 +253,7 @@ class Sessions:
         found = self._below(session) or self._tiers.can_prefetch
         most = min(self._most - sum(each.pages for each in self._known.values()), room())
         if found and 0 < lacking <= most and len(self._moving) < _MOST_UNDER_WAY:
-            session.bring_up = BringUp(self._cache, session.tokens, session.namespace)
+            session.promotion = Promotion(self._cache, session.tokens, session.namespace)
             session.before, session.pages = on_device, lacking
             self._moving.append(session)
             self._look_at(session.until_s, session)
@@ -265,7 +265,7 @@ class Sessions:
     def _brought(self, session: _Session) -> None:
         """Notes that no more of a session will come."""
         self._moving.remove(session)
-        session.bring_up = None
+        session.promotion = None
         if self._cache.tree.peek(session.tokens, session.namespace) <= session.before:
             self._count(session, "skipped")
             session.turn += 1
@@ -275,10 +275,10 @@ class Sessions:
     def _count(self, session: _Session, outcome: Outcome) -> None:
         """Counts what came of a session; nothing of it is under way or held for it then."""
         self.counts[outcome] += 1
-        if session.bring_up is not None:
-            session.bring_up.close()
+        if session.promotion is not None:
+            session.promotion.close()
             self._moving.remove(session)
-        session.bring_up, session.pages, session.planned = None, 0, False
+        session.promotion, session.pages, session.planned = None, 0, False
 
     def _below(self, session: _Session) -> bool:
         """Whether the host has whole pages of a session that the device lacks."""

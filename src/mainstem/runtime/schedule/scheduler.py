@@ -540,7 +540,7 @@ class Scheduler:
         """Starts to prefetch what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled and not sequence.reading:
             key = sequence.encoded(self._cache.tree.keys)
-            prefetch = self._tiers.prefetch(key, sequence.request.namespace, meets=True)
+            prefetch = self._tiers.prefetch(key, sequence.request.namespace, bidirectional=True)
             sequence.begin_prefetch(prefetch, self._tiers.declined)
 
     def _awaits_prefetch(self, sequence: Sequence) -> bool:

@@ -5,11 +5,12 @@
 One lookup asks for every component of every page that could be of use, or for fewer, where each is a request. The
 prefetch then aims at the deepest end from which all components can go on (`plan`), and reads what the host lacks for
 that: full attention from the front, then windows, then the state. Pages are read into private host pages. Those that
-arrived intact are added to the tree, at the prefetch's `Anchor`. If one did not, the prefetch aims at the deepest end
-that is left: what has arrived stays.
+arrived intact are added to the tree, at the prefetch's attach point. If one did not, the prefetch aims at the deepest
+end that is left: what has arrived stays.
 
 A prefetch serves every request that lacks the same page. How long its requests wait is decided in `waits`. One of them
-may go on computing meanwhile (`lead`): from then on full attention is read from the back, until both meet (`meeting`).
+may go on computing meanwhile (`lead`): from then on full attention is read from the back, until both meet
+(`bidirectional`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.prefetch.anchor import Anchor
-from mainstem.tiers.prefetch.meeting import Meeting
+from mainstem.tiers.prefetch.attach_point import AttachPoint
+from mainstem.tiers.prefetch.bidirectional import BidirectionalLoad
 from mainstem.tiers.prefetch.plan import Plan
 from mainstem.tiers.prefetch.waits import ANY, Cause, Missed, Wait
 from mainstem.tiers.storage.names import PageNames
@@ -77,22 +78,22 @@ class Prefetch:
         shared: whether there was ever more than one.
         wanted: whether a request asked for it; no request waits for a prefetch of `warm`.
         ended: whether no more pages will arrive.
-        meets: whether a request may go on computing while it reads.
+        bidirectional: whether a request may go on computing while it reads.
     """
 
     def __init__(
         self,
         prefetches: Prefetches,
         missing: Missing,
-        anchor: Anchor,
+        point: AttachPoint,
         wait: Wait,
         plan: Plan,
         min_pages: int,
-        meets: bool,
+        bidirectional: bool,
     ) -> None:
         self.users, self.loaded = 1, 0
         self.shared = self.wanted = self.ended = False
-        self._prefetches, self._missing, self._anchor, self._wait = prefetches, missing, anchor, wait
+        self._prefetches, self._missing, self._point, self._wait = prefetches, missing, point, wait
         self._store, self._plan, self._min_pages = prefetches.store, plan, min_pages
         self._page_size = prefetches.host.tree.page_size
         self._depth = self._promised = plan.have  # the end that it aims at, and that storage seemed to have at first
@@ -103,8 +104,10 @@ class Prefetch:
         self._broken = False  # a page of the reads under way did not arrive: those after it are not used
         self._lost = False  # because storage does not have it, rather than because the host has lost what is before it
         self._offer: int | None = None  # the deepest end, as this rank sees it
-        self.meets = meets and plan.any_end and anchor.connected and self._store.config.prefetch == "timeout"
-        self._meeting: Meeting | None = None  # once a request computes meanwhile
+        self.bidirectional = (
+            bidirectional and plan.any_end and point.connected and self._store.config.prefetch == "timeout"
+        )
+        self._load: BidirectionalLoad | None = None  # once a request computes meanwhile
         self._led = False  # whether one does
         self._counted = False  # whether what is late has been counted
         self._meanwhile = 0  # pages that it computed
@@ -114,7 +117,7 @@ class Prefetch:
         self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
         every_end = not (prefetches.pending.alone or plan.any_end)
         search = partial(plan.search, every_end=every_end)
-        self._lookup = lookup = anchor.look_up(self._store, self._asked, search)
+        self._lookup = lookup = point.look_up(self._store, self._asked, search)
         prefetches.pending.add(Polled(lambda: self._answer() if lookup.done() else 0, self._found))
         prefetches.pending.add(Polled(self._late, self._expire))
 
@@ -129,7 +132,7 @@ class Prefetch:
 
     def private_pages(self, row: int) -> int:
         """Returns the number of host pages of a component that are being read into and not in the tree yet."""
-        held = self._meeting.private_pages if self._meeting is not None and row == 0 else 0
+        held = self._load.private_pages if self._load is not None and row == 0 else 0
         return held + sum(len(read.page_ids) for read in self._reads if read.row == row)
 
     # ---------------------------------------------------------------- a request that computes meanwhile
@@ -143,37 +146,37 @@ class Prefetch:
             key: the symbols of its prompt.
             computed: positions that it need not compute.
         """
-        if not self.meets or self.ended or self._led or not self._anchor.begins(key):
+        if not self.bidirectional or self.ended or self._led or not self._point.begins(key):
             return False
         self._led = True
-        self._meet().front = computed // self._page_size
+        self._turn_around().front = computed // self._page_size
         return True
 
-    def _meet(self) -> Meeting:
+    def _turn_around(self) -> BidirectionalLoad:
         """Reads from the back from now on."""
-        if self._meeting is None:
-            self._meeting = Meeting(self._anchor, self._prefetches.host, self._prefetches.backups)
-        return self._meeting
+        if self._load is None:
+            self._load = BidirectionalLoad(self._point, self._prefetches.host, self._prefetches.backups)
+        return self._load
 
     def reached(self, computed: int) -> None:
         """Notes how many positions the leader has computed and published."""
-        if self._meeting is not None:
-            front, self._meeting.front = self._meeting.front, computed // self._page_size
+        if self._load is not None:
+            front, self._load.front = self._load.front, computed // self._page_size
             end = self._promised if self._looked_up else self._plan.pages
-            self._meanwhile += max(0, min(self._meeting.front, end) - front)
-            self._miss(front, min(self._meeting.front, end), "meanwhile" if self._looked_up else self._why())
+            self._meanwhile += max(0, min(self._load.front, end) - front)
+            self._miss(front, min(self._load.front, end), "meanwhile" if self._looked_up else self._why())
 
     def ahead(self, computed: int) -> int | None:
         """Returns how many positions the leader computes next at most; None: as many as it likes.
 
         0: none in this step. What comes next has arrived, or is expected so soon that computing gains nothing.
         """
-        if self._meeting is None or self.ended:
+        if self._load is None or self.ended:
             return None
-        self._meeting.front = computed // self._page_size
+        self._load.front = computed // self._page_size
         self._positions = self._prefetches.pending.agreed(self._worth_computing(computed // self._page_size))
         size, end = self._page_size, computed + self._positions
-        pages = self._meeting.ahead(computed // size)
+        pages = self._load.ahead(computed // size)
         if pages is not None:
             end = min(end, (computed // size + pages) * size)
         return max(0, end // size * size - computed)
@@ -181,7 +184,7 @@ class Prefetch:
     @property
     def usable(self) -> int:
         """Positions of the prompt up to the end of what it has added to the tree."""
-        return self._anchor.pages * self._page_size
+        return self._point.pages * self._page_size
 
     def missed(self, key: bytes) -> list[Missed]:
         """Returns what a request could not use so far, each page with the first cause.
@@ -189,7 +192,7 @@ class Prefetch:
         Args:
             key: the symbols of its prompt; only pages that it shares with the one that is read count.
         """
-        shared, found = self._anchor.shared(key), [*self._missed]
+        shared, found = self._point.shared(key), [*self._missed]
         if not found and not self.ended:
             found.append(Missed(self._usable, self._promised if self._looked_up else self._plan.pages, "meanwhile"))
         cut = (each._replace(end=min(each.end, shared)) for each in found)
@@ -210,16 +213,16 @@ class Prefetch:
 
     def go_on(self) -> None:
         """Adds what was met to the tree, and begins more reads."""
-        if self._meeting is not None:
-            self._join(self._meeting)
-            self._read_back(self._meeting)
+        if self._load is not None:
+            self._join(self._load)
+            self._read_back(self._load)
 
     def _worth_computing(self, front: int) -> int:
         """Returns how many positions to compute before looking again, as this rank sees it; `ANY`: do not wait."""
         if self._overdue():
             return ANY
         end = self._depth if self._looked_up else self._plan.pages
-        if self._meeting is not None and (pages := self._meeting.ahead(front)) is not None:
+        if self._load is not None and (pages := self._load.ahead(front)) is not None:
             end = front + pages
         reads = [(max(read.begin, front), min(read.begin + len(read.page_ids), end)) for read in self._reads]
         left = [(max(begin, front), min(last, end)) for _, begin, last in self._left]
@@ -231,22 +234,22 @@ class Prefetch:
         later = sum(max(0, last - begin) for begin, last in left)
         return max(certain * self._page_size, self._wait.positions(front, under_way, later))
 
-    def _join(self, meeting: Meeting) -> None:
-        ours = meeting.join()
+    def _join(self, load: BidirectionalLoad) -> None:
+        ours = load.join()
         self._prefetches.pending.counts["prefetched"] += ours
         self.loaded += ours * self._page_size
-        if meeting.broken:
+        if load.broken:
             self._crowded = True
             self._left.clear()
-            self._prefetches.pending.counts["prefetch_dropped"] += meeting.release()
+            self._prefetches.pending.counts["prefetch_dropped"] += load.release()
 
-    def _take(self, meeting: Meeting, read: _Read) -> None:
-        """Keeps what has arrived for the meeting. The pages after a lost one are read again."""
+    def _take(self, load: BidirectionalLoad, read: _Read) -> None:
+        """Keeps what has arrived until the front meets it. The pages after a lost one are read again."""
         end = read.begin + len(read.page_ids)
         lost = read.begin + read.good
         self._prefetches.host.pools[0].release(read.page_ids[read.good :])
         if read.good:
-            meeting.add(read.begin, read.page_ids[: read.good])
+            load.add(read.begin, read.page_ids[: read.good])
         if lost < end:
             self._note_fault(read)
             self._prefetches.late["fault"] += end - lost if read.failed else 1
@@ -255,21 +258,21 @@ class Prefetch:
             if lost + 1 < end and not read.failed:
                 self._left = deque(sorted([*self._left, (0, lost + 1, end)]))
 
-    def _read_back(self, meeting: Meeting) -> None:
+    def _read_back(self, load: BidirectionalLoad) -> None:
         """Begins more reads, from the back."""
         config = self._store.config
         soon = self._positions // self._page_size if self._led and self._positions < ANY else 0
         share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
-        while self.users > 0 and not meeting.broken and len(self._reads) < config.batches:
+        while self.users > 0 and not load.broken and len(self._reads) < config.batches:
             room = self._prefetches.room(self)
-            begin, end = meeting.next_read(self._left, meeting.front + soon, self._depth, room)
+            begin, end = load.next_read(self._left, load.front + soon, self._depth, room)
             page_ids = self._prefetches.allocate(self._missing[0], 0, min(end - begin, share))
             if not len(page_ids):
                 break
             self._cut(end - len(page_ids), end)
             self._begin_read(0, end - len(page_ids), page_ids)
-        if not self._reads and self._looked_up and (self.users <= 0 or not meeting):
-            self._prefetches.pending.counts["prefetch_dropped"] += meeting.release()
+        if not self._reads and self._looked_up and (self.users <= 0 or not load):
+            self._prefetches.pending.counts["prefetch_dropped"] += load.release()
             self._end()
 
     def _cut(self, begin: int, end: int) -> None:
@@ -281,14 +284,14 @@ class Prefetch:
 
     def _late(self) -> bool:
         """Whether a request should stop waiting, as this rank sees it."""
-        if self.meets:
-            return self.ended or self._worth_computing(self._anchor.pages) > 0
+        if self.bidirectional:
+            return self.ended or self._worth_computing(self._point.pages) > 0
         return self.ended or self._wait.over or self._overdue()
 
     def _expire(self, outcome: int) -> None:
         """Ends the wait of its requests. If storage has not answered the lookup, it is marked as slow."""
         self._expired = True
-        if self.meets and not (self._wait.over or self._overdue()):
+        if self.bidirectional and not (self._wait.over or self._overdue()):
             return  # nothing is late yet: see `stop_leading`
         if self.wanted and self.users > 0:
             self._counted = True
@@ -316,7 +319,7 @@ class Prefetch:
     def _usable(self) -> int:
         """The end from which a request can go on because of it."""
         if self._plan.any_end:
-            return self._anchor.pages
+            return self._point.pages
         whole = self._looked_up and not (self._left or self._reads or self._aiming)
         return self._depth if whole else self._plan.have
 
@@ -326,7 +329,7 @@ class Prefetch:
         """Votes for the deepest end, once storage has answered."""
         if self._offer is None:
             found = self._lookup.value
-            self._anchor.take(found.names)
+            self._point.take(found.names)
             for (row, pages), there in zip(self._asked, found.there, strict=False):  # nothing, if the call failed
                 self._plan.stored[row.number][pages] = there
             self._offer = self._plan.deepest(self._plan.pages)
@@ -370,11 +373,11 @@ class Prefetch:
                     self._missed.append(Missed(self._plan.have, depth, "too_few"))
                 depth = self._plan.have
             self._promised = depth
-            if self.meets and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
-                self._meet()
+            if self.bidirectional and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
+                self._turn_around()
         self._depth = depth
-        self._anchor.back_to(depth)
-        self._anchor.mark_held(self._plan)
+        self._point.back_to(depth)
+        self._point.mark_held(self._plan)
         self._left = deque(self._plan.missing(depth) if depth > self._plan.have else ())
         self._go_on()
 
@@ -382,8 +385,8 @@ class Prefetch:
 
     def _go_on(self) -> None:
         """Begins more reads; ends if there are none."""
-        if self._meeting is not None:
-            self._read_back(self._meeting)
+        if self._load is not None:
+            self._read_back(self._load)
             return
         config = self._store.config
         while self.users > 0 and not self._broken and self._left and len(self._reads) < config.batches:
@@ -403,7 +406,7 @@ class Prefetch:
 
     def _end(self) -> None:
         self.ended = True
-        self._anchor.release()
+        self._point.release()
         self._prefetches.end(self._missing)
 
     def _read(self, row: int, begin: int, page_ids: Ids) -> None:
@@ -416,14 +419,14 @@ class Prefetch:
 
     def _begin_read(self, row: int, begin: int, page_ids: Ids) -> None:
         self._wait.asked(all(read.done for read in self._reads))
-        call = self._prefetches.read(row, self._anchor.names(begin, begin + len(page_ids)), page_ids)
+        call = self._prefetches.read(row, self._point.names(begin, begin + len(page_ids)), page_ids)
         read = _Read(row, begin, page_ids, call)
         self._reads.append(read)
         self._prefetches.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
 
     def _vote(self, read: _Read) -> int:
         """Votes once a batch has been read and its pages can be added to the tree."""
-        return read.outcome if read.done and (self._meeting is not None or not self._anchor.in_flight) else 0
+        return read.outcome if read.done and (self._load is not None or not self._point.in_flight) else 0
 
     def _arrived(self, read: _Read, outcome: int) -> None:
         """Adds the pages that were read to the tree, in order, and begins more reads."""
@@ -431,15 +434,15 @@ class Prefetch:
         read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True
         if read.row == 0 and read.call is not None and not read.failed:
             self._wait.arrived(len(read.page_ids), read.call.ended_s)
-        if self._meeting is not None:
+        if self._load is not None:
             for done in [each for each in self._reads if each.ended]:
                 self._reads.remove(done)
-                self._take(self._meeting, done)
+                self._take(self._load, done)
             return  # it goes on at the next poll
         while self._reads and self._reads[0].ended:
             read = self._reads.popleft()
             good = read.good if not self._broken else 0
-            kept, ours = self._anchor.place(read.row, read.begin, read.page_ids[:good])
+            kept, ours = self._point.place(read.row, read.begin, read.page_ids[:good])
             counts["prefetched"] += ours
             counts["prefetch_dropped"] += good - ours
             if self._plan.any_end:
@@ -463,7 +466,7 @@ class Prefetch:
         """Aims at what is left without a page that did not arrive."""
         self._broken = False
         if self._lost:
-            self._anchor.mark_held(self._plan)
+            self._point.mark_held(self._plan)
             self._propose(self._depth)
         else:
             self._left.clear()
@@ -472,7 +475,7 @@ class Prefetch:
 
     def _do_without_room(self, row: int) -> None:
         """Aims at what is left if the host has no room for more pages of a component."""
-        most = self._anchor.pages if row == 0 and self._anchor.connected else self._plan.have
+        most = self._point.pages if row == 0 and self._point.connected else self._plan.have
         if self.wanted and not self._expired:
             self._prefetches.late["host_room"] += self._depth - most
             self._miss(most, self._depth, "host_room")
@@ -526,17 +529,17 @@ class Prefetches:
         """Whether as many are under way as may be."""
         return len(self) >= self.store.config.max_prefetches
 
-    def ask(self, namespace: bytes, key: bytes, meets: bool) -> Prefetch | None:
+    def ask(self, namespace: bytes, key: bytes, bidirectional: bool) -> Prefetch | None:
         """Begins a prefetch for a request, or returns one under way; see `Tiers.prefetch`."""
         page_bytes = self._tree.page_bytes
         pages = max(len(key) - self._tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
         min_pages = max(1, -(-self._min_tokens() // self._tree.page_size))
-        prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages, meets)
+        prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages, bidirectional)
         if prefetch is not None:
             prefetch.wanted = True
         return prefetch
 
-    def begin(self, namespace: bytes, key: bytes, min_pages: int, meets: bool = False) -> Prefetch | None:
+    def begin(self, namespace: bytes, key: bytes, min_pages: int, bidirectional: bool = False) -> Prefetch | None:
         """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
         missing, have = self._missing(namespace, key)
         pages = len(key) // self._tree.page_bytes
@@ -555,16 +558,16 @@ class Prefetches:
             self.declined = Missed(have, pages, "limit")
             return None
         known = have if len(self._tree.components) == 1 else self._tree.core.extent(namespace, key)
-        anchor = Anchor(self.host, self._names, namespace, key, known)
-        if anchor.node:
-            self.backups.begin(anchor.node)
+        point = AttachPoint(self.host, self._names, namespace, key, known)
+        if point.node:
+            self.backups.begin(point.node)
         self.pending.counts["prefetches"] += 1
         contents = [row in self._stored for row in range(len(self._tree.components))]
         plan = Plan(self._tree.components, contents, self._tree.page_size, have, pages)
-        anchor.mark_held(plan)
+        point.mark_held(plan)
         page_bytes = self.host.memory.payload_bytes(0)
         wait = Wait(self.store, self._costs, self._tree.page_size, page_bytes, have, pages)
-        self._under_way[missing] = prefetch = Prefetch(self, missing, anchor, wait, plan, min_pages, meets)
+        self._under_way[missing] = prefetch = Prefetch(self, missing, point, wait, plan, min_pages, bidirectional)
         return prefetch
 
     def go_on(self) -> None:

@@ -1,7 +1,7 @@
 """Reads from the back, for a request that computes from the front, until both meet.
 
     prompt   [ on the host | computed ... front |  not read yet  | run |  lost page  | run ]
-               up to the anchor             computing -->    <-- reading
+               up to the attach point      computing -->    <-- reading
 
 Pages that arrive before those in front of them belong to the prefetch, as runs: the host has no page without the page
 before it. When the front meets a run, what was computed is backed up. Then the run is added to the tree, and the
@@ -17,14 +17,14 @@ from collections.abc import Iterable
 from mainstem.cache.tree import Ids
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
-from mainstem.tiers.prefetch.anchor import Anchor
+from mainstem.tiers.prefetch.attach_point import AttachPoint
 
 
-class Meeting:
+class BidirectionalLoad:
     """The runs of one prefetch, and where they are met.
 
     Args:
-        anchor: where the prefetch's pages join the tree.
+        point: where the prefetch's pages join the tree.
         host: the pages of the host.
         backups: copies what was computed.
 
@@ -33,9 +33,9 @@ class Meeting:
         broken: whether the host lost, or has no room for, what is before the runs: they are of no use.
     """
 
-    def __init__(self, anchor: Anchor, host: HostPages, backups: Backups) -> None:
-        self._anchor, self._host, self._backups = anchor, host, backups
-        self.front = anchor.pages
+    def __init__(self, point: AttachPoint, host: HostPages, backups: Backups) -> None:
+        self._point, self._host, self._backups = point, host, backups
+        self.front = point.pages
         self.broken = False
         self._runs: list[tuple[int, Ids]] = []  # first page, and the host pages; ascending
         self._top = 0  # the end of the stretch that is being read
@@ -79,9 +79,9 @@ class Meeting:
         ours = 0
         while self._runs and not self.broken and self._reaches():
             begin, page_ids = self._runs.pop(0)
-            known = min(max(self._anchor.pages - begin, 0), len(page_ids))
+            known = min(max(self._point.pages - begin, 0), len(page_ids))
             self._host.pools[0].release(page_ids[:known])
-            kept, added = self._anchor.place(0, begin + known, page_ids[known:]) if known < len(page_ids) else (0, 0)
+            kept, added = self._point.place(0, begin + known, page_ids[known:]) if known < len(page_ids) else (0, 0)
             ours += added
             self.broken = kept < len(page_ids) - known
         return ours
@@ -96,7 +96,7 @@ class Meeting:
 
     def _reaches(self) -> bool:
         """Whether the host has everything before the first run. Begins to back up what was computed."""
-        anchor = self._anchor
-        if self.front > anchor.pages and not anchor.in_flight:
-            self.broken = not (anchor.follow(self.front) and self._backups.begin(anchor.node))
-        return self._runs[0][0] <= anchor.pages and not (self.broken or anchor.in_flight)
+        point = self._point
+        if self.front > point.pages and not point.in_flight:
+            self.broken = not (point.follow(self.front) and self._backups.begin(point.node))
+        return self._runs[0][0] <= point.pages and not (self.broken or point.in_flight)

@@ -1,4 +1,4 @@
-"""`Anchor`: where the pages that a prefetch reads join the tree.
+"""`AttachPoint`: where the pages that a prefetch reads join the tree.
 
 It knows the tree, the pages of the host and the names of stored pages. It knows nothing of reads and requests.
 """
@@ -19,7 +19,7 @@ from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.store import Find, Found, Store, StoreCall
 
 
-class Anchor:
+class AttachPoint:
     """The node that a prefetch's next pages follow, locked on the host.
 
     Args:
