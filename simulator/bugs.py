@@ -339,11 +339,11 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "pages after a miss are accepted", "sglang#39444", _PREFETCH,
-        "                self._broken = True\n", "",
+        "                self._enter(Phase.DRAINING)\n", "",
     ),
     _mutant(
         "what was read after a damaged page is kept", "-", _PREFETCH,
-        "good = read.good if not self._broken else 0", "good = read.good",
+        "good = read.good if self._phase is Phase.FORWARD else 0", "good = read.good",
     ),
     _mutant(
         "a page that did not arrive is read again for ever", "-", _PREFETCH,

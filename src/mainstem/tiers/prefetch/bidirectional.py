@@ -29,14 +29,18 @@ class BidirectionalLoad:
         backups: copies what was computed.
 
     Attributes:
+        led: whether a request computes now.
         front: pages of the prompt that are computed, or need not be.
+        positions: how many the leader computes before it looks again.
+        meanwhile: pages that it computed, as long as they are not counted as late.
         broken: whether the host lost, or has no room for, what is before the runs: they are of no use.
     """
 
     def __init__(self, point: AttachPoint, host: HostPages, backups: Backups) -> None:
         self._point, self._host, self._backups = point, host, backups
         self.front = point.pages
-        self.broken = False
+        self.positions = self.meanwhile = 0
+        self.led = self.broken = False
         self._runs: list[tuple[int, Ids]] = []  # first page, and the host pages; ascending
         self._top = 0  # the end of the stretch that is being read
 

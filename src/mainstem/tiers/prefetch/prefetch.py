@@ -19,7 +19,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -45,6 +47,37 @@ Missing = tuple[bytes, bytes]
 """A namespace, and the symbols up to the end of the first page that neither device nor host has."""
 
 
+class Phase(Enum):
+    """Where a prefetch is.
+
+        LOOKUP --> AGREEING --> FORWARD --> ENDED       LOOKUP     storage is asked what it has
+                    ^    |       |  |         ^         AGREEING   the ranks agree on the end to aim at
+                    |    |       |  v         |         FORWARD    pages are read, and join the tree, in order
+                    +----|--- DRAINING -------+         DRAINING   a page was lost: what else is under way is not used
+                         v       v            |         BACKWARD   a request computes from the front, while pages are
+                        BACKWARD -------------+                    read from the back
+
+    FORWARD goes back to AGREEING at once where the host has no room, and becomes BACKWARD as soon as a request leads.
+    """
+
+    LOOKUP = auto()
+    AGREEING = auto()
+    FORWARD = auto()
+    DRAINING = auto()
+    BACKWARD = auto()
+    ENDED = auto()
+
+
+_NEXT = {
+    Phase.LOOKUP: (Phase.AGREEING,),
+    Phase.AGREEING: (Phase.AGREEING, Phase.FORWARD, Phase.BACKWARD),
+    Phase.FORWARD: (Phase.AGREEING, Phase.DRAINING, Phase.BACKWARD, Phase.ENDED),
+    Phase.DRAINING: (Phase.AGREEING, Phase.BACKWARD, Phase.ENDED),
+    Phase.BACKWARD: (Phase.ENDED,),
+    Phase.ENDED: (),
+}
+
+
 @dataclass(eq=False)
 class _Read:
     """A batch of pages of one component, read from storage into private host pages; None: they have no content."""
@@ -56,6 +89,10 @@ class _Read:
     good: int = 0  # pages that arrived intact, from the first
     failed: bool = False  # the call as a whole
     ended: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.page_ids)
 
     @property
     def done(self) -> bool:
@@ -77,7 +114,6 @@ class Prefetch:
         users: number of requests that want it.
         shared: whether there was ever more than one.
         wanted: whether a request asked for it; no request waits for a prefetch of `warm`.
-        ended: whether no more pages will arrive.
         bidirectional: whether a request may go on computing while it reads.
     """
 
@@ -92,34 +128,36 @@ class Prefetch:
         bidirectional: bool,
     ) -> None:
         self.users, self.loaded = 1, 0
-        self.shared = self.wanted = self.ended = False
+        self.shared = self.wanted = False
         self._prefetches, self._missing, self._point, self._wait = prefetches, missing, point, wait
         self._store, self._plan, self._min_pages = prefetches.store, plan, min_pages
         self._page_size = prefetches.host.tree.page_size
-        self._depth = self._promised = plan.have  # the end that it aims at, and that storage seemed to have at first
-        self._left: deque[tuple[int, int, int]] = deque()  # pages to read for that: row, begin, end
-        self._reads: deque[_Read] = deque()
-        self._looked_up = self._aimed = self._aiming = self._expired = False
-        self._faulty = self._crowded = False  # a page did not arrive; the host had no room
-        self._broken = False  # a page of the reads under way did not arrive: those after it are not used
-        self._lost = False  # because storage does not have it, rather than because the host has lost what is before it
-        self._offer: int | None = None  # the deepest end, as this rank sees it
         self.bidirectional = (
             bidirectional and plan.any_end and point.connected and self._store.config.prefetch == "timeout"
         )
-        self._load: BidirectionalLoad | None = None  # once a request computes meanwhile
-        self._led = False  # whether one does
-        self._counted = False  # whether what is late has been counted
-        self._meanwhile = 0  # pages that it computed
-        self._missed: list[Missed] = []
+        self._phase = Phase.LOOKUP
+        self._depth = plan.have  # the end that it aims at
+        self._promised: int | None = None  # the end that storage seemed to have at first, and the host has room for
+        self._offer: int | None = None  # the deepest end, as this rank sees it
+        self._left: deque[tuple[int, int, int]] = deque()  # pages to read for that: row, begin, end
+        self._reads: deque[_Read] = deque()
+        self._load: BidirectionalLoad | None = None  # once a request computes meanwhile, or is expected to
+        self._expired = False  # whether its requests wait no more
+        self._counted = False  # whether what was late then has been counted
+        self._obstacle: Literal["fault", "host_room"] | None = None  # why less is read than storage has
         self._fault: str | None = None  # of the last page that did not arrive
-        self._positions = 0  # that it computes before it looks again
+        self._missed: list[Missed] = []
         self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
         every_end = not (prefetches.pending.alone or plan.any_end)
         search = partial(plan.search, every_end=every_end)
         self._lookup = lookup = point.look_up(self._store, self._asked, search)
         prefetches.pending.add(Polled(lambda: self._answer() if lookup.done() else 0, self._found))
         prefetches.pending.add(Polled(self._late, self._expire))
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more pages will arrive."""
+        return self._phase is Phase.ENDED
 
     @property
     def waiting(self) -> bool:
@@ -135,6 +173,10 @@ class Prefetch:
         held = self._load.private_pages if self._load is not None and row == 0 else 0
         return held + sum(len(read.page_ids) for read in self._reads if read.row == row)
 
+    def _enter(self, phase: Phase) -> None:
+        assert phase in _NEXT[self._phase], (self._phase, phase)
+        self._phase = phase
+
     # ---------------------------------------------------------------- a request that computes meanwhile
 
     def lead(self, key: bytes, computed: int) -> bool:
@@ -146,14 +188,16 @@ class Prefetch:
             key: the symbols of its prompt.
             computed: positions that it need not compute.
         """
-        if not self.bidirectional or self.ended or self._led or not self._point.begins(key):
+        led = self._load is not None and self._load.led
+        if not self.bidirectional or self.ended or led or not self._point.begins(key):
             return False
-        self._led = True
-        self._turn_around().front = computed // self._page_size
+        load = self._turn_around()
+        load.led, load.front = True, computed // self._page_size
+        if self._phase in (Phase.FORWARD, Phase.DRAINING):
+            self._enter(Phase.BACKWARD)
         return True
 
     def _turn_around(self) -> BidirectionalLoad:
-        """Reads from the back from now on."""
         if self._load is None:
             self._load = BidirectionalLoad(self._point, self._prefetches.host, self._prefetches.backups)
         return self._load
@@ -162,23 +206,23 @@ class Prefetch:
         """Notes how many positions the leader has computed and published."""
         if self._load is not None:
             front, self._load.front = self._load.front, computed // self._page_size
-            end = self._promised if self._looked_up else self._plan.pages
-            self._meanwhile += max(0, min(self._load.front, end) - front)
-            self._miss(front, min(self._load.front, end), "meanwhile" if self._looked_up else self._why())
+            end = min(self._load.front, self._expected)
+            self._load.meanwhile += max(0, end - front)
+            self._miss(front, end, self._why_computed)
 
     def ahead(self, computed: int) -> int | None:
         """Returns how many positions the leader computes next at most; None: as many as it likes.
 
         0: none in this step. What comes next has arrived, or is expected so soon that computing gains nothing.
         """
-        if self._load is None or self.ended:
+        load, size = self._load, self._page_size
+        if load is None or self.ended:
             return None
-        self._load.front = computed // self._page_size
-        self._positions = self._prefetches.pending.agreed(self._worth_computing(computed // self._page_size))
-        size, end = self._page_size, computed + self._positions
-        pages = self._load.ahead(computed // size)
+        load.front = front = computed // size
+        load.positions = self._prefetches.pending.agreed(self._worth_computing(front))
+        end, pages = computed + load.positions, load.ahead(front)
         if pages is not None:
-            end = min(end, (computed // size + pages) * size)
+            end = min(end, (front + pages) * size)
         return max(0, end // size * size - computed)
 
     @property
@@ -186,34 +230,20 @@ class Prefetch:
         """Positions of the prompt up to the end of what it has added to the tree."""
         return self._point.pages * self._page_size
 
-    def missed(self, key: bytes) -> list[Missed]:
-        """Returns what a request could not use so far, each page with the first cause.
-
-        Args:
-            key: the symbols of its prompt; only pages that it shares with the one that is read count.
-        """
-        shared, found = self._point.shared(key), [*self._missed]
-        if not found and not self.ended:
-            found.append(Missed(self._usable, self._promised if self._looked_up else self._plan.pages, "meanwhile"))
-        cut = (each._replace(end=min(each.end, shared)) for each in found)
-        return [each for each in cut if each.begin < each.end]
-
-    def _miss(self, begin: int, end: int, cause: Cause) -> None:
-        if begin < end:
-            self._missed.append(Missed(begin, end, cause, self._fault if cause == "fault" else None))
-
     def stop_leading(self) -> None:
         """Notes that the leader has computed its prompt, or has ended. Counts what it computed meanwhile."""
-        self._led = False
+        load = self._load
+        assert load is not None
+        load.led = False
         if self.wanted and not self._counted:
-            self._prefetches.late["meanwhile" if self._looked_up else self._why()] += self._meanwhile
-            self._meanwhile = 0
-            if not self._looked_up:
+            self._prefetches.late[self._why_computed] += load.meanwhile
+            load.meanwhile = 0
+            if self._phase is Phase.LOOKUP:
                 self._store.gave_up(self._wait.waited_s)
 
     def go_on(self) -> None:
-        """Adds what was met to the tree, and begins more reads."""
-        if self._load is not None:
+        """Adds to the tree what the front has met, and begins more reads."""
+        if self._phase is Phase.BACKWARD and self._load is not None:
             self._join(self._load)
             self._read_back(self._load)
 
@@ -221,13 +251,14 @@ class Prefetch:
         """Returns how many positions to compute before looking again, as this rank sees it; `ANY`: do not wait."""
         if self._overdue():
             return ANY
-        end = self._depth if self._looked_up else self._plan.pages
+        looked_up = self._phase is not Phase.LOOKUP
+        end = self._depth if looked_up else self._plan.pages
         if self._load is not None and (pages := self._load.ahead(front)) is not None:
             end = front + pages
-        reads = [(max(read.begin, front), min(read.begin + len(read.page_ids), end)) for read in self._reads]
+        reads = [(max(read.begin, front), min(read.end, end)) for read in self._reads]
         left = [(max(begin, front), min(last, end)) for _, begin, last in self._left]
         spans = [span for span in (*reads, *left) if span[0] < span[1]]
-        if self._looked_up and not spans:
+        if looked_up and not spans:
             return ANY
         certain = min((begin for begin, _ in spans), default=front) - front  # nobody reads these
         under_way = sum(len(read.page_ids) for read in self._reads)
@@ -239,29 +270,27 @@ class Prefetch:
         self._prefetches.pending.counts["prefetched"] += ours
         self.loaded += ours * self._page_size
         if load.broken:
-            self._crowded = True
+            self._obstacle = self._obstacle or "host_room"
             self._left.clear()
             self._prefetches.pending.counts["prefetch_dropped"] += load.release()
 
     def _take(self, load: BidirectionalLoad, read: _Read) -> None:
         """Keeps what has arrived until the front meets it. The pages after a lost one are read again."""
-        end = read.begin + len(read.page_ids)
         lost = read.begin + read.good
         self._prefetches.host.pools[0].release(read.page_ids[read.good :])
         if read.good:
             load.add(read.begin, read.page_ids[: read.good])
-        if lost < end:
+        if lost < read.end:
             self._note_fault(read)
-            self._prefetches.late["fault"] += end - lost if read.failed else 1
-            self._miss(lost, end if read.failed else lost + 1, "fault")
+            self._count_late(lost, read.end if read.failed else lost + 1, "fault")
             self._plan.stored[0][lost] = False
-            if lost + 1 < end and not read.failed:
-                self._left = deque(sorted([*self._left, (0, lost + 1, end)]))
+            if lost + 1 < read.end and not read.failed:
+                self._left = deque(sorted([*self._left, (0, lost + 1, read.end)]))
 
     def _read_back(self, load: BidirectionalLoad) -> None:
         """Begins more reads, from the back."""
         config = self._store.config
-        soon = self._positions // self._page_size if self._led and self._positions < ANY else 0
+        soon = load.positions // self._page_size if load.led and load.positions < ANY else 0
         share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
         while self.users > 0 and not load.broken and len(self._reads) < config.batches:
             room = self._prefetches.room(self)
@@ -271,7 +300,7 @@ class Prefetch:
                 break
             self._cut(end - len(page_ids), end)
             self._begin_read(0, end - len(page_ids), page_ids)
-        if not self._reads and self._looked_up and (self.users <= 0 or not load):
+        if not self._reads and (self.users <= 0 or not load):
             self._prefetches.pending.counts["prefetch_dropped"] += load.release()
             self._end()
 
@@ -280,7 +309,27 @@ class Prefetch:
         parts = [part for row, b, e in self._left for part in ((row, b, min(e, begin)), (row, max(b, end), e))]
         self._left = deque(part for part in parts if part[1] < part[2])
 
-    # ---------------------------------------------------------------- how long to wait
+    # ---------------------------------------------------------------- how long to wait, and what was missed
+
+    def missed(self, key: bytes) -> list[Missed]:
+        """Returns what a request could not use so far, each page with the first cause.
+
+        Args:
+            key: the symbols of its prompt; only pages that it shares with the one that is read count.
+        """
+        shared, missed = self._point.shared(key), [*self._missed]
+        if not missed and not self.ended:
+            missed.append(Missed(self._usable, self._expected, "meanwhile"))
+        cut = (each._replace(end=min(each.end, shared)) for each in missed)
+        return [each for each in cut if each.begin < each.end]
+
+    def _miss(self, begin: int, end: int, cause: Cause) -> None:
+        if begin < end:
+            self._missed.append(Missed(begin, end, cause, self._fault if cause == "fault" else None))
+
+    def _count_late(self, begin: int, end: int, cause: Cause) -> None:
+        self._prefetches.late[cause] += end - begin
+        self._miss(begin, end, cause)
 
     def _late(self) -> bool:
         """Whether a request should stop waiting, as this rank sees it."""
@@ -295,10 +344,9 @@ class Prefetch:
             return  # nothing is late yet: see `stop_leading`
         if self.wanted and self.users > 0:
             self._counted = True
-            end = self._promised if self._looked_up and not self._lookup.refused else self._plan.pages
-            self._prefetches.late[self._why()] += end - self._usable
-            self._miss(self._usable, end, self._why())
-        if self.wanted and not self._looked_up:
+            end = self._plan.pages if self._phase is Phase.LOOKUP or self._lookup.refused else self._expected
+            self._count_late(self._usable, end, self._why())
+        if self.wanted and self._phase is Phase.LOOKUP:
             self._store.gave_up(self._wait.waited_s)
 
     def _overdue(self) -> bool:
@@ -309,19 +357,28 @@ class Prefetch:
         """Returns why no request waits for the missing pages."""
         if self._lookup.refused or self._store.breaker.open:
             return "breaker"
-        if self._faulty:
-            return "fault"
-        if self._crowded:
-            return "host_room"
+        if self._obstacle is not None:
+            return self._obstacle
         return "slow" if self._store.slow and not self._overdue() else "timeout"
+
+    @property
+    def _why_computed(self) -> Cause:
+        return self._why() if self._phase is Phase.LOOKUP else "meanwhile"
+
+    @property
+    def _expected(self) -> int:
+        """The end that storage is expected to have: that of the prompt, until it has answered."""
+        if self._phase is Phase.LOOKUP:
+            return self._plan.pages
+        return self._plan.have if self._promised is None else self._promised
 
     @property
     def _usable(self) -> int:
         """The end from which a request can go on because of it."""
         if self._plan.any_end:
             return self._point.pages
-        whole = self._looked_up and not (self._left or self._reads or self._aiming)
-        return self._depth if whole else self._plan.have
+        reading = self._phase in (Phase.LOOKUP, Phase.AGREEING) or self._left or self._reads
+        return self._plan.have if reading else self._depth
 
     # ---------------------------------------------------------------- what to aim at
 
@@ -337,7 +394,7 @@ class Prefetch:
 
     def _found(self, outcome: int) -> None:
         """Takes the result of the lookup."""
-        self._looked_up = True
+        self._enter(Phase.AGREEING)
         if self._lookup.failed:
             self._fault = self._lookup.fault
             self._miss(self._plan.have, self._plan.pages, "breaker" if self._lookup.refused else "fault")
@@ -346,16 +403,16 @@ class Prefetch:
 
     def _propose(self, most: int) -> None:
         """Aims at the deepest end of at most `most` pages that every rank can reach."""
+        self._enter(Phase.AGREEING)
         offer = self._plan.deepest(most)
         if self._prefetches.pending.alone:
             self._aim(offer)
         else:
-            self._aiming = True
             self._prefetches.pending.add(Polled(lambda: 1 + offer, partial(self._agreed, most)))
 
     def _agreed(self, most: int, outcome: int) -> None:
         """Aims at the lowest offer of the ranks. If it is below `most`, a rank that offered more may lack it."""
-        self._aiming, depth = False, outcome - 1
+        depth = outcome - 1
         if self._prefetches.pending.alone or self._plan.any_end or depth in (most, self._plan.have):
             self._aim(depth)
         else:
@@ -363,59 +420,63 @@ class Prefetch:
 
     def _aim(self, depth: int) -> None:
         """Begins to read what an end needs."""
-        if not self._aimed:
-            self._aimed = True
-            pages, component = self._prefetches.note_short(self._plan, depth)
-            if pages:
-                self._missed.append(Missed(depth, depth + pages, "component", component))
-            if depth - self._plan.have < self._min_pages:
-                if depth > self._plan.have:
-                    self._missed.append(Missed(self._plan.have, depth, "too_few"))
-                depth = self._plan.have
-            self._promised = depth
+        if self._promised is None:
+            self._promised = depth = self._worth_reading(depth)
             if self.bidirectional and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
                 self._turn_around()
         self._depth = depth
         self._point.back_to(depth)
         self._point.mark_held(self._plan)
         self._left = deque(self._plan.missing(depth) if depth > self._plan.have else ())
-        self._go_on()
+        if self._load is None:
+            self._enter(Phase.FORWARD)
+            self._read_forward()
+        else:
+            self._enter(Phase.BACKWARD)
+            self._read_back(self._load)
+
+    def _worth_reading(self, depth: int) -> int:
+        """Returns the end that storage has, or none if that is too near. Notes which component limits it."""
+        have = self._plan.have
+        pages, component = self._prefetches.note_short(self._plan, depth)
+        if pages:
+            self._missed.append(Missed(depth, depth + pages, "component", component))
+        if depth - have >= self._min_pages:
+            return depth
+        if depth > have:
+            self._missed.append(Missed(have, depth, "too_few"))
+        return have
 
     # ---------------------------------------------------------------- reads
 
-    def _go_on(self) -> None:
+    def _read_forward(self) -> None:
         """Begins more reads; ends if there are none."""
-        if self._load is not None:
-            self._read_back(self._load)
-            return
         config = self._store.config
-        while self.users > 0 and not self._broken and self._left and len(self._reads) < config.batches:
+        while self.users > 0 and self._left and len(self._reads) < config.batches:
             row, begin, end = self._left[0]
             page_ids = self._prefetches.allocate(self._missing[0], row, end - begin)
             if len(page_ids):
-                self._read(row, begin, page_ids)
+                self._cut_first(len(page_ids))
+                self._begin_read(row, begin, page_ids)
             elif self._reads:
                 break  # a read under way may make room
             else:
                 self._do_without_room(row)
                 return
-        if not self._reads and self._looked_up and not self._aiming and (self.users <= 0 or not self._left):
+        if not self._reads and (self.users <= 0 or not self._left):
             if not self._plan.any_end:
                 self.loaded = (self._usable - self._plan.have) * self._page_size
             self._end()
 
+    def _cut_first(self, pages: int) -> None:
+        row, begin, end = self._left.popleft()
+        if begin + pages < end:
+            self._left.appendleft((row, begin + pages, end))
+
     def _end(self) -> None:
-        self.ended = True
+        self._enter(Phase.ENDED)
         self._point.release()
         self._prefetches.end(self._missing)
-
-    def _read(self, row: int, begin: int, page_ids: Ids) -> None:
-        """Begins to read the next pages into these."""
-        _, _, end = self._left.popleft()
-        last = begin + len(page_ids)
-        if last < end:
-            self._left.appendleft((row, last, end))
-        self._begin_read(row, begin, page_ids)
 
     def _begin_read(self, row: int, begin: int, page_ids: Ids) -> None:
         self._wait.asked(all(read.done for read in self._reads))
@@ -426,60 +487,61 @@ class Prefetch:
 
     def _vote(self, read: _Read) -> int:
         """Votes once a batch has been read and its pages can be added to the tree."""
-        return read.outcome if read.done and (self._load is not None or not self._point.in_flight) else 0
+        return read.outcome if read.done and (self._phase is Phase.BACKWARD or not self._point.in_flight) else 0
 
     def _arrived(self, read: _Read, outcome: int) -> None:
-        """Adds the pages that were read to the tree, in order, and begins more reads."""
-        host, counts = self._prefetches.host, self._prefetches.pending.counts
+        """Takes the pages that were read."""
         read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True
         if read.row == 0 and read.call is not None and not read.failed:
             self._wait.arrived(len(read.page_ids), read.call.ended_s)
-        if self._load is not None:
+        if self._phase is Phase.BACKWARD and self._load is not None:  # it goes on at the next poll
             for done in [each for each in self._reads if each.ended]:
                 self._reads.remove(done)
                 self._take(self._load, done)
-            return  # it goes on at the next poll
+            return
+        self._place_in_order()
+        if self._phase is Phase.FORWARD:
+            self._read_forward()
+        elif not self._reads:
+            self._aim_again()
+
+    def _place_in_order(self) -> None:
+        """Adds to the tree what has arrived up to the first read under way; nothing after a page that did not."""
+        host, counts = self._prefetches.host, self._prefetches.pending.counts
         while self._reads and self._reads[0].ended:
             read = self._reads.popleft()
-            good = read.good if not self._broken else 0
+            good = read.good if self._phase is Phase.FORWARD else 0
             kept, ours = self._point.place(read.row, read.begin, read.page_ids[:good])
             counts["prefetched"] += ours
             counts["prefetch_dropped"] += good - ours
             if self._plan.any_end:
                 self.loaded += ours * self._page_size
             host.pools[read.row].release(read.page_ids[good:])
-            if kept < len(read.page_ids) and not self._broken:
-                self._broken = True
+            if kept < len(read.page_ids) and self._phase is Phase.FORWARD:
+                self._enter(Phase.DRAINING)
                 self._note_fault(read)
                 self._plan.stored[read.row][read.begin + kept] = False
-                self._lost = kept == good  # else the host has lost what is before it
-        if self._broken and not self._reads:
-            self._aim_again()
-        else:
-            self._go_on()
+                if kept < good:  # the host has lost what is before it: nothing more can be added
+                    self._left.clear()
+                    self._depth = self._plan.have
 
     def _note_fault(self, read: _Read) -> None:
-        """Notes that a page did not arrive."""
-        self._faulty, self._fault = True, None if read.call is None else read.call.fault
+        self._obstacle, self._fault = "fault", None if read.call is None else read.call.fault
 
     def _aim_again(self) -> None:
         """Aims at what is left without a page that did not arrive."""
-        self._broken = False
-        if self._lost:
+        if self._depth > self._plan.have:
             self._point.mark_held(self._plan)
             self._propose(self._depth)
         else:
-            self._left.clear()
-            self._depth = self._plan.have
-            self._go_on()
+            self._end()
 
     def _do_without_room(self, row: int) -> None:
         """Aims at what is left if the host has no room for more pages of a component."""
         most = self._point.pages if row == 0 and self._point.connected else self._plan.have
         if self.wanted and not self._expired:
-            self._prefetches.late["host_room"] += self._depth - most
-            self._miss(most, self._depth, "host_room")
-        self._promised, self._crowded = most, True
+            self._count_late(most, self._depth, "host_room")
+        self._promised, self._obstacle = most, self._obstacle or "host_room"
         self._propose(most)
 
 
