@@ -23,9 +23,8 @@ from rigs.fake_engine import FakeEngine
 from rigs.full_stats import filled
 from skips import PROMETHEUS
 
-from mainstem.cache.explain import Evicted
+from mainstem.cache.explain import Evicted, Stretch
 from mainstem.runtime.engine import EngineStats
-from mainstem.runtime.schedule.explaining import Stretch
 from mainstem.runtime.schedule.timeline import Phase
 from mainstem.server.watch.metrics import OUTCOMES, TABLE
 
@@ -82,7 +81,7 @@ class FullEngine(FakeEngine):
         super().__init__()
         self.config = replace(self.config, explain=True)
         gone = Evicted("policy", "device", "lru", 1, 60.0, 5.0, 60, 7)
-        self.why = {cached: Stretch(0, 0, cause="evicted", evicted=gone) for cached in range(0, 48, 16)}
+        self.why = {cached: Stretch(0, 0, cause="evicted", eviction=gone) for cached in range(0, 48, 16)}
         self.phases = (Phase("prefetch", 0.0, 0.002),)
 
     def stats(self) -> Any:

@@ -17,13 +17,12 @@ from rigs.answering import answering
 from rigs.clients import served
 from rigs.fake_engine import FakeEngine
 
-from mainstem.cache.explain import Evicted, Parted
+from mainstem.cache.explain import CAUSES, Evicted, Parted, Stretch
 from mainstem.cli import main
 from mainstem.errors import BadArgument
 from mainstem.replay.explain import explain_request
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.trace import Batch, Trace
-from mainstem.runtime.schedule.explaining import CAUSES, Stretch
 from mainstem.watch.wording import table, why
 
 PROMPT = "A prompt that is longer than some pages of sixteen letters each."
@@ -46,7 +45,7 @@ def test_a_server_is_asked_by_the_route_that_the_fields_say(tmp_path: Path, caps
     fake = engine()
     other = b"".join(letter.to_bytes(4, "little") for letter in b"[of pages]")
     gone = Evicted("policy", "device", "lru", 2, 65.0, 7.0, 9, 40)
-    fake.why = {0: Stretch(0, 0, cause="parted", parted=Parted(1287, other), evicted=gone)}
+    fake.why = {0: Stretch(0, 0, cause="parted", parted=Parted(1287, other), eviction=gone)}
     turns = [{"role": "user", "content": PROMPT}]
     bodies: list[dict[str, Any]] = [
         {"prompt": PROMPT},
@@ -86,7 +85,7 @@ def test_the_admin_asks_about_the_cache_of_a_tenant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = engine()
-    fake.why = {0: Stretch(0, 0, cause="evicted", evicted=Evicted("policy", "device", "lru", 2, 65.0, 7.0, 9, 40))}
+    fake.why = {0: Stretch(0, 0, cause="evicted", eviction=Evicted("policy", "device", "lru", 2, 65.0, 7.0, 9, 40))}
     with served(fake, api_key=("k", "l"), admin_key="a") as url:
         asked = ["explain", written(tmp_path, prompt=PROMPT), "--server", url]
         assert main([*asked, "--admin-key", "a", "--api-key", "k"]) == 0

@@ -10,19 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mainstem.cache.explain import Evicted, Parted
+from mainstem.cache.explain import CAUSES, Evicted, Parted, Stretch, Stretches
 from mainstem.cache.keys import Encoded
 from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.runtime.schedule.explaining import (
-    CAUSES,
-    Circumstances,
-    Explained,
-    Found,
-    Stretch,
-    Unstored,
-    known_to,
-    merge,
-)
+from mainstem.runtime.schedule.explaining import Circumstances, Found, Unstored, known_to
 from mainstem.tiers.prefetch.waits import Missed
 
 PAGE = 4
@@ -31,17 +22,18 @@ NEVER = Stretch(8, 22, cause="never_seen")
 KNOWN = [Stretch(0, 8, "device"), NEVER]
 
 
-def about(**fields: object) -> Circumstances:
-    given = {"length": 22, "page_size": PAGE, "found": [Found(0, 8, "device")], **fields}
-    return Circumstances(**given)  # type: ignore[arg-type]
+def merge(known: list[Stretch], **fields: Any) -> Stretches:
+    return Circumstances(known, PAGE, **{"found": [Found(0, 8, "device")], **fields}).explain()
 
 
-def spans(stretches: tuple[Stretch, ...]) -> list[tuple[int, int, str | None, str | None]]:
+def spans(stretches: Stretches) -> list[tuple[int, int, str | None, str | None]]:
     return [(each.begin, each.end, each.tier or each.cause, each.detail) for each in stretches]
 
 
 def test_what_the_cache_knows_is_kept() -> None:
-    assert merge(KNOWN, about()) == tuple(KNOWN)
+    assert merge(
+        KNOWN,
+    ) == tuple(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +51,7 @@ def test_what_the_cache_knows_is_kept() -> None:
 )
 def test_what_storage_did_not_bring_counts_before_what_the_cache_knows(cause: str, shown: tuple[str, str]) -> None:
     missed = Missed(3, 5, cause, "altered" if cause == "fault" else None)  # type: ignore[arg-type]
-    found = spans(merge(KNOWN, about(missed=[missed])))
+    found = spans(merge(KNOWN, missed=[missed]))
     assert found == [
         (0, 8, "device", None),
         (8, 12, "never_seen", None),
@@ -70,20 +62,20 @@ def test_what_storage_did_not_bring_counts_before_what_the_cache_knows(cause: st
 
 def test_too_few_to_ask_for_explains_what_was_here_before_and_nothing_that_is_new() -> None:
     missed = [Missed(2, 5, "unasked")]
-    assert merge(KNOWN, about(missed=missed)) == tuple(KNOWN)
+    assert merge(KNOWN, missed=missed) == tuple(KNOWN)
     for cause in ("evicted", "over_quota", "forgotten", "removed"):
         gone = [KNOWN[0], replace(NEVER, cause=cause)]  # type: ignore[arg-type]
-        assert spans(merge(gone, about(missed=missed)))[1:] == [(8, 20, "too_short", "unasked"), (20, 22, cause, None)]
+        assert spans(merge(gone, missed=missed))[1:] == [(8, 20, "too_short", "unasked"), (20, 22, cause, None)]
 
 
 def test_a_component_in_the_way_is_named() -> None:
     for name, cause in (("state", "state_missing"), ("window", "window_missing"), ("chunked-8", "window_missing")):
-        assert spans(merge(KNOWN, about(missed=[Missed(2, 4, "component", name)])))[1] == (8, 16, cause, None)
+        assert spans(merge(KNOWN, missed=[Missed(2, 4, "component", name)]))[1] == (8, 16, cause, None)
 
 
 def test_what_was_found_is_found_whatever_else_is_known() -> None:
     found = [Found(0, 8, "device"), Found(8, 12, "host"), Found(12, 16, "storage")]
-    merged = spans(merge(KNOWN, about(found=found, missed=[Missed(2, 5, "timeout")])))
+    merged = spans(merge(KNOWN, found=found, missed=[Missed(2, 5, "timeout")]))
     assert merged[:3] == [(0, 8, "device", None), (8, 12, "host", None), (12, 16, "storage", None)]
     assert merged[3] == (16, 20, "late", "timeout")
 
@@ -91,18 +83,18 @@ def test_what_was_found_is_found_whatever_else_is_known() -> None:
 def test_what_is_cached_and_not_used_says_why() -> None:
     whole = [Stretch(0, 20, "device"), Stretch(20, 22, cause="partial_page")]
     used = [Found(0, 16, "device")]
-    assert spans(merge([Stretch(0, 22, "device")], about(found=used)))[1:] == [
+    assert spans(merge([Stretch(0, 22, "device")], found=used))[1:] == [
         (16, 22, "partial_page", None)
     ]  # of 16 to 20 the lease had no copy
-    assert spans(merge(whole, about(found=[], scored=True))) == [(0, 22, "scored", None)]
+    assert spans(merge(whole, found=[], scored=True)) == [(0, 22, "scored", None)]
     host = [Stretch(0, 8, "device"), Stretch(8, 20, "host"), Stretch(20, 22, cause="partial_page")]
-    assert spans(merge(host, about()))[1] == (8, 20, "too_short", "host")
-    assert spans(merge(host, about(too_short=False)))[1] == (8, 20, "no_room", "device")
-    assert spans(merge(host, about(failed=(8, 20))))[1] == (8, 20, "failed", "load")
+    assert spans(merge(host))[1] == (8, 20, "too_short", "host")
+    assert spans(merge(host, too_short=False))[1] == (8, 20, "no_room", "device")
+    assert spans(merge(host, failed=(8, 20)))[1] == (8, 20, "failed", "load")
 
 
 def test_a_failed_load_takes_back_what_it_brought() -> None:
-    explained = Explained(KNOWN, (0, 0))
+    explained = Circumstances(KNOWN, PAGE)
     explained.found = [Found(0, 8, "device"), Found(8, 12, "host"), Found(12, 20, "storage")]
     explained.fail()
     assert explained.found == [Found(0, 8, "device")]
@@ -114,16 +106,16 @@ def test_a_failed_load_takes_back_what_it_brought() -> None:
 @pytest.mark.parametrize("tier", ["host", "storage"])
 def test_the_last_page_of_whole_ones_is_always_computed_after_a_load(tier: Any) -> None:
     """A load ends before it, whether another tier has it or not; on the device, its first positions would be copied."""
-    gone = Stretch(0, 24, cause="evicted", evicted=GONE)
-    made = merge([gone], about(length=24, found=[Found(0, 20, tier)]))
+    gone = Stretch(0, 24, cause="evicted", eviction=GONE)
+    made = merge([gone], found=[Found(0, 20, tier)])
     assert spans(made) == [(0, 20, tier, None), (20, 24, "partial_page", None)]
-    made = merge([gone], about(length=24, found=[Found(0, 20, "device")]))
+    made = merge([gone], found=[Found(0, 20, "device")])
     assert spans(made) == [(0, 20, "device", None), (20, 24, "evicted", None)]
 
 
 def test_what_was_computed_while_the_rest_was_read_is_late() -> None:
-    known = [Stretch(0, 8, "host"), Stretch(8, 22, cause="evicted", evicted=GONE)]
-    made = merge(known, about(found=[Found(8, 20, "storage")]))
+    known = [Stretch(0, 8, "host"), Stretch(8, 22, cause="evicted", eviction=GONE)]
+    made = merge(known, found=[Found(8, 20, "storage")])
     assert spans(made) == [(0, 8, "late", "meanwhile"), (8, 20, "storage", None), (20, 22, "partial_page", None)]
 
 
@@ -131,10 +123,10 @@ def test_only_what_differs_has_parted() -> None:
     """The tokens of its page before it agree. What comes after another cause was never seen."""
     parted = Stretch(8, 22, cause="parted", parted=Parted(10, b"other"), since_s=5.0)
     known = [Stretch(0, 8, "device"), parted]
-    _, agrees, differs = merge(known, about())
+    _, agrees, differs = merge(known)
     assert (agrees.begin, agrees.end, agrees.cause, agrees.parted) == (8, 10, "partial_page", None)
     assert differs == replace(parted, begin=10)
-    made = merge(known, about(missed=[Missed(2, 4, "fault", "altered")]))
+    made = merge(known, missed=[Missed(2, 4, "fault", "altered")])
     assert spans(made)[1:] == [(8, 16, "failed", "altered"), (16, 22, "never_seen", None)]
     assert made[-1].parted is None and made[-1].since_s == 5.0
 
@@ -163,7 +155,7 @@ def test_stretches_cover_every_prompt_once() -> None:
         cuts = sorted(random_.sample(range(1, length + 1), min(length, random_.randint(0, 4))))
         bounds = [0, *cuts, length] if not cuts or cuts[-1] < length else [0, *cuts]
         known = [
-            Stretch(begin, end, *random_.choice([("device", None), ("host", None), (None, random_.choice(CAUSES))]))
+            Stretch(begin, end, *random_.choice([("device", None), ("host", None), (None, random_.choice([*CAUSES]))]))
             for begin, end in pairwise(bounds)
             if begin < end
         ]
@@ -172,7 +164,7 @@ def test_stretches_cover_every_prompt_once() -> None:
             Missed(begin, begin + random_.randint(1, 4), random_.choice(["timeout", "fault", "unasked"]))
             for begin in random_.sample(range(15), 3)
         ]
-        made = merge(known, Circumstances(length, PAGE, [Found(0, hit, "device")] if hit else [], missed))
+        made = merge(known, found=[Found(0, hit, "device")] if hit else [], missed=missed)
         assert [made[0].begin, *(each.end for each in made)] == [0, *(each.begin for each in made[1:]), length]
         assert all((each.tier is None) != (each.cause is None) for each in made)
         assert sum(each.end - each.begin for each in made if each.tier) == hit

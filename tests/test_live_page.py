@@ -23,11 +23,10 @@ from rigs.serving import tiny_folder
 from skips import BROWSER
 from starlette.testclient import TestClient
 
-from mainstem.cache.explain import Parted
+from mainstem.cache.explain import Parted, Stretch
 from mainstem.cache.tree import Tree
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import load_model
-from mainstem.runtime.schedule.explaining import Stretch
 from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
 from mainstem.server.watch.live import TREE_COLUMNS, LiveSample, page

@@ -16,12 +16,11 @@ from rigs.clients import named_events
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
-from mainstem.cache.explain import Evicted, Parted
+from mainstem.cache.explain import Evicted, Parted, Stretch
 from mainstem.cache.namespaces import Namespace
 from mainstem.cache.quotas import Quota, Quotas, Share
 from mainstem.errors import StorageError
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.schedule.explaining import Stretch
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, StorageConfig, TierConfig
 from mainstem.settings.server import ServerConfig
@@ -391,7 +390,7 @@ def test_what_others_use_and_public_prefixes_are_for_the_admin(tmp_path: Any) ->
     gone = Evicted("policy", "device", "lru", 2, 5.0, 7.0, 9, 40)
     other = b"secret"
     parted = Parted(3, b"".join(int(letter).to_bytes(4, "little") for letter in other))
-    engine.why = {0: Stretch(0, 0, cause="parted", evicted=gone, parted=parted)}
+    engine.why = {0: Stretch(0, 0, cause="parted", eviction=gone, parted=parted)}
     answer = complete(server, LONG, key="k")
     [stretch] = answer["explanation"][0]["stretches"]
     assert stretch["parted"] == {"at": 3} and "kept_by_tokens" not in stretch["evicted"]
@@ -527,7 +526,7 @@ def test_diagnoses_name_the_cause_where_their_api_has_no_word() -> None:
     body = {"model": "fake", "max_tokens": 5, "messages": turns, "diagnostics": {"previous_message_id": None}}
     first = server.post("/v1/messages", json=body).json()
     engine.flush()
-    engine.why = {0: Stretch(0, 0, cause="evicted", evicted=Evicted("policy", "device", "lru", 2, 5.0, 7.0, 9, None))}
+    engine.why = {0: Stretch(0, 0, cause="evicted", eviction=Evicted("policy", "device", "lru", 2, 5.0, 7.0, 9, None))}
     body["diagnostics"] = {"previous_message_id": first["id"]}
     again = server.post("/v1/messages", json=body).json()
     reason = again["diagnostics"]["cache_miss_reason"]

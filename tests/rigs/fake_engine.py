@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from mainstem.cache.explain import Stretch, Stretches
 from mainstem.cache.prefix_cache import CacheStats, PoolStats
 from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Kept, RetentionStats
@@ -27,7 +28,6 @@ from mainstem.events.publisher import EventStats
 from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.grammars import Grammars
-from mainstem.runtime.schedule.explaining import Stretch, Stretches
 from mainstem.runtime.schedule.meter import Totals
 from mainstem.runtime.schedule.timeline import Phase
 from mainstem.runtime.text.vision import VisionStats

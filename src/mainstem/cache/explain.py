@@ -3,36 +3,51 @@
     tokens   |<--- found on the device --->|<- host ->|<-- evicted -->|<------ parted, never seen ------>|
              0                                                        ^ where it parts from the nearest prompt
 
-Knows what the core remembers, and turns it into words. Changes nothing: neither recency nor what is evicted next.
+Knows what the core remembers, and the causes that a request adds (`runtime.schedule.explaining`). All writers read
+`CAUSES` and `as_json`. Changes nothing: neither recency nor what is evicted next.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Literal, get_args
+from typing import Any, Literal, TypeAlias
 
 __all__ = ["CAUSES", "Cause", "Evicted", "Explanation", "Parted", "Stretch", "Timeline", "Why"]
 
-Cause = Literal[
-    "never_seen", "parted", "evicted", "removed", "forgotten", "in_flight", "partial_page", "window_missing",
-    "state_missing", "disabled",
+Tier: TypeAlias = Literal["device", "host", "storage"]
+Cause: TypeAlias = Literal[
+    "never_seen", "parted", "evicted", "over_quota", "removed", "forgotten", "in_flight", "partial_page",
+    "window_missing", "state_missing", "too_short", "no_room", "late", "failed", "not_stored", "scored", "disabled",
 ]  # fmt: skip
-"""Why a stretch is not found.
 
-- `never_seen`: none of its pages was ever in the cache, of this namespace. What another namespace has looks the same.
-- `parted`: the same, and the cache has a prompt that agrees up to here, or to a position in the first page from here.
-- `evicted`: it was here; see `Evicted`.
-- `removed`: it was here, and was removed or flushed.
-- `forgotten`: it may have been here; the memory of evictions cannot know.
-- `in_flight`: it is being copied or computed at this moment.
-- `partial_page`: too few tokens for a page; and the last token, which is always computed.
-- `window_missing`, `state_missing`: its pages of full attention are here, but not what other layers need to go on.
-- `disabled`: the cache is off.
-"""
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+CAUSES: Mapping[Cause, str] = {
+    "never_seen": "never seen",  # as a whole page, in this namespace; what another namespace has looks the same
+    "parted": "parts from an earlier prompt",  # the same; a prompt agrees up to here, or into the first page from here
+    "evicted": "evicted",  # see `Evicted`
+    "over_quota": "evicted, as the tenant had more than its quota",
+    "removed": "removed",  # or flushed
+    "forgotten": "evicted or never seen: it is not remembered which",
+    "in_flight": "on its way, or being computed by another request",
+    "partial_page": "less than a page, or the last token, which is always computed",  # or its page goes on differently
+    "window_missing": "cached, but no window is kept there",  # only full attention has it
+    "state_missing": "cached, but no state is kept there",
+    # Requests alone have the following, and `over_quota`, which `PrefixCache` calls evicted.
+    "too_short": "too short to be worth it",  # to be loaded, read, or asked for
+    "no_room": "cached, but there was no room to bring it up",
+    "late": "in storage, or perhaps, but computing was as quick",
+    "failed": "in storage, or perhaps, but that failed",  # or a copy was begun, and it failed
+    "not_stored": "an earlier request asked not to store it",
+    "scored": "log-probabilities of the prompt, or its embedding, need every position",
+    "disabled": "the cache is off",
+}
+"""What each cause of a miss means, in words for people."""
+
+NEW = ("never_seen", "parted")
+"""The causes of what has no earlier page."""
 
 Why = Literal["policy", "quota", "demoted", "dropped"]
 """What made it go: the policy's order; its owner had more than its quota; it was demoted or dropped."""
@@ -87,24 +102,32 @@ class Parted:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive positions of a prompt, [begin, end).
+    """Consecutive positions of a prompt, [begin, end): found on a tier, or missed for one cause.
 
     Attributes:
         tier: where they were found; None: they must be computed, or read from storage.
-        cause: why they were not found; None where they were.
-        eviction: for "evicted".
-        parted: for "parted".
+        cause: why they were not found, see `CAUSES`; None where they were.
+        detail: more of the cause: the policy of the wait, the fault, or the tier without room; of a request alone.
+        eviction: of what was evicted: when, and how.
+        parted: of what parted: where, and from what.
         idle_s: of what was found: seconds since its last page was used last. None: not known, as where other prompts go
             on from there.
+        since_s: of what was never seen, or parted, in a request: for how many seconds that is so; None: since the
+            server started.
     """
 
     begin: int
     end: int
-    tier: Literal["device", "host"] | None = None
+    tier: Tier | None = None
     cause: Cause | None = None
+    detail: str | None = None
     eviction: Evicted | None = None
     parted: Parted | None = None
     idle_s: float | None = None
+    since_s: float | None = None
+
+
+Stretches: TypeAlias = tuple[Stretch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +148,41 @@ class Explanation:
     @property
     def found(self) -> int:
         """The positions that need not be computed."""
-        return sum(part.end - part.begin for part in self.stretches if part.tier is not None)
+        return count_found(self.stretches)
+
+
+def count_found(stretches: Iterable[Stretch]) -> int:
+    """Returns the positions that were found on any tier."""
+    return sum(each.end - each.begin for each in stretches if each.tier is not None)
+
+
+def count_missed(stretches: Iterable[Stretch]) -> Counter[str]:
+    """Returns the positions that were missed, by cause."""
+    counts: Counter[str] = Counter()
+    for each in stretches:
+        if each.cause is not None:
+            counts[each.cause] += each.end - each.begin
+    return counts
+
+
+def as_json(stretch: Stretch, page_tokens: int, *, admin: bool = True) -> dict[str, Any]:
+    """Returns a stretch as `/v1/cache/explain` and `mainstem explain` write it, without texts.
+
+    Args:
+        stretch: the stretch.
+        page_tokens: tokens of a page.
+        admin: whether to include what tells of other tenants: `since_s` and `kept_by_tokens`.
+    """
+    names = ("begin", "end", "tier", "cause", "detail") + (("since_s",) if admin else ())
+    body = {name: value for name in names if (value := getattr(stretch, name)) is not None}
+    if stretch.parted is not None:
+        body["parted"] = {"at": stretch.parted.at}
+    if stretch.eviction is not None:
+        body["evicted"] = gone = asdict(stretch.eviction)
+        pages, _ = gone.pop("distance_pages"), gone.pop("idle_ticks")
+        if admin and pages is not None:
+            gone["kept_by_tokens"] = pages * page_tokens
+    return body
 
 
 class Timeline:
@@ -186,7 +243,7 @@ def explain_runs(
             place = Parted(begin + parted, other) if cause == "parted" else None
             stretches.append(Stretch(begin, end, cause=cause, parted=place))  # type: ignore[arg-type]
     return Explanation(
-        tuple(_merge(stretches)), horizon, _since(timeline.left_s(horizon), timeline) if horizon else None
+        tuple(joined(stretches)), horizon, _since(timeline.left_s(horizon), timeline) if horizon else None
     )
 
 
@@ -211,14 +268,14 @@ def within(whole: Explanation, device: int, host: int, end: int) -> Explanation:
             stretches.append(replace(here, tier=None, cause="partial_page", idle_s=None) if part.tier else here)
             at = part.end
     last = stretches[-1]
-    if last.cause in ("never_seen", "parted"):
+    if last.cause in NEW:
         stretches[-1] = replace(last, end=max(end, last.end))
     else:
         stretches.append(Stretch(at, end, cause="partial_page"))
-    return replace(whole, stretches=tuple(_merge(part for part in stretches if part.begin < part.end)))
+    return replace(whole, stretches=tuple(joined(part for part in stretches if part.begin < part.end)))
 
 
-def _merge(stretches: Iterator[Stretch] | list[Stretch]) -> Iterator[Stretch]:
+def joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:
     """Joins consecutive stretches that differ only in where they are."""
     last: Stretch | None = None
     for part in stretches:

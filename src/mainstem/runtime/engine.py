@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache.components import State
+from mainstem.cache.explain import Stretches
 from mainstem.cache.keys import MAX_TOKEN, Encoded, TokenLike
 from mainstem.cache.namespaces import Namespace
 from mainstem.cache.prefix_cache import CacheStats
@@ -55,7 +56,6 @@ from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.parallel.ranks import require_equal
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
 from mainstem.runtime.sampling.grammars import Grammars
-from mainstem.runtime.schedule.explaining import Stretches
 from mainstem.runtime.schedule.handoff import Handover
 from mainstem.runtime.schedule.meter import Totals
 from mainstem.runtime.stream import Stream, closed_by

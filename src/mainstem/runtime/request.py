@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache.expected import check_next_use
+from mainstem.cache.explain import Stretches
 from mainstem.cache.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.cache.retention import LEAST_S, Kept
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.schedule.explaining import Stretches
 from mainstem.runtime.schedule.timeline import Phase
 from mainstem.settings.engine import SamplingParams
 

@@ -246,11 +246,11 @@ def _said(error: urllib.error.HTTPError) -> str | None:
 
 
 def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dict[str, Any]:
+    from mainstem.cache.explain import as_json, count_found
     from mainstem.replay.explain import check_comparable, explain_request
     from mainstem.replay.readers.open import open_trace
     from mainstem.replay.simulate.sweep import check_policy, parse_capacities
     from mainstem.settings.replay import TraceOptions
-    from mainstem.watch.wording import shown
 
     trace = open_trace(path)
     blocks = parse_capacities(capacity, trace)
@@ -262,14 +262,11 @@ def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dic
     if own is not None:
         check_comparable(path, trace, request, own)
     found = explain_request(trace, number, blocks[0], policy, own)
-    size = trace.block_size
-    stretches = [shown(each, size) for each in found.stretches]
-    cached = sum(each.end - each.begin for each in found.stretches if each.tier is not None)
     return {
         "request": found.number,
         "prompt_tokens": found.tokens,
-        "cached_tokens": cached,
-        "stretches": stretches,
+        "cached_tokens": count_found(found.stretches),
+        "stretches": [as_json(each, trace.block_size) for each in found.stretches],
     }
 
 

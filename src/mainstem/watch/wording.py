@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mainstem.cache.explain import CAUSES
 from mainstem.units import show_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mainstem.cache.explain import Stretch
-
-_WORDS = {
-    "never_seen": "never seen",
-    "parted": "parts from an earlier prompt",
-    "evicted": "evicted",
-    "over_quota": "evicted, as the tenant had more than its quota",
-    "removed": "removed",
-    "forgotten": "evicted or never seen: it is not remembered which",
-    "in_flight": "on its way, or being computed by another request",
-    "partial_page": "less than a page, or the last token, which is always computed",
-    "window_missing": "cached, but no window is kept there",
-    "state_missing": "cached, but no state is kept there",
-    "too_short": "too short to be worth it",
-    "no_room": "cached, but there was no room to bring it up",
-    "late": "in storage, or perhaps, but computing was as quick",
-    "failed": "in storage, or perhaps, but that failed",
-    "not_stored": "an earlier request asked not to store it",
-    "scored": "log-probabilities of the prompt, or its embedding, need every position",
-    "disabled": "the cache is off",
-}
 _DETAILS = {
     "timeout": "the wait was over", "slow": "storage is slow", "limit": "too many reads were under way",
     "meanwhile": "computed while others were read", "breaker": "the breaker is open", "fault": "storage failed",
@@ -40,27 +19,11 @@ _DETAILS = {
 }  # fmt: skip
 
 
-def shown(stretch: Stretch, page_tokens: int) -> dict[str, Any]:
-    """Returns a stretch of a cache in the form of the JSON; of a trace there is no text."""
-    made: dict[str, Any] = {"begin": stretch.begin, "end": stretch.end}
-    if stretch.tier is not None:
-        return {**made, "tier": stretch.tier}
-    made["cause"] = stretch.cause
-    if stretch.parted is not None:
-        made["parted"] = {"at": stretch.parted.at}
-    if stretch.eviction is not None:
-        gone = asdict(stretch.eviction)
-        pages = gone.pop("distance_pages")
-        del gone["idle_ticks"]
-        made["evicted"] = gone if pages is None else {**gone, "kept_by_tokens": pages * page_tokens}
-    return made
-
-
 def why(stretch: Mapping[str, Any]) -> str:
     """Returns where a stretch was found, or why it was computed."""
     if "tier" in stretch:
         return f"found {'in' if stretch['tier'] == 'storage' else 'on the'} {stretch['tier']}"
-    words = _WORDS.get(stretch["cause"], str(stretch["cause"]).replace("_", " "))
+    words = CAUSES.get(stretch["cause"], str(stretch["cause"]).replace("_", " "))
     if "parted" in stretch:
         words += f" at token {stretch['parted']['at']:,}"
     if "detail" in stretch:

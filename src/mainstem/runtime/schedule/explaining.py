@@ -10,11 +10,12 @@ another one has the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
+from mainstem.cache.explain import NEW, Cause, Stretch, Stretches, Tier, joined
 from mainstem.cache.keys import Encoded, hash_blocks
 from mainstem.cache.namespaces import NamespaceLike
 from mainstem.tiers.prefetch.waits import Missed
@@ -23,35 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mainstem.cache import explain
     from mainstem.cache.prefix_cache import PrefixCache
-
-Tier: TypeAlias = Literal["device", "host", "storage"]
-Cause: TypeAlias = Literal[
-    "never_seen", "parted", "evicted", "over_quota", "removed", "forgotten", "in_flight", "partial_page",
-    "window_missing", "state_missing", "too_short", "no_room", "late", "failed", "not_stored", "scored", "disabled",
-]  # fmt: skip
-"""Why tokens were computed.
-
-    never_seen      no earlier prompt of this namespace had the whole page that they are in, as far as is known
-    parted          a prompt agreed up to here, and went on with other tokens
-    evicted         they made room for others
-    over_quota      they were evicted, because their tenant had more than its quota
-    removed         they were removed or flushed
-    forgotten       they were evicted or never seen, and which is not remembered
-    in_flight       they were on their way between tiers, or another request was computing them
-    partial_page    too few tokens for a page, or the first ones of a page that goes on differently; and the last token,
-                    which is always computed, for its logits
-    window_missing  full attention has them, but no window is kept there; the same for state_missing
-    too_short       fewer than are worth loading, reading or asking for
-    no_room         another tier has them, and there was no page to copy them to
-    late            storage has or may have them, and computing was as quick
-    failed          storage has or may have them, or a copy was begun, and it failed
-    not_stored      an earlier request had them, and asked not to store them
-    scored          log-probabilities of the prompt, or its embedding, were asked for: every position had to be computed
-    disabled        the cache is off
-"""
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _OF_STORAGE: dict[str, Cause] = {
     "timeout": "late", "slow": "late", "limit": "late", "meanwhile": "late", "breaker": "failed", "fault": "failed",
@@ -62,38 +35,7 @@ _OF_STORAGE: dict[str, Cause] = {
 _GONE = ("evicted", "over_quota", "forgotten", "removed")
 """What storage may still have, where it was not asked."""
 
-_NEW = ("never_seen", "parted")
-"""What has no earlier page."""
-
 _UNSTORED_PAGES, _MAX_SYMBOL = 1 << 16, 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Positions [begin, end) of a prompt: found on a tier, or computed for one cause.
-
-    Args:
-        tier: where it was found; None: it was computed.
-        cause: why it was computed; None: it was found.
-        detail: more of the cause: the policy of the wait, the fault, or the tier without room.
-        evicted: of what was evicted: when, and how.
-        parted: of what parted: where, and from what.
-        idle_s: of what was found: how long ago it had been used last; None: not known.
-        since_s: of what was never seen, or parted: for how long that is so; None: since the server started.
-    """
-
-    begin: int
-    end: int
-    tier: Tier | None = None
-    cause: Cause | None = None
-    detail: str | None = None
-    evicted: explain.Evicted | None = None
-    parted: explain.Parted | None = None
-    idle_s: float | None = None
-    since_s: float | None = None
-
-
-Stretches: TypeAlias = tuple[Stretch, ...]
 
 
 class Found(NamedTuple):
@@ -104,12 +46,26 @@ class Found(NamedTuple):
     tier: Tier
 
 
-@dataclass(frozen=True, slots=True)
+def known_to(
+    cache: PrefixCache, prompt: Encoded, namespace: NamespaceLike, *, distances: bool = False
+) -> list[Stretch]:
+    """Returns what a cache knows of a prompt; `distances`: also how much memory would have kept what was evicted."""
+    whole = cache.explain(prompt, namespace, distances=distances)
+
+    def of_request(known: Stretch) -> Stretch:
+        if known.eviction is not None and known.eviction.why == "quota":
+            return replace(known, cause="over_quota")
+        return replace(known, since_s=whole.since_s) if known.cause in NEW else known
+
+    return [of_request(each) for each in whole.stretches]
+
+
+@dataclass(slots=True)
 class Circumstances:
-    """What bears on one request besides what the cache knows.
+    """What bears on one request.
 
     Args:
-        length: tokens of the prompt.
+        known: what the cache knew when it was admitted, covering its prompt.
         page_size: positions of a page.
         found: what it used, in order and disjoint.
         missed: what storage has, or may have, and did not bring.
@@ -119,87 +75,43 @@ class Circumstances:
         too_short: whether the host had too little to be loaded; else the device had no room for it.
     """
 
-    length: int
+    known: Sequence[Stretch]
     page_size: int
-    found: Sequence[Found] = ()
+    found: list[Found] = field(default_factory=list)
     missed: Sequence[Missed] = ()
     failed: tuple[int, int] = (0, 0)
     unstored: tuple[int, int] = (0, 0)
     scored: bool = False
     too_short: bool = True
 
-
-def known_to(
-    cache: PrefixCache, prompt: Encoded, namespace: NamespaceLike, *, distances: bool = False
-) -> list[Stretch]:
-    """Returns what a cache knows of a prompt; `distances`: also how much memory would have kept what was evicted."""
-    found = cache.explain(prompt, namespace, distances=distances)
-    return [_own(each, found.since_s) for each in found.stretches]
-
-
-def _own(known: explain.Stretch, since_s: float | None) -> Stretch:
-    """Returns a stretch of the cache as one of a request."""
-    over = known.cause == "evicted" and known.eviction is not None and known.eviction.why == "quota"
-    cause: Cause | None = "over_quota" if over else known.cause
-    since_s = since_s if cause in _NEW else None
-    return Stretch(known.begin, known.end, known.tier, cause, None, known.eviction, known.parted, known.idle_s, since_s)
-
-
-class Explained:
-    """What is known of a prompt before it is settled.
-
-    Args:
-        known: what the cache knew when the request was admitted.
-        unstored: positions that an earlier request asked not to store.
-
-    Attributes:
-        found: what the request used.
-        failed: positions whose copy to the device failed.
-        too_short: as in `Circumstances`.
-    """
-
-    def __init__(self, known: Sequence[Stretch], unstored: tuple[int, int]) -> None:
-        self.known, self.unstored = known, unstored
-        self.found: list[Found] = []
-        self.failed, self.too_short = (0, 0), True
-
     def fail(self) -> None:
         """Notes that what was loaded last did not arrive."""
-        end = self.found[-1].end if self.found else 0
-        begin = end
+        begin = end = self.found[-1].end if self.found else 0
         while self.found and self.found[-1].tier != "device" and self.found[-1].end == begin:
             begin = self.found.pop().begin
         self.failed = begin, end
 
-
-def merge(known: Sequence[Stretch], about: Circumstances) -> Stretches:
-    """Returns one stretch after the other for a whole prompt.
-
-    Args:
-        known: what the cache knew when the request came, covering the prompt.
-        about: the rest.
-    """
-    page = about.page_size
-    missed = [each._replace(begin=each.begin * page, end=each.end * page) for each in about.missed]
-    last = (about.length - 1) // page * page
-    edges = {0, last, about.length, *about.failed, *about.unstored}
-    for parts in (known, about.found, missed):
-        edges |= {edge for part in parts for edge in (part.begin, part.end)}
-    edges |= {each.parted.at for each in known if each.parted is not None}
-    bounds = sorted(edge for edge in edges if 0 <= edge <= about.length)
-    made = (_explain(begin, end, known, missed, about, last) for begin, end in pairwise(bounds))
-    return tuple(_without_place(each) for each in _joined(made))
+    def explain(self) -> Stretches:
+        """Returns one stretch after the other for the whole prompt."""
+        page, length = self.page_size, self.known[-1].end
+        missed = [each._replace(begin=each.begin * page, end=each.end * page) for each in self.missed]
+        last = (length - 1) // page * page
+        edges = {0, last, length, *self.failed, *self.unstored}
+        for parts in (self.known, self.found, missed):
+            edges |= {edge for part in parts for edge in (part.begin, part.end)}
+        edges |= {each.parted.at for each in self.known if each.parted is not None}
+        bounds = sorted(edge for edge in edges if 0 <= edge <= length)
+        stretches = joined(_explain(begin, end, missed, self, last) for begin, end in pairwise(bounds))
+        return tuple(_without_place(each) for each in stretches)
 
 
-def _explain(
-    begin: int, end: int, known: Sequence[Stretch], missed: Sequence[Missed], about: Circumstances, last: int
-) -> Stretch:
+def _explain(begin: int, end: int, missed: Sequence[Missed], about: Circumstances, last: int) -> Stretch:
     """Explains positions for which everything is the same."""
 
     def at(parts: Iterable[tuple[int, int]]) -> bool:
         return any(first <= begin and end <= after for first, after in parts)
 
-    before = next((each for each in known if each.begin <= begin < each.end), Stretch(begin, end, cause="never_seen"))
+    before = next(each for each in about.known if each.begin <= begin < each.end)
     for each in about.found:
         if at([(each.begin, each.end)]):
             return Stretch(begin, end, each.tier, idle_s=before.idle_s if before.tier == each.tier else None)
@@ -219,7 +131,7 @@ def _explain(
         if storage.cause == "component":
             return Stretch(begin, end, cause=_component(storage.detail))
         return Stretch(begin, end, cause=_OF_STORAGE[storage.cause], detail=storage.detail or storage.cause)
-    if before.cause in _NEW and at([about.unstored]):
+    if before.cause in NEW and at([about.unstored]):
         return Stretch(begin, end, cause="not_stored")
     if before.parted is not None and end <= before.parted.at:  # they agree, but their page does not
         return Stretch(begin, end, cause="partial_page")
@@ -247,20 +159,6 @@ def _without_place(part: Stretch) -> Stretch:
 def _component(name: str | None) -> Cause:
     """Returns the cause of what a component keeps from being used, by its name."""
     return "state_missing" if name == "state" else "window_missing"
-
-
-def _joined(parts: Iterator[Stretch]) -> Iterator[Stretch]:
-    """Yields stretches without boundaries that separate nothing."""
-    held: Stretch | None = None
-    for part in parts:
-        if held is not None and replace(held, end=part.end) == replace(part, begin=held.begin):
-            held = replace(held, end=part.end)
-            continue
-        if held is not None:
-            yield held
-        held = part
-    if held is not None:
-        yield held
 
 
 class Unstored:

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from mainstem.cache.explain import CAUSES, Stretches, Tier, count_missed
 from mainstem.cache.keys import Encoded
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.runtime.request import Request
-from mainstem.runtime.schedule.explaining import (
-    CAUSES,
-    Circumstances,
-    Explained,
-    Found,
-    Stretches,
-    Tier,
-    Unstored,
-    known_to,
-    merge,
-)
+from mainstem.runtime.schedule.explaining import Circumstances, Found, Unstored, known_to
 from mainstem.runtime.schedule.meter import Flops, Totals
 from mainstem.runtime.schedule.sequence import Sequence
 from mainstem.tiers.host.load import Load
@@ -55,21 +46,22 @@ class Hits:
             return
         key, namespace = sequence.encoded(self._cache.tree.keys), sequence.request.namespace
         unstored = self._unstored.find(sequence.symbols, sequence.namespace)
-        sequence.explained = Explained(known_to(self._cache, key, namespace), unstored)
+        known = known_to(self._cache, key, namespace)
+        sequence.explained = Circumstances(known, self._cache.page_size, unstored=unstored)
 
     def look(self, request: Request, prompt: Encoded, *, distances: bool) -> Stretches:
         """Explains a prompt as it would be found now; see `known_to`. Storage is not asked."""
-        length, namespace = len(request.tokens), request.namespace
+        namespace = request.namespace
         known = known_to(self._cache, prompt, namespace, distances=distances)
         symbols, page = np.frombuffer(prompt.symbols, np.int32), self._cache.page_size
         hit = 0 if request.params.reads_prompt else self._cache.peek(prompt, namespace)
-        device = next((each.begin for each in known if each.tier != "device"), length)
+        device = next((each.begin for each in known if each.tier != "device"), len(request.tokens))
         short = self._cache.tiers is None or hit - device < self._cache.tiers.load_min_tokens()
         hit = min(hit, -(-device // page) * page) if short else hit
         found = [Found(each.begin, min(each.end, hit), each.tier) for each in known if each.tier and each.begin < hit]
         unstored = self._unstored.find(symbols, encode_namespace(namespace))
         scored = request.params.reads_prompt
-        return merge(known, Circumstances(length, page, found, unstored=unstored, scored=scored, too_short=short))
+        return Circumstances(known, page, found, unstored=unstored, scored=scored, too_short=short).explain()
 
     def admitted(self, sequence: Sequence, lease: Lease, load: Load | None, now_s: float) -> None:
         """Counts what an admitted request found: all of it the first time, then what it has met."""
@@ -109,21 +101,10 @@ class Hits:
         explained = sequence.explained
         if explained is None:
             return
-        scored = sequence.request.params.reads_prompt
-        about = Circumstances(
-            explained.known[-1].end,
-            self._cache.page_size,
-            explained.found,
-            sequence.missed,
-            explained.failed,
-            explained.unstored,
-            scored,
-            explained.too_short,
-        )
-        sequence.explanation = merge(explained.known, about)
-        for stretch in sequence.explanation:
-            if stretch.cause is not None:
-                self._totals.missed[stretch.cause] += stretch.end - stretch.begin
+        explained.missed, explained.scored = sequence.missed, sequence.request.params.reads_prompt
+        sequence.explanation = explained.explain()
+        for cause, tokens in count_missed(sequence.explanation).items():
+            self._totals.missed[cause] += tokens
 
     def ended(self, sequence: Sequence) -> None:
         """Settles a request that has ended, and notes what of it was not stored as it asked."""

@@ -11,6 +11,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.cache.explain import Stretches
 from mainstem.cache.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.prefix_cache import Lease
@@ -21,7 +22,7 @@ from mainstem.runtime.sampling.pooling import Pooling
 from mainstem.runtime.sampling.sampler import Sampler
 from mainstem.runtime.schedule.checkpoints import Checkpoint, Reason, Span, chunk_end
 from mainstem.runtime.schedule.drafts import Pace
-from mainstem.runtime.schedule.explaining import Explained, Stretches
+from mainstem.runtime.schedule.explaining import Circumstances
 from mainstem.runtime.schedule.timeline import Timeline
 from mainstem.runtime.text.detokenizer import Detokenizer
 from mainstem.tiers.host.load import Load
@@ -75,7 +76,7 @@ class Sequence:
         self.prefetches = 0  # number begun
         self.stored = 0  # positions that they loaded
         self.missed: list[Missed] = []  # what storage has, or may have, and they did not bring
-        self.explained: Explained | None = None  # why its prompt is computed, as far as it is known yet
+        self.explained: Circumstances | None = None  # why its prompt is computed, as far as it is known yet
         self.explanation: Stretches | None = None  # once it is
         self.settled = False  # whether its misses are counted
         self.leads = False  # whether it computes while `prefetch` goes on

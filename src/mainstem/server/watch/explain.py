@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import numpy as np
-from msgspec import UNSET
+from msgspec import convert
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
 from mainstem.runtime.request import Delta, Request
-from mainstem.runtime.schedule.explaining import Stretch, Stretches
 from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.replies import encode
 from mainstem.server.errors import ApiError, renamed
@@ -38,10 +38,8 @@ from mainstem.server.generation import Task, Watcher
 from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
 from mainstem.server.preparation import Preparation, Prepared
 from mainstem.server.watch.explained import (
-    EvictedBody,
     Explanation,
     Misses,
-    PartedBody,
     PromptExplained,
     RecentMiss,
     StretchBody,
@@ -51,7 +49,6 @@ from mainstem.server.watch.explained import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mainstem.cache.explain import Evicted, Parted
     from mainstem.runtime.engine import Engine
 
 PATH = "/v1/cache/explain"
@@ -72,15 +69,11 @@ class _Prompt:
 
     @property
     def cached(self) -> int:
-        return sum(each.end - each.begin for each in self.stretches if each.tier is not None)
+        return count_found(self.stretches)
 
     @property
     def missed(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for each in self.stretches:
-            if each.cause is not None:
-                found[each.cause] += each.end - each.begin
-        return found
+        return count_missed(self.stretches)
 
 
 @dataclass(slots=True)
@@ -281,29 +274,12 @@ class Explanations:
         return PromptExplained(len(prompt.tokens), prompt.cached, dict(prompt.missed), stretches)
 
     def _stretch(self, stretch: Stretch, tokens: NDArray[np.int32], admin: bool) -> StretchBody:
-        shown = StretchBody(stretch.begin, stretch.end, stretch.tier or UNSET, stretch.cause or UNSET)
-        shown.detail = stretch.detail or UNSET
-        if admin and stretch.since_s is not None:
-            shown.since_s = stretch.since_s
+        body = as_json(stretch, self._engine.config.page_size, admin=admin)
         if stretch.cause is not None:
-            shown.text = self._text(tokens[stretch.begin : min(stretch.end, stretch.begin + _TOKENS_AFTER)])
-        if stretch.evicted is not None:
-            shown.evicted = self._evicted(stretch.evicted, admin)
-        if stretch.parted is not None:
-            shown.parted = self._parted(stretch.parted, admin)
-        return shown
-
-    def _evicted(self, gone: Evicted, admin: bool) -> EvictedBody:
-        shown = EvictedBody(gone.tier, gone.policy, gone.why, gone.uses, gone.ago_s, gone.idle_s)
-        if admin and gone.distance_pages is not None:
-            shown.kept_by_tokens = gone.distance_pages * self._engine.config.page_size
-        return shown
-
-    def _parted(self, parted: Parted, admin: bool) -> PartedBody:
-        shown = PartedBody(parted.at)
-        if admin or not self._hides:
-            shown.instead = self._text(np.frombuffer(parted.other, np.int32)[:_TOKENS_AFTER])
-        return shown
+            body["text"] = self._text(tokens[stretch.begin : min(stretch.end, stretch.begin + _TOKENS_AFTER)])
+        if stretch.parted is not None and (admin or not self._hides):
+            body["parted"]["instead"] = self._text(np.frombuffer(stretch.parted.other, np.int32)[:_TOKENS_AFTER])
+        return convert(body, StretchBody)
 
     def _text(self, tokens: NDArray[np.int32]) -> str:
         """Returns the text of tokens; images have none."""

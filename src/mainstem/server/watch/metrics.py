@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mainstem.cache.explain import Stretch
 from mainstem.runtime.request import Delta, Usage
-from mainstem.runtime.schedule.explaining import Stretch
 from mainstem.settings.server import SavingsConfig
 from mainstem.watch.sample import Sample
 
@@ -354,9 +354,9 @@ class Reuse:
         for each in stretches:
             if each.tier is not None and each.idle_s is not None:
                 self._gap.labels("found").observe(each.idle_s)
-            if each.evicted is not None and each.cause is not None:
-                self._tokens.labels(each.evicted.tier, each.evicted.why).inc(each.end - each.begin)
-                ago_s, idle_s = each.evicted.ago_s, each.evicted.idle_s
+            if each.eviction is not None and each.cause is not None:
+                self._tokens.labels(each.eviction.tier, each.eviction.why).inc(each.end - each.begin)
+                ago_s, idle_s = each.eviction.ago_s, each.eviction.idle_s
                 for histogram, seconds in ((self._gone, ago_s), (self._idle, idle_s)):
                     if seconds is not None:
                         histogram.observe(seconds)
