@@ -243,10 +243,11 @@ def test_no_error_of_a_spec_shows_its_password(spec: str, monkeypatch: pytest.Mo
 
 
 def test_every_scheme_names_a_class_in_a_file_of_its_own() -> None:
+    folders = "".join(f"{folder}.|" for folder in base.FOLDERS)
     for scheme, path in base.SCHEMES.items():
-        module, _, name = path.partition(":")
-        assert module in (f"mainstem.storage.{scheme}", f"mainstem.storage.vendors.{scheme}")
-        assert name.endswith("Backend")
+        assert re.fullmatch(rf"mainstem\.storage\.({folders}){scheme}:BACKEND", path)
+        module = importlib.import_module(path.partition(":")[0])
+        assert issubclass(module.BACKEND, Backend) and module.BACKEND.__module__.startswith(module.__name__)
 
 
 def test_a_storage_error_says_its_cause_and_is_one_of_ours() -> None:

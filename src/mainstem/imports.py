@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
 
@@ -38,6 +39,12 @@ def needs(package: str, hint: str, kind: type[MainstemError] = BackendUnavailabl
         yield
     except ImportError as error:
         raise kind(hint if is_missing(error, package) else f"{package} cannot be imported: {error}") from error
+
+
+def load_package(module: str, hint: str) -> Any:
+    """Imports a module of an optional package; see `needs`."""
+    with needs(module.partition(".")[0], hint):
+        return importlib.import_module(module)
 
 
 def load_object(argument: str, path: str) -> object:

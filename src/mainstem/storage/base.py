@@ -17,12 +17,14 @@ the spec that they wrap: `readonly+redis://127.0.0.1:6379/0`.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeAlias
 from urllib.parse import parse_qsl
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError, one_of, redacted
@@ -229,21 +231,19 @@ class Backend(ABC):
 RANK = "{rank}"
 """Stands in a spec for the number of a rank. A process with ranks replaces it before it opens the store."""
 
-SCHEMES: dict[str, str] = {
-    "memory": "mainstem.storage.memory:MemoryBackend",
-    "file": "mainstem.storage.file:FileBackend",
-    "redis": "mainstem.storage.vendors.redis:RedisBackend",
-    "s3": "mainstem.storage.vendors.s3:S3Backend",
-    "mooncake": "mainstem.storage.vendors.mooncake:MooncakeBackend",
-    "nixl": "mainstem.storage.vendors.nixl:NixlBackend",
-    "aibrix": "mainstem.storage.vendors.aibrix:AIBrixBackend",
-    "lmcache": "mainstem.storage.vendors.lmcache:LMCacheBackend",
-    "hf3fs": "mainstem.storage.vendors.hf3fs:HF3FSBackend",
-    "simm": "mainstem.storage.vendors.simm:SiMMBackend",
-    "eic": "mainstem.storage.vendors.eic:EICBackend",
-    "infinistore": "mainstem.storage.vendors.infinistore:InfiniStoreBackend",
-    "peer": "mainstem.storage.peer:PeerBackend",
+FOLDERS = ("vendors", "unproven")
+"""The packages whose modules are back ends of one scheme each, which is the name of the module."""
+
+
+SCHEMES: Mapping[str, str] = {
+    **{name: f"{__package__}.{name}:BACKEND" for name in ("memory", "file", "peer")},
+    **{
+        module.name: f"{__package__}.{folder}.{module.name}:BACKEND"
+        for folder in FOLDERS
+        for module in pkgutil.iter_modules([str(Path(__file__).parent / folder)])
+    },
 }
+"""The class of each scheme."""
 
 WRAPPERS: dict[str, str] = {
     "readonly": "mainstem.storage.wrappers:ReadOnly",
@@ -348,12 +348,59 @@ def _open_own(spec: str, path: str, options: Mapping[str, str], existing: bool) 
     return opened
 
 
-def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:
+def check_options(options: Mapping[str, str], allowed: Iterable[str]) -> None:
     """Rejects unknown options, for `from_spec`.
 
     Raises:
         BadArgument: an option is unknown; the message names the allowed ones.
     """
+    allowed = tuple(allowed)
     for name in options:
         if name not in allowed:
             raise BadArgument("storage option", name, one_of(name, allowed) if allowed else "none")
+
+
+Readers: TypeAlias = Mapping[str, tuple[str, Callable[[str, str], Any]]]
+"""The options of a spec: for each the argument of the class, and what makes its value of the option's name and text."""
+
+
+def read_options(options: Mapping[str, str], readers: Readers) -> dict[str, Any]:
+    """Returns the arguments of a class that the options of a spec are, for `from_spec`.
+
+    Raises:
+        BadArgument: an option is unknown or invalid.
+    """
+    check_options(options, readers)
+    return {argument: read(name, options[name]) for name, (argument, read) in readers.items() if name in options}
+
+
+def parse_text(name: str, text: str) -> str:
+    """Returns the text of an option as it is."""
+    return text
+
+
+def parse_number(name: str, text: str) -> int:
+    """Parses a whole number.
+
+    Raises:
+        BadArgument: the text is none.
+    """
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise BadArgument(name, text, "a whole number")
+    return int(text)
+
+
+def parse_host(address: str, allowed: str) -> tuple[str, int]:
+    """Parses `//host:port`.
+
+    Args:
+        address: of a spec.
+        allowed: what the error asks for.
+
+    Raises:
+        BadArgument: it has another form.
+    """
+    found = re.fullmatch(r"//([^/@?\s]+):([0-9]{1,5})", address)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise BadArgument("storage address", address, allowed)
+    return found[1].strip("[]"), int(found[2])

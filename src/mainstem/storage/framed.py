@@ -1,4 +1,6 @@
-"""Back ends of clients that block without a timeout and report no lengths: EIC and InfiniStore.
+"""Back ends of clients that move values through memory of their own choice: EIC, InfiniStore and SiMM.
+
+These clients block without a timeout, report no lengths, or write past the end of a value's place.
 
 Each value is stored in a frame, after its length, and passes through memory of this module, in a thread of the client.
 So a reader knows the length, and a call that ends after its deadline cannot touch the memory of the caller.
@@ -16,14 +18,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit, Readers, parse_text
 from mainstem.storage.native import address_of
+from mainstem.units import parse_bytes, parse_timeout
 
 _Answer = TypeVar("_Answer")
+
+OPTIONS: Readers = {
+    "namespace": ("namespace", parse_text),
+    "staging": ("staging_bytes", parse_bytes),
+    "timeout": ("timeout_s", parse_timeout),
+}
+"""The options that all of these back ends have."""
 
 
 class Remembered:
@@ -97,9 +108,15 @@ class ClientThread:
             raise error
         raise StorageError("unreachable", f"{self._name}: {type(error).__name__}: {error}") from error
 
-    def end(self) -> None:
-        """Ends the thread once its client returns, if it ever does."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+    def end(self, last: Coroutine[Any, Any, None]) -> Future[None]:
+        """Makes a last call and ends the thread, once its client returns, if it ever does."""
+
+        async def end() -> None:
+            with suppress(Exception):  # of a client whose service may be gone
+                await last
+            self._loop.call_soon(self._loop.stop)
+
+        return asyncio.run_coroutine_threadsafe(end(), self._loop)
 
 
 class Frame(NamedTuple):
@@ -125,18 +142,23 @@ class Frames:
 
     Args:
         size_bytes: size of the memory.
+        longest_bytes: the longest frame that the client takes. It may write as much to the start of a shorter one, so
+            that much memory stays free after the last. 0: it takes any, and never writes past the end of a frame.
 
     Raises:
-        BadArgument: it is smaller than a page of the system.
+        BadArgument: the memory is smaller than a page of the system, or than two of the longest frames.
     """
 
     HEAD_BYTES = 8
 
-    def __init__(self, size_bytes: int) -> None:
-        if size_bytes < mmap.PAGESIZE:
-            raise BadArgument("staging_bytes", size_bytes, f"at least {mmap.PAGESIZE}")
+    def __init__(self, size_bytes: int, longest_bytes: int = 0) -> None:
+        least = 2 * longest_bytes or mmap.PAGESIZE
+        if size_bytes < least:
+            raise BadArgument("staging_bytes", size_bytes, f"at least {least}")
         self.memory = memoryview(mmap.mmap(-1, size_bytes))
         self.address = address_of(self.memory)
+        self._room = size_bytes - longest_bytes
+        self.longest = longest_bytes or size_bytes
 
     def rounds(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Frame]]:
         """Splits a batch into rounds that fit and hold no key twice. Skips values that do not fit alone."""
@@ -144,9 +166,9 @@ class Frames:
         end = 0
         for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             size = self.HEAD_BYTES + len(buffer)
-            if not buffer or size > len(self.memory):
+            if not buffer or size > self.longest:
                 continue
-            if key in round_ or end + size > len(self.memory):
+            if key in round_ or end + size > self._room:
                 yield list(round_.values())
                 round_, end = {}, 0
             round_[key] = Frame(at, key, buffer, end, size)
@@ -186,14 +208,11 @@ class Link(ABC):
 
     Args:
         name: the client, for error messages.
-        staging_bytes: size of the memory that values pass through.
-
-    Raises:
-        BadArgument: staging_bytes is too small.
+        frames: the memory that values pass through.
     """
 
-    def __init__(self, name: str, staging_bytes: int) -> None:
-        self.frames = Frames(staging_bytes)
+    def __init__(self, name: str, frames: Frames) -> None:
+        self.frames = frames
         self.thread = ClientThread(name)
 
     @abstractmethod
@@ -221,9 +240,8 @@ class Link(ABC):
     async def write(self, names: Sequence[str], round_: Sequence[Frame]) -> list[bool]:
         """Writes frames as values. Returns for each whether it was stored."""
 
-    @abstractmethod
-    async def close(self) -> None:
-        """Closes the connection."""
+    async def close(self) -> None:  # noqa: B027  # most clients have no such call
+        """Closes the connection, and deregisters the memory. The link may have failed before."""
 
 
 class FramedBackend(Backend):
@@ -245,6 +263,8 @@ class FramedBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=True
     )
+    remedy = "its option staging raises that"
+    """What raises the length of the longest value."""
 
     def __init__(self, name: str, where: str, link: Callable[[], Link], namespace: str, timeout_s: float) -> None:
         self._name, self._make_link = name, link
@@ -255,8 +275,7 @@ class FramedBackend(Backend):
         self._lock = threading.Lock()
         try:
             with self._lock:
-                staging = len(self._open().frames.memory) - Frames.HEAD_BYTES
-                self.longest = Limit(staging, "its option staging raises that")
+                self.longest = Limit(self._open().frames.longest - Frames.HEAD_BYTES, self.remedy)
         except StorageError as error:
             raise BackendUnavailable(f"{where}: {error}") from error
 
@@ -307,10 +326,8 @@ class FramedBackend(Backend):
         """Closes the connection."""
         with self._lock:
             self._closed = True
-            if self._link is not None:
-                with suppress(StorageError):
-                    self._run(self._link.close())
-                self._drop()
+            if (closing := self._drop()) is not None:
+                wait([closing], self._timeout_s)
 
     def _read_round(self, round_: Sequence[Frame], lengths: list[int]) -> None:
         """Reads a round. A value that failed may be longer than its frame, so it is read again with all of the memory.
@@ -361,11 +378,10 @@ class FramedBackend(Backend):
             self._drop()
             raise
 
-    def _drop(self) -> None:
-        """Drops the link. A call that is still running only touches the memory of the link."""
-        if self._link is not None:
-            self._link.thread.end()
-            self._link = None
+    def _drop(self) -> Future[None] | None:
+        """Drops the link, which is closed once its client returns: until then it only touches the link's memory."""
+        link, self._link = self._link, None
+        return None if link is None else link.thread.end(link.close())
 
     def _names(self, keys: Iterable[bytes]) -> list[str]:
         return [f"{self._namespace}/{key.hex()}" for key in keys]

@@ -119,3 +119,6 @@ class MemoryBackend(Backend):
         while self._capacity is not None and self._used > self._capacity:
             self._used -= len(self._values.popitem(last=False)[1])
             self._evicted += 1
+
+
+BACKEND = MemoryBackend

@@ -30,4 +30,6 @@ digests: against that, the caller must verify a keyed seal of its own.
 from mainstem.storage.file.backend import FileBackend
 from mainstem.storage.file.disk import FileSystem
 
-__all__ = ["FileBackend", "FileSystem"]
+BACKEND = FileBackend
+
+__all__ = ["BACKEND", "FileBackend", "FileSystem"]

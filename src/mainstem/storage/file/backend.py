@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -20,7 +21,9 @@ from mainstem.storage.base import (
     BackendStats,
     Capabilities,
     Listed,
-    check_options,
+    Readers,
+    parse_number,
+    read_options,
 )
 from mainstem.storage.file.catalog import Catalog
 from mainstem.storage.file.disk import FULL, FileSystem, Folder, Reserve
@@ -35,7 +38,12 @@ log = logging.getLogger(__name__)
 STEP_BYTES = 64 << 20
 """`values` grows by this, or by the size of a batch."""
 
-_DEFAULT_BYTES = 8 << 30
+DEFAULT_BYTES = 8 << 30
+_CAUSES = {
+    **dict.fromkeys(FULL, "full"),
+    errno.ETIMEDOUT: "timeout",
+    **dict.fromkeys((errno.ENOTCONN, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNRESET), "unreachable"),
+}
 _MAX = 2**63 - 1
 _DELETED = Entry(NOWHERE, 0, bytes(16))
 
@@ -119,17 +127,9 @@ class FileBackend(Backend):
         Without a capacity: 8 GiB, or the size of the existing file if larger. A smaller one drops values beyond it,
         and logs how many.
         """
-        check_options(options, ("capacity", "min_free", "sync", "threads"))
-        sync = options.get("sync", "batch")
-        if sync not in ("batch", "none"):
-            raise BadArgument("sync", sync, "batch or none")
-        threads = options.get("threads", "2")
-        if not (threads.isascii() and threads.isdigit()):
-            raise BadArgument("threads", threads, "a number, at least 1")
-        capacity = options.get("capacity")
-        capacity_bytes = _capacity_of(Path(address)) if capacity is None else parse_bytes("capacity", capacity)
-        min_free_bytes = parse_bytes("min_free", options.get("min_free", "0"))
-        return cls(address, capacity_bytes, sync=sync == "batch", threads=int(threads), min_free_bytes=min_free_bytes)
+        arguments = read_options(options, _OPTIONS)
+        arguments.setdefault("capacity_bytes", capacity_of(Path(address), DEFAULT_BYTES))
+        return cls(address, **arguments)
 
     @classmethod
     def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -337,12 +337,26 @@ class FileBackend(Backend):
                 raise _failure(f"writing to {self._folder.root}", error) from error
 
 
-def _capacity_of(root: Path) -> int:
-    """Returns the default capacity: the size of the existing file, but at least the constant."""
+def capacity_of(root: Path, least_bytes: int) -> int:
+    """Returns the capacity of a store that is given none: the size of its file, but at least a default."""
     try:
-        return max(_DEFAULT_BYTES, (root / "values").lstat().st_size)
+        return max(least_bytes, (root / "values").lstat().st_size)
     except OSError:
-        return _DEFAULT_BYTES
+        return least_bytes
+
+
+def _parse_sync(name: str, text: str) -> bool:
+    if text not in ("batch", "none"):
+        raise BadArgument(name, text, "batch or none")
+    return text == "batch"
+
+
+_OPTIONS: Readers = {
+    "capacity": ("capacity_bytes", parse_bytes),
+    "min_free": ("min_free_bytes", parse_bytes),
+    "sync": ("sync", _parse_sync),
+    "threads": ("threads", parse_number),
+}
 
 
 def _check_value(key: bytes, buffer: memoryview) -> None:
@@ -353,7 +367,7 @@ def _check_value(key: bytes, buffer: memoryview) -> None:
 
 
 def _failure(what: str, error: OSError) -> StorageError:
-    return StorageError("full" if error.errno in FULL else "io", f"{what}: {error.strerror or error}")
+    return StorageError(_CAUSES.get(error.errno or 0, "io"), f"{what}: {error.strerror or error}")
 
 
 def _batches(pieces: Sequence[Piece], limit_bytes: int) -> Iterator[Sequence[Piece]]:

@@ -10,6 +10,9 @@ from mainstem.storage.peer.lines import Line, Lines
 from mainstem.storage.peer.peering import Peering
 from mainstem.storage.peer.server import Giving, PeerServer, Share, Source
 
+BACKEND = PeerBackend
+
 __all__ = [
-    "NO_SECRET", "Beside", "Giving", "Line", "Lines", "PeerBackend", "PeerServer", "Peering", "Share", "Source",
+    "BACKEND", "NO_SECRET", "Beside", "Giving", "Line", "Lines", "PeerBackend", "PeerServer", "Peering", "Share",
+    "Source",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib
 import os
 import re
 import sys
@@ -27,11 +26,26 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, Listed, check_options
+from mainstem.imports import load_package
+from mainstem.storage.base import (
+    ABSENT,
+    KEY_BYTES,
+    Backend,
+    BackendStats,
+    Capabilities,
+    Listed,
+    Readers,
+    parse_text,
+    read_options,
+)  # fmt: skip
 from mainstem.units import parse_timeout
 
 T = TypeVar("T")
+_OPTIONS: Readers = {
+    "path": ("path", parse_text),
+    "timeout": ("timeout_s", parse_timeout),
+    "namespace": ("namespace", parse_text),
+}
 _WORKERS = 4
 _KEYS = 256  # listed or deleted at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -78,11 +92,10 @@ class AIBrixBackend(Backend):
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`aibrix:shfs?path=/mnt/kv&timeout=5&namespace=mainstem`, or `aibrix:rocksdb?path=/var/cache/kv`."""
-        check_options(options, ("path", "timeout", "namespace"))
+        arguments = read_options(options, _OPTIONS)
         if not options.get("path"):
             raise BadArgument("storage option", "path", "the folder of the store")
-        timeout_s = parse_timeout("timeout", options.get("timeout", "5"))
-        return cls(address, options["path"], namespace=options.get("namespace", "mainstem"), timeout_s=timeout_s)
+        return cls(address, **arguments)
 
     @classmethod
     def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -331,8 +344,8 @@ def _import_connector(name: str) -> Any:
     first = "aibrix_kvcache" not in sys.modules
     policy = asyncio.get_event_loop_policy() if first else None
     try:
-        with needs("aibrix_kvcache", "aibrix needs its client: pip install 'mainstem[aibrix]'"):
-            return importlib.import_module(f"aibrix_kvcache.l2.connectors.{name}")
+        hint = "aibrix needs its client: pip install 'mainstem[aibrix]'"
+        return load_package(f"aibrix_kvcache.l2.connectors.{name}", hint)
     finally:
         if first:
             asyncio.set_event_loop_policy(policy)
@@ -349,8 +362,7 @@ def _shfs_keys(connector: Any) -> list[bytes]:
 
 def _make_rocksdb(path: str, workers: ThreadPoolExecutor) -> Any:
     module = _import_connector("rocksdb")
-    with needs("rocksdict", "aibrix:rocksdb needs rocksdict: pip install 'mainstem[aibrix]'"):
-        rocksdict = importlib.import_module("rocksdict")
+    rocksdict = load_package("rocksdict", "aibrix:rocksdb needs rocksdict: pip install 'mainstem[aibrix]'")
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     return module.RocksDBConnector(path, options, rocksdict.AccessType.read_write(), workers)
@@ -372,3 +384,6 @@ _KINDS = {
         _rocksdb_keys,
     ),
 }
+
+
+BACKEND = AIBrixBackend

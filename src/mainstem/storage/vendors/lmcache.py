@@ -29,10 +29,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import (
+    ABSENT,
+    Backend,
+    BackendStats,
+    Capabilities,
+    Readers,
+    parse_host,
+    parse_text,
+    read_options,
+)  # fmt: skip
 from mainstem.units import parse_timeout
 
 _PUT, _GET, _EXIST, _HEALTH = 1, 2, 3, 5
@@ -86,14 +94,9 @@ class LMCacheBackend(Backend):
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`lmcache://127.0.0.1:65432?timeout=5&prefix=mainstem`."""
-        check_options(options, ("timeout", "prefix"))
-        host, port = _host_and_port(address)
-        return cls(
-            host,
-            port,
-            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
-            prefix=options.get("prefix", "mainstem"),
-        )
+        host, port = parse_host(address, "//host:port")
+        readers: Readers = {"timeout": ("timeout_s", parse_timeout), "prefix": ("prefix", parse_text)}
+        return cls(host, port, **read_options(options, readers))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Reads marks, pipelined."""
@@ -367,12 +370,4 @@ def _mark_name(epoch: str, key: bytes) -> str:
     return f"{epoch}@1@1@{key.hex()}@uint8"
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port or address != f"//{parts.netloc}":
-        raise BadArgument("storage address", address, "//host:port")
-    return host, port
+BACKEND = LMCacheBackend

@@ -9,7 +9,6 @@ Values are write-once: the first one stays. Its behaviour in failures was observ
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.imports import load_package
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Readers, parse_text, read_options
 from mainstem.storage.native import Calls, Memory
 from mainstem.units import parse_bytes, parse_timeout
 
@@ -35,7 +34,12 @@ CAUSES = {-800: "unreachable", -900: "unreachable", -901: "timeout"}
 MIN_SEGMENT_BYTES = 16 << 20
 RDMA_DEVICES = Path("/sys/class/infiniband")
 PROTOCOLS = ("tcp", "rdma")
-OPTIONS = ("segment", "local_buffer", "protocol", "devices", "metadata", "hostname", "prefix", "timeout")
+OPTIONS: Readers = {
+    "segment": ("segment_bytes", parse_bytes),
+    "local_buffer": ("staging_bytes", parse_bytes),
+    **{name: (name, parse_text) for name in ("protocol", "devices", "metadata", "hostname", "prefix")},
+    "timeout": ("timeout_s", parse_timeout),
+}
 
 
 class MooncakeBackend(Backend):
@@ -114,17 +118,7 @@ class MooncakeBackend(Backend):
         """
         if not address.startswith("//"):
             raise BadArgument("storage address", address, "//host:port of mooncake_master")
-        check_options(options, OPTIONS)
-        texts = {
-            name: options[name] for name in ("protocol", "devices", "metadata", "hostname", "prefix") if name in options
-        }
-        return cls(
-            address[2:],
-            segment_bytes=parse_bytes("segment", options.get("segment", "512MiB")),
-            staging_bytes=parse_bytes("local_buffer", options.get("local_buffer", "64MiB")),
-            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
-            **texts,
-        )
+        return cls(address[2:], **read_options(options, OPTIONS))
 
     @property
     def staged(self) -> int:
@@ -242,8 +236,7 @@ def _set_limits(timeout_s: float) -> None:
 
 def _new_client() -> Any:
     client = "pip install 'mainstem[mooncake]', and libibverbs.so.1 of the system (Debian: libibverbs1)"
-    with needs("mooncake", f"mooncake needs its client: {client}"):
-        return importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    return load_package("mooncake.store", f"mooncake needs its client: {client}").MooncakeDistributedStore()
 
 
 def _probe(master: str, timeout_s: float) -> None:
@@ -253,3 +246,6 @@ def _probe(master: str, timeout_s: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError as error:
         raise BackendUnavailable(f"mooncake: no master at {master}: {error}") from error
+
+
+BACKEND = MooncakeBackend

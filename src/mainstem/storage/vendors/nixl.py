@@ -32,7 +32,9 @@ from mainstem.storage.base import (
     BackendStats,
     Capabilities,
     Listed,
-    check_options,
+    Readers,
+    parse_text,
+    read_options,
 )
 from mainstem.storage.native import Calls, Memory
 from mainstem.storage.vendors.s3 import S3Backend
@@ -241,6 +243,18 @@ class Objects(S3Backend):
         return [length for length in lengths if not isinstance(length, StorageError)]
 
 
+_PLACES: dict[str, tuple[type[Files | Objects], str, Readers]] = {
+    "posix": (Files, "path", {"path": ("folder", parse_text), "api": ("api", parse_text)}),
+    "obj": (
+        Objects,
+        "bucket",
+        {name: (name, parse_text) for name in ("bucket", "prefix", "endpoint", "region")}
+        | {"timeout": ("timeout_s", parse_timeout)},
+    ),
+}
+"""Of each address: the class, the option that it needs, and how its options are read."""
+
+
 class NixlBackend(Backend):
     """Values that a NIXL agent moves.
 
@@ -280,16 +294,13 @@ class NixlBackend(Backend):
         `posix` has the options `path` and `api` (aio, uring or posix); `obj` has `bucket`, `prefix`, `endpoint`,
         `region` and `timeout` (of requests by the S3 back end); both have `staging`.
         """
-        staging_bytes = parse_bytes("staging", options.get("staging", "64MiB"))
-        if address == "posix":
-            check_options(options, ("path", "api", "staging"))
-            return cls(Files(_needed(options, "path"), options.get("api", "aio")), staging_bytes=staging_bytes)
-        if address == "obj":
-            check_options(options, ("bucket", "prefix", "endpoint", "region", "timeout", "staging"))
-            texts = {name: options[name] for name in ("prefix", "endpoint", "region") if name in options}
-            timeout_s = parse_timeout("timeout", options.get("timeout", "5"))
-            return cls(Objects(_needed(options, "bucket"), **texts, timeout_s=timeout_s), staging_bytes=staging_bytes)
-        raise BadArgument("storage address", address, "posix or obj")
+        if address not in _PLACES:
+            raise BadArgument("storage address", address, "posix or obj")
+        make, name, readers = _PLACES[address]
+        arguments = read_options(options, {**readers, "staging": ("staging_bytes", parse_bytes)})
+        _needed(options, name)
+        staging = {"staging_bytes": arguments.pop("staging_bytes")} if "staging" in options else {}
+        return cls(make(**arguments), **staging)
 
     @classmethod
     def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -485,3 +496,6 @@ def _package() -> Any:
             if not is_missing(error, name):
                 raise BackendUnavailable(f"{name} cannot be imported: {error}") from error
     raise BackendUnavailable(f"nixl needs one of {', '.join(PACKAGES)}: pip install 'mainstem[nixl]'")
+
+
+BACKEND = NixlBackend

@@ -25,7 +25,18 @@ from urllib.parse import urlsplit
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
+from mainstem.storage.base import (
+    ABSENT,
+    SCANNED,
+    Backend,
+    BackendStats,
+    Capabilities,
+    Listed,
+    Readers,
+    parse_number,
+    parse_text,
+    read_options,
+)  # fmt: skip
 from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
@@ -136,22 +147,9 @@ class RedisBackend(Backend):
         Options: db, prefix, ttl and timeout (seconds), user, password_env (the environment variable that holds the
         password, because specs appear in logs and process lists), tls (yes or no), ca_file.
         """
-        allowed = ("db", "prefix", "ttl", "timeout", "user", "password_env", "tls", "ca_file")
-        check_options(options, allowed)
         host, port, socket_path, database = _parse_address(address)
-        return cls(
-            host,
-            port,
-            socket_path=socket_path,
-            database=_parse_number("db", options.get("db", database)),
-            username=options.get("user"),
-            password=_from_environment(options.get("password_env")),
-            tls=_parse_yes("tls", options.get("tls", "no")),
-            ca_file=options.get("ca_file"),
-            prefix=options.get("prefix", "mainstem"),
-            ttl_s=parse_timeout("ttl", options["ttl"]) if "ttl" in options else None,
-            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
-        )
+        arguments = {"database": parse_number("db", database), **read_options(options, _OPTIONS)}
+        return cls(host, port, socket_path=socket_path, **arguments)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Sends one EXISTS for each key, pipelined."""
@@ -295,24 +293,28 @@ def _parse_address(address: str) -> tuple[str, int, str | None, str]:
     return host, 6379 if port is None else port, None, parts.path.strip("/") or "0"
 
 
-def _parse_number(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise BadArgument(name, text, "a number")
-    return int(text)
-
-
 def _parse_yes(name: str, text: str) -> bool:
     if text not in ("yes", "no"):
         raise BadArgument(name, text, "yes or no")
     return text == "yes"
 
 
-def _from_environment(variable: str | None) -> str | None:
-    if variable is None:
-        return None
+def _read_environment(name: str, variable: str) -> str:
     if variable not in os.environ:
-        raise BadArgument("password_env", variable, "the name of an environment variable that is set")
+        raise BadArgument(name, variable, "the name of an environment variable that is set")
     return os.environ[variable]
+
+
+_OPTIONS: Readers = {
+    "db": ("database", parse_number),
+    "prefix": ("prefix", parse_text),
+    "ttl": ("ttl_s", parse_timeout),
+    "timeout": ("timeout_s", parse_timeout),
+    "user": ("username", parse_text),
+    "password_env": ("password", _read_environment),
+    "tls": ("tls", _parse_yes),
+    "ca_file": ("ca_file", parse_text),
+}
 
 
 def _connection_class(redis: ModuleType, socket_path: str | None, tls: bool) -> Any:
@@ -474,3 +476,6 @@ def _bad_reply(command: str) -> StorageError:
 
 def _windows(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
     return (items[at : at + length] for at in range(0, len(items), length))
+
+
+BACKEND = RedisBackend

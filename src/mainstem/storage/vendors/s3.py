@@ -25,13 +25,31 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
+from mainstem.storage.base import (
+    ABSENT,
+    SCANNED,
+    Backend,
+    BackendStats,
+    Capabilities,
+    Listed,
+    Readers,
+    parse_number,
+    parse_text,
+    read_options,
+)  # fmt: skip
 from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Store
 
 T = TypeVar("T")
+
+OPTIONS: Readers = {
+    "endpoint": ("endpoint", parse_text),
+    "region": ("region", parse_text),
+    "requests": ("requests", parse_number),
+    "timeout": ("timeout_s", parse_timeout),
+}
 
 _PIECE_BYTES = 1 << 20
 
@@ -109,19 +127,11 @@ class S3Backend(Backend):
 
         Options: endpoint, region, requests, timeout (seconds).
         """
-        check_options(options, ("endpoint", "region", "requests", "timeout"))
+        arguments = read_options(options, OPTIONS)
         if not address.startswith("//"):
             raise BadArgument("storage address", address, "//bucket or //bucket/prefix")
         bucket, _, prefix = address[2:].partition("/")
-        requests = options.get("requests", "16")
-        return cls(
-            bucket,
-            prefix.rstrip("/") or "mainstem",
-            endpoint=options.get("endpoint"),
-            region=options.get("region"),
-            requests=int(requests) if re.fullmatch(r"[0-9]{1,4}", requests) else 0,
-            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
-        )
+        return cls(bucket, prefix.rstrip("/") or "mainstem", **arguments)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Sends one HEAD for each key."""
@@ -292,3 +302,6 @@ def _copy(pieces: Iterable[bytes], buffer: memoryview) -> int:
         buffer[at:end] = piece
         at = end
     return at
+
+
+BACKEND = S3Backend

@@ -3,56 +3,27 @@
 As in the real one (https://github.com/scitix/SiMM, python/simm/kv and src/client): names of up to 256 bytes and values
 of up to 4 MiB, or the whole batch is refused; every piece must be in a registered region; a value is written to the
 start of its piece, even past the end of the piece, up to the end of the region; a batch put does not overwrite; codes
-are negative numbers, and only a wrong type raises; the oldest value is evicted first. Tests change `cluster`.
+are negative numbers, and only a wrong type raises; the oldest value is evicted first.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
 from typing import Any
 
+from doubles.stores import Framed, Service
+
 KEY_BYTES, VALUE_BYTES = 256, 4 << 20
-INVALID, NOT_FOUND, EXISTS, GET_FAILED, PUT_FAILED = -1000, -4003, -4005, -2101, -2100
-
-__all__ = ["BlockView", "MrExt", "Store", "cluster", "deregister_mr", "register_mr", "reset", "set_flag"]
-
-
-@dataclass
-class Cluster:
-    """One cluster and its faults."""
-
-    values: dict[str, bytes] = field(default_factory=dict)
-    flags: dict[str, str] = field(default_factory=dict)
-    known_flags: tuple[str, ...] = (
-        "cm_primary_node_ip",
-        "cm_primary_node_port",
-        "clnt_thread_pool_size",
-        "clnt_sync_req_timeout_ms",
-    )
-    regions: list[MrExt] = field(default_factory=list)
-    capacity: int = 1 << 30
-    down: int = 0
-    """A code that every value gets, because no server answers."""
-    codes: dict[str, int] = field(default_factory=dict)
-    """The code that every call returns for a name."""
-    lock_limit: int = 1 << 40
-    batches: list[int] = field(default_factory=list)
-
-
-cluster = Cluster()
-
-
-def reset() -> Cluster:
-    cluster.__dict__.update(Cluster().__dict__)
-    return cluster
+INVALID, NOT_FOUND, EXISTS, GET_FAILED, PUT_FAILED, DOWN = -1000, -4003, -4005, -2101, -2100, -2300
+FLAGS = ("cm_primary_node_ip", "cm_primary_node_port", "clnt_thread_pool_size", "clnt_sync_req_timeout_ms")
+service = Service()
 
 
 def set_flag(name: str, value: str) -> bool:
     if not isinstance(value, str):
         raise TypeError("set_flag(): incompatible function arguments")
-    cluster.flags[name] = value
-    return name in cluster.known_flags
+    service.told[name] = value
+    return name in service.told.get("flags", FLAGS)
 
 
 class MrExt:
@@ -61,15 +32,15 @@ class MrExt:
 
 
 def register_mr(tensor: Any) -> MrExt | None:
-    size = tensor.numel() * tensor.element_size()
-    if size > cluster.lock_limit:
+    if not service.registers:
         return None
-    cluster.regions.append(MrExt(tensor.data_ptr(), size))
-    return cluster.regions[-1]
+    service.regions.append((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+    return MrExt(*service.regions[-1])
 
 
 def deregister_mr(mr_ext: MrExt) -> bool:
     mr_ext.registered = False
+    service.regions.remove((mr_ext.start, mr_ext.end - mr_ext.start))
     return True
 
 
@@ -91,30 +62,31 @@ class BlockView:
 
 class Store:
     def __init__(self) -> None:
-        if "cm_primary_node_ip" not in cluster.flags:
+        if "cm_primary_node_ip" not in service.told:
             raise RuntimeError("Init client messenger failed")
 
     def mexists(self, keys: list[str]) -> list[bool]:
+        service.wait()
         return [self.exists(key) for key in keys]
 
     def exists(self, key: str) -> bool:
-        return not self._fault(key) and key in cluster.values
+        return not self._fault(key) and key in service.values
 
     def delete(self, key: str) -> int:
-        if self._fault(key):
-            return self._fault(key)
-        return NOT_FOUND if cluster.values.pop(key, None) is None else 0
+        if fault := self._fault(key) or (0 if service.deletes else -2102):
+            return fault
+        return NOT_FOUND if service.values.pop(key, None) is None else 0
 
     def mput(self, keys: list[str], blocks: list[BlockView]) -> list[int]:
+        service.wait()
         if not self._fit(keys, blocks) or any(block.size > VALUE_BYTES for block in blocks):
             return [INVALID] * len(keys)
-        cluster.batches.append(len(keys))
         return [self._put(key, block) for key, block in zip(keys, blocks, strict=True)]
 
     def mget(self, keys: list[str], blocks: list[BlockView]) -> list[int]:
+        service.wait()
         if not self._fit(keys, blocks):
             return [INVALID] * len(keys)
-        cluster.batches.append(len(keys))
         codes = {at: self._get(keys[at], blocks[at]) for at in reversed(range(len(keys)))}  # concurrently, in no order
         return [codes[at] for at in range(len(keys))]
 
@@ -123,13 +95,13 @@ class Store:
             return INVALID
         if self._fault(key):
             return self._fault(key)
-        if key in cluster.values:
+        if key in service.values:
             return EXISTS
-        if block.size > cluster.capacity:
+        if block.size > service.capacity:
             return PUT_FAILED
-        while sum(map(len, cluster.values.values())) + block.size > cluster.capacity:
-            del cluster.values[next(iter(cluster.values))]
-        cluster.values[key] = ctypes.string_at(block.start, block.size)
+        while not service.has_room(block.size):
+            del service.values[next(iter(service.values))]
+        service.values[key] = ctypes.string_at(block.start, block.size)
         return 0
 
     def _get(self, key: str, block: BlockView) -> int:
@@ -137,7 +109,7 @@ class Store:
             return INVALID
         if self._fault(key):
             return self._fault(key)
-        value = cluster.values.get(key)
+        value = service.values.get(key)
         if value is None or block.start + len(value) > block.region.end:
             return GET_FAILED
         ctypes.memmove(block.start, value, len(value))
@@ -145,8 +117,25 @@ class Store:
 
     @staticmethod
     def _fault(key: str) -> int:
-        return cluster.down or cluster.codes.get(key, 0)
+        return int(service.told.get("code", DOWN) if service.down else service.codes.get(key, 0))
 
     @staticmethod
     def _fit(keys: list[str], blocks: list[BlockView]) -> bool:
+        service.batches.append(len(keys))
         return len(keys) == len(blocks) and all(1 <= len(key.encode()) <= KEY_BYTES for key in keys)
+
+
+def _reads(_: Store, keys: list[str], blocks: list[BlockView]) -> list[int]:
+    return [block.size for block in blocks]
+
+
+PACKAGE = "simm.kv"
+SPEC = "simm://10.0.0.1:30001"
+BAD = tuple(f"simm:{rest}" for rest in ("", "//host", "//h:1?thread=1", "//h:1?threads=0", "//h:1?staging=1MiB"))
+FRAMED = Framed(
+    110_000,
+    2 * VALUE_BYTES,
+    (Store, "mget", _reads),
+    silent=("exists", "delete", "clear"),  # an unreachable server is an absent name to it
+    failed=-1002,
+)

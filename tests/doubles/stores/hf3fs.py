@@ -3,7 +3,7 @@
 As in the real one (https://github.com/deepseek-ai/3FS, hf3fs_fuse/io.py and src/lib/py/usrbio_binding.cc): a file must
 be registered, and only once; memory must be an iovec over shared memory on this mount; a ring accepts as many pieces
 as it has entries, in one direction; `wait` returns them in any order, and fewer than requested after the timeout; a
-result is a number of bytes or -errno. Tests change `mount`.
+result is a number of bytes or -errno.
 """
 
 from __future__ import annotations
@@ -16,31 +16,25 @@ from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
+from doubles.stores import Service
+
 
 @dataclass
-class Mount:
+class Mount(Service):
     """One mount and its faults."""
 
-    path: str = "/nowhere"
+    path: str = "/"
     registered: set[int] = field(default_factory=set)
     rings: int = 0
-    batches: list[int] = field(default_factory=list)
     order: random.Random = field(default_factory=lambda: random.Random(7))
     fail: dict[int, int] = field(default_factory=dict)
     """Results to return for the piece of a number."""
-    frozen: bool = False
-    """Pieces are accepted but never complete."""
     late: list[Any] = field(default_factory=list)
     """Pieces that were accepted while frozen."""
     pieces: int = 0
 
 
-mount = Mount()
-
-
-def reset(path: str) -> Mount:
-    mount.__dict__.update(Mount(path=path).__dict__)
-    return mount
+service = mount = Mount()
 
 
 class _Iovec:
@@ -101,7 +95,7 @@ class _Ring:
 
 
 def extract_mount_point(path: str) -> str | None:
-    return mount.path if os.path.abspath(path).startswith(mount.path + "/") else None
+    return mount.path if os.path.abspath(path).startswith(mount.path) else None
 
 
 def register_fd(fd: int, flags: int = 0) -> None:
@@ -137,3 +131,14 @@ def make_ioring(
         raise OSError(errno.ENOENT, "ioring")
     mount.rings += 1
     return _Ring(entries, for_read)
+
+
+PACKAGE = "hf3fs_fuse.io"
+SPEC = "hf3fs:{folder}/rank0?capacity=1GiB&entries=8"
+BAD = (
+    "hf3fs:",
+    "hf3fs:{folder}/a?slots=3",
+    "hf3fs:{folder}/a?entries=x",
+    "hf3fs:{folder}/a?entries=0",
+    "hf3fs:{folder}/a?capacity=1KiB&slot=2KiB",
+)

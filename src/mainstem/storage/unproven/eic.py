@@ -8,23 +8,21 @@ A batch has one status, and each value has its own. The statuses of the values c
 failed and not all of their codes mean "no such name". A value that is longer than its place fails, with a code that is
 not known, so one that failed is read again with all the memory as its place.
 
-Sources: the EIC back ends of SGLang (mem_cache/storage/eic) and AIBrix (l2/connectors/eic). Not run against a real EIC:
-tests use a double of its client. Assumed, because it is documented nowhere: `mset` replaces a value.
+Sources: the EIC back ends of SGLang (mem_cache/storage/eic) and AIBrix (l2/connectors/eic). Assumed, because it is
+documented nowhere: `mset` replaces a value.
 """
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.imports import needs
-from mainstem.storage.base import check_options
-from mainstem.storage.framed import Frame, FramedBackend, Link
-from mainstem.units import parse_bytes, parse_timeout
+from mainstem.imports import load_package
+from mainstem.storage.base import parse_number, parse_text, read_options
+from mainstem.storage.framed import OPTIONS, Frame, FramedBackend, Frames, Link
 
 _NAMES_A_CALL = 1024
 
@@ -60,11 +58,11 @@ class EICBackend(FramedBackend):
         staging_bytes: int = 64 << 20,
         timeout_s: float = 5.0,
     ) -> None:
-        eic = _client()
-        where = _Where(
-            endpoint, instance, namespace, transport, log_dir or tempfile.gettempdir(), flag_file, ttl_s, staging_bytes
+        eic = load_package("eic", "eic needs EIC's Python client, which comes with the service")
+        where = _Where(endpoint, instance, namespace, transport, log_dir or tempfile.gettempdir(), flag_file, ttl_s)
+        super().__init__(
+            "EIC", f"eic at {endpoint}", lambda: _Link(eic, where, Frames(staging_bytes)), namespace, timeout_s
         )
-        super().__init__("EIC", f"eic at {endpoint}", lambda: _Link(eic, where), namespace, timeout_s)
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -73,23 +71,12 @@ class EICBackend(FramedBackend):
         Further options: `flag_file=/etc/eic.flags&staging=64MiB`.
         """
         endpoint = address.removeprefix("//")
-        check_options(
-            options,
-            ("instance", "namespace", "transport", "log_dir", "flag_file", "ttl", "staging", "timeout"),
-        )
+        texts = {name: (name, parse_text) for name in ("instance", "log_dir", "flag_file")}
+        numbers = {"transport": ("transport", parse_number), "ttl": ("ttl_s", parse_number)}
+        arguments = read_options(options, {**texts, **numbers, **OPTIONS})
         if not endpoint or not options.get("instance"):
             raise BadArgument("storage", f"eic:{address}", "eic://endpoint?instance=id")
-        return cls(
-            endpoint,
-            options["instance"],
-            options.get("namespace", "mainstem"),
-            _parse_integer("transport", options.get("transport", "3")),
-            options.get("log_dir"),
-            options.get("flag_file"),
-            _parse_integer("ttl", options.get("ttl", "-1")),
-            parse_bytes("staging", options.get("staging", "64MiB")),
-            parse_timeout("timeout", options.get("timeout", "5")),
-        )
+        return cls(endpoint, **arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +90,13 @@ class _Where:
     log_dir: str
     flag_file: str | None
     ttl_s: int
-    staging_bytes: int
 
 
 class _Link(Link):
     """One client."""
 
-    def __init__(self, eic: Any, where: _Where) -> None:
-        super().__init__("EIC", where.staging_bytes)
+    def __init__(self, eic: Any, where: _Where, frames: Frames) -> None:
+        super().__init__("EIC", frames)
         self._eic, self._where = eic, where
         self._client: Any = None
 
@@ -163,9 +149,6 @@ class _Link(Link):
         status, outcome = self._client.mset(self._vector(names), self._places(round_), option)
         return self._done("mset", status, outcome, len(round_))
 
-    async def close(self) -> None:
-        """Does nothing: the client has no such call."""
-
     def _exist(self, names: Sequence[str]) -> list[bool]:
         status, outcome = self._client.mexist(self._vector(names), self._option(self._eic.ExistOption()))
         return self._done("mexist", status, outcome, len(names))
@@ -214,13 +197,4 @@ def _says_absent(code: object) -> bool:
     return any(words in str(code).upper() for words in ("NOT_FOUND", "NOT_EXIST", "NOTFOUND", "NOTEXIST"))
 
 
-def _parse_integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise BadArgument(name, text, "an integer") from None
-
-
-def _client() -> Any:
-    with needs("eic", "eic needs EIC's Python client, which comes with the service"):
-        return importlib.import_module("eic")
+BACKEND = EICBackend

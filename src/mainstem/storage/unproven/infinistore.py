@@ -8,13 +8,12 @@ Three properties of its client and server shape this file:
 - Calls have no timeout. So they run in a thread of their own, on memory of the link, with one copy.
 
 Sources: https://github.com/bytedance/InfiniStore, PyPI infinistore 0.2.35 (lib.py, src/infinistore.cpp). The client
-needs an RDMA device on both sides. Not run against a real server: tests use a double of its client.
+needs an RDMA device on both sides.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.imports import needs
-from mainstem.storage.base import Capabilities, check_options
-from mainstem.storage.framed import Frame, FramedBackend, Link
-from mainstem.units import parse_bytes, parse_timeout
+from mainstem.imports import load_package
+from mainstem.storage.base import Capabilities, parse_host, parse_text, read_options
+from mainstem.storage.framed import OPTIONS, Frame, FramedBackend, Frames, Link
 
 
 class InfiniStoreBackend(FramedBackend):
@@ -62,12 +60,13 @@ class InfiniStoreBackend(FramedBackend):
     ) -> None:
         if link not in ("IB", "Ethernet"):
             raise BadArgument("link", link, "IB or Ethernet")
-        module = _client()
+        client = "infinistore needs its client: pip install 'mainstem[infinistore]', and libibverbs1"
+        module = load_package("infinistore", client)
         where = {"host_addr": host, "service_port": port, "dev_name": device, "link_type": link}
         super().__init__(
             "InfiniStore",
             f"infinistore at {host}:{port}",
-            lambda: _Link(module, where, staging_bytes),
+            lambda: _Link(module, where, Frames(staging_bytes)),
             namespace,
             timeout_s,
         )
@@ -75,26 +74,16 @@ class InfiniStoreBackend(FramedBackend):
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`infinistore://10.0.0.1:12345?device=mlx5_0&link=Ethernet&namespace=mainstem&staging=64MiB&timeout=5`."""
-        host, _, port = address.removeprefix("//").rpartition(":")
-        if not host or not port.isdecimal():
-            raise BadArgument("storage address", address, "//address:port of the server")
-        check_options(options, ("device", "link", "namespace", "staging", "timeout"))
-        return cls(
-            host,
-            int(port),
-            options.get("device", "mlx5_0"),
-            options.get("link", "Ethernet"),
-            options.get("namespace", "mainstem"),
-            parse_bytes("staging", options.get("staging", "64MiB")),
-            parse_timeout("timeout", options.get("timeout", "5")),
-        )
+        host, port = parse_host(address, "//address:port of the server")
+        own = {"device": ("device", parse_text), "link": ("link", parse_text)}
+        return cls(host, port, **read_options(options, {**own, **OPTIONS}))
 
 
 class _Link(Link):
     """A connection to the server."""
 
-    def __init__(self, module: Any, where: Mapping[str, Any], staging_bytes: int) -> None:
-        super().__init__("InfiniStore", staging_bytes)
+    def __init__(self, module: Any, where: Mapping[str, Any], frames: Frames) -> None:
+        super().__init__("InfiniStore", frames)
         self._module, self._where = module, where
         self._connection: Any = None
 
@@ -151,6 +140,4 @@ class _Link(Link):
         raise error
 
 
-def _client() -> Any:
-    with needs("infinistore", "infinistore needs its client: pip install 'mainstem[infinistore]', and libibverbs1"):
-        return importlib.import_module("infinistore")
+BACKEND = InfiniStoreBackend

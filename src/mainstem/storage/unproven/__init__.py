@@ -1,0 +1,1 @@
+"""Back ends that never met their real service: tests run them against doubles of its client (`tests/doubles/`)."""
