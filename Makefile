@@ -16,12 +16,13 @@ CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
+.PHONY: help demo serve core test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
+	@echo "make core    rebuild what has changed in the C++ core, in seconds"
 	@echo "make test    set up, lint, check types and run the quick tests"
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
@@ -65,20 +66,32 @@ $(BIN)/python:
 	@echo "Setting up $(VENV): the core is built and PyTorch installed, which takes some minutes the first time."
 	@$(PYTHON) -m venv $(VENV)
 
-# $(CORE) is a prerequisite, so that an edit of the core rebuilds it.
-$(VENV)/server: $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt $(CORE)
+$(VENV)/server: $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server]'
+	@touch $(VENV)/core $(VENV)/release $@
+
+# After an edit of the core: what has changed is compiled, without link-time optimization.
+$(VENV)/core: $(CORE) | $(VENV)/server
+	@$(BIN)/python -c 'import nanobind' 2>/dev/null || $(BIN)/pip install --quiet --constraint constraints.txt nanobind
+	$(BIN)/python scripts/build_core.py --installed
 	@touch $@
 
-$(VENV)/dev: $(VENV)/server tests/requirements-stores.txt
+# What is measured is built as an installer would build it.
+$(VENV)/release: $(CORE) | $(VENV)/dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --editable .
+	@touch $(VENV)/core $@
+
+core: $(VENV)/core
+
+$(VENV)/dev: $(VENV)/server tests/requirements-stores.txt | $(VENV)/core
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-stores.txt
 	@touch $@
 
-demo: $(VENV)/server
+demo: $(VENV)/server $(VENV)/core
 	$(BIN)/mainstem demo $(ARGS)
 
-serve: $(VENV)/server
+serve: $(VENV)/server $(VENV)/core
 	$(BIN)/mainstem serve $(ARGS)
 
 lint: $(VENV)/dev
@@ -231,7 +244,7 @@ docs: $(DOCS)/ready
 	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html
 	@echo "build/docs/html/index.html"
 
-bench: $(VENV)/dev
+bench: $(VENV)/release
 	$(BIN)/python -m bench $(ARGS)
 
 # A peer that cannot be installed is named, here and in the tables; the others run.
@@ -243,12 +256,12 @@ $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 
 # Measures again what the documentation shows, and writes it there. The machine must be idle. engines has a record of its own:
 # make bench-engines ARGS=--record.
-record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready $(ROUTERS)/ready $(VLLM)/ready
+record: $(VENV)/release $(VENV)/gemma $(PEERS)/ready $(ROUTERS)/ready $(VLLM)/ready
 	@echo "Measuring everything that is recorded but engines, one by one: more than three hours on two idle cores."
 	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
 	$(BIN)/python -m bench.figures --write
 
-bench-index: $(VENV)/dev $(PEERS)/ready
+bench-index: $(VENV)/release $(PEERS)/ready
 	$(BIN)/python -m bench index --peers-python $(PEERS)/bin/python $(ARGS)
 
 # The native tests of the core, longer than in `make test`, with sanitizers.
@@ -259,37 +272,37 @@ native:
 coverage: $(VENV)/dev
 	$(MAKE) --silent -C tests/native FLAVOUR=coverage PYTHON=$(abspath $(BIN))/python report
 
-bench-tiers: $(VENV)/dev
+bench-tiers: $(VENV)/release
 	$(BIN)/python -m bench tiers $(ARGS)
 
-bench-store-faults: $(VENV)/dev
+bench-store-faults: $(VENV)/release
 	$(BIN)/python -m bench store-faults $(ARGS)
 
-bench-models: $(VENV)/dev
+bench-models: $(VENV)/release
 	$(BIN)/python -m bench models $(ARGS)
 
-bench-plan: $(VENV)/dev
+bench-plan: $(VENV)/release
 	$(BIN)/python -m bench plan $(ARGS)
 
-bench-servers: $(VENV)/dev $(VLLM)/ready
+bench-servers: $(VENV)/release $(VLLM)/ready
 	$(BIN)/python -m bench servers $(ARGS)
 
-bench-engines: $(VENV)/dev $(VLLM)/mainstem
+bench-engines: $(VENV)/release $(VLLM)/mainstem
 	$(BIN)/python -m bench.engines $(ARGS)
 
-bench-core: $(VENV)/dev
+bench-core: $(VENV)/release
 	$(BIN)/python -m bench core $(ARGS)
 
-instructions: $(VENV)/dev
+instructions: $(VENV)/release
 	$(BIN)/python -m bench.native.instructions $(ARGS)
 
-bench-policies: $(VENV)/dev
+bench-policies: $(VENV)/release
 	$(BIN)/python -m bench policies $(ARGS)
 
-bench-agents: $(VENV)/dev
+bench-agents: $(VENV)/release
 	$(BIN)/python -m bench agents $(ARGS)
 
-bench-fleet: $(VENV)/dev $(ROUTERS)/ready
+bench-fleet: $(VENV)/release $(ROUTERS)/ready
 	$(BIN)/python -m bench fleet $(ARGS)
 
 # The wheel is built from the source distribution, in an environment of its own, as an installer would build it. auditwheel
