@@ -242,10 +242,12 @@ def test_no_error_of_a_spec_shows_its_password(spec: str, monkeypatch: pytest.Mo
     assert "hunter2" not in f"{caught.value!r} {caught.value}"
 
 
-def test_every_scheme_names_a_class_in_a_file_of_its_own() -> None:
+def test_every_scheme_names_a_class_in_a_file_of_its_own_and_is_documented() -> None:
+    documented = Path(__file__).parents[1].joinpath("docs", "storage.md").read_text()
     folders = "".join(f"{folder}.|" for folder in base.FOLDERS)
     for scheme, path in base.SCHEMES.items():
         assert re.fullmatch(rf"mainstem\.storage\.({folders}){scheme}:BACKEND", path)
+        assert f"| [`{scheme}:`](#" in documented
         module = importlib.import_module(path.partition(":")[0])
         assert issubclass(module.BACKEND, Backend) and module.BACKEND.__module__.startswith(module.__name__)
 

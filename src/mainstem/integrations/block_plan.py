@@ -284,9 +284,8 @@ class Planner:
 
     def _answered(self, lookup: _Lookup) -> bool:
         """Whether a lookup has ended, by an answer or by its deadline. A store that is slow is not waited for."""
-        for call, store in zip(lookup.calls, self._stores, strict=True):
-            if not call.done() and not call.overdue() and not store.slow:
-                return False
+        if not all(call.over(patient=False) for call in lookup.calls):
+            return False
         span = (lookup.last - lookup.first) * self._unit
         answers = [call.value.there for call in lookup.calls]
         lookup.there = []

@@ -27,12 +27,12 @@ from mainstem.integrations.block_plan import Job, Part
 from mainstem.tiers.storage import store as stores
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
+from mainstem.tiers.storage.slots import Slots
 from mainstem.tiers.storage.store import Store, StoreCall, Written
 
 log = logging.getLogger(__name__)
 
 _SAVES_SHARE = 0.5  # of the slots at most, so that a slow store does not keep loads waiting for room
-_ALIGNMENT = 128
 _POLL_S = 0.001
 
 
@@ -53,52 +53,6 @@ class Blocks(Protocol):
 
     def scatter(self, row: Row, blocks: Sequence[int], slots: NDArray[np.uint8]) -> None:
         """Copies blocks from the rows of `slots`: [blocks, block_bytes]."""
-
-
-class Slots:
-    """Host memory in slots of one size, with room for the header and the longest block.
-
-    Args:
-        count: how many; at least 2.
-        content_bytes: bytes of the longest block.
-    """
-
-    def __init__(self, count: int, content_bytes: int) -> None:
-        size = -(-(HEADER_BYTES + content_bytes) // _ALIGNMENT) * _ALIGNMENT
-        self._memory = np.empty((count, size), dtype=np.uint8)
-        self._free = list(range(count))
-        self.count = count
-
-    @property
-    def free(self) -> int:
-        """How many are free."""
-        return len(self._free)
-
-    @property
-    def memory(self) -> memoryview:
-        """All of them, for `Store.register`."""
-        return self._memory.reshape(-1).data
-
-    def take(self, count: int) -> list[int]:
-        """Allocates slots, which must be free."""
-        taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
-        return taken
-
-    def give(self, slots: Sequence[int]) -> None:
-        """Frees slots."""
-        self._free.extend(slots)
-
-    def views(self, slots: Sequence[int], content_bytes: int) -> list[memoryview]:
-        """Returns slots as a store takes them: the header, then the content."""
-        return [self._memory[slot, : HEADER_BYTES + content_bytes].data for slot in slots]
-
-    def read(self, slots: Sequence[int], content_bytes: int) -> NDArray[np.uint8]:
-        """Returns a copy of the content of slots: [slots, content_bytes]."""
-        return self._memory[list(slots), HEADER_BYTES : HEADER_BYTES + content_bytes]
-
-    def fill(self, slots: Sequence[int], content: NDArray[np.uint8]) -> None:
-        """Writes the content of slots: [slots, content_bytes]."""
-        self._memory[list(slots), HEADER_BYTES : HEADER_BYTES + content.shape[1]] = content
 
 
 @dataclass(slots=True)
@@ -189,7 +143,6 @@ class Transfers:
         self._writes: deque[_Write] = deque()
         self._saved: dict[int, bool] = {}  # as in `Results`
         self._loads: deque[_Load] = deque()
-        self._abandoned: list[_Read] = []  # reads of no use, which keep their slots until they return
         self._saving = 0  # slots that saves hold
         self.counts: Counter[str] = Counter()
         """Blocks by what became of them: "saved", "loaded", "not loaded", "no room" (to save)."""
@@ -222,7 +175,8 @@ class Transfers:
             for copy in save.copies:
                 for layer in sorted(copy.layers):
                     self._blocks.gather(copy.part.row, layer, copy.part.blocks, copy.content)
-                self._slots.fill(copy.slots, copy.content)
+                end = HEADER_BYTES + copy.content.shape[1]
+                self._slots.rows[copy.slots, HEADER_BYTES:end] = copy.content
                 views = self._slots.views(copy.slots, copy.content.shape[1])
                 parts.append(stores.Part(copy.part.row, copy.part.names, views))
                 slots += copy.slots
@@ -243,7 +197,7 @@ class Transfers:
         return _Copy(part.cut(0, count), self._slots.take(count), content, set(self._blocks.layers(part.row)))
 
     def _reap(self) -> None:
-        """Frees the slots of writes and of abandoned reads that have returned."""
+        """Takes in the writes that have returned."""
         kept: deque[_Write] = deque()
         for write in self._writes:
             if write.call.done():
@@ -254,10 +208,6 @@ class Transfers:
             else:
                 kept.append(write)
         self._writes = kept
-        for read in self._abandoned:
-            if read.call.done():
-                self._slots.give(read.slots)
-        self._abandoned = [read for read in self._abandoned if not read.call.done()]
 
     # ---------------------------------------------------------------- loads
 
@@ -307,7 +257,7 @@ class Transfers:
             while load.waiting and active < self._store.config.batches:
                 part = load.waiting[0]
                 count = min(len(part.blocks), max(1, self._slots.count // 2))
-                if self._slots.free < count:
+                if not (slots := self._slots.take(count)):
                     load.no_room_since_s = load.no_room_since_s or self._store.clock()
                     return
                 load.waiting.popleft()
@@ -315,25 +265,21 @@ class Transfers:
                 if count < len(part.blocks):
                     load.waiting.appendleft(part.cut(count))
                     part = part.cut(0, count)
-                slots = self._slots.take(count)
                 views = self._slots.views(slots, self._blocks.block_bytes(part.row))
                 load.reads.append(_Read(part, slots, self._store.read(part.row, part.names, views)))
                 active += 1
 
     def _take_in(self, load: _Load, results: Results) -> None:
         """Takes the reads of a load that have ended, in order."""
-        while load.reads and (load.reads[0].call.done() or load.reads[0].call.overdue()):
+        while load.reads and load.reads[0].call.over():
             read = load.reads.popleft()
-            ended = read.call.done()
-            good = read.call.value if ended else 0
+            good = read.call.value if read.call.done() else 0
             if good:
-                content = self._slots.read(read.slots[:good], self._blocks.block_bytes(read.part.row))
+                end = HEADER_BYTES + self._blocks.block_bytes(read.part.row)
+                content = self._slots.rows[read.slots[:good], HEADER_BYTES:end]
                 self._blocks.scatter(read.part.row, read.part.blocks[:good], content)
                 self.counts["loaded"] += good
-            if ended:
-                self._slots.give(read.slots)
-            else:
-                self._abandoned.append(read)
+            self._slots.give(read.slots, read.call)
             if good < len(read.part.blocks):
                 self._fail(load, read.part.blocks[good:], results)
                 return
@@ -353,7 +299,8 @@ class Transfers:
             *(block for part in (*(read.part for read in load.reads), *load.waiting) for block in part.blocks),
         ]
         self.counts["not loaded"] += len(rest)
-        self._abandoned += load.reads
+        for read in load.reads:
+            self._slots.give(read.slots, read.call)
         load.reads.clear()
         load.waiting.clear()
         results.failed_blocks.update(rest)

@@ -14,19 +14,19 @@ It knows no engine: what the engine's memory is, and how a page is copied, is th
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.tiers.storage import identities
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
+from mainstem.tiers.storage.slots import Slots
 from mainstem.tiers.storage.store import Part, Store, StoreCall, Written
 from mainstem.tiers.storage.workers import ThreadWorkers
 
@@ -35,10 +35,9 @@ log = logging.getLogger(__name__)
 _LOOKUP_THREADS = 2  # in addition to those that read
 _RECHECK_S = 0.05  # how long a call may exceed its deadline unnoticed
 _BATCH_BYTES = 16 << 20  # of the slots of a batch, unless one page is larger
-_SLOT_ALIGNMENT = 64
 
 T = TypeVar("T")
-Slots = Sequence[memoryview]
+Views: TypeAlias = Sequence[memoryview]
 Copy = Callable[[int, memoryview], object]
 """Copies the content of a page between the engine's memory and a slot, given the page's place in the call."""
 
@@ -49,12 +48,24 @@ class Kind:
 
     Args:
         row: the row of the store.
+        payload_bytes: size of a page's content.
+        batch_pages: pages of a call.
         reading, writing: the slots that they pass through.
     """
 
     row: Row
-    reading: Sequence[_Batch]
-    writing: Sequence[_Batch]
+    payload_bytes: int
+    batch_pages: int
+    reading: Slots
+    writing: Slots
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A call and the slots that it has."""
+
+    slots: list[int]
+    call: StoreCall[Any] | None = None
 
 
 class KeyedPages:
@@ -92,10 +103,11 @@ class KeyedPages:
         """
         config, row = self._store.config, Row(0, name, exact=True)
         self._store.check_length(row, payload_bytes)
-        region, batches = _allocate(config.batches + config.writes, config.batch_pages, payload_bytes)
+        pages = max(1, min(config.batch_pages, _BATCH_BYTES // (HEADER_BYTES + payload_bytes)))
+        reading, writing = (Slots(calls * pages, payload_bytes) for calls in (config.batches, config.writes))
         with self._turn:
-            self._store.register([region])
-        return Kind(row, batches[: config.batches], batches[config.batches :])
+            self._store.register([reading.memory, writing.memory])
+        return Kind(row, payload_bytes, pages, reading, writing)
 
     def exist(self, asked: Sequence[tuple[Kind, Sequence[str]]]) -> list[list[bool]]:
         """Returns, for each kind that is asked for, whether storage has each page. False where it does not answer."""
@@ -113,15 +125,15 @@ class KeyedPages:
             How many pages were taken.
         """
 
-        def begin(at: int, names: Sequence[bytes], slots: Slots) -> StoreCall[int]:
+        def begin(at: int, names: Sequence[bytes], slots: Views) -> StoreCall[int]:
             return self._begin(lambda: self._store.read(kind.row, names, slots))
 
-        def end(at: int, slots: Slots, intact: int) -> int:
+        def end(at: int, slots: Views, intact: int) -> int:
             for page in range(intact):
                 take(at + page, slots[page][HEADER_BYTES:])
             return intact
 
-        return self._run(kind.reading, self._names(keys), begin, end)
+        return self._run(kind, kind.reading, self._names(keys), begin, end)
 
     def write(self, kind: Kind, keys: Sequence[str], fill: Copy) -> int:
         """Writes pages, in order, up to the first that storage does not take. Those that it has stay as they are.
@@ -134,15 +146,15 @@ class KeyedPages:
             How many pages storage has, from the first, as far as is known.
         """
 
-        def begin(at: int, names: Sequence[bytes], slots: Slots) -> StoreCall[Written]:
+        def begin(at: int, names: Sequence[bytes], slots: Views) -> StoreCall[Written]:
             for page, slot in enumerate(slots):
                 fill(at + page, slot[HEADER_BYTES:])
             return self._begin(lambda: self._store.write([Part(kind.row, names, slots)]))
 
-        def end(at: int, slots: Slots, written: Written) -> int:
+        def end(at: int, slots: Views, written: Written) -> int:
             return len(slots) if written.whole else 0
 
-        return self._run(kind.writing, self._names(keys), begin, end)
+        return self._run(kind, kind.writing, self._names(keys), begin, end)
 
     def clear(self) -> bool:
         """Deletes everything in the store, of all who use it. Returns whether the back end did."""
@@ -173,56 +185,55 @@ class KeyedPages:
 
     def _run(
         self,
-        batches: Sequence[_Batch],
+        kind: Kind,
+        slots: Slots,
         names: Sequence[bytes],
-        begin: Callable[[int, Sequence[bytes], Slots], StoreCall[T]],
-        end: Callable[[int, Slots, T], int],
+        begin: Callable[[int, Sequence[bytes], Views], StoreCall[T]],
+        end: Callable[[int, Views, T], int],
     ) -> int:
         """Makes a call for each batch, several at once; returns how many pages went well, from the first.
 
         Args:
-            batches: the slots.
-            names: the names of the pages.
+            kind, names: the pages.
+            slots: those that they pass through.
             begin: begins the call for the pages from a place on.
             end: takes its result; returns how many of its pages went well.
         """
         begun = done = 0
-        flights: deque[_Batch] = deque()
+        flights: deque[_Flight] = deque()
         try:
             while done < len(names):
-                while begun < len(names) and (batch := self._borrow(batches)) is not None:
-                    flights.append(batch)
-                    here = names[begun : begun + len(batch.slots)]
-                    batch.call = begin(begun, here, batch.slots[: len(here)])
+                while begun < len(names) and (taken := self._take(slots, kind.batch_pages)):
+                    flights.append(_Flight(taken))
+                    here = names[begun : begun + len(taken)]
+                    flights[-1].call = begin(begun, here, slots.views(taken[: len(here)], kind.payload_bytes))
                     begun += len(here)
                 if not flights:
                     self.count("busy")
                     break
-                slots, call = flights[0].slots[: len(names) - done], flights[0].call
+                views, call = slots.views(flights[0].slots[: len(names) - done], kind.payload_bytes), flights[0].call
                 assert call is not None
-                good = end(done, slots, self._wait(call))
+                good = end(done, views, self._wait(call))
                 done += good
-                if good < len(slots):
+                if good < len(views):
                     break
-                flights.popleft().borrowed = False
+                self._give(slots, flights.popleft())
         finally:
-            with self._turn:
-                for batch in flights:
-                    batch.borrowed = False
+            for flight in flights:
+                self._give(slots, flight)
         return done
 
     def _names(self, keys: Sequence[str]) -> list[bytes]:
         encoded = [key.encode() for key in keys]
         return [self._sealer.names(self._root, key, len(key))[0] for key in encoded]
 
-    def _borrow(self, batches: Sequence[_Batch]) -> _Batch | None:
-        """Returns a batch of slots that no call uses any more, if there is one."""
+    def _take(self, slots: Slots, count: int) -> list[int]:
         with self._turn:
-            for batch in batches:
-                if not batch.borrowed and (batch.call is None or batch.call.done()):
-                    batch.borrowed, batch.call = True, None
-                    return batch
-        return None
+            return slots.take(count)
+
+    def _give(self, slots: Slots, flight: _Flight) -> None:
+        with self._turn:
+            slots.give(flight.slots, flight.call)
 
     def _begin(self, call: Callable[[], StoreCall[T]]) -> StoreCall[T]:
         with self._turn:
@@ -231,32 +242,10 @@ class KeyedPages:
     def _wait(self, call: StoreCall[T]) -> T:
         """Waits until a call has ended or is late; returns its value, which is a miss's if it is late."""
         with self._turn:
-            while not call.done() and not call.overdue():
+            while not call.over():
                 self._turn.wait(_RECHECK_S)
             return call.value
 
     def _wake(self) -> None:
         with self._turn:
             self._turn.notify_all()
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Slots for the pages of one call. They are in use until the call has ended, however late."""
-
-    slots: Slots
-    call: StoreCall[Any] | None = None
-    borrowed: bool = False
-
-
-def _allocate(batches: int, pages: int, payload_bytes: int) -> tuple[memoryview, list[_Batch]]:
-    """Returns memory, which takes room only where it is used, and the batches of slots in it.
-
-    A batch has `pages` slots, or fewer if they would be larger than `_BATCH_BYTES`.
-    """
-    slot_bytes = HEADER_BYTES + payload_bytes
-    stride = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-    pages = max(1, min(pages, _BATCH_BYTES // stride))
-    region = memoryview(mmap.mmap(-1, batches * pages * stride))
-    slots = [region[at : at + slot_bytes] for at in range(0, len(region), stride)]
-    return region, [_Batch(slots[at : at + pages]) for at in range(0, len(slots), pages)]

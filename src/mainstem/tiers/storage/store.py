@@ -98,6 +98,10 @@ class StoreCall(Generic[T]):
             self._store.timed_out()
         return self._overdue
 
+    def over(self, *, patient: bool = True) -> bool:
+        """Whether nobody waits for it any more: it has ended or is late, or the store is slow and nobody is patient."""
+        return self.done() or self._overdue or (not patient and self._store.slow)
+
     def _report(self, call: Call[_Answer[T]]) -> None:
         if self._reported:
             return
