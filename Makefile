@@ -16,7 +16,7 @@ CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve core test test-slow test-all test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
+.PHONY: help demo serve core test test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make core    rebuild what has changed in the C++ core, in seconds"
 	@echo "make test    set up, lint, check types and run the quick tests"
 	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
+	@echo "make nightly       everything: what CI runs only after a change of what it depends on, too; records it"
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make simulate-campaign  the same without end; goes on where the last one ended"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
@@ -105,6 +106,16 @@ test: lint
 
 test-slow: $(VENV)/dev
 	$(BIN)/pytest --numprocesses auto --dist worksteal -m slow $(ARGS)
+
+# One lane of slow tests, kills or simulations (tests/lanes.py); `make test-lanes` runs those whose files have changed.
+test-slow-%: $(VENV)/dev
+	$(BIN)/python -m tests.lanes run slow-$*
+
+test-kills test-simulation test-simulation-of-fleets: $(VENV)/dev
+	$(BIN)/python -m tests.lanes run $(@:test-%=%)
+
+test-lanes: $(VENV)/dev
+	$(BIN)/python -m tests.lanes check
 
 test-all: test test-slow
 
@@ -215,6 +226,14 @@ simulate-campaign: $(VENV)/dev
 
 mutants: $(VENV)/dev
 	$(BIN)/python -m simulator.mutants $(ARGS)
+
+# All that CI runs by what has changed, and more of what has no end. Commit the records that it writes.
+LANES := lmcache sglang routers clients fleet vllm
+nightly: test
+	$(BIN)/python -m tests.lanes run slow kills simulation simulation-of-fleets
+	$(MAKE) mutants ARGS="--native --write"
+	$(MAKE) native test-gemma docs $(LANES:%=test-%)
+	$(MAKE) fuzz SECONDS=600
 
 # ARGS takes the names of checks; `python -m proof --help`.
 spin: $(VENV)/dev

@@ -1,14 +1,16 @@
 """Known bugs, each made again in a copy of the package, and what finds it: a profile of the simulator, or a named test.
 
-    python -m simulator.mutants [names] [--native] [--write]
+    python -m simulator.mutants [names] [--native] [--changed] [--write]
 
 `simulator.bugs` lists them: small text patches, each of which must fit exactly once. Those of the C++ core (`--native`)
-are compiled from a copy of its sources.
+are compiled from a copy of its sources. `--write` records which were found, with a digest of the file that has the bug
+and of what found it; `--changed` leaves out those whose digest is still the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -32,6 +34,8 @@ from simulator.campaign import PROFILES
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "src" / "mainstem"
 _PAGE = _ROOT / "docs" / "reliability.md"
+_RECORD = _ROOT / "tests" / "recorded" / "mutants.json"
+_APART = {"bugs.py", "mutants.py", "record.py"}  # of the simulator, but no part of a run
 _HEAD = "| bug | like | where | found by | after |\n|---|---|---|---|---|\n"
 _MOST_OPERATIONS = 1_500_000
 _CONTROL_OPERATIONS = 10_000  # of each profile with no mutant, which must find nothing
@@ -187,19 +191,36 @@ class Builder:
 # ---------------------------------------------------------------- all of them
 
 
+def digest(mutant: Mutant) -> str:
+    """Returns a digest of a mutant, of the file that it changes, and of the test or simulator that finds it."""
+    finder = mutant.by.partition("::")[0]
+    paths = [_ROOT / finder] if finder.startswith("tests/") else sorted((_ROOT / "simulator").glob("*.py"))
+    total = hashlib.sha256(repr(mutant).encode())
+    for path in [_PACKAGE / mutant.file, *(path for path in paths if path.name not in _APART)]:
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def changed(mutants: Iterable[Mutant], record: Mapping[str, str]) -> list[Mutant]:
+    """Returns the mutants that were not found yet as they are now."""
+    return [mutant for mutant in mutants if record.get(mutant.name) != digest(mutant)]
+
+
+def _recorded() -> dict[str, str]:
+    """Returns the digests of the mutants that were found, by name."""
+    return dict(json.loads(_RECORD.read_text())) if _RECORD.exists() else {}
+
+
 @contextmanager
 def _folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         yield Path(name)
 
 
-def _verdicts(names: Sequence[str], native: bool) -> Iterator[tuple[Mutant, Verdict]]:
-    """Of those whose names contain one of these, in order, as many at a time as there are cores."""
-    wanted = [mutant for mutant in PYTHON if _is_wanted(mutant, names)]
-    in_core = [mutant for mutant in NATIVE if native and _is_wanted(mutant, names)]
+def _verdicts(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
+    """In order, as many at a time as there are cores."""
     with _folder() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
-        builder = Builder(objects) if in_core else None
-        mutants = [*wanted, *in_core]
+        builder = Builder(objects) if any(mutant in NATIVE for mutant in mutants) else None
         yield from zip(mutants, pool.map(partial(_verdict, builder=builder), mutants), strict=True)
 
 
@@ -249,8 +270,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulator.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of those wanted; none: all")
     parser.add_argument("--native", action="store_true", help="those of the C++ core, too")
-    parser.add_argument("--write", action="store_true", help=f"what was found, into docs/{_PAGE.name}")
+    parser.add_argument("--changed", action="store_true", help="only those that were not found yet as they are now")
+    parser.add_argument("--write", action="store_true", help=f"what was found, into docs/{_PAGE.name} and the record")
     options = parser.parse_args()
+    known = [*PYTHON, *(NATIVE if options.native else ())]
+    wanted = [mutant for mutant in known if _is_wanted(mutant, options.names)]
+    if options.changed and not (wanted := changed(wanted, _recorded())):
+        print("no mutant has changed since all were found")
+        return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for profile, control in zip(PROFILES, pool.map(_control, PROFILES), strict=True):
             if control.killed or control.operations is None:
@@ -258,10 +285,9 @@ def main() -> int:
                 return 1
     survivors: list[str] = []
     found: dict[str, str] = {}
-    number = 0
+    digests = {mutant.name: digest(mutant) for mutant in wanted}  # before they run: a file may be edited meanwhile
     print(_HEAD.replace(" |\n", " | what was seen |\n", 1).replace("-|\n", "-|---|\n"), end="")
-    for mutant, verdict in _verdicts(options.names, options.native):
-        number += 1
+    for mutant, verdict in _verdicts(wanted):
         line = row(mutant, "-" if verdict.operations is None else f"{verdict.operations:,}")
         if verdict.killed:
             found[mutant.name] = line
@@ -271,8 +297,12 @@ def main() -> int:
         print(line, sight if verdict.killed else f"**not found**: {sight}", "|", flush=True)
     if options.write:
         _PAGE.write_text(written(_PAGE.read_text(), found))
+        names = {mutant.name for mutant in (*PYTHON, *NATIVE)}
+        record = {**_recorded(), **{name: digests[name] for name in found}}
+        kept = {name: record[name] for name in sorted(names & record.keys()) if name in found or name not in digests}
+        _RECORD.write_text(json.dumps(kept, indent=1) + "\n")
     # Once more at the end, where whoever reads a long log looks first.
-    print(*survivors, f"{number} mutants, {number - len(survivors)} found, {len(survivors)} not", sep="\n")
+    print(*survivors, f"{len(wanted)} mutants, {len(wanted) - len(survivors)} found, {len(survivors)} not", sep="\n")
     return int(bool(survivors))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests import lanes
 from tests.lanes import LANES, Lane, changed, check, digests, run
+from tests.uses import imports
 
 LANE = Lane("drum", ("test_drum.py",), ("drum.py", "parts/*.txt", "test_drum.py"), ("skin",))
 PASSES = "def test_a(): pass\n\ndef test_b(): pass\n"
@@ -87,6 +89,60 @@ def test_without_a_record_it_fails_and_says_what_makes_one(root: Path, capsys: p
     assert "run `make test-drum` and commit tests/recorded/drum.json" in capsys.readouterr().out
 
 
+def test_without_a_record_it_runs_if_it_needs_no_environment_of_its_own(root: Path) -> None:
+    made: list[str] = []
+    lane = replace(LANE, own=False)
+    assert check([lane], root, lambda target: made.append(target) or 0) == 0  # type: ignore[func-returns-value]
+    assert made == ["test-drum"]
+    assert run(lane, root, lambda _lane, _root: (0, "1 passed, 1 skipped in 0.01s\n")) == 0
+    assert check([lane], root, _never) == 0
+
+
+def test_what_a_machine_leaves_out_is_not_recorded(root: Path) -> None:
+    def lacking(_lane: Lane, root: Path) -> tuple[int, str]:
+        (root / lanes.LEFT_OUT).parent.mkdir()
+        (root / lanes.LEFT_OUT).write_text("tests/test_drum.py::test_a\n")
+        return 0, "1 passed, 1 skipped in 0.01s\n"
+
+    assert run(replace(LANE, own=False), root, lacking) == 0
+    assert not (root / LANE.record).exists()
+
+
+def test_a_lane_may_be_a_command_with_variables(root: Path) -> None:
+    (root / "horn.py").write_text("import os\nassert os.environ['LOUD'] == '1'\n")
+    lane = Lane("horn", ("-m", "horn"), ("horn.py",), environment=(("LOUD", "1"),), own=False)
+    assert run(lane, root) == 0
+    assert run(replace(lane, environment=(("LOUD", "0"),)), root) == 1
+
+
+def test_a_lane_depends_on_all_that_its_files_import(root: Path) -> None:
+    package = root / "src" / "mainstem"
+    (package / "core").mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "",
+        "near.py": "from mainstem import far",
+        "far.py": "",
+        "apart.py": "",
+        "core/tree.h": "",
+        "errors.py": "",
+    }.items():
+        (package / name).write_text(text)
+    (root / "test_drum.py").write_text("def test_a():\n    import mainstem.near\n")
+    lane = Lane("drum", (), imports=("test_*.py",))
+
+    def changes(path: Path) -> bool:
+        imports.cache_clear()
+        before = digests(lane, root)
+        path.write_text(path.read_text() + "# more\n")
+        imports.cache_clear()
+        return digests(lane, root) != before
+
+    names = ("near.py", "far.py", "core/tree.h", "__init__.py", "apart.py", "errors.py")
+    assert [changes(package / name) for name in names] == [True] * 4 + [False] * 2
+    (root / "test_drum.py").write_text("import subprocess\n")
+    assert changes(package / "apart.py")
+
+
 @pytest.mark.parametrize(
     ("status", "output"), [(1, "1 failed, 1 passed in 0.01s\n"), (0, "1 passed, 1 skipped in 0.01s\n"), (5, "")]
 )
@@ -113,7 +169,9 @@ def test_the_command_takes_all_lanes_or_those_that_are_named(
     checked: list[list[str]] = []
     monkeypatch.setattr(lanes, "check", lambda chosen: checked.append([lane.name for lane in chosen]) or 0)
     assert lanes.main(["check"]) == lanes.main(["check", LANES[0].name]) == 0
-    assert checked == [[lane.name for lane in LANES], [LANES[0].name]]
+    assert lanes.main(["check", "slow"]) == lanes.main(["check", "simulation"]) == 0
+    slow = [lane.name for lane in LANES if lane.name.startswith("slow-")]
+    assert checked == [[lane.name for lane in LANES], [LANES[0].name], slow, ["simulation"]]
     with pytest.raises(SystemExit):
         lanes.main(["check", "drum"])
     assert "no such lane: drum" in capsys.readouterr().err
@@ -123,5 +181,14 @@ def test_the_command_takes_all_lanes_or_those_that_are_named(
 def test_every_lane_has_its_files_its_target_and_its_record(lane: Lane) -> None:
     assert digests(lane)
     top = Path(__file__).parents[1]
-    assert f"\ntest-{lane.name}:" in (top / "Makefile").read_text()
-    assert (top / lane.record).exists()
+    rules = re.findall(r"^(test-.*?):", (top / "Makefile").read_text(), re.MULTILINE)
+    targets = {target.replace("%", lane.name.removeprefix("slow-")) for rule in rules for target in rule.split()}
+    assert f"test-{lane.name}" in targets
+    assert (top / lane.record).exists() or not lane.own
+
+
+def test_every_slow_test_is_in_a_lane() -> None:
+    """But for those of Gemma, which CI runs by themselves."""
+    tests = Path(__file__).parent.rglob("test_*.py")
+    marked = {path.name for path in tests if "pytest.mark.slow" in path.read_text() and path != Path(__file__)}
+    assert marked - {Path(each).name for lane in LANES for each in lane.tests} == {"test_gemma.py"}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from mainstem.fleet.front.asking import Prompt
 from mainstem.fleet.front.routing import CostRouter
 from mainstem.tiers.host.transfer import Move
 from simulator import campaign, mutants
-from simulator.bugs import NATIVE, PYTHON
+from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.events import adapter_of, pages_of, reaches
 from simulator.fleet import Fleet
@@ -202,6 +203,35 @@ def test_the_page_has_each_mutant_with_what_finds_it() -> None:
     lines = (ROOT / "docs" / "reliability.md").read_text().splitlines()
     heads = {mutant.name: mutants.row(mutant, "")[:-3] for mutant in [*PYTHON, *NATIVE]}
     assert [name for name, head in heads.items() if sum(line.startswith(head) for line in lines) != 1] == []
+
+
+def test_a_mutant_runs_again_only_if_its_file_or_what_finds_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("package/a.py", "package/b.py", "simulator/world.py", "simulator/bugs.py", "tests/test_a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(mutants, "_ROOT", tmp_path)
+    monkeypatch.setattr(mutants, "_PACKAGE", tmp_path / "package")
+    patches = (("1", "2"),)
+    one, two = (
+        Mutant("one", "", "a.py", patches, "cache"),
+        Mutant("two", "", "b.py", patches, "tests/test_a.py::test_x"),
+    )
+    record = {mutant.name: mutants.digest(mutant) for mutant in (one, two)}
+    assert mutants.changed([one, two], record) == []
+    assert mutants.changed([one, two], {"two": record["two"]}) == [one]
+    for name, again in {
+        "package/a.py": [one],
+        "package/b.py": [two],
+        "simulator/world.py": [one],
+        "simulator/bugs.py": [],
+        "tests/test_a.py": [two],
+    }.items():
+        (tmp_path / name).write_text("x = 2\n")
+        assert mutants.changed([one, two], record) == again
+        (tmp_path / name).write_text("x = 1\n")
+    assert mutants.changed([replace(one, by="hybrid")], record)
 
 
 def test_what_was_found_is_written_in_the_order_of_the_list() -> None:
