@@ -36,9 +36,9 @@ from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.simulate.optimum import Optimum
 from mainstem.replay.trace import Batch, Trace
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Delta, Hints, Request
 from mainstem.runtime.schedule.scheduler import Scheduler
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import Limits, SamplingParams
 
 MIN_GAP = 0.5

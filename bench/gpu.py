@@ -39,7 +39,8 @@ from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from mainstem.runtime.models.loading import LoadedModel
-from mainstem.runtime.models.runner import ModelRunner, Segment, attention_for, recorder_for
+from mainstem.runtime.models.runner import ModelRunner, attention_for, recorder_for
+from mainstem.runtime.segments import Segment
 from mainstem.tiers.host.transfer import Move, Ticket
 
 RESULTS = Path(__file__).parent / "results"

@@ -26,7 +26,8 @@ from mainstem.runtime.memory.eight_bits import eight_bits
 from mainstem.runtime.memory.kv import KVPool
 from mainstem.runtime.models.caches import Rounding
 from mainstem.runtime.models.loading import LoadedModel
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import KVCacheDtype
 
 KINDS = get_args(KVCacheDtype)

@@ -29,9 +29,9 @@ from bench.report import Report
 from bench.virtual import prefill_s
 from mainstem.cache.identity import Identity
 from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.schedule.scheduler import Scheduler
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import Limits, PrefetchPolicy, SamplingParams, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host.tier import HostTier

@@ -58,8 +58,9 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.memory.kv import KVPool
 from mainstem.runtime.memory.states import StatePool, StateShape, prove
 from mainstem.runtime.models.loading import LoadedModel, load_model
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.request import Completion, ImageInput, Request
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 TOLERANCE = 1e-4

@@ -25,7 +25,8 @@ from bench.report import Report
 from mainstem.runtime.kernels.exchanges import weights_of
 from mainstem.runtime.kernels.linear import products
 from mainstem.runtime.models.loading import LoadedModel
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.segments import Segment
 
 _SLICE = 128  # positions whose logits are computed at once
 _PAGE = 16

@@ -699,8 +699,8 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_step_graphs.py::test_a_repeated_step_that_differs_is_not_used",
     ),
     _mutant(
-        "a step is recorded while pages before it are on their way", "-", "runtime/models/runner.py",
-        "segment.adapter, segment.arriving, segment", "segment.adapter, segment",
+        "a step is recorded while pages before it are on their way", "-", "runtime/segments.py",
+        "self.adapter, self.arriving, self", "self.adapter, self",
         "tests/test_step_graphs.py::test_what_is_on_its_way_is_waited_for",
     ),
     _mutant(

@@ -17,9 +17,9 @@ import torch
 
 from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.runtime.memory.sizing import window_pages
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.schedule.scheduler import Scheduler
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import Limits, SamplingParams
 from simulator.ghost import POISON, fingerprints
 from simulator.leases import Prompts

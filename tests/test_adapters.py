@@ -21,8 +21,9 @@ from mainstem.errors import BadArgument, MainstemError, UnsupportedModel
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.adapters import Adapter, Adapters, read_adapter
 from mainstem.runtime.models.loading import LoadedModel
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.request import Completion, Request
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytest.importorskip("peft", reason="peft is not installed")

@@ -18,7 +18,8 @@ from transformers.models.llama import modeling_llama
 from bench.tiny_models import VOCAB, tiny
 from mainstem.runtime.kernels import decoders
 from mainstem.runtime.kernels import linear as kernels
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.segments import Segment
 
 pytestmark = [NEEDS_ISA, pytest.mark.usefixtures("one_thread")]
 

@@ -28,8 +28,8 @@ from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, Re
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.memory.pools import pool_sizes
 from mainstem.runtime.models.loading import LoadedModel
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Request
+from mainstem.runtime.segments import Segment
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import EngineConfig, EventConfig, HostSize, SamplingParams, TierConfig
 from mainstem.storage import open_backend

@@ -186,7 +186,7 @@ def transformers_scan(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def attention_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a model attend by transformers' code to gathered keys."""
     model.set_attn_implementation("eager")
-    monkeypatch.setattr("mainstem.runtime.models.runner._own_attention", lambda _: "on purpose")
+    monkeypatch.setattr("mainstem.runtime.models.runner.own_attention", lambda _: "on purpose")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ FOREIGN = {
     "runtime/kernels/exchanges.py": {"_parameters"},  # the attributes of a module are found ten times as slowly
     "runtime/kernels/linear.py": {"_is_amx_tile_supported"},  # PyTorch 2.6 has no other name for it
     "runtime/parallel/launch.py": {"_exit"},  # the only end of a process that waits for nothing
-    "runtime/models/runner.py": {"_can_set_attn_implementation"},  # the same
+    "runtime/models/refusals.py": {"_can_set_attn_implementation"},  # the same
     # what a recording that failed leaves open, PyTorch 2.11 closes nowhere else
     "runtime/kernels/step_graphs.py": {"_C", "_cuda_endAllocateToPool", "_cuda_releasePool"},
     # the only attention with log-sum-exps

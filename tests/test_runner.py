@@ -46,11 +46,12 @@ from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.exchanges import Exchanged
 from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.memory.kv import KVPool
-from mainstem.runtime.models.adapters import Adapter
+from mainstem.runtime.models.adapters import Adapter, Adapters
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.loading import LoadedModel, load_model
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.request import ImageInput, Request
+from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.vision import Vision
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.host.transfer import Move
@@ -75,7 +76,7 @@ Plain = Callable[[Sequence[int]], torch.Tensor]
 def only_kernel(monkeypatch: pytest.MonkeyPatch, make: Callable[[], TreeAttention]) -> None:
     """Lets runners have this kernel, and none to fall back to."""
     monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: make())
-    monkeypatch.setattr("mainstem.runtime.models.runner.TreeAttention", make)
+    monkeypatch.setattr("mainstem.runtime.models.self_test.TreeAttention", make)
 
 
 class RunnerRig(NamedTuple):
@@ -531,7 +532,7 @@ def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.Mo
     rig = make_rig.__wrapped__("llama", 4)
     runner, tables = rig.runner, rig.tables(3, 20)
     weight = tiny_pair("llama")[0].model.get_decoder().layers[1].mlp.up_proj.weight.data
-    monkeypatch.setattr(runner, "adapters", _Negating(weight))
+    monkeypatch.setattr(Adapters, "select", _Negating(weight).select)
     adapter = Adapter("negating", "0" * 64, ())
     segments = [Segment(tokens_of(i, 12), 0, (table,), True) for i, table in enumerate(tables)]
     plain = runner.forward(segments)
@@ -782,7 +783,7 @@ def test_the_self_test_minds_the_temperature_of_each_position(step: int, monkeyp
     family, changes = VARIANTS["llama4_text"]
     model = tiny(family, **{**changes, "floor_scale": step})
     ModelRunner(loaded(copy.deepcopy(model)), {"full": 8, "chunked": 8}, 4)
-    monkeypatch.setattr("mainstem.runtime.models.runner.PackedPositions", _ByPlace)
+    monkeypatch.setattr("mainstem.runtime.models.forward.PackedPositions", _ByPlace)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(loaded(model), {"full": 8, "chunked": 8}, 4)
     assert {module.floor_scale for module in model.modules() if hasattr(module, "floor_scale")} == {step}

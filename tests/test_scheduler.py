@@ -11,8 +11,8 @@ from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, chain, c
 from rigs.scheduler import PAGE, Bench
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Progress, Request
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import SamplingParams
 
 # Output

@@ -16,8 +16,8 @@ from rigs.scheduler import PAGE, Bench
 from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.runtime.memory.sizing import window_pages
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import ImageInput, Request
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import SamplingParams
 
 

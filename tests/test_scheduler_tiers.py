@@ -15,8 +15,8 @@ from rigs.tiered import TieredBench
 from mainstem.cache.keys import TokenKeys, TokenLike, TypedKeys
 from mainstem.cache.namespaces import NamespaceLike
 from mainstem.errors import StorageError
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Usage
+from mainstem.runtime.segments import Segment
 from mainstem.tiers.prefetch.prefetch import Prefetch
 
 

@@ -18,8 +18,9 @@ from mainstem.runtime.attention.paged import Attention
 from mainstem.runtime.kernels import step_graphs
 from mainstem.runtime.kernels.step_graphs import padded_rows
 from mainstem.runtime.models.layout import Layout
-from mainstem.runtime.models.runner import ModelRunner, Segment, recorder_for
+from mainstem.runtime.models.runner import ModelRunner, recorder_for
 from mainstem.runtime.sampling.pooling import Pooling
+from mainstem.runtime.segments import Segment
 from tests.rigs.interpreted import triton_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,7 +144,7 @@ def test_recorded_steps_give_the_same_logits_and_keys(
     for members in ((0, 1, 2), (2, 1, 0), (0, 3, 1), (0,), (4, 3, 2, 1, 0), (3,), (0, 1, 2, 4), (2, 3, 4, 1, 0), (4,)):
         requests.step(*members)  # three and four requests take the step of four rows, and five that of eight
     assert requests.same_keys()
-    if requests.runners[0]._steps.refused is None:  # type: ignore[union-attr]
+    if requests.runners[0]._forward.steps.refused is None:  # type: ignore[union-attr]
         assert (recorder.recorded, recorder.repeated) == (3, 8)  # the last prompts have one token of their own
     else:
         assert family == "gpt_oss" and DEVICE != "cpu", "its experts may not be recorded"

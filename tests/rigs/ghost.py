@@ -20,12 +20,12 @@ from tokenizers import AddedToken
 
 from mainstem.cache.components import Component, Full, Local, State, Window, by_name
 from mainstem.cache.prefix_cache import Pool
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import ImageInput, Request, TokenLogprob
 from mainstem.runtime.sampling.grammars import Grammars
 from mainstem.runtime.sampling.processor import LogitsProcessor
 from mainstem.runtime.sampling.sampler import Sampler, sample
 from mainstem.runtime.sampling.scores import score
+from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Detokenizer, hiding, special_tokens
 
 VOCAB = 48

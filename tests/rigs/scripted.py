@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mainstem.runtime.models.runner import ModelRunner, Segment
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.segments import Segment
 
 
 class Scripted(ModelRunner):

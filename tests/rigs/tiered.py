@@ -14,8 +14,8 @@ from rigs.scheduler import PAGE, Bench
 from mainstem.cache.identity import Identity
 from mainstem.cache.keys import KeyKind, TokenKeys
 from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Usage
+from mainstem.runtime.segments import Segment
 from mainstem.settings.engine import HostPolicy, Limits, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host.tier import HostTier

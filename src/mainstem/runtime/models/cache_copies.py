@@ -33,7 +33,7 @@ from mainstem.runtime.memory.states import StateShape, prove
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.places import keeps_elsewhere, new_cache, run
-from mainstem.runtime.models.runner import prefix_refusals
+from mainstem.runtime.models.refusals import prefix_refusals
 from mainstem.settings.engine import EngineConfig
 
 _TEST_TOKENS = 12

@@ -60,7 +60,6 @@ from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.errors import BadArgument, BadTokens, OutOfPages, RequestTooLong
 from mainstem.runtime.hints.sessions import Sessions
 from mainstem.runtime.memory.sizing import window_pages
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.sampling.grammars import CompiledGrammar, Grammars
@@ -73,6 +72,7 @@ from mainstem.runtime.schedule.hits import Hits
 from mainstem.runtime.schedule.meter import NO_FLOPS, Flops, Meter, Totals
 from mainstem.runtime.schedule.sequence import Sequence, common_prefix, spliced_images
 from mainstem.runtime.schedule.timeline import Timeline
+from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Detokenizer, Tokenizer, hiding, special_tokens
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers

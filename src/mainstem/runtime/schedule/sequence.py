@@ -16,7 +16,6 @@ from mainstem.cache.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.prefix_cache import Lease
 from mainstem.cache.retention import Kept, Retention
-from mainstem.runtime.models.runner import Segment
 from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.pooling import Pooling
 from mainstem.runtime.sampling.sampler import Sampler
@@ -24,6 +23,7 @@ from mainstem.runtime.schedule.checkpoints import Checkpoint, Reason, Span, chun
 from mainstem.runtime.schedule.drafts import Pace
 from mainstem.runtime.schedule.explaining import Circumstances
 from mainstem.runtime.schedule.timeline import Timeline
+from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Detokenizer
 from mainstem.tiers.host.load import Load
 from mainstem.tiers.prefetch.prefetch import Prefetch
