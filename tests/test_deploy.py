@@ -24,7 +24,7 @@ from rigs.full_stats import filled
 from skips import PROMETHEUS
 
 from mainstem.cache.explain import Evicted, Stretch
-from mainstem.runtime.engine import EngineStats
+from mainstem.runtime.engine_core import EngineStats
 from mainstem.runtime.schedule.timeline import Phase
 from mainstem.server.watch.metrics import OUTCOMES, TABLE
 

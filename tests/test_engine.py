@@ -26,6 +26,7 @@ from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.engine import Engine
+from mainstem.runtime.engine_core import EngineCore
 from mainstem.runtime.memory.pools import pool_sizes
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Request
@@ -297,8 +298,8 @@ def test_stats_flush_and_tree_describe_the_cache(rig: Callable[..., Rig]) -> Non
 def test_stats_know_of_a_flush_as_soon_as_it_returns(rig: Callable[..., Rig]) -> None:
     made = rig()
     made.submit(1, 16, max_tokens=1).result(WAIT_S)
-    step, go_on = made.engine._scheduler.step, threading.Event()
-    made.engine._scheduler.step = lambda: step() if go_on.wait(WAIT_S) else []  # type: ignore[method-assign]
+    step, go_on = made.engine._core.scheduler.step, threading.Event()
+    made.engine._core.scheduler.step = lambda: step() if go_on.wait(WAIT_S) else []  # type: ignore[method-assign]
     assert made.engine.flush() == 4
     assert made.engine.stats().cache.pool.cached == 0
     go_on.set()
@@ -323,13 +324,13 @@ def test_the_times_are_the_clocks() -> None:
 def test_it_sleeps_while_there_is_nothing_to_do(rig: Callable[..., Rig]) -> None:
     made = rig()
     steps = itertools.count()
-    step = made.engine._scheduler.step
+    step = made.engine._core.scheduler.step
 
     def counted(now_s: float) -> Any:
         next(steps)
         return step(now_s)
 
-    made.engine._scheduler.step = counted  # type: ignore[method-assign]
+    made.engine._core.scheduler.step = counted  # type: ignore[method-assign]
     made.submit(max_tokens=2).result(WAIT_S)
     time.sleep(0.05)
     assert next(steps) <= 4
@@ -520,14 +521,13 @@ def test_a_crash_of_the_loop_reaches_every_stream_and_every_later_call(rig: Call
             made.engine.flush()
         asked.append(caught.value.__cause__)
 
-    def _nothing() -> None:
+    def fail(core: EngineCore) -> None:
         raise MemoryError("the loop itself")
 
-    made.engine._nothing = _nothing  # type: ignore[method-assign]
-    made.engine.wake()
+    made.engine._loop._put(fail)
     asking = threading.Thread(target=ask)
     asking.start()
-    eventually(lambda: made.engine._commands.qsize() >= 2)
+    eventually(lambda: made.engine._loop._commands.qsize() >= 2)
     made.gate.open.set()
     for read in (list, lambda stream: stream.result(WAIT_S), _read_in_a_loop):
         for stream in streams:
@@ -580,7 +580,7 @@ def test_advice_is_applied_on_the_engines_thread_and_by_its_clock(rig: Callable[
     assert engine.advise("retain", asked.tokens.tolist(), ttl_s=100.0) == Kept(16, 16)
     assert engine.advise("pin", asked.tokens) == Kept(16, 16)
     assert engine.stats().cache.retention.pinned == 1
-    engine._clock = lambda: 1e9
+    engine._loop._clock = lambda: 1e9
     assert made.submit(2).result(WAIT_S).finish_reason == "length"
     assert engine.advise("unpin", asked.tokens) == Kept(16, 16)  # the time has passed meanwhile
     assert engine.stats().cache.retention.prefixes == 0
@@ -640,7 +640,7 @@ def test_closing_cancels_what_runs_and_what_waits(rig: Callable[..., Rig]) -> No
     threading.Timer(0.02, made.gate.open.set).start()
     made.engine.close()
     assert [s.result(0).finish_reason for s in streams] == ["cancelled"] * 3
-    assert not made.engine._thread.is_alive()
+    assert not made.engine._loop._thread.is_alive()
     assert made.engine.stats().cache.pool.private == 0
     for call in (made.submit, made.engine.flush, made.engine.tree):
         with pytest.raises(EngineClosed, match="closed"):

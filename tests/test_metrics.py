@@ -16,7 +16,7 @@ from rigs.full_stats import filled, parts, present
 from rigs.hand_driven import Clock
 from starlette.testclient import TestClient
 
-from mainstem.runtime.engine import EngineStats
+from mainstem.runtime.engine_core import EngineStats
 from mainstem.runtime.request import Delta, Usage
 from mainstem.runtime.text.vision import VisionStats
 from mainstem.server.app import create_app

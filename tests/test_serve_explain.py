@@ -230,7 +230,7 @@ def test_a_late_prefetch(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         complete(server, RULES * 2)
         forgotten(server, engine)
         let = threading.Event()
-        backend = engine._tiers.store.backend  # type: ignore[union-attr]
+        backend = engine._core.tiers.store.backend  # type: ignore[union-attr]
         exists = backend.exists
         monkeypatch.setattr(backend, "exists", lambda keys: exists(keys) if let.wait(patience(60)) else [])
         try:
@@ -247,7 +247,7 @@ def test_a_dead_store(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     with start(storing(breaker_failures=2)) as (server, engine):
         complete(server, RULES * 2)
         forgotten(server, engine)
-        monkeypatch.setattr(engine._tiers.store.backend, "exists", dead)  # type: ignore[union-attr]
+        monkeypatch.setattr(engine._core.tiers.store.backend, "exists", dead)  # type: ignore[union-attr]
         found = []
         for _ in range(4):
             first, *_ = missed(complete(server, RULES * 2))

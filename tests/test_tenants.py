@@ -233,8 +233,8 @@ def test_what_leaves_a_page_is_overwritten_where_that_is_asked_for(
     config: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "overwrite_freed": overwrite, "tiers": tiers}
     with engine_of(**config) as engine:
         run(engine, PROMPT)
-        pool, host, core = engine._model.pools["full"], engine._cache.tiers.host, engine._cache.tree.core  # type: ignore
-        end = engine._cache.tree.match(PROMPT, Namespace()).node
+        pool, host, core = engine._core.model.pools["full"], engine._core.cache.tiers.host, engine._core.cache.tree.core  # type: ignore
+        end = engine._core.cache.tree.match(PROMPT, Namespace()).node
         pages = core.ids(end, 0, 0)
         eventually(lambda: core.presence(end, 0, 1) == 2, 20.0)
         below = core.ids(end, 0, 1)

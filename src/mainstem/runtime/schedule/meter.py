@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from mainstem.runtime.schedule.checkpoints import Reason
@@ -72,6 +72,11 @@ class Totals:
     missed: dict[str, int] = field(default_factory=dict)
     saved_flops: float = 0.0
     saved_s: float = 0.0
+
+    def copy(self) -> Totals:
+        """Returns the counts as they are now. Callable from any thread: each dict is copied at once."""
+        by_reason, by_outcome, by_cause = dict(self.checkpoints), dict(self.session_prefetches), dict(self.missed)
+        return replace(self, checkpoints=by_reason, session_prefetches=by_outcome, missed=by_cause)
 
     @property
     def device_tokens(self) -> int:

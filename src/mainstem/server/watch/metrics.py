@@ -21,7 +21,8 @@ from mainstem.settings.server import SavingsConfig
 from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine, EngineStats
+    from mainstem.runtime.engine import Engine
+    from mainstem.runtime.engine_core import EngineStats
     from mainstem.server.kept.answers import Answers, AnswerStats
     from mainstem.server.kept.precompute import Precompute, TurnStats
     from mainstem.server.prefill import Prefills
