@@ -5,6 +5,7 @@ makes a cache of its own and follows that.
 """
 
 import sys
+import time
 from contextlib import ExitStack
 
 import zmq
@@ -60,12 +61,12 @@ def follow_own_cache() -> None:
             with cache.lease(list(prompt)) as lease:
                 lease.reserve(lease.length - lease.hit)
                 lease.finish(lease.length)
-        cache.deliver_events()
+        cache.poll(time.monotonic())
         while len(router.follower.replica.blocks) < 8:
             router.receive()
         router.show()
         cache.flush()
-        cache.deliver_events()
+        cache.poll(time.monotonic())
         while router.follower.replica.blocks:
             router.receive()
         router.show()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,8 +73,8 @@ def run(cache: mainstem.PrefixCache, memory: NumpyMemory, prompt: list[int]) -> 
         read = memory.device[lease.page_table].reshape(-1, WIDTH)[: len(prompt), 0]
         assert read.tolist() == prompt, "attention reads what this prompt computes"
         lease.finish()
-    cache.tiers.poll()  # settles copies and begins new ones; a scheduler calls it in every step
-    cache.tiers.poll()
+    cache.poll(time.monotonic())  # settles copies and begins new ones; a scheduler calls it in every step
+    cache.poll(time.monotonic())
     return f"{device:2} on the device, {host:2} on the host, {len(prompt) - device - host:2} computed"
 
 

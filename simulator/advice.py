@@ -89,8 +89,7 @@ class Advice(Leases):
             if found := promised.get((space, tuple(tokens[:length]))):
                 found.pinned = False
         elif kind < 0.7:
-            process.cache.expected.poll(world.now_s)
-            retention.poll(world.now_s)
+            process.poll()
             self._expire(promised)
             world.did("expire", retention.stats().prefixes)
         elif kind < 0.85:

@@ -227,7 +227,7 @@ class Explain:
         return pages
 
     def _check(self, name: str | None, tokens: list[int]) -> None:
-        self.remembers.tell_time(self.world.now_s)
+        self.remembers.note_time(self.world.now_s)
         distances = self.world.chance(0.2)
         found = self.remembers.explain(tokens, name, distances=distances)
         pages = self._pages(name, tokens)

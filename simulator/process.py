@@ -187,7 +187,7 @@ class Process:
     def poll(self) -> None:
         """Settles what has ended. With "write_back" it may wait for copies, and so take long itself."""
         self.polled_s = self.world.now_s
-        self.tiers.poll()
+        self.cache.poll(self.world.now_s)
         self.world.did("poll", self.tiers.counts.total())
 
     # ---------------------------------------------------------------- forwards

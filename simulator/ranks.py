@@ -170,7 +170,7 @@ class Ranks:
 
     def poll(self) -> None:
         """Settles what has ended on all ranks."""
-        self.all("poll", lambda rank: self.processes[rank].tiers.poll())
+        self.all("poll", lambda rank: self.processes[rank].cache.poll(self.world.now_s))
 
     def _arrive(self) -> None:
         random = self.world.random

@@ -79,11 +79,11 @@ def test_a_prompt_parts_from_the_nearest_one_at_a_token() -> None:
 
 def test_what_was_evicted_says_when_why_and_how_much_memory_would_have_kept_it() -> None:
     cache = make()
-    cache.tell_time(10.0)
+    cache.poll(10.0)
     serve(cache, PROMPT)
-    cache.tell_time(25.0)
+    cache.poll(25.0)
     serve(cache, other(1))
-    cache.tell_time(30.0)
+    cache.poll(30.0)
     found = cache.explain(PROMPT, distances=True)
     assert parts(found) == [(0, 12, "device"), (12, 20, "evicted")]
     gone = only(found, "evicted").eviction
@@ -96,12 +96,12 @@ def test_what_was_evicted_says_when_why_and_how_much_memory_would_have_kept_it()
 
 def test_what_is_found_says_how_long_ago_it_was_used() -> None:
     cache = make(16)
-    cache.tell_time(10.0)
+    cache.poll(10.0)
     serve(cache, PROMPT)
-    cache.tell_time(25.0)
+    cache.poll(25.0)
     assert cache.explain([*PROMPT, 1]).stretches[0].idle_s == 15.0
     serve(cache, [*PROMPT, *other(1, 1)])
-    cache.tell_time(30.0)
+    cache.poll(30.0)
     assert cache.explain([*PROMPT, *other(1, 1), 1]).stretches[0].idle_s == 5.0
     serve(cache, [*PROMPT, *other(2, 1)])
     shared = cache.explain([*PROMPT, 1]).stretches[0]
@@ -175,7 +175,7 @@ def test_a_page_was_evicted_only_after_all_pages_above() -> None:
 def test_of_many_evictions_of_a_page_the_last_one_counts() -> None:
     cache = make(5, explain_pages=5000)
     for number in range(700):
-        cache.tell_time(float(number))
+        cache.poll(float(number))
         serve(cache, PROMPT if number % 2 == 0 else other(1))
     found = only(cache.explain(PROMPT), "evicted").eviction
     assert found is not None and found.ago_s == 0.0 and found.idle_s == 1.0
@@ -195,7 +195,7 @@ def test_the_filter_says_since_when_it_knows() -> None:
     cache = make(5, explain_pages=1)
     assert cache.explain(PROMPT).since_tick == 0
     for number in range(1200):
-        cache.tell_time(float(number))
+        cache.poll(float(number))
         serve(cache, other(number))
     found = cache.explain(other(0))
     assert found.since_tick > 0 and found.since_s is not None and 0 < found.since_s < 1200
@@ -362,8 +362,8 @@ def test_a_timeline_knows_when_a_tick_was() -> None:
     timeline = Timeline()
     assert timeline.now_s is None and timeline.used_s(3) is None and timeline.left_s(3) is None
     for tick in range(20000):
-        timeline.tell(tick, float(tick))
-        timeline.tell(tick, tick + 0.5)
+        timeline.note(tick, float(tick))
+        timeline.note(tick, tick + 0.5)
     assert timeline.now_s == 19999.5
     for tick in (5, 1000, 19000):
         used, left = timeline.used_s(tick), timeline.left_s(tick)

@@ -140,7 +140,7 @@ def test_what_is_new_says_since_when_that_is_known() -> None:
 
     assert new(0) == ("never_seen", None)
     for number in range(1, 1200):  # until the oldest evictions are forgotten altogether
-        cache.tell_time(float(number))
+        cache.poll(float(number))
         with cache.lease(np.arange(20) + 1000 * number) as lease:
             lease.reserve(20)
             lease.finish()

@@ -332,8 +332,7 @@ class CacheWorld:
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.cache.retention.poll(self.now)
-        self.cache.expected.poll(self.now)
+        self.cache.poll(self.now)
         self.model.expire(self.now)
 
     def expect(self, tokens: list[int], space: str | None, seconds: float) -> None:

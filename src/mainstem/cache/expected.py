@@ -26,9 +26,6 @@ _NEWEST = 0.05
 class Expected:
     """What is expected of the prefixes of one cache.
 
-    Args:
-        tree: the tree.
-
     Attributes:
         step_s: seconds that a step takes: a request, from its arrival to its end, as the latest ones took.
     """
@@ -48,7 +45,6 @@ class Expected:
         Args:
             tokens: the prefix; with what follows it, as long as that is one sequence.
             due: when, by the clock whose time `poll` takes.
-            namespace: its namespace.
 
         Returns:
             The positions of the prefix in the tree.
@@ -64,7 +60,7 @@ class Expected:
         return int(self._tree.core.expect(name, key, account, self._now, due)) * self._tree.page_size
 
     def poll(self, now: float) -> None:
-        """Tells the time, which never falls. Call it from time to time."""
+        """Notes the time, which never falls. `PrefixCache.poll` calls it."""
         self._now = max(self._now, now)
         self._tree.core.tell_time(self._now)
 
@@ -73,7 +69,6 @@ class Expected:
         return seconds if steps is None else steps * self.step_s
 
     def observe(self, seconds: float) -> None:
-        """Notes how long a step took."""
         self._observed += 1
         self.step_s += max(_NEWEST, 1 / self._observed) * (seconds - self.step_s)
 

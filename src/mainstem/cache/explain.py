@@ -193,7 +193,7 @@ class Timeline:
         self._recent: list[tuple[int, float]] = []
         self._apart = 1  # ticks between two old notes, at least
 
-    def tell(self, tick: int, now_s: float) -> None:
+    def note(self, tick: int, now_s: float) -> None:
         """Notes the time at which a tick had passed. Later ticks have later times."""
         if self._recent and self._recent[-1][0] == tick:
             self._recent[-1] = (tick, now_s)

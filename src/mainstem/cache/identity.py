@@ -50,7 +50,6 @@ class Identity:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks every field."""
         check_integer("page_size", self.page_size, 1, 2**31 - 1)
         check_integer("tp_size", self.tp_size, 1, 2**31 - 1)
         check_integer("tp_rank", self.tp_rank, 0, self.tp_size - 1)

@@ -126,15 +126,12 @@ class TokenKeys(_TokenIds):
 
     @property
     def token_limit(self) -> int:
-        """See `KeyKind.token_limit`."""
         return self.limit
 
     def encode(self, tokens: TokenLike) -> bytes:
-        """See `KeyKind.encode`."""
         return encode_tokens(tokens, self.limit)
 
     def sequence(self) -> KeySequence:
-        """See `KeyKind.sequence`."""
         return KeySequence(self)
 
 
@@ -156,7 +153,6 @@ class BigramKeys(_TokenIds):
         return _pairs(np.frombuffer(encode_tokens(tokens, self.limit), dtype="<u4"))
 
     def sequence(self) -> KeySequence:
-        """See `KeyKind.sequence`."""
         return _BigramSequence(self)
 
 
@@ -223,7 +219,6 @@ class HashKeys:
         return data
 
     def sequence(self) -> KeySequence:
-        """See `KeyKind.sequence`."""
         return KeySequence(self)
 
     def _from_array(self, hashes: NDArray[Any]) -> bytes:
@@ -396,11 +391,9 @@ class TypedKeys(_TokenIds):
     token_limit = 0
 
     def encode(self, tokens: Items[TypedToken] | Spliced) -> bytes:
-        """See `KeyKind.encode`."""
         return self.parse(tokens)[0]
 
     def sequence(self) -> KeySequence:
-        """See `KeyKind.sequence`."""
         return _TypedSequence(self)
 
     def parse(self, tokens: Items[TypedToken] | Spliced) -> tuple[bytes, list[_Span]]:

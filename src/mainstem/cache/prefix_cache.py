@@ -92,9 +92,9 @@ class PrefixCache:
         copy_page: with it, a hit may end inside a page, whose beginning is copied; without it, or with components other
             than full attention, hits end at page boundaries.
         copy_state: required with states: a lease computes with a copy of the state that it finds.
-        host: a host tier below the device; `tiers.poll` must then be called regularly.
+        host: a host tier below the device; `poll` must then be called regularly.
         store: storage below the host.
-        on_event: called by `deliver_events` with each event, in order; None: nothing is noted.
+        on_event: called by `poll` with each event, in order; None: nothing is noted.
         event_secret: keys the hashes and salts of events; the same for all servers of a fleet.
         retain_share: the part of each pool that one owner may retain, 0 to 1; see `retention`.
         reserve: ids of each component, by name, that nobody may retain, or be guaranteed, on the device; by default
@@ -277,8 +277,6 @@ class PrefixCache:
         What it says depends on the prompt's namespace alone, see `Tree.explain`.
 
         Args:
-            tokens: the prompt.
-            namespace: its namespace.
             distances: also count `Evicted.distance_pages`, see `Tree.explain`.
 
         Raises:
@@ -296,13 +294,25 @@ class PrefixCache:
         whole = self.tree.explain(encoded.symbols, namespace, encoded=True, distances=distances)
         return within(whole, device, found, end)
 
-    def tell_time(self, now_s: float) -> None:
-        """Tells what time it is, so that `explain` can say when something was evicted. A scheduler does it once a step.
+    def poll(self, now_s: float, *, deliver: bool = True) -> bool:
+        """Moves the cache on; a scheduler calls it once a step. Does not block, but for copies with "write_back".
+
+        Settles transfers that have ended and begins what is due; ends retentions that have expired, and expectations
+        that are overdue; notes the time, so that `explain` can say when something was evicted; delivers events.
 
         Args:
-            now_s: seconds, by any clock that never goes back.
+            now_s: seconds, by any clock that never goes back; the same for all ranks.
+            deliver: False: `deliver_events` is called apart, for example after the step, or once a receiver has room.
+
+        Returns:
+            Whether further calls deliver more events, even if nothing happens.
         """
-        self.tree.tell_time(now_s)
+        self.tree.note_time(now_s)
+        if self.tiers is not None:
+            self.tiers.poll()
+        self.retention.poll(now_s)
+        self.expected.poll(now_s)
+        return deliver and self.deliver_events()
 
     def continuation(self, symbols: NDArray[np.int32], most: int, namespace: NamespaceLike = None) -> NDArray[np.int32]:
         """Returns what followed these tokens, in the sequence used last among those that begin with them.
@@ -361,8 +371,6 @@ class PrefixCache:
         them is cached, it is that, unless another sequence goes on from there.
 
         Args:
-            tokens: the prefix.
-            namespace: its namespace.
             over: it is not expected to be used again: its retentions and pins end, and the host evicts it first, too.
 
         Returns:
@@ -406,7 +414,7 @@ class PrefixCache:
     def deliver_events(self) -> bool:
         """Calls `on_event` with what has come to a tier or left it since the last call.
 
-        A scheduler calls it once a step. If it was not called for long, `AllBlocksCleared` comes first, and then
+        `poll` does it. If it was not called for long, `AllBlocksCleared` comes first, and then
         everything that is there, in steps of about a millisecond, one a call; `events_dropped` counts the pages.
 
         Returns:

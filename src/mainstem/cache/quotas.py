@@ -66,7 +66,6 @@ class Quota:
 
     @property
     def tiers(self) -> tuple[Share, Share]:
-        """The shares of device and host."""
         return self.device, self.host
 
 
@@ -123,7 +122,6 @@ def limits(quota: Quota, totals: Sequence[Sequence[int]]) -> list[tuple[int, int
     A whole pool is no limit: who fills it alone makes room as if there were no quotas.
 
     Args:
-        quota: the quota.
         totals: the sizes of the pools, by tier and component.
     """
 

@@ -78,7 +78,6 @@ class Retention:
     """The retained prefixes of one cache.
 
     Args:
-        tree: the tree.
         totals: the sizes of the pools, by tier and component.
         share: the part of each pool, or of its maximum there, that one owner may keep.
         reserve: ids of each component, by name, that nobody may keep on the device; of others, and on the host, half.
@@ -130,9 +129,7 @@ class Retention:
         What is retained already stays so at least as long as it was to be; it is not counted twice.
 
         Args:
-            tokens: the prefix.
             until: when it ends, by the clock whose time `poll` takes.
-            namespace: its namespace.
             renew_s: each later hit that has all of it prolongs it to so many seconds from then; 0: none does.
 
         Raises:
@@ -179,7 +176,6 @@ class Retention:
 
         Args:
             namespace: its namespace, encoded.
-            key: its symbols.
         """
         for node in self._core.path(namespace, key) if self._renewed else ():
             entry = self._entries.get(node)
@@ -207,7 +203,7 @@ class Retention:
     # ---------------------------------------------------------------- time, and what happens to the tree
 
     def poll(self, now: float) -> None:
-        """Ends what has expired, and moves down what has been copied. Call it from time to time; `now` never falls."""
+        """Ends what has expired, and moves down what has been copied; `PrefixCache.poll` does it. `now` never falls."""
         self._now = max(self._now, now)
         ended = False
         while self._times and self._times[0][0] <= self._now:
@@ -335,7 +331,6 @@ class Retention:
         return room
 
     def _limit(self, quota: Quota, tier: int, row: int) -> int:
-        """Returns how many ids an owner may keep."""
         share = self._share if quota.retained is None else quota.retained
         return int(quota.tiers[tier].of(self._totals[tier][row])[1] * share)
 
@@ -348,7 +343,6 @@ class Retention:
         return _Entry(node, owner, tier, pages)
 
     def _drop(self, entry: _Entry) -> None:
-        """Ends what the core retains for an entry."""
         self._count(entry.owner, entry.tier, self._core.end_retention(entry.node, entry.tier), -1)
 
     def _count(self, owner: bytes, tier: int, ids: Sequence[int], by: int) -> None:

@@ -14,7 +14,6 @@ class Tenants:
     """The tenants of one cache.
 
     Args:
-        tree: the tree.
         totals: the sizes of the pools, by tier and component.
         reserve: ids of each component, by name, that nobody is guaranteed on the device; of others, half.
         retention: what they retain.

@@ -229,13 +229,9 @@ class Tree:
         runs, parted, other, horizon = self.core.explain(encode_namespace(namespace), symbols, bool(distances))
         return explain_runs(runs, parted, other, horizon, policy=self.policy.name, timeline=self._timeline)
 
-    def tell_time(self, now_s: float) -> None:
-        """Tells what time it is, so that `explain` can say when something was evicted. A scheduler does it once a step.
-
-        Args:
-            now_s: seconds, by any clock that never goes back.
-        """
-        self._timeline.tell(self.core.tick(), now_s)
+    def note_time(self, now_s: float) -> None:
+        """Notes the time in seconds, by any clock that never goes back, so that `explain` can say when."""
+        self._timeline.note(self.core.tick(), now_s)
 
     def continuation(
         self, tokens: TokenLike, most: int, namespace: NamespaceLike = None, *, encoded: bool = False

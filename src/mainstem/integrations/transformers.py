@@ -126,7 +126,7 @@ class Cached:
     ) -> None:
         self._model: Any = _plain_model(model)
         loaded = _loaded(self._model, config)
-        self._config, self._sleep = config, sleep
+        self._config, self._clock, self._sleep = config, clock, sleep
         self._max_context = loaded.max_context
         self._weights = Weights(self._model)
         with torch.inference_mode(False), torch.no_grad():
@@ -290,8 +290,7 @@ class Cached:
             for row in call.rows:
                 if row.lease is not None:
                     row.lease.finish(row.kept)
-            if self._tiers is not None:
-                self._tiers.poll()
+            self._cache.poll(self._clock())
             self._running -= 1
             self._idle.notify_all()
 
@@ -417,14 +416,14 @@ class Cached:
         if self._tiers is None:
             return []
         with self._lock:
-            self._tiers.poll()
+            self._cache.poll(self._clock())
             wanted = [self._tiers.prefetch(row.tokens, name) for row in rows]
             found = [prefetch for prefetch in wanted if prefetch is not None]
             waiting = any(prefetch.waiting for prefetch in found)
         while waiting:
             self._sleep(_WAIT_S)
             with self._lock:
-                self._tiers.poll()
+                self._cache.poll(self._clock())
                 waiting = any(prefetch.waiting for prefetch in found)
         return found
 

@@ -32,7 +32,6 @@ class Value:
 
     @property
     def end(self) -> int:
-        """Returns where its last grain ends."""
         return self.offset + rounded(self.length)
 
 
@@ -56,7 +55,6 @@ class Arena:
         self._at: dict[int, Value] = {}  # every value, by its offset
 
     def __len__(self) -> int:
-        """Counts the values that have a key."""
         return len(self._published)
 
     @property
@@ -70,7 +68,6 @@ class Arena:
         return len(self._at) - len(self._unpinned)
 
     def find(self, key: bytes) -> Value | None:
-        """Returns the value of a key."""
         return self._published.get(key)
 
     def lengths(self) -> dict[bytes, int]:
@@ -142,7 +139,6 @@ class Arena:
             self._free(value)
 
     def clear(self) -> None:
-        """Makes every key absent."""
         for key in list(self._published):
             self.drop(key)
 

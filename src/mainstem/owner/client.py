@@ -67,7 +67,6 @@ class SharedBackend(Backend):
         socket: where the owner listens; None: where the spec says.
         timeout_s: what a call may take, if it does not have to start an owner.
         start_s: what the start of an owner may take.
-        clock: monotonic time in seconds.
         sleep: waits while another client starts the owner, or while one ends.
 
     Raises:
@@ -345,7 +344,6 @@ class _Connection:
             raise
 
     def attach(self) -> Bytes:
-        """Maps the memory of the owner."""
         if self._descriptor is None:
             raise BackendUnavailable("the owner sent no memory")
         return np.frombuffer(memory.attach(self._descriptor, self.welcome.memory_bytes), np.uint8)
@@ -382,7 +380,6 @@ class _Connection:
         return None if answer.kind == Kind.OK else unpack_listed(_expected(answer, Kind.LISTED))
 
     def ask_json(self, kind: Kind) -> dict[str, Any]:
-        """Asks for counts."""
         answer: dict[str, Any] = json.loads(bytes(self.ask(kind, b"", Kind.JSON)))
         return answer
 

@@ -61,7 +61,6 @@ class HeldValues:
 
     Args:
         backend: the store; `close` closes it.
-        memory: the shared memory.
         clock: monotonic time in seconds, for the breaker.
         room_s: see `ROOM_S`.
     """
@@ -87,7 +86,6 @@ class HeldValues:
     # ------------------------------------------------------------ reading
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns for each key whether it has a value."""
         with self._changed:
             self._arena.touch(keys)
             there = [self._arena.find(key) is not None for key in keys]
@@ -329,7 +327,6 @@ class HeldValues:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Closes the back end."""
         self._backend.close()
 
     def check(self) -> None:
@@ -424,7 +421,6 @@ def _own_errors() -> Iterator[None]:
 
 
 def _listed(lengths: Mapping[bytes, int]) -> Iterator[Sequence[Listed]]:
-    """Divides a listing into batches."""
     values = (Listed(key, length) for key, length in lengths.items())
     while batch := list(islice(values, SCANNED)):
         yield batch

@@ -64,7 +64,6 @@ class Owner:
         path: of the socket, in a folder that belongs to this user alone. What is there is replaced.
         host_bytes: the size of the host tier.
         linger_s: how long it stays after its last client; None: for ever. For its first it stays 10 s at least.
-        clock: monotonic time in seconds.
         uid_of: returns the user of a connection.
 
     Raises:
@@ -136,7 +135,6 @@ class Owner:
 
     @property
     def clients(self) -> int:
-        """Counts the connections of clients."""
         with self._lock:
             return sum(self._connections.values())
 
@@ -191,7 +189,6 @@ class Owner:
         return ""
 
     def left(self, connection: _Connection) -> None:
-        """Forgets a connection."""
         with self._lock:
             if self._connections.pop(connection, False):
                 self._left_s = self._clock()

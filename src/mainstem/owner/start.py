@@ -123,7 +123,6 @@ def launch(place: Place, config: OwnerConfig, lock: int, timeout_s: float) -> No
     """Starts an owner as a process of its own, and waits until it can be reached.
 
     Args:
-        place: where.
         config: what it has.
         lock: the lock of the place; the owner keeps a copy.
         timeout_s: how long to wait. An owner that takes longer goes on starting.

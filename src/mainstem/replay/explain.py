@@ -74,10 +74,10 @@ def explain_request(
     for earlier in _before(trace, last):
         seen |= np.isin(asked, earlier.blocks)
         for each in range(len(earlier)):
-            cache.tell_time(float(earlier.time_s[each]))
+            cache.poll(float(earlier.time_s[each]))
             _serve(cache, earlier, each)
     if request is None:
-        cache.tell_time(float(batch.time_s[i]))
+        cache.poll(float(batch.time_s[i]))
     size, tokens = trace.block_size, int(batch.input_tokens[i])
     found = _corrected(cache.explain(asked, distances=True).stretches, int(np.logical_and.accumulate(seen).sum()))
     return RequestExplained(last + 1, tokens, tuple(_in_tokens(each, size, tokens) for each in found))

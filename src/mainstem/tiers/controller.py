@@ -116,7 +116,6 @@ class Tiers:
     Args:
         tree: the tree; it must have two tiers.
         pools: the pools of device pages, by component.
-        host: the host tier.
         store: the storage tier, if there is one.
         core: the core of the cache that creates leases; None for engines with an allocator of their own.
         sleep: waits for a number of seconds, for `drain`.
@@ -250,8 +249,6 @@ class Tiers:
         Returns None if there is no storage, too little is missing, or too many prefetches are under way.
 
         Args:
-            tokens: the prompt.
-            namespace: its namespace.
             bidirectional: whether the request will go on computing while its pages are read, see `Prefetch.lead`; it
                 then waits only where that gains nothing.
 
@@ -327,7 +324,6 @@ class Tiers:
             self.store.close(timeout_s)
 
     def _tell_shelf(self) -> None:
-        """Has the pages that become free taken off the shelf."""
         if self.store is None or self.store.shelf is None or self.writes is None:
             return
         for row in self.writes.rows:

@@ -75,7 +75,6 @@ class KeyedPages:
         backend: stores the bytes; it belongs to this object from now on.
         sealer: seals and verifies pages; its identity is part of every key.
         config: deadlines, sizes of batches, the breaker.
-        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class KeyedPages:
 
         Args:
             name: part of every key: what their content depends on, apart from the identity.
-            payload_bytes: size of a page's content.
 
         Raises:
             StorageError: the memory cannot be registered.
@@ -118,7 +116,6 @@ class KeyedPages:
         """Reads pages, in order, up to the first that is not intact.
 
         Args:
-            kind, keys: the pages.
             take: copies the content of a page out of its slot; called for intact pages only.
 
         Returns:
@@ -139,7 +136,6 @@ class KeyedPages:
         """Writes pages, in order, up to the first that storage does not take. Those that it has stay as they are.
 
         Args:
-            kind, keys: the pages.
             fill: copies the content of a page into its slot.
 
         Returns:
@@ -194,7 +190,6 @@ class KeyedPages:
         """Makes a call for each batch, several at once; returns how many pages went well, from the first.
 
         Args:
-            kind, names: the pages.
             slots: those that they pass through.
             begin: begins the call for the pages from a place on.
             end: takes its result; returns how many of its pages went well.
@@ -240,7 +235,6 @@ class KeyedPages:
             return call()
 
     def _wait(self, call: StoreCall[T]) -> T:
-        """Waits until a call has ended or is late; returns its value, which is a miss's if it is late."""
         with self._turn:
             while not call.over():
                 self._turn.wait(_RECHECK_S)

@@ -27,7 +27,6 @@ class Advice:
     """Applies advice to a cache. One thread, that of the engine.
 
     Args:
-        cache: the cache.
         max_retain_s: the longest time that a prefix may be retained for.
     """
 
@@ -53,9 +52,7 @@ class Advice:
         what is used last.
 
         Args:
-            action: what to do.
             tokens: int32 [n], the prefix.
-            namespace: its namespace.
             now_s: the time, by the clock of the engine's steps.
             ttl_s: for "retain" only.
             next_use_s, next_use_steps: one of them, for "expect" only.
@@ -117,7 +114,6 @@ class Advice:
         self._prefetches = [each for each in self._prefetches if each.go_on()]
 
     def close(self) -> None:
-        """Ends all prefetches."""
         for each in self._prefetches:
             each.close()
         self._prefetches.clear()

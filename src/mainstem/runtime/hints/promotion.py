@@ -21,7 +21,6 @@ class Promotion:
     Args:
         cache: the cache, which has tiers.
         tokens: a prompt; all but its last token is brought up, since a lease leaves that to compute.
-        namespace: its namespace.
 
     Raises:
         BadTokens: a token is out of range.

@@ -37,7 +37,6 @@ class PublicPrefixes:
     """The public prefixes of one cache. One thread, that of the engine.
 
     Args:
-        cache: the cache.
         copy_page: copies the first positions of a page to another page.
 
     Attributes:

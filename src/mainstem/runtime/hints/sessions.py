@@ -60,7 +60,6 @@ class _Session:
     Args:
         name: of the client, or a number.
         tokens: prompt and answer of its last turn.
-        prompt: the symbols of its prompt.
         ended_s: when that turn ended; None: another one has begun.
         due_s: when the next one is expected; `until_s`: when it is not expected any more.
         pauses: seconds between its turns, the newest last.
@@ -89,7 +88,6 @@ class _Session:
 
     @property
     def length(self) -> int:
-        """Tokens of its last turn."""
         return len(self.tokens.ids) if isinstance(self.tokens, Spliced) else len(self.tokens)
 
 
@@ -97,7 +95,6 @@ class Sessions:
     """The sessions of a cache. One thread, that of the scheduler.
 
     Args:
-        cache: the cache.
         share: part of the device's pages for what is brought up and not used yet; 0: nothing is.
 
     Attributes:
@@ -239,7 +236,6 @@ class Sessions:
                 self._look(session, now_s, room)
 
     def close(self) -> None:
-        """Ends all that is under way."""
         for session in self._moving:
             if session.promotion is not None:
                 session.promotion.close()
@@ -281,7 +277,6 @@ class Sessions:
         session.promotion, session.pages, session.planned = None, 0, False
 
     def _below(self, session: _Session) -> bool:
-        """Whether the host has whole pages of a session that the device lacks."""
         size, prompt = self._cache.page_size, (session.tokens, session.namespace)
         return self._cache.peek(*prompt) // size > self._cache.tree.peek(*prompt) // size
 

@@ -334,12 +334,7 @@ class Scheduler:
         """
         self._now_s = self._clock() if now_s is None else now_s
         self._rows = self._most_rows
-        if self._limits.explain:
-            self._cache.tell_time(self._now_s)
-        if self._tiers is not None:
-            self._tiers.poll()
-        self._cache.retention.poll(self._now_s)
-        self._cache.expected.poll(self._now_s)
+        self._cache.poll(self._now_s, deliver=False)  # the engine delivers events after the step
         self._sessions.poll(self._now_s, self._spare)
         scheduled = self._schedule_running()
         scheduled += self._schedule_waiting(

@@ -56,9 +56,7 @@ class Backups:
     Args:
         policy: when pages are backed up.
         pools: the pools of device pages, by component.
-        host: the pages of the host.
         writes: takes what has arrived; None without storage.
-        pending: the list of everything under way.
 
     Attributes:
         flights: the copies that read device pages, by node whose host pages are in flight.
@@ -72,7 +70,6 @@ class Backups:
         self.flights: dict[int, _Backup] = {}
 
     def begin(self, node: int, hits: int = 0) -> bool:
-        """See `Tiers.back_up`."""
         held = self._hold(node, hits)
         if not held:
             return not self._core.lacking(node, DEVICE, HOST, hits)
@@ -107,7 +104,6 @@ class Backups:
                 continue  # evicted, or joined to the next node, which was touched too
 
     def make_room(self, row: int, pages: int, ns: bytes) -> None:
-        """See `Tiers.make_room`."""
         component = self._tree.names[row]
         while pages > 0 and (victim := self._tree.next_victim(component, DEVICE, pages, ns)):
             size = len(self._core.own_ids(victim, row, DEVICE))
@@ -144,7 +140,6 @@ class Backups:
         self._release(backup.nodes)
 
     def _wait(self) -> None:
-        """Waits until every backup has been settled."""
         while backups := self._pending.of(_Backup):
             for backup in backups:
                 backup.ticket.wait()

@@ -19,11 +19,8 @@ class Load:
     be closed at any time: its pages are freed when the copy has ended.
 
     Args:
-        lease: the lease.
         cache: the core of the cache that it belongs to.
         memory: makes the copy.
-        page_size: positions per page.
-        pending: the list of everything under way.
         cost: learns what it took.
 
     Attributes:
@@ -61,13 +58,11 @@ class Load:
         return self.arrived
 
     def vote(self) -> int:
-        """Votes once the copy has ended."""
         if not self.ticket.done():
             return 0
         return ARRIVED if self.ticket.error is None else FAILED
 
     def settle(self, outcome: int) -> None:
-        """Publishes the pages if they arrived."""
         self.arrived = outcome == ARRIVED
         if self.arrived and self.ticket.took_s is not None:
             self._cost.observe(self._size, self.ticket.took_s)

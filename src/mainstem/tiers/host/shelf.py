@@ -83,12 +83,10 @@ class Shelf:
                     self._drop(address_of(self._slots[key]))
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Source`."""
         slots = [self._slots.get(key) for key in keys]
         return [ABSENT if slot is None else len(slot) for slot in slots]
 
     def copy(self, key: bytes, length: int) -> bytearray | None:
-        """See `Source`."""
         slot = self._slots.get(key)
         if slot is None or len(slot) != length:
             return None
@@ -98,11 +96,9 @@ class Shelf:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What its server has counted."""
         return {} if self.server is None else dict(self.server.counts)
 
     def close(self) -> None:
-        """Ends what gives its values to peers."""
         if self.server is not None:
             self.server.close()
 
@@ -126,7 +122,6 @@ class AndStore:
         self._shelf, self._store = shelf, store
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Source`."""
         lengths = self._shelf.lengths(keys)
         lacking = [at for at, length in enumerate(lengths) if length == ABSENT]
         buffers = [memoryview(bytearray(1)) for _ in lacking]  # too short for any, so only lengths are read
@@ -135,7 +130,6 @@ class AndStore:
         return lengths
 
     def copy(self, key: bytes, length: int) -> bytearray | None:
-        """See `Source`."""
         if (value := self._shelf.copy(key, length)) is not None:
             return value
         value = bytearray(length)
@@ -163,11 +157,9 @@ class HostOnly(MemoryBackend):
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """Raises `BadArgument`: it has no spec."""
         raise BadArgument("storage", address, "a store")
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Looks keys up, on the shelf, too."""
         return [there or key in self._shelf for key, there in zip(keys, super().exists(keys), strict=True)]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
@@ -192,6 +184,5 @@ class HostOnly(MemoryBackend):
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes notes, and gives pages no more."""
         super().delete(keys)
         self._shelf.remove(keys)

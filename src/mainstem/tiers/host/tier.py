@@ -39,9 +39,7 @@ class HostPages:
     """The pages of the host.
 
     Args:
-        tree: the tree.
         memory: their contents.
-        pools: the pools, by component.
         writes: the queue of writes to storage, whose pages are locked; None without storage.
 
     Attributes:

@@ -23,9 +23,6 @@ class AttachPoint:
     """The node that a prefetch's next pages follow, locked on the host.
 
     Args:
-        host: the pages of the host.
-        names: the names of the tree's pages.
-        namespace, key: the prompt.
         pages: pages of the prompt that some tier has of the first component.
 
     Attributes:

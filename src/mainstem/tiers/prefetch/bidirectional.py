@@ -25,7 +25,6 @@ class BidirectionalLoad:
 
     Args:
         point: where the prefetch's pages join the tree.
-        host: the pages of the host.
         backups: copies what was computed.
 
     Attributes:

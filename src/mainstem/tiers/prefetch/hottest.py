@@ -98,7 +98,6 @@ class Prefixes:
         return self._first
 
     def drop(self) -> None:
-        """Moves on to the next prefix."""
         self._at, self._first = self._at + 1, None
 
     def _path(self, number: int) -> tuple[bytes, bytes]:

@@ -41,7 +41,6 @@ class Plan:
     Args:
         components: the rows of the tree.
         contents: for each whether its pages have content; what has none need not be read.
-        page_size: positions per page.
         have: pages that need not be read, because the prompt can go on from there already.
         pages: whole pages of the prompt.
 
@@ -79,7 +78,6 @@ class Plan:
         that was not asked for may be there; a state that was not is not.
 
         Args:
-            ask: asks storage.
             every_end: ask for what all ends need that full attention reaches, not the deepest alone.
 
         Returns:
@@ -105,7 +103,6 @@ class Plan:
         """Asks for what the deepest end needs and is unknown, until all that it needs is stored; more each time.
 
         Args:
-            ask: asks storage.
             most: the deepest end to try.
             unknown: pages by row that count as stored and may not be.
         """
@@ -182,13 +179,11 @@ class Plan:
         return int(ends[found[-1]]) if len(found) else self.have
 
     def _first(self, row: int, depth: int) -> int:
-        """Returns the first page of a row that an end needs."""
         if isinstance(self._components[row], State):
             return depth - 1
         return int(self._needed_from(row, np.array([depth]))[0])
 
     def _needed_from(self, row: int, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the first page that a match ending after each of these numbers of pages needs."""
         component = self._components[row]
         assert not isinstance(component, State)
         return component.needed_from(ends * self._page_size) // self._page_size

@@ -185,7 +185,6 @@ class Prefetch:
         Only one may at a time, and only if its prompt begins with the one that is read.
 
         Args:
-            key: the symbols of its prompt.
             computed: positions that it need not compute.
         """
         led = self._load is not None and self._load.led
@@ -288,7 +287,6 @@ class Prefetch:
                 self._left = deque(sorted([*self._left, (0, lost + 1, read.end)]))
 
     def _read_back(self, load: BidirectionalLoad) -> None:
-        """Begins more reads, from the back."""
         config = self._store.config
         soon = load.positions // self._page_size if load.led and load.positions < ANY else 0
         share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
@@ -393,7 +391,6 @@ class Prefetch:
         return 1 + self._offer
 
     def _found(self, outcome: int) -> None:
-        """Takes the result of the lookup."""
         self._enter(Phase.AGREEING)
         if self._lookup.failed:
             self._fault = self._lookup.fault
@@ -490,7 +487,6 @@ class Prefetch:
         return read.outcome if read.done and (self._phase is Phase.BACKWARD or not self._point.in_flight) else 0
 
     def _arrived(self, read: _Read, outcome: int) -> None:
-        """Takes the pages that were read."""
         read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True
         if read.row == 0 and read.call is not None and not read.failed:
             self._wait.arrived(len(read.page_ids), read.call.ended_s)
@@ -549,13 +545,7 @@ class Prefetches:
     """Begins prefetches, limits their number and the host pages that they hold.
 
     Args:
-        host: the pages of the host.
         backups: copies the pages before those that are read.
-        store: the store.
-        names: the names of the tree's pages.
-        rows: what is stored.
-        costs: the estimates.
-        pending: the list of everything under way.
 
     Attributes:
         late: pages that were computed although storage has them, or may have them, by cause.
@@ -694,7 +684,6 @@ class Prefetches:
         return pages, name
 
     def end(self, missing: Missing) -> None:
-        """Notes that a prefetch has ended."""
         del self._under_way[missing]
 
     def _missing(self, namespace: bytes, key: bytes) -> tuple[Missing, int]:

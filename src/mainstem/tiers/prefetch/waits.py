@@ -61,9 +61,6 @@ class Wait:
     """The wait for one prefetch.
 
     Args:
-        store: the store.
-        costs: the estimates.
-        page_size: positions per page.
         page_bytes: bytes of a stored page.
         have, pages: storage is asked for pages [have, pages) of the prompt.
     """
@@ -98,7 +95,6 @@ class Wait:
 
     @property
     def over(self) -> bool:
-        """Whether to stop waiting."""
         return self._store.breaker.open or self._store.slow or self.waited_s >= self._limit_s()
 
     @property

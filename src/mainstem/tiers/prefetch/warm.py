@@ -25,12 +25,6 @@ class _Note(Polled):
 class Warming:
     """Keeps the list of the hottest prefixes in storage, and prefetches those that it lists.
 
-    Args:
-        host: the pages of the host.
-        store: the store.
-        prefetches: prefetches.
-        pending: the list of everything under way.
-
     Attributes:
         left: the prefixes left to prefetch.
     """
@@ -41,7 +35,6 @@ class Warming:
         self.left = hottest.Prefixes()
 
     def remember(self) -> None:
-        """See `Tiers.remember`."""
         if self._pending.of(_Note):
             return  # the last list is still being written
         if spans := self._core.hot_spans(HOST):  # an empty list would replace that of another process
@@ -49,7 +42,6 @@ class Warming:
             self._pending.add(_Note(hottest.Keeping(self._store, content).done))
 
     def begin(self) -> None:
-        """See `Tiers.warm`."""
         finding = hottest.Finding(self._store, self._page_bytes, self._pools[0].total)
         self._pending.add(Polled(lambda: finding.mark if finding.done() else 0, partial(self._compare, finding)))
 

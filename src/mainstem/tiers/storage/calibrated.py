@@ -135,7 +135,6 @@ class Basis:
         return y
 
     def join(self, y: Float32s, page: int) -> Float32s:
-        """Reverses `split`."""
         x = np.empty((y.shape[1], *self.means.shape), np.float32)
         rows = x.reshape(len(x), -1)
         for part, decode in zip(self.parts, self.decode, strict=True):

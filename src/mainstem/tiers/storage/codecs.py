@@ -103,7 +103,6 @@ class Plain(Codec):
     loss = "none"
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """Returns the same length."""
         del dtype
         return payload_bytes
 
@@ -114,7 +113,6 @@ class Plain(Codec):
         out[:] = payload
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Copies the bytes."""
         self.encode(data, out, dtype)
 
 
@@ -134,7 +132,6 @@ class Int8(Codec):
     """Below this magnitude, the scale would not be a normal number."""
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """Returns one byte per number and four per group."""
         numbers = count_numbers(payload_bytes, dtype)
         return numbers + 4 * _groups(numbers)
 
@@ -151,7 +148,6 @@ class Int8(Codec):
         written[scales.nbytes :] = steps.view(np.uint8).reshape(-1)[:numbers]
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Multiplies each step by the scale of its group."""
         check_length("data", data, self.encoded_bytes(len(out), dtype))
         numbers = count_numbers(len(out), dtype)
         head = 4 * _groups(numbers)
@@ -176,7 +172,6 @@ class Float8(Codec):
     """Bounds of a group's exponent: what float32 can scale by, and what its greatest number needs."""
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """Returns one byte per number and one per group."""
         numbers = count_numbers(payload_bytes, dtype)
         return numbers + _groups(numbers)
 
@@ -192,7 +187,6 @@ class Float8(Codec):
         written[len(groups) :] = _FROM_HALF[scaled.view(np.uint16)].reshape(-1)[:numbers]
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Looks up each code and multiplies it by the scale of its group."""
         check_length("data", data, self.encoded_bytes(len(out), dtype))
         head = _groups(count_numbers(len(out), dtype))
         exponent = np.frombuffer(data[:head], np.uint8).astype(np.int32) - 127

@@ -121,7 +121,6 @@ class Store:
         sealer: seals and verifies pages.
         config: limits and policies.
         readers, writers: run the calls; separate, so that reads do not wait for writes.
-        clock: monotonic time in seconds.
         wall_clock: seconds since the epoch, for the headers of pages.
         codec: encodes the numbers of a page, of rows that are not exact; the sealer's identity must include its name.
         dtype: the dtype of the numbers, for a codec other than "none".
@@ -196,12 +195,7 @@ class Store:
         self.backend.register(regions)
 
     def check_length(self, row: Row, payload_bytes: int) -> None:
-        """Logs a warning if the back end takes no value as long as those of a row: it refuses each.
-
-        Args:
-            row: the row.
-            payload_bytes: size of a page's content.
-        """
+        """Logs a warning if the back end takes no value as long as those of a row: it refuses each."""
         exact = row.exact or self._codec.name == "none"
         size = HEADER_BYTES + (payload_bytes if exact else self._codec.encoded_bytes(payload_bytes, self._dtype))
         limit = self.backend.longest
@@ -500,7 +494,6 @@ class Store:
 
 @contextmanager
 def _caught(causes: Counter[str]) -> Iterator[None]:
-    """Counts whatever a back end raises as a fault."""
     try:
         yield
     except StorageError as error:
@@ -531,8 +524,6 @@ class Part:
     """Pages of one row to be written.
 
     Args:
-        row: the row.
-        names: the names of the pages.
         slots: their host slots.
         namespace: the encoded namespace of the pages, for their labels.
         numbers: of the pages, counted from the beginning of their prompt, for a codec; none: not known.

@@ -43,11 +43,9 @@ class _Write:
     """A write of the pages from `begin` to a node's end, or of the state there.
 
     Args:
-        node: the node.
         locks: the nodes that it locks; the last one is `node`.
         spans: pages of which it may write every row; of other pages, the rows that a prefix ending at the node needs.
         before: the name of the page before `begin`; empty if this is a write of a state.
-        names: the names of the pages.
     """
 
     node: int
@@ -62,12 +60,6 @@ class _Write:
 
 class Writes:
     """The queues.
-
-    Args:
-        tree: the tree.
-        memory: the host pages.
-        store: the store.
-        pending: the list of everything under way.
 
     Attributes:
         pages: pages of prompts that wait or are being written.
@@ -208,7 +200,6 @@ class Writes:
         return Part(row, [write.names[page] for page in pages], slots, self._namespace(write.node), numbers)
 
     def _needed_from(self, row: Row, end: int) -> int:
-        """Returns the first page of a row that a prefix of `end` pages needs."""
         component = self._tree.components[row.number]
         assert not isinstance(component, State)
         return int(component.needed_from(np.array([end * self._tree.page_size]))[0]) // self._tree.page_size
