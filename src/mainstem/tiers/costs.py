@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from mainstem.tiers.fit import Fit
 from mainstem.tiers.prefill import PrefillCost
 
 _ENOUGH = 3  # observations
@@ -27,12 +28,12 @@ class LoadCost:
     def __init__(self) -> None:
         self._new: list[tuple[float, float]] = []  # before the first estimate, or far from the present one
         self._slower = False  # in which direction
-        self._forget()
+        self._fit = Fit(_ALIKE)
 
     @property
     def known(self) -> bool:
         """Whether there is an estimate."""
-        return self._weight > 0
+        return not self._fit.empty
 
     def observe(self, size: int, seconds: float) -> None:
         """Adds an observation.
@@ -63,12 +64,9 @@ class LoadCost:
         """Returns the latency, and the seconds for a byte; None before the first estimate."""
         return self._line() if self.known else None
 
-    def _forget(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over observations: bytes, seconds
-
     def _begin(self) -> None:
         """Starts from the newest observations, each clamped around the median time of a byte."""
-        self._forget()
+        self._fit = Fit(_ALIKE)
         pace = sorted(seconds / size for size, seconds in self._new)[_ENOUGH // 2]
         for size, seconds in self._new:
             self._add(size, seconds, pace * size)
@@ -76,26 +74,15 @@ class LoadCost:
 
     def _add(self, size: float, seconds: float, expected: float) -> None:
         seconds = min(max(seconds, expected / _MAX_FACTOR), expected * _MAX_FACTOR)
-        self._weight = _KEPT * self._weight + 1
-        self._x = _KEPT * self._x + size
-        self._y = _KEPT * self._y + seconds
-        self._xx = _KEPT * self._xx + size * size
-        self._xy = _KEPT * self._xy + size * seconds
+        self._fit.add(size, seconds, _KEPT)
 
     def _seconds(self, size: float) -> float:
         latency, pace = self._line()
         return latency + pace * size
 
     def _line(self) -> tuple[float, float]:
-        """Returns the latency, and the seconds for a byte."""
-        spread = self._weight * self._xx - self._x * self._x
-        if spread <= _ALIKE * self._weight * self._xx:
-            return 0.0, self._y / self._x
-        pace = (self._weight * self._xy - self._x * self._y) / spread
-        latency = (self._y - pace * self._x) / self._weight
-        if pace < 0:  # longer loads took less time
-            return self._y / self._weight, 0.0
-        return (latency, pace) if latency >= 0 else (0.0, self._xy / self._xx)
+        size, seconds = self._fit.mean
+        return self._fit.line() or (0.0, seconds / size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from mainstem.tiers.fit import Fit
+
 _ENOUGH_FORWARDS = 3
 _ENOUGH_TOKENS = 128
 _HORIZON_TOKENS = 8192.0  # the weight of a forward falls to 1/e after this many tokens
+_ALIKE = 1e-6
 _MAX_FACTOR = 4.0  # a forward counts as at most this many times slower or faster than expected
 
 
@@ -23,9 +26,8 @@ class PrefillCost:
 
     def __init__(self) -> None:
         self._first: list[tuple[float, float, float]] = []  # the forwards before the first estimate
-        self._knows = False
         self._furthest = 0.0  # most positions attended to per token; the estimate does not extrapolate beyond
-        self._nn = self._nx = self._xx = self._ns = self._xs = 0.0
+        self._fit = Fit(_ALIKE)
 
     def observe(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Adds a forward.
@@ -38,7 +40,7 @@ class PrefillCost:
         attended = float(sum(n * (context + n / 2) for n, context in parts))
         if tokens <= 0 or not 0 < seconds < math.inf:
             return
-        if self._knows:
+        if not self._fit.empty:
             self._add(tokens, attended, seconds, self._seconds(tokens, attended))
             return
         self._first.append((tokens, attended, seconds))
@@ -48,14 +50,11 @@ class PrefillCost:
 
     def seconds(self, tokens: int, context: int) -> float | None:
         """Estimates the time to compute `tokens` after `context` positions; None before the first estimate."""
-        return self._seconds(tokens, tokens * (context + tokens / 2)) if self._knows else None
+        return self._seconds(tokens, tokens * (context + tokens / 2)) if not self._fit.empty else None
 
     def line(self) -> tuple[float, float] | None:
         """Returns the seconds for a token, and for each position that it attends to; None before the estimate."""
-        if not self._knows:
-            return None
-        alone = self._at(0.0)
-        return alone, self._at(1.0) - alone
+        return None if self._fit.empty else self._line()
 
     def _begin(self, seen: float) -> None:
         """Starts from the first forwards, each clamped around the median cost of a token."""
@@ -66,31 +65,19 @@ class PrefillCost:
                 break
         for tokens, attended, seconds in self._first:
             self._add(tokens, attended, seconds, median * tokens)
-        self._first, self._knows = [], True
+        self._first = []
 
     def _add(self, tokens: float, attended: float, seconds: float, expected: float) -> None:
         seconds = min(max(seconds, expected / _MAX_FACTOR), expected * _MAX_FACTOR)
         kept = math.exp(-tokens / _HORIZON_TOKENS)
-        self._nn = kept * self._nn + tokens * tokens
-        self._nx = kept * self._nx + tokens * attended
-        self._xx = kept * self._xx + attended * attended
-        self._ns = kept * self._ns + tokens * seconds
-        self._xs = kept * self._xs + attended * seconds
+        self._fit.add(attended / tokens, seconds / tokens, kept, weight=tokens * tokens)
         self._furthest = max(self._furthest, attended / tokens)
 
     def _seconds(self, tokens: float, attended: float) -> float:
-        return self._at(min(attended / tokens, self._furthest)) * tokens if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        a, b = self._line()
+        return (a + b * min(attended / tokens, self._furthest)) * tokens
 
-    def _at(self, attended: float) -> float:
-        """Returns the seconds for a token that attends to this many positions."""
-        both = self._nn * self._xx - self._nx * self._nx
-        if both <= 1e-6 * self._nn * self._xx:  # all forwards were similar
-            return self._by_tokens()
-        a = (self._ns * self._xx - self._xs * self._nx) / both
-        b = (self._xs * self._nn - self._ns * self._nx) / both
-        if b < 0:
-            return self._by_tokens()
-        return self._xs / self._xx * attended if a < 0 else a + b * attended
-
-    def _by_tokens(self) -> float:
-        return self._ns / self._nn
+    def _line(self) -> tuple[float, float]:
+        return self._fit.line() or (self._fit.mean[1], 0.0)
