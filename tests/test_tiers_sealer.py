@@ -19,6 +19,11 @@ PAGE_BYTES = 8  # of symbols
 PAYLOAD = bytes(range(24))
 
 
+@pytest.fixture
+def sealer() -> Sealer:
+    return Sealer(IDENTITY, SECRET)
+
+
 def sealed(sealer: Sealer, key: bytes, payload: bytes = PAYLOAD) -> memoryview:
     slot = memoryview(bytearray(b"\xee" * HEADER_BYTES + payload))
     sealer.seal(slot, key)
@@ -74,8 +79,7 @@ GOLDEN: dict[str, Any] = {
 # ---------------------------------------------------------------- keys
 
 
-def test_a_key_is_a_digest_of_each_whole_page() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_key_is_a_digest_of_each_whole_page(sealer: Sealer) -> None:
     for length in range(33):
         keys = some_keys(sealer, bytes(range(length)))
         assert len(keys) == length // PAGE_BYTES
@@ -98,8 +102,7 @@ def test_the_same_page_after_another_one_has_another_key() -> None:
     assert len(set(keys)) == 4
 
 
-def test_names_continue_from_a_parent() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_names_continue_from_a_parent(sealer: Sealer) -> None:
     names = some_names(sealer)
     assert sealer.names(names[1], bytes(range(16, 32)), PAGE_BYTES) == names[2:]
     assert sealer.names(names[1], memoryview(bytes(range(16, 32))), PAGE_BYTES) == names[2:]
@@ -161,8 +164,7 @@ def test_a_short_secret_is_rejected_and_not_shown(secret: bytes) -> None:
 # ---------------------------------------------------------------- slots
 
 
-def test_a_sealed_page_verifies_with_its_own_key_only() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_sealed_page_verifies_with_its_own_key_only(sealer: Sealer) -> None:
     keys = some_keys(sealer)
     for key in keys:
         slot = sealed(sealer, key)
@@ -172,16 +174,14 @@ def test_a_sealed_page_verifies_with_its_own_key_only() -> None:
         assert {sealer.verify(slot, other) for other in keys if other != key} == {"misdirected"}
 
 
-def test_sealing_overwrites_the_whole_header() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_sealing_overwrites_the_whole_header(sealer: Sealer) -> None:
     (key, *_) = some_keys(sealer)
     before = memoryview(bytearray(bytes(HEADER_BYTES) + PAYLOAD))
     sealer.seal(before, key)
     assert bytes(before) == bytes(sealed(sealer, key))
 
 
-def test_every_single_flipped_bit_is_found() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_every_single_flipped_bit_is_found(sealer: Sealer) -> None:
     key = some_keys(sealer)[0]
     slot = sealed(sealer, key)
     for bit in range(8 * len(slot)):
@@ -191,8 +191,7 @@ def test_every_single_flipped_bit_is_found() -> None:
     assert sealer.verify(slot, key) is None
 
 
-def test_every_single_flipped_bit_of_the_key_asked_for_is_found() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_every_single_flipped_bit_of_the_key_asked_for_is_found(sealer: Sealer) -> None:
     key = bytearray(some_keys(sealer)[0])
     slot = sealed(sealer, bytes(key))
     for bit in range(256):
@@ -213,8 +212,7 @@ def test_many_flipped_bits_are_found() -> None:
 
 
 @pytest.mark.parametrize("torn", ["zeros", "ones", "another page"])
-def test_a_page_written_in_part_is_found(torn: str) -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_page_written_in_part_is_found(sealer: Sealer, torn: str) -> None:
     key, other, *_ = some_keys(sealer)
     whole = bytes(sealed(sealer, key))
     rest = {
@@ -228,8 +226,7 @@ def test_a_page_written_in_part_is_found(torn: str) -> None:
                 assert sealer.verify(memoryview(bytearray(slot)), key) in ("altered", "misdirected"), cut
 
 
-def test_a_shorter_or_longer_slot_is_found() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_shorter_or_longer_slot_is_found(sealer: Sealer) -> None:
     key = some_keys(sealer)[0]
     whole = bytes(sealed(sealer, key))
     for length in range(HEADER_BYTES, len(whole)):
@@ -239,8 +236,7 @@ def test_a_shorter_or_longer_slot_is_found() -> None:
 
 
 @pytest.mark.parametrize("content", [bytes(HEADER_BYTES), bytes(HEADER_BYTES + 24), b"\xff" * (HEADER_BYTES + 24)])
-def test_a_slot_that_was_never_sealed_does_not_verify(content: bytes) -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_slot_that_was_never_sealed_does_not_verify(sealer: Sealer, content: bytes) -> None:
     assert sealer.verify(memoryview(bytearray(content)), some_keys(sealer)[0]) == "altered"
 
 
@@ -252,8 +248,7 @@ def test_a_page_made_without_the_secret_does_not_verify() -> None:
         assert sealer.verify(sealed(forger, key), key) == "altered"
 
 
-def test_a_page_of_another_format_does_not_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_page_of_another_format_does_not_verify(sealer: Sealer, monkeypatch: pytest.MonkeyPatch) -> None:
     key = some_keys(sealer)[0]
     with monkeypatch.context() as later:
         later.setattr("mainstem.tiers.storage.sealer._MAGIC", b"MAINSTM2")
@@ -262,16 +257,14 @@ def test_a_page_of_another_format_does_not_verify(monkeypatch: pytest.MonkeyPatc
     assert sealer.verify(slot, key) == "altered"
 
 
-def test_a_header_of_one_page_with_the_content_of_another_does_not_verify() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_header_of_one_page_with_the_content_of_another_does_not_verify(sealer: Sealer) -> None:
     key = some_keys(sealer)[0]
     one, two = sealed(sealer, key, PAYLOAD), sealed(sealer, key, PAYLOAD[::-1])
     one[HEADER_BYTES:] = two[HEADER_BYTES:]
     assert sealer.verify(one, key) == "altered"
 
 
-def test_a_page_replayed_in_another_place_is_misdirected() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_a_page_replayed_in_another_place_is_misdirected(sealer: Sealer) -> None:
     mine, theirs = some_keys(sealer, namespace=b"mine"), some_keys(sealer, namespace=b"theirs")
     assert sealer.verify(sealed(sealer, theirs[0]), mine[0]) == "misdirected"
     assert sealer.verify(sealed(sealer, mine[1]), mine[0]) == "misdirected"
@@ -310,8 +303,7 @@ def test_labels_are_read_back_with_the_secret_and_are_noise_without_it(
     assert blind is not None and blind.label is None and blind.key == key
 
 
-def test_equal_labels_of_two_keys_look_different() -> None:
-    sealer = Sealer(IDENTITY, SECRET)
+def test_equal_labels_of_two_keys_look_different(sealer: Sealer) -> None:
     one, two = (bytes(labelled(sealer, bytes([number]) * 32)[56:96]) for number in (1, 2))
     same = sum(a == b for a, b in zip(one, two, strict=True))
     assert same < 8 and b"identity" not in one + two

@@ -28,6 +28,16 @@ SLOT = HEADER_BYTES + 8
 FULL, STATE = Row(0, "full", exact=False), Row(1, "state", exact=True)
 
 
+@pytest.fixture
+def backend() -> FaultyBackend:
+    return FaultyBackend()
+
+
+@pytest.fixture
+def store(backend: FaultyBackend) -> Store:
+    return make_store(backend)
+
+
 def new_slots(n: int, byte: int = 0) -> list[memoryview]:
     return [memoryview(bytearray(HEADER_BYTES) + bytes([byte + page]) * 8) for page in range(n)]
 
@@ -184,8 +194,7 @@ def test_openings_are_counted() -> None:
 # ---------------------------------------------------------------- look up, read and write
 
 
-def test_pages_are_found_and_read_as_they_were_written() -> None:
-    store = make_store(MemoryBackend())
+def test_pages_are_found_and_read_as_they_were_written(store: Store) -> None:
     assert fill(store) == Written(4, gap=False)
     assert found(look_up(store)) == names_of(store)
     assert found(look_up(store, 3)) == names_of(store)[3:]
@@ -196,9 +205,7 @@ def test_pages_are_found_and_read_as_they_were_written() -> None:
     assert not store.faults
 
 
-def test_pages_are_found_by_their_names_in_one_call() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_pages_are_found_by_their_names_in_one_call(backend: FaultyBackend, store: Store) -> None:
     fill(store)
     names, strange = names_of(store), names_of(store, b"else")
     backend.calls.clear()
@@ -209,9 +216,7 @@ def test_pages_are_found_by_their_names_in_one_call() -> None:
     assert done(store.find([(FULL, names), (STATE, names[:1])])) == [[False] * 4, [False]]
 
 
-def test_a_lookup_begins_after_its_parent_and_says_which_pages_are_there() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_lookup_begins_after_its_parent_and_says_which_pages_are_there(backend: FaultyBackend, store: Store) -> None:
     fill(store)
     names = names_of(store)
     assert found(look_up(store, 1)) == names[1:]
@@ -229,9 +234,7 @@ def done(call: StoreCall[Any]) -> Any:
     return call.value
 
 
-def test_nothing_is_stored_after_a_gap() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_nothing_is_stored_after_a_gap(backend: FaultyBackend, store: Store) -> None:
     assert fill(store, begin=2) == Written(0, gap=True, whole=False)
     assert backend.stored_keys() == []
     assert fill(store, SYMBOLS[:8]) == Written(2, gap=False)
@@ -240,9 +243,7 @@ def test_nothing_is_stored_after_a_gap() -> None:
     assert done(read(store, new_slots(4, 100))) == 4
 
 
-def test_stored_pages_are_not_written_again() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_stored_pages_are_not_written_again(backend: FaultyBackend, store: Store) -> None:
     fill(store, SYMBOLS[:8])
     before = {key: backend.value(key) for key in backend.stored_keys()}
     assert fill(store) == Written(2, gap=False)
@@ -304,9 +305,7 @@ def damage(backend: FaultyBackend, key: bytes, how: str, other: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["absent", "altered", "length", "misdirected"])
 @pytest.mark.parametrize("at", range(4))
-def test_pages_count_up_to_the_first_damaged_one(how: str, at: int) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_pages_count_up_to_the_first_damaged_one(backend: FaultyBackend, store: Store, how: str, at: int) -> None:
     fill(store)
     keys = keys_of(store)
     damage(backend, keys[at], how, keys[at - 1])
@@ -316,9 +315,9 @@ def test_pages_count_up_to_the_first_damaged_one(how: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["altered", "length", "misdirected"])
-def test_a_damaged_page_is_deleted_so_that_an_intact_one_can_be_stored(how: str) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_damaged_page_is_deleted_so_that_an_intact_one_can_be_stored(
+    backend: FaultyBackend, store: Store, how: str
+) -> None:
     fill(store)
     keys = keys_of(store)
     good = backend.value(keys[2])
@@ -331,9 +330,9 @@ def test_a_damaged_page_is_deleted_so_that_an_intact_one_can_be_stored(how: str)
 
 
 @pytest.mark.parametrize("error", [StorageError("refused", "read-only"), RuntimeError("a bug"), Exception()])
-def test_pages_before_one_that_cannot_be_deleted_still_count(error: Exception) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_pages_before_one_that_cannot_be_deleted_still_count(
+    backend: FaultyBackend, store: Store, error: Exception
+) -> None:
     fill(store)
     keys = keys_of(store)
     damage(backend, keys[2], "altered", keys[0])
@@ -343,18 +342,14 @@ def test_pages_before_one_that_cannot_be_deleted_still_count(error: Exception) -
 
 
 @pytest.mark.parametrize("length", [0, 1, SLOT - 1, SLOT + 1, -2, 2**70, None, "8", 1.5])
-def test_a_wrong_length_is_a_miss(length: Any) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_wrong_length_is_a_miss(backend: FaultyBackend, store: Store, length: Any) -> None:
     fill(store)
     backend.instead["get"] = lambda keys, slots: [length] * len(keys)
     assert done(read(store, new_slots(4))) == 0
     assert store.faults == {"length": 1}
 
 
-def test_a_read_that_the_back_end_did_not_make_fails_verification() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_read_that_the_back_end_did_not_make_fails_verification(backend: FaultyBackend, store: Store) -> None:
     backend.instead["get"] = lambda keys, slots: [len(slot) for slot in slots]
     assert done(read(store, new_slots(4))) == 0
     assert store.faults == {"altered": 1}
@@ -452,9 +447,7 @@ def test_an_exact_row_is_stored_as_it_is_whatever_the_codec() -> None:
     assert contents(slots) == before
 
 
-def test_rows_of_one_page_are_values_of_their_own() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_rows_of_one_page_are_values_of_their_own(backend: FaultyBackend, store: Store) -> None:
     names = names_of(store)
     larger = [memoryview(bytearray(HEADER_BYTES) + bytes([50 + page]) * 24) for page in range(2)]
     parts = [Part(FULL, names, new_slots(4)), Part(STATE, names[2:], larger)]
@@ -472,9 +465,7 @@ def test_rows_of_one_page_are_values_of_their_own() -> None:
     assert backend.stored_keys() == [keys_of(store)[3], *store.sealer.keys(names[3:], "state")]
 
 
-def test_a_state_whose_size_has_changed_is_a_miss() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_state_whose_size_has_changed_is_a_miss(store: Store) -> None:
     done(store.write([Part(STATE, names_of(store)[:1], new_slots(1))]))
     slot = memoryview(bytearray(HEADER_BYTES + 16))
     assert done(store.read(STATE, names_of(store)[:1], [slot])) == 0
@@ -532,18 +523,14 @@ def test_what_a_back_end_raises_is_a_miss(call: str, error: BaseException, cause
     assert store.breaker.open
 
 
-def test_an_interrupt_does_not_count_as_a_fault() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_an_interrupt_does_not_count_as_a_fault(backend: FaultyBackend, store: Store) -> None:
     backend.always = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         look_up(store).done()
 
 
 @pytest.mark.parametrize("lengths", [[], [SLOT] * 3, [SLOT] * 5, None, SLOT], ids=repr)
-def test_a_wrong_number_of_lengths_makes_the_read_a_miss(lengths: Any) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_wrong_number_of_lengths_makes_the_read_a_miss(backend: FaultyBackend, store: Store, lengths: Any) -> None:
     fill(store)
 
     def get(keys: Any, slots: Any) -> Any:
@@ -557,9 +544,7 @@ def test_a_wrong_number_of_lengths_makes_the_read_a_miss(lengths: Any) -> None:
 
 
 @pytest.mark.parametrize("results", [[], [True] * 3, [True] * 5, [False] * 5, None, True], ids=repr)
-def test_a_wrong_number_of_results_makes_the_write_fail(results: Any) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_wrong_number_of_results_makes_the_write_fail(backend: FaultyBackend, store: Store, results: Any) -> None:
     backend.instead["put"] = lambda keys, slots: results
     assert fill(store) == Written(0, gap=False, whole=False)
     assert store.faults == {"crashed": 1}
@@ -568,18 +553,16 @@ def test_a_wrong_number_of_results_makes_the_write_fail(results: Any) -> None:
 @pytest.mark.parametrize(
     "there", [[False] * 4, [False, True, True, True], [True, True, False, True], [True] * 4], ids=repr
 )
-def test_pages_that_are_there_are_found_and_the_others_are_written(there: list[bool]) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_pages_that_are_there_are_found_and_the_others_are_written(
+    backend: FaultyBackend, store: Store, there: list[bool]
+) -> None:
     backend.instead["exists"] = lambda keys: there
     assert found(look_up(store)) == [name for name, held in zip(names_of(store), there, strict=True) if held]
     assert fill(store) == Written(4 - sum(there), gap=False)
 
 
 @pytest.mark.parametrize("answer", [None, 4, 1.5, "4", "four", [], [True] * 3, [True] * 5], ids=repr)
-def test_an_answer_that_is_not_one_for_each_page_is_a_miss(answer: Any) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_an_answer_that_is_not_one_for_each_page_is_a_miss(backend: FaultyBackend, store: Store, answer: Any) -> None:
     backend.instead["exists"] = lambda keys: answer
     assert done(look_up(store)) == Found()
     assert fill(store) == Written(0, gap=False, whole=False)
@@ -625,8 +608,9 @@ def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
 
 
 @pytest.mark.parametrize("waits_s", [(1.0, 5.0), (5.0, 1.0)])
-def test_a_store_is_slow_until_a_call_is_faster_than_every_wait_in_vain(waits_s: tuple[float, float]) -> None:
-    store = make_store(MemoryBackend())
+def test_a_store_is_slow_until_a_call_is_faster_than_every_wait_in_vain(
+    store: Store, waits_s: tuple[float, float]
+) -> None:
     for waited_s in waits_s:
         store.gave_up(waited_s)
     store.took(1.1)
@@ -801,8 +785,7 @@ def test_a_try_that_nobody_asks_for_stops_calls_until_it_has_returned() -> None:
 # ---------------------------------------------------------------- notes
 
 
-def test_a_note_is_found_under_its_name() -> None:
-    store = make_store(MemoryBackend())
+def test_a_note_is_found_under_its_name(store: Store) -> None:
     assert done(store.keep_note("one", b"first", 16)) is True
     assert done(store.keep_note("two", b"", 16)) is True
     assert done(store.find_note("one", 16)) == b"first" + bytes(11)
@@ -812,9 +795,7 @@ def test_a_note_is_found_under_its_name() -> None:
     assert not store.faults
 
 
-def test_a_missing_or_damaged_note_is_empty() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_missing_or_damaged_note_is_empty(backend: FaultyBackend, store: Store) -> None:
     assert done(store.find_note("one", 16)) == b""
     done(store.keep_note("one", b"first", 16))
     assert done(store.find_note("one", 17)) == b""
@@ -843,18 +824,14 @@ def test_a_note_replaces_the_one_before_in_every_store() -> None:
 
 
 @pytest.mark.parametrize("results", [[], None])
-def test_a_note_without_a_result_of_the_back_end_is_a_miss(results: Any) -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_note_without_a_result_of_the_back_end_is_a_miss(backend: FaultyBackend, store: Store, results: Any) -> None:
     backend.instead |= {"put": lambda keys, slots: results, "get": lambda keys, slots: results}
     assert done(store.keep_note("one", b"", 16)) is False
     assert done(store.find_note("one", 16)) == b""
     assert store.faults == {"crashed": 2}
 
 
-def test_a_note_stored_under_another_key_is_rejected() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_note_stored_under_another_key_is_rejected(backend: FaultyBackend, store: Store) -> None:
     done(store.keep_note("one", b"first", 8))
     (one,) = backend.stored_keys()
     done(store.keep_note("two", b"other", 8))
@@ -864,9 +841,7 @@ def test_a_note_stored_under_another_key_is_rejected() -> None:
     assert store.faults == {"misdirected": 1}
 
 
-def test_a_note_is_unreadable_in_the_store() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
+def test_a_note_is_unreadable_in_the_store(backend: FaultyBackend, store: Store) -> None:
     done(store.keep_note("one", b"a salt that is nobody's business", 64))
     (value,) = [bytes(backend.value(key)) for key in backend.stored_keys()]
     assert b"salt" not in value and b"nobody" not in value
