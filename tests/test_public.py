@@ -11,6 +11,7 @@ from types import ModuleType
 import mainstem
 from mainstem.errors import BackendUnavailable
 from mainstem.fleet.place import FleetError
+from mainstem.tiers.pending import Pending
 
 PUBLIC = [
     "BackendUnavailable", "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Chunked", "Component", "Coordinate",
@@ -20,6 +21,8 @@ PUBLIC = [
     "State", "StorageConfig", "StorageError", "Store", "Text", "TierStats", "Tiers", "TokenKeys", "Tree", "TreeStats",
     "TypedKeys", "Window", "WrongOwner", "__version__", "hash_blocks",
 ]  # fmt: skip
+
+PROTOCOLS = (mainstem.KeyKind, Pending)  # their docstrings hold for the methods of classes that have them
 
 
 def modules() -> list[ModuleType]:
@@ -37,14 +40,16 @@ def load(name: str) -> ModuleType | None:
 
 
 def undocumented(module: ModuleType) -> list[str]:
+    """Every module, class and function says what it is; so does every method of what `mainstem` exports."""
     missing = [] if module.__doc__ else [module.__name__]
     for name, member in inspect.getmembers(module, lambda m: inspect.isclass(m) or inspect.isfunction(m)):
         if name.startswith("_") or member.__module__ != module.__name__:
             continue
         missing += [] if member.__doc__ else [f"{module.__name__}.{name}"]
-        for attribute, value in vars(member).items() if inspect.isclass(member) else ():
+        exported = inspect.isclass(member) and getattr(mainstem, name, None) is member
+        for attribute, value in vars(member).items() if exported else ():
             plain = value.fget if isinstance(value, property) else value
-            inherited = any(attribute in vars(base) for base in member.__mro__[1:])
+            inherited = any(attribute in vars(base) for base in (*member.__mro__[1:], *PROTOCOLS))
             if inspect.isfunction(plain) and not attribute.startswith("_") and not plain.__doc__ and not inherited:
                 missing.append(f"{module.__name__}.{name}.{attribute}")
     return missing

@@ -97,10 +97,12 @@ class Hello(NamedTuple):
     spec: str
 
     def pack(self) -> bytes:
+        """Returns the body of HELLO."""
         return _HELLO.pack(_MAGIC, self.version, self.host_bytes) + self.spec.encode("utf-8", "surrogateescape")
 
     @classmethod
     def unpack(cls, body: memoryview) -> Self:
+        """Reads the body of HELLO."""
         magic, version, host_bytes = _unpack(_HELLO, body[: _HELLO.size])
         if magic != _MAGIC:
             raise Malformed("not a client of Mainstem")
@@ -125,12 +127,14 @@ class Welcome(NamedTuple):
     longest: Limit | None = None
 
     def pack(self) -> bytes:
+        """Returns the body of WELCOME."""
         bits = sum(flag << at for at, flag in enumerate(astuple(self.capabilities)))
         size, remedy = (0, "") if self.longest is None else (self.longest.size, self.longest.remedy)
         return _WELCOME.pack(self.pid, self.name, self.memory_bytes, bits, size) + remedy.encode()
 
     @classmethod
     def unpack(cls, body: memoryview) -> Self:
+        """Reads the body of WELCOME."""
         pid, name, memory_bytes, bits, size = _unpack(_WELCOME, body[: _WELCOME.size])
         capabilities = Capabilities(*(bool(bits >> at & 1) for at in range(len(fields(Capabilities)))))
         limit = Limit(size, bytes(body[_WELCOME.size :]).decode("utf-8", "replace")) if size else None
@@ -138,10 +142,12 @@ class Welcome(NamedTuple):
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """Returns the body of EXISTS and DELETE."""
     return b"".join(keys)
 
 
 def unpack_keys(body: memoryview) -> list[bytes]:
+    """Reads the body of EXISTS and DELETE."""
     if len(body) % KEY_BYTES or len(body) > MAX_KEYS * KEY_BYTES:
         raise Malformed(f"{len(body)} bytes are no keys")
     return [bytes(body[at : at + KEY_BYTES]) for at in range(0, len(body), KEY_BYTES)]
@@ -153,6 +159,7 @@ def pack_sizes(keys: Sequence[bytes], lengths: Sequence[int]) -> bytes:
 
 
 def unpack_sizes(body: memoryview) -> tuple[list[bytes], list[int]]:
+    """Reads the body of GET and PUT."""
     count, rest = divmod(len(body), KEY_BYTES + 8)
     if rest:
         raise Malformed(f"{len(body)} bytes are no keys and lengths")
@@ -168,6 +175,7 @@ def pack_places(places: Sequence[tuple[int, int]]) -> bytes:
 
 
 def unpack_places(body: memoryview) -> list[tuple[int, int]]:
+    """Reads the body of PLACES."""
     if len(body) % _PLACE.size:
         raise Malformed(f"{len(body)} bytes are no places")
     return list(_PLACE.iter_unpack(body))
@@ -181,17 +189,20 @@ def pack_listed(values: Sequence[Listed]) -> bytes:
 
 
 def unpack_listed(body: memoryview) -> list[Listed]:
+    """Reads the body of LISTED."""
     if len(body) % _LISTED.size:
         raise Malformed(f"{len(body)} bytes are no listing")
     return [Listed(key, length, None if math.isnan(age) else age) for key, length, age in _LISTED.iter_unpack(body)]
 
 
 def pack_failure(error: StorageError) -> bytes:
+    """Returns the body of FAILED."""
     text = str(error).removeprefix(f"{error.cause}: ")
     return bytes([StorageError.CAUSES.index(error.cause)]) + text.encode("utf-8", "replace")[: MAX_BYTES // 2]
 
 
 def unpack_failure(body: memoryview) -> StorageError:
+    """Reads the body of FAILED."""
     if not body or body[0] >= len(StorageError.CAUSES):
         raise Malformed("a failure has no cause")
     return StorageError(StorageError.CAUSES[body[0]], bytes(body[1:]).decode("utf-8", "replace"))
@@ -283,6 +294,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Closes the socket."""
         self._socket.close()
 
     def _message(self, size: int) -> Message:
