@@ -169,6 +169,33 @@ def test_a_spec_is_checked_without_opening_anything(tmp_path: Path) -> None:
         check_spec(f"file:{tmp_path}/kv-{{rank}}")
 
 
+BAD = """
+memory:somewhere memory:?size=1 memory:?capacity=lots memory:?capacity=0
+redis: redis:relative.sock redis:// redis://127.0.0.1:0 redis://127.0.0.1:99999 redis://127.0.0.1:6379/zero
+redis://user:hunter2@127.0.0.1:6379/0 redis://127.0.0.1?colour=red redis://127.0.0.1?prefix= redis://127.0.0.1?prefix=a*
+redis://127.0.0.1?timeout=0 redis://127.0.0.1?ttl=never redis://127.0.0.1?tls=maybe
+redis://127.0.0.1?password_env=NO_SUCH_VARIABLE
+s3:bucket s3:// s3://Bucket s3://bucket/../up s3://bucket/a//b s3://bucket/.hidden s3://bucket?endpoint=127.0.0.1:9000
+s3://bucket?endpoint=ftp://127.0.0.1 s3://bucket?requests=0 s3://bucket?requests=many s3://bucket?timeout=-1
+s3://bucket?secret=1
+mooncake:h:1 mooncake://h mooncake://h:99999 mooncake://h:1?colour=red mooncake://h:1?prefix=a/b mooncake://h:1?segment=x
+mooncake://h:1?segment=1MiB mooncake://h:1?protocol=carrier
+nixl:posix nixl:gds?path=/tmp nixl:posix?path=/tmp/x&api=fast nixl:posix?path=/tmp/x&bucket=b nixl:obj
+nixl:obj?bucket=b&path=c
+aibrix: aibrix:mock?path=/tmp/x aibrix:shfs aibrix:shfs?path= aibrix:shfs?path=/tmp/x&namespace=../b
+aibrix:shfs?path=/tmp/x&timeout=0 aibrix:shfs?path=/tmp/x&size=3
+lmcache: lmcache:127.0.0.1:1 lmcache://127.0.0.1 lmcache://h:port lmcache://h:1/path lmcache://h:1?timeout=0
+lmcache://h:1?prefix= lmcache://h:1?prefix=a@b lmcache://h:1?size=3
+"""
+
+
+@pytest.mark.parametrize("spec", BAD.split())
+def test_an_address_or_an_option_that_is_wrong_is_refused_before_any_client_is_asked(spec: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        open_backend(spec)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_options_that_a_class_does_not_have_are_refused() -> None:
     with pytest.raises(BadArgument, match="one of level, name"):
         open_backend(f"{HERE}:Mine?levle=3")

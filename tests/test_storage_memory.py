@@ -73,12 +73,6 @@ def test_spec(spec: str, capacity: int | None) -> None:
     assert store.stats().capacity_bytes == capacity
 
 
-@pytest.mark.parametrize("spec", ["memory:somewhere", "memory:?size=1", "memory:?capacity=lots", "memory:?capacity=0"])
-def test_an_invalid_spec(spec: str) -> None:
-    with pytest.raises(BadArgument):
-        open_backend(spec)
-
-
 @pytest.mark.parametrize("capacity", [0, -1])
 def test_capacity_is_checked(capacity: int) -> None:
     with pytest.raises(BadArgument, match="capacity_bytes"):

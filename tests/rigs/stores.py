@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 
 import pytest
+from machine import patience
 
 from mainstem.errors import StorageError
 from mainstem.storage.base import Backend
@@ -43,3 +46,22 @@ def cause_of(call: Callable[[], object]) -> str:
     with pytest.raises(StorageError) as error:
         call()
     return error.value.cause
+
+
+_READ = """
+import sys
+from mainstem.storage import open_backend
+store, keys = open_backend(sys.argv[1]), [bytes.fromhex(key) for key in sys.argv[3:]]
+buffers = [memoryview(bytearray(int(sys.argv[2]))) for _ in keys]
+assert store.exists(keys) == [True] * len(keys) and store.get(keys, buffers) == [len(buffer) for buffer in buffers]
+print(*(buffer.hex() for buffer in buffers))
+store.close()
+"""
+
+
+def read_elsewhere(spec: str, keys: Sequence[bytes], size: int) -> list[bytes]:
+    """Returns values as another process reads them, in whose store all must be."""
+    command = [sys.executable, "-c", _READ, spec, str(size), *(key.hex() for key in keys)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
+    assert done.returncode == 0, done.stderr
+    return [bytes.fromhex(value) for value in done.stdout.split()]

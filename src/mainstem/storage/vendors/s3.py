@@ -106,13 +106,13 @@ class S3Backend(Backend):
             raise BadArgument("endpoint", endpoint, "http://host:port or https://host:port")
         if not timeout_s > 0:
             raise BadArgument("timeout_s", timeout_s, "above 0")
+        self._threads = ThreadPoolExecutor(check_integer("requests", requests, 1, 1024), "mainstem-s3")
         with needs("obstore", "the package obstore is missing: pip install 'mainstem[s3]'"):
             from obstore.exceptions import BaseError
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._closed = False
         self._error: type[Exception] = BaseError
-        self._threads = ThreadPoolExecutor(check_integer("requests", requests, 1, 1024), "mainstem-s3")
         try:
             with self._as_storage_error():
                 self._store = _open_store(bucket, endpoint, region, timeout_s)
