@@ -24,7 +24,7 @@ from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Setup
 
 Path = tuple[int, ...]
-ALONE = (False, [0.0, 0.0, 0.0, 0.0, 1.0], 1)  # no peers, no costs, one thread
+ALONE: tuple[int, tuple[float, float, float, float, float | None], int] = (1, (0.0, 0.0, 0.0, 0.0, None), 1)
 
 # Ranks by creation, hits and last use of a block, in requests.
 RULES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {

@@ -753,17 +753,17 @@ class Replay:
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.
     """
 
-    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: Sequence[float], parts: int) -> None:
+    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None], block_tokens: int, costs: tuple[float, float, float, float, float | None], parts: int) -> None:
         """
-        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts. With peers, each request has the replica that could give it more. Costs: token_s, pair_s, below_s, peer_s and block_tokens, see router.h. Parts: how many threads may serve.
-        """
-
-    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
-        """
-        Serves requests, one after another. Returns the blocks that each hit, [requests * tiers], the replica that served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.
+        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts. Costs: seconds of a token, of a position that it attends to, of a token from the host, from storage and from another replica; None: replicas read nothing from each other. Parts: how many threads may serve.
         """
 
-    def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+        """
+        Serves requests, one after another; a store that all replicas share has the first `stored` blocks of each. Returns the blocks that each hit, [requests * tiers], the replica that served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.
+        """
+
+    def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
         """
         Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.
         """

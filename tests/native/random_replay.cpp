@@ -103,12 +103,12 @@ void by_routing(const std::vector<Prompt>& prompts, Choices& choose, Routing rou
     Tree* tree = trees.emplace_back(std::make_unique<Tree>(8, 1, kFull, 1, "lru", seed)).get();
     replicas.emplace_back(tree, std::vector<std::uint64_t>{5}, 9, by_order(tree));
   }
-  Replay replay(std::move(replicas), Router(routing, 3, true, {1e-4, 1e-9, 1e-6, 1e-5, 4}), 2);
+  Replay replay(std::move(replicas), Router(routing, 3, 4, {1e-4, 1e-9, {0, 1e-6}, {}, LoadTime{0, 1e-5}}), 2);
   double now_s = 0;
   for (const Prompt& prompt : prompts) {
     std::int32_t hits = 0;
     now_s += choose.below(20);
-    expect(replay.serve_one(now_s, prompt.size(), prompt, &hits).replica < 3, "a replica");
+    expect(replay.serve_one(now_s, prompt.size(), prompt, choose.below(3), &hits).replica < 3, "a replica");
     expect(hits >= 0 && static_cast<std::size_t>(hits) <= prompt.size(), "hits");
   }
   for (const auto& tree : trees)

@@ -56,7 +56,7 @@ std::uint64_t hash_of(WorkerId worker, const Where& where) {
 class World {
  public:
   World(std::uint64_t seed, std::uint64_t capacity)
-      : choose_(seed), full_(capacity < kEndless), index_({seed, ~seed}, kPage, capacity), ranking_(&index_) {}
+      : choose_(seed), full_(capacity < kEndless), index_({seed, ~seed}, kPage, capacity), ranking_(kPage) {}
 
   void step() {
     now_s_ += choose_.below(2);
@@ -150,7 +150,10 @@ class World {
     const std::uint32_t ns = choose_.below(2), pages = some_pages(choose_);
     const Tokens tokens = some_tokens(choose_, pages);
     expire();
-    ranking_.sent(worker, space(ns), tokens, now_s_);
+    Depths depths;
+    index_.match(space(ns), tokens, &depths);
+    ranking_.sent(worker, depths, static_cast<std::uint32_t>(tokens.size()), now_s_);
+    index_.expect(worker, space(ns), tokens, now_s_);
     if (choose_.one_in(2)) ranking_.ended(worker, now_s_);
     if (choose_.one_in(4)) ranking_.set_queue(worker, choose_.below(100), now_s_);
     for (std::size_t page = 1; page <= pages; ++page) {
@@ -250,7 +253,10 @@ class World {
       }
     }
     const std::optional<WorkerId> stay = choose_.one_in(2) ? std::optional(choose_.below(5)) : std::nullopt;
-    const std::vector<Estimate>& ranked = ranking_.rank(space(ns), tokens, all, stay, now_s_);
+    const auto length = static_cast<std::uint32_t>(tokens.size());
+    const WorkerId best = ranking_.best(found, length, all, now_s_);
+    const std::vector<Estimate>& ranked = ranking_.rank(found, length, all, stay, now_s_);
+    expect(ranked.front().worker == best || ranked.front().worker == stay, "the best alone is the first of all");
     expect_equal(static_cast<std::int64_t>(ranked.size()), static_cast<std::int64_t>(all.size()), "workers ranked");
     for (std::size_t i = 1; i < ranked.size(); ++i)
       expect(ranked[i - 1].cost_s <= ranked[i].cost_s || ranked[i - 1].worker == stay, "the best first");
@@ -297,9 +303,8 @@ void refusals() {
   thrown<BadValue>("pages without tokens", [] { RoutingIndex(SipKey{}, 0, 1); });
   thrown<BadValue>("no room", [] { RoutingIndex(SipKey{}, 1, 0); });
   RoutingIndex index(SipKey{1, 2}, 1, 100);
-  Ranking ranking(&index);
+  Ranking ranking(1);
   thrown<BadValue>("a worker that is not there", [&] { index.clear(0); });
-  thrown<BadValue>("a worker that is not there", [&] { ranking.ended(0, 0); });
   const WorkerId worker = index.add();
   thrown<BadValue>("a store", [&] { index.share_store(worker, 1u << 12); });
   thrown<BadValue>("a negative time", [&] { ranking.set_times(worker, {-1, 0, {}, {}, {}}); });

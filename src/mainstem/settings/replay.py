@@ -94,8 +94,8 @@ class Setup(Settings):
         replicas: Number of independent caches of this capacity; 1 or more.
         routing: Which replica gets a request: each in turn (round-robin); of two drawn at random the less loaded
             (two-choices); by its first block, modulo the replicas (hash) or so that few move when one is added
-            (consistent-hash); the one with the longest prefix that is not busy (prefix); or the one with the least
-            expected time to the first token (cost).
+            (consistent-hash); the one with the longest prefix that is not busy (prefix); or the one that a fleet's
+            front chooses (cost).
         router_lag: Time after which a router knows what came to a replica or left it, such as 50ms; for prefix and
             cost. With 0 it knows at once, and one core serves them.
         prefill_rate: Tokens per second that a replica computes, for routing by cost.
@@ -103,8 +103,8 @@ class Setup(Settings):
 
     `ttl` and `router_lag` are in seconds. A load is the recent prompt tokens, halved every 60 s. By prefix, a replica
     gets a request if it has half of it; of equals, the one with the least load. Skipped are replicas with more than 1.5
-    times the mean and 32 average requests above it. By cost, the expected time is that of the queue, of computing and
-    of loading (core/csrc/replay/router.h); of those within an eighth of the least, the least loaded gets the request.
+    times the mean and 32 average requests above it. By cost, replicas are ranked as in production, by the time of the
+    queue, of computing and of loading (core/csrc/routing/ranking.h).
     """
 
     host_blocks: int | None = setting(None, integer(1, MAX_BLOCKS), flag=False)

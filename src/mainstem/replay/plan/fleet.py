@@ -335,16 +335,16 @@ class _Study:
             tiers,
             setup,
             self.trace.block_size,
-            costs=self._costs(),
-            peers=size.network,
+            costs=self._costs(size),
             workers=self.workers,
         ) as caches:
             for batch in self.trace.batches():
-                served = caches.feed(batch)
+                here = stored[at : at + len(batch)]
+                served = caches.feed(batch, here)
                 device = served.hits[:, 0].astype(np.int64)
                 host = served.hits.sum(axis=1, dtype=np.int64)
                 peer = np.maximum(host, served.peer_reach)
-                store = np.maximum(peer, stored[at : at + len(batch)])
+                store = np.maximum(peer, here)
                 sums.add(batch, (device, host, peer, store), served.replica, served.peer)
                 at += len(batch)
         return sums.row(size, bare)
@@ -366,16 +366,20 @@ class _Study:
         host = size.host_bytes if copies else device + size.host_bytes
         return self._blocks(host) if size.host_bytes and host > device else None
 
-    def _costs(self) -> RouterCosts:
+    def _costs(self, size: Size) -> RouterCosts:
         """Returns the router's costs: the plan's own, where layers with a window count their window for each token."""
         layers, rate = self.model.layers, self.engine.flops_per_s
         windowed = sum(layer.pair_flops * layer.window for layer in layers if layer.window is not None)
         token = sum(2 * layer.active_parameters + layer.token_flops for layer in layers) + windowed
         pair = sum(layer.pair_flops for layer in layers if layer.window is None)
-        block = self.engine.token_bytes * self.trace.block_size
-        network = self.fleet.network
+        kept, network = self.engine.token_bytes, self.fleet.network or math.inf
+        store = min(self.engine.storage_bytes_per_s or math.inf, network)
         return RouterCosts(
-            token / rate, pair / rate, block / self.engine.host_bytes_per_s, block / network if network else 0.0
+            token_s=token / rate,
+            attended_s=pair / rate,
+            host_s=kept / self.engine.host_bytes_per_s,
+            store_s=kept / store,
+            peer_s=kept / network if size.network else None,
         )
 
 

@@ -23,7 +23,7 @@ from mainstem.cache.keys import HashKeys
 from mainstem.cache.policies import Policy
 from mainstem.cache.tree import Tree
 from mainstem.replay.simulate.rows import TierCounts
-from mainstem.replay.trace import Batch
+from mainstem.replay.trace import Batch, Int64s
 from mainstem.settings.replay import Setup
 
 _LOOKS = ("prefix", "cost")  # rules that look at what replicas hold
@@ -33,19 +33,21 @@ Int32s = NDArray[np.int32]
 
 
 class RouterCosts(NamedTuple):
-    """What the router expects of a replica, in seconds; for routing by cost, and to pull only where that is sooner.
+    """What the router expects of a replica, in seconds for each token.
 
     Attributes:
-        token_s: computing a token.
-        pair_s: attending to one position, for one token.
-        below_s: loading a block from a lower tier.
-        peer_s: loading a block from another replica.
+        token_s: computing it.
+        attended_s: attending to one position before it.
+        host_s: loading it from a lower tier.
+        store_s: reading it from a store that all replicas share.
+        peer_s: reading it from another replica; None: replicas read nothing from each other.
     """
 
-    token_s: float = 0.0
-    pair_s: float = 0.0
-    below_s: float = 0.0
-    peer_s: float = 0.0
+    token_s: float
+    attended_s: float
+    host_s: float
+    store_s: float = 0.0
+    peer_s: float | None = None
 
 
 class Served(NamedTuple):
@@ -73,7 +75,6 @@ class Caches:
         setup: replicas, routing, lag, time to live.
         block_size: tokens per block.
         costs: what the router expects; None: from the rates of `setup`.
-        peers: whether replicas ask others for what they lack.
         workers: threads.
     """
 
@@ -85,12 +86,12 @@ class Caches:
         block_size: int,
         *,
         costs: RouterCosts | None = None,
-        peers: bool = False,
         workers: int = 1,
     ) -> None:
         self.tiers = tiers
         self._setup = setup
-        self._looks = peers or setup.routing in _LOOKS
+        costs = RouterCosts(1 / setup.prefill_rate, 0.0, 1 / setup.load_rate) if costs is None else costs
+        self._looks = costs.peer_s is not None or setup.routing in _LOOKS
         trees = [
             Tree(1, HashKeys(8, block_size), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
             for number in range(setup.replicas)
@@ -103,8 +104,8 @@ class Caches:
             math.inf if setup.ttl is None else setup.ttl,
             setup.routing,
             [_evictor(tree) if tree.ranks_outside else None for tree in trees],
-            peers,
-            [*(_costs(setup, block_size) if costs is None else costs), block_size],
+            block_size,
+            costs,
             self._parts,
         )
         self._pool = ThreadPoolExecutor(self._parts - 1, "replica") if self._parts > 1 else None
@@ -120,12 +121,12 @@ class Caches:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def feed(self, batch: Batch) -> Served:
-        """Serves a batch."""
+    def feed(self, batch: Batch, stored: Int64s | None = None) -> Served:
+        """Serves a batch. A store that all replicas share has the first `stored` [requests] blocks of each request."""
         if self._setup.replicas == 1 or (self._looks and self._setup.router_lag == 0):
-            hits, *others = self._core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks)
+            hits, *others = self._core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks, stored)
         else:
-            windows = [self._serve(batch, start, stop) for start, stop in self._windows(batch.time_s)]
+            windows = [self._serve(batch, stored, start, stop) for start, stop in self._windows(batch.time_s)]
             hits, *others = (np.concatenate(column) for column in zip(*windows, strict=True))
         return Served(hits.reshape(len(batch), len(self.tiers)), *others)
 
@@ -151,13 +152,14 @@ class Caches:
             yield start, stop
             start = stop
 
-    def _serve(self, batch: Batch, start: int, stop: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+    def _serve(self, batch: Batch, stored: Int64s | None, start: int, stop: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:
         offsets = batch.offsets[start : stop + 1]
         columns = self._core.route(
             batch.time_s[start:stop],
             batch.input_tokens[start:stop],
             offsets - offsets[0],
             batch.blocks[offsets[0] : offsets[-1]],
+            None if stored is None else stored[start:stop],
         )
         for work in (self._core.serve, self._core.learn) if self._looks else (self._core.serve,):
             self._all_parts(work, stop - start)
@@ -175,11 +177,6 @@ class Caches:
         finally:
             for each in running:
                 each.result()
-
-
-def _costs(setup: Setup, block_size: int) -> RouterCosts:
-    load = block_size / setup.load_rate
-    return RouterCosts(1 / setup.prefill_rate, 0.0, load, load)
 
 
 def _evictor(tree: Tree) -> Callable[[int, int], list[NDArray[np.int32]]]:

@@ -1,11 +1,13 @@
 // The Python bindings of replay.h and optimum.h: columns of requests as arrays. A batch runs without the GIL; only
 // policies written in Python take it, to choose what to evict.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,7 +49,8 @@ struct Requests {
 
 // Columns of requests, and of what became of them.
 struct Window {
-  Window(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, std::uint32_t tiers)
+  Window(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, nb::handle stored,
+         std::uint32_t tiers)
       : time_view(times),
         token_view(tokens),
         offset_view(offsets),
@@ -57,6 +60,10 @@ struct Window {
         lengths(column<std::int64_t>(token_view, "tokens")) {
     require(times_s.size() == size(), "times", times_s.size(), "one per request");
     require(lengths.size() == size(), "tokens", lengths.size(), "one per request");
+    if (!stored.is_none()) {
+      in_store = column<std::int64_t>(stored_view.emplace(stored), "stored");
+      require(in_store.size() == size(), "stored", in_store.size(), "one per request");
+    }
     hit_ids = new_ids(size() * tiers, &hits);
     replica_ids = new_ids(size(), &replicas);
     peer_ids = new_ids(size(), &peers);
@@ -66,6 +73,9 @@ struct Window {
   std::uint64_t tokens(std::size_t i) const {
     return static_cast<std::uint64_t>(std::max<std::int64_t>(0, lengths[i]));
   }
+  std::uint32_t stored(std::size_t i) const {
+    return in_store.empty() ? 0 : static_cast<std::uint32_t>(std::clamp<std::int64_t>(in_store[i], 0, 1 << 28));
+  }
   void note(std::size_t i, const Choice& choice) {
     replicas[i] = static_cast<std::int32_t>(choice.replica);
     peers[i] = static_cast<std::int32_t>(choice.peer);
@@ -74,9 +84,10 @@ struct Window {
   nb::tuple columns() const { return nb::make_tuple(hit_ids, replica_ids, peer_ids, reach_ids); }
 
   const View time_view, token_view, offset_view, block_view;
+  std::optional<View> stored_view;
   const Requests requests;
   std::span<const double> times_s;
-  std::span<const std::int64_t> lengths;
+  std::span<const std::int64_t> lengths, in_store;  // no store: none
   std::int32_t *hits = nullptr, *replicas = nullptr, *peers = nullptr, *reaches = nullptr;
   nb::object hit_ids, replica_ids, peer_ids, reach_ids;
 };
@@ -94,12 +105,15 @@ Replica::Evict evict_by_call(const std::shared_ptr<nb::object>& evict) {
   };
 }
 
+// Seconds of a token: computed, for each position that it attends to, loaded from the host, storage and a peer.
+using Costs = std::tuple<double, double, double, double, std::optional<double>>;
+
 class PyReplay {
  public:
   PyReplay(nb::sequence trees, const std::vector<std::uint64_t>& capacities, double ttl_s, const std::string& routing,
-           nb::sequence evictions, bool peers, const std::vector<double>& costs, std::uint32_t parts)
+           nb::sequence evictions, std::uint32_t block_tokens, const Costs& costs, std::uint32_t parts)
       : replay_(replicas(trees, capacities, ttl_s, evictions),
-                Router(parse_routing(routing), static_cast<std::uint32_t>(nb::len(trees)), peers, parse(costs)),
+                Router(parse_routing(routing), static_cast<std::uint32_t>(nb::len(trees)), block_tokens, times(costs)),
                 parts) {
     for (nb::handle tree : trees)
       trees_.push_back(nb::borrow(tree));
@@ -107,25 +121,25 @@ class PyReplay {
   PyReplay(const PyReplay&) = delete;
   PyReplay& operator=(const PyReplay&) = delete;
 
-  nb::tuple feed(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks) {
-    Window window(times, tokens, offsets, blocks, tiers());
+  nb::tuple feed(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, nb::handle stored) {
+    Window window(times, tokens, offsets, blocks, stored, tiers());
     {
       const nb::gil_scoped_release unlocked;
       for (std::size_t i = 0; i < window.size(); ++i)
-        window.note(i, replay_.serve_one(window.times_s[i], window.tokens(i), window.requests.of(i),
+        window.note(i, replay_.serve_one(window.times_s[i], window.tokens(i), window.requests.of(i), window.stored(i),
                                          window.hits + i * tiers()));
     }
     return window.columns();
   }
 
-  nb::tuple route(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks) {
-    window_ = std::make_unique<Window>(times, tokens, offsets, blocks, tiers());
+  nb::tuple route(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, nb::handle stored) {
+    window_ = std::make_unique<Window>(times, tokens, offsets, blocks, stored, tiers());
     Window& window = *window_;
     {
       const nb::gil_scoped_release unlocked;
       if (window.size() > 0) replay_.begin(window.times_s[0]);
       for (std::size_t i = 0; i < window.size(); ++i)
-        window.note(i, replay_.route(window.times_s[i], window.tokens(i), window.requests.of(i)));
+        window.note(i, replay_.route(window.times_s[i], window.tokens(i), window.requests.of(i), window.stored(i)));
     }
     return window.columns();
   }
@@ -170,9 +184,10 @@ class PyReplay {
     }
     return made;
   }
-  static RouterCosts parse(const std::vector<double>& costs) {
-    require(costs.size() == 5, "costs", costs.size(), "token_s, pair_s, below_s, peer_s and block_tokens");
-    return {costs[0], costs[1], costs[2], costs[3], costs[4]};
+  static WorkerTimes times(const Costs& costs) {
+    const auto& [token_s, attended_s, host_s, storage_s, peer_s] = costs;
+    return {
+        token_s, attended_s, {0, host_s}, {0, storage_s}, peer_s ? std::optional(LoadTime{0, *peer_s}) : std::nullopt};
   }
   std::uint32_t tiers() const { return replay_.replicas().front().tiers(); }
   static std::vector<std::uint64_t> shown(const Histogram& histogram) {  // without the zeros at the end
@@ -212,29 +227,33 @@ void bind_replay(nb::module_& m) {
   nb::class_<PyReplay>(m, "Replay",
                        "Serves the requests of a trace with real trees, which nothing else may use from then on; see "
                        "src/mainstem/core/csrc/replay/replay.h.")
-      .def(nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence, bool,
-                    const std::vector<double>&, std::uint32_t>(),
-           "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a, "peers"_a, "costs"_a, "parts"_a,
-           nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "
-                   "collections.abc.Sequence[int], ttl_s: float, routing: str, evictions: "
-                   "collections.abc.Sequence[collections.abc.Callable[[int, int], "
-                   "list[numpy.typing.NDArray[numpy.int32]]] | None], peers: bool, costs: "
-                   "collections.abc.Sequence[float], parts: int) -> None"),
-           "Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) "
-           "evicts. With peers, each request has the replica that could give it more. Costs: token_s, pair_s, below_s, "
-           "peer_s and block_tokens, see router.h. Parts: how many threads may serve.")
-      .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
+      .def(
+          nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence,
+                   std::uint32_t, const Costs&, std::uint32_t>(),
+          "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a, "block_tokens"_a, "costs"_a, "parts"_a,
+          nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "
+                  "collections.abc.Sequence[int], ttl_s: float, routing: str, evictions: "
+                  "collections.abc.Sequence[collections.abc.Callable[[int, int], "
+                  "list[numpy.typing.NDArray[numpy.int32]]] | None], block_tokens: int, costs: "
+                  "tuple[float, float, float, float, float | None], parts: int) -> None"),
+          "Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) "
+          "evicts. Costs: seconds of a token, of a position that it attends to, of a token from the host, from storage "
+          "and from another replica; None: replicas read nothing from each other. Parts: how many threads may serve.")
+      .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a, "stored"_a = nb::none(),
            nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
-                   "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> "
+                   "tuple[numpy.typing.NDArray[numpy.int32], "
                    "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
                    "numpy.typing.NDArray[numpy.int32]]"),
-           "Serves requests, one after another. Returns the blocks that each hit, [requests * tiers], the replica that "
+           "Serves requests, one after another; a store that all replicas share has the first `stored` blocks of each. "
+           "Returns the blocks that each hit, [requests * tiers], the replica that "
            "served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.")
-      .def("route", &PyReplay::route, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
+      .def("route", &PyReplay::route, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a, "stored"_a = nb::none(),
            nb::sig("def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
-                   "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> "
+                   "tuple[numpy.typing.NDArray[numpy.int32], "
                    "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
                    "numpy.typing.NDArray[numpy.int32]]"),
            "Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.")

@@ -48,7 +48,7 @@ std::optional<LoadTime> to_load(const std::optional<std::tuple<double, double>>&
 class PyRouting {
  public:
   PyRouting(const nb::bytes& key, std::uint32_t page_tokens, std::uint64_t capacity)
-      : index(to_key(view(key)), page_tokens, capacity), ranking(&index) {}
+      : index(to_key(view(key)), page_tokens, capacity), ranking(page_tokens) {}
   PyRouting(const PyRouting&) = delete;
   PyRouting& operator=(const PyRouting&) = delete;
 
@@ -84,10 +84,11 @@ class PyRouting {
     const View ids(workers);
     const IdSpan asked = ids.ids();
     for (const std::int32_t worker : asked)
-      require(index.known(static_cast<WorkerId>(worker)), "worker", static_cast<WorkerId>(worker),
-              "a worker that was added and not dropped");
+      known(static_cast<WorkerId>(worker));
     const std::span<const WorkerId> among{reinterpret_cast<const WorkerId*>(asked.data()), asked.size()};
-    return ranking.rank(index.space(bytes_of(space)), symbols.span(), among, stay, now_s);
+    index.expire(now_s);
+    index.match(index.space(bytes_of(space)), symbols.span(), &depths_);
+    return ranking.rank(depths_, symbols.length(), among, stay, now_s);
   }
   IdArray rank(const nb::bytes& space, nb::handle tokens, nb::handle workers, std::optional<WorkerId> stay,
                double now_s) {
@@ -107,7 +108,14 @@ class PyRouting {
   }
   void sent(WorkerId worker, const nb::bytes& space, nb::handle tokens, double now_s) {
     const Symbols symbols(tokens);
-    ranking.sent(worker, index.space(bytes_of(space)), symbols.span(), now_s);
+    const Digest name = index.space(bytes_of(space));
+    index.match(name, symbols.span(), &depths_);
+    index.expect(known(worker), name, symbols.span(), now_s);
+    ranking.sent(worker, depths_, symbols.length(), now_s);
+  }
+  WorkerId known(WorkerId worker) const {
+    require(index.known(worker), "worker", worker, "a worker that was added and not dropped");
+    return worker;
   }
 
   RoutingIndex index;
@@ -122,10 +130,13 @@ class PyRouting {
       const Bytes bytes = tokens_.bytes();
       return {reinterpret_cast<const std::uint32_t*>(bytes.data()), bytes.size() / sizeof(std::uint32_t)};
     }
+    std::uint32_t length() const { return static_cast<std::uint32_t>(span().size()); }
 
    private:
     Tokens tokens_;
   };
+
+  Depths depths_;  // of the last match
 };
 
 }  // namespace
@@ -142,8 +153,8 @@ void bind_routing(nb::module_& m) {
       .def(
           "drop",
           [](PyRouting& r, WorkerId worker) {
-            r.ranking.forget(worker);
             r.index.drop(worker);
+            r.ranking.forget(worker);
           },
           "worker"_a, "Forgets a worker; its number may be another one's from now on.")
       .def(
@@ -183,8 +194,8 @@ void bind_routing(nb::module_& m) {
            nb::sig("def sent(self, worker: int, space: bytes, tokens: object, now_s: float) -> None"),
            "Takes into account that a request went to a worker.")
       .def(
-          "ended", [](PyRouting& r, WorkerId worker, double now_s) { r.ranking.ended(worker, now_s); }, "worker"_a,
-          "now_s"_a, "Takes into account that a request of a worker has ended.")
+          "ended", [](PyRouting& r, WorkerId worker, double now_s) { r.ranking.ended(r.known(worker), now_s); },
+          "worker"_a, "now_s"_a, "Takes into account that a request of a worker has ended.")
       .def(
           "expire", [](PyRouting& r, double now_s) { r.index.expire(now_s); }, "now_s"_a,
           "Gives up what was expected for too long.")
@@ -192,8 +203,8 @@ void bind_routing(nb::module_& m) {
           "set_times",
           [](PyRouting& r, WorkerId worker, std::tuple<double, double> prefill, std::tuple<double, double> host,
              std::tuple<double, double> storage, std::optional<std::tuple<double, double>> peer) {
-            r.ranking.set_times(
-                worker, {std::get<0>(prefill), std::get<1>(prefill), *to_load(host), *to_load(storage), to_load(peer)});
+            r.ranking.set_times(r.known(worker), {std::get<0>(prefill), std::get<1>(prefill), *to_load(host),
+                                                  *to_load(storage), to_load(peer)});
           },
           "worker"_a, "prefill"_a, "host"_a, "storage"_a, "peer"_a.none(),
           "Sets what a worker's time goes to, in seconds: for a token, and for each position that it attends to; then "
@@ -201,7 +212,7 @@ void bind_routing(nb::module_& m) {
       .def(
           "set_queue",
           [](PyRouting& r, WorkerId worker, double tokens, double now_s) {
-            r.ranking.set_queue(worker, tokens, now_s);
+            r.ranking.set_queue(r.known(worker), tokens, now_s);
           },
           "worker"_a, "tokens"_a, "now_s"_a, "Takes into account how many tokens a worker has still to compute.")
       .def(

@@ -62,6 +62,7 @@ class Changes {
 
 class Holders {
  public:
+  void add(const Change& change) { shards_[Changes::shard(change.name)].add(change); }
   // Applies changes of one shard, in order, and forgets them. Threads may apply those of different shards.
   void apply(std::size_t shard, std::vector<Change>* changes);
   // Those that hold the block of this name, by number. A single one is written to `one`.

@@ -281,9 +281,9 @@ void Replay::learn(std::uint32_t part) {
       holders_.apply(shard, &changes.of(shard));
 }
 
-Choice Replay::serve_one(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits) {
+Choice Replay::serve_one(double now_s, std::uint64_t tokens, Blocks blocks, std::uint32_t stored, std::int32_t* hits) {
   begin(now_s);
-  const Choice choice = route(now_s, tokens, blocks);
+  const Choice choice = route(now_s, tokens, blocks, stored);
   replicas_[choice.replica].serve(now_s, blocks, hits);
   for (std::uint32_t i = 0; i < parts(); ++i)
     learn(i);

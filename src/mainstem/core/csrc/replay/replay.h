@@ -130,7 +130,7 @@ struct Served {
 //   route(window)      -> serve(part 0) | serve(part 1) | ...      -> learn(part 0) | learn(part 1) | ...
 //   one after another     replicas with number % parts == part        shards of what the router knows
 //
-// What the router knows of the replicas' blocks is of the end of the window before, for any number of parts: events
+// What the router is told of the replicas' blocks is of the end of the window before, for any number of parts: events
 // reach a router late. `serve_one` is a window of one request.
 class Replay {
  public:
@@ -140,13 +140,13 @@ class Replay {
 
   // Starts a window: drops what has expired by now.
   void begin(double now_s);
-  Choice route(double now_s, std::uint64_t tokens, Blocks blocks) {
-    return router_.route(now_s, tokens, blocks, holders_);
+  Choice route(double now_s, std::uint64_t tokens, Blocks blocks, std::uint32_t stored) {
+    return router_.route(now_s, tokens, blocks, stored, &holders_);
   }
   // Serves the requests of the window that were routed to the replicas of a part. Threads may serve different parts.
   void serve(std::uint32_t part, const Served& window);
   void learn(std::uint32_t part);
-  Choice serve_one(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits);
+  Choice serve_one(double now_s, std::uint64_t tokens, Blocks blocks, std::uint32_t stored, std::int32_t* hits);
 
   const std::vector<Replica>& replicas() const { return replicas_; }
   const Router& router() const { return router_; }

@@ -36,6 +36,10 @@ std::uint32_t jump(std::uint64_t key, std::uint32_t n) {
   return static_cast<std::uint32_t>(bucket);
 }
 
+std::uint32_t clamped(std::uint64_t tokens) {
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, ~std::uint32_t{0}));
+}
+
 }  // namespace
 
 Routing parse_routing(const std::string& name) {
@@ -44,38 +48,41 @@ Routing parse_routing(const std::string& name) {
   throw BadValue{"routing", name, "round-robin, two-choices, hash, consistent-hash, prefix or cost"};
 }
 
-Router::Router(Routing routing, std::uint32_t replicas, bool peers, const RouterCosts& costs)
+Router::Router(Routing routing, std::uint32_t replicas, std::uint32_t block_tokens, const WorkerTimes& times)
     : routing_(routing),
-      peers_(peers),
-      costs_(costs),
-      loads_(replicas),
-      free_at_s_(replicas),
-      expected_s_(replicas),
-      reaches_(replicas) {
+      block_tokens_(block_tokens),
+      times_(times),
+      ranking_(block_tokens),
+      replicas_(replicas),
+      loads_(replicas) {
   require(replicas > 0 && replicas <= Holder::kMost, "replicas", replicas, "1 to 8192");
-  require(routing != Routing::cost || costs.token_s > 0, "token_s", 0, "above 0 for routing by cost");
-  require(costs.token_s >= 0 && costs.pair_s >= 0 && costs.below_s >= 0 && costs.peer_s >= 0 && costs.block_tokens > 0,
-          "costs", 0, "0 or more");
+  require(block_tokens > 0, "block_tokens", block_tokens, "1 or more");
+  std::iota(replicas_.begin(), replicas_.end(), WorkerId{0});
+  for (const WorkerId replica : replicas_)
+    ranking_.set_times(replica, times);
+  for (std::vector<std::uint32_t>& pages : depths_.pages)
+    pages.resize(replicas);
 }
 
 bool Router::looks_at_blocks() const {
-  return loads_.size() > 1 && (peers_ || routing_ == Routing::prefix || routing_ == Routing::cost);
+  return loads_.size() > 1 && (times_.peer || routing_ == Routing::prefix || routing_ == Routing::cost);
 }
 
-Choice Router::route(double now_s, std::uint64_t tokens, Blocks blocks, const Holders& holders) {
-  if (looks_at_blocks()) look(blocks, holders);
+Choice Router::route(double now_s, std::uint64_t tokens, Blocks blocks, std::uint32_t stored, Holders* holders) {
+  if (looks_at_blocks()) look(blocks, stored, *holders);
   Choice choice{choose(now_s, tokens, blocks)};
-  if (peers_ && loads_.size() > 1 && pulls(choice.replica, tokens)) {
+  if (times_.peer && loads_.size() > 1 && pulls(choice.replica, tokens)) {
     choice.peer = deepest_[draw(served_ + 1, static_cast<std::uint32_t>(deepest_.size()))].replica();
     choice.peer_reach = deepest_reach_;
   }
-  note(now_s, tokens, choice.replica);
+  note(now_s, tokens, choice.replica, holders);
   return choice;
 }
 
 std::uint32_t Router::choose(double now_s, std::uint64_t tokens, Blocks blocks) {
   const auto n = static_cast<std::uint32_t>(loads_.size());
   if (n == 1) return 0;
+  if (routing_ == Routing::cost) return ranking_.best(depths_, clamped(tokens), replicas_, now_s);
   if (routing_ == Routing::round_robin || (blocks.empty() && routing_ != Routing::two_choices))
     return static_cast<std::uint32_t>(served_ % n);
   switch (routing_) {
@@ -85,8 +92,6 @@ std::uint32_t Router::choose(double now_s, std::uint64_t tokens, Blocks blocks) 
       return jump(fold(blocks[0], kOdd), n);
     case Routing::prefix:
       return choose_by_prefix(now_s, blocks.size());
-    case Routing::cost:
-      return choose_by_cost(now_s, tokens);
     default:
       break;
   }
@@ -102,9 +107,11 @@ std::uint32_t Router::draw(std::uint64_t number, std::uint32_t below) const {
 
 // Walks from the last block that anybody holds to the first: those that hold a block hold all blocks before it, so the
 // first time that a replica is met is its reach. Equal lists say nothing new.
-void Router::look(Blocks blocks, const Holders& holders) {
+void Router::look(Blocks blocks, std::uint32_t stored, const Holders& holders) {
+  auto& [device, host, storage] = depths_.pages;  // a replica's own tiers below the device count as its host
   for (const std::uint32_t replica : found_)
-    reaches_[replica] = {};
+    device[replica] = host[replica] = 0;
+  storage.assign(storage.size(), stored);
   found_.clear();
   deepest_.clear();
   deepest_reach_ = 0;
@@ -124,12 +131,13 @@ void Router::look(Blocks blocks, const Holders& holders) {
     const std::span<const Holder> here = holders.of(names_[depth - 1], &one);
     if (std::equal(here.begin(), here.end(), before.begin(), before.end())) continue;
     for (const Holder holder : here) {
-      Reach& reach = reaches_[holder.replica()];
-      if (reach.any == 0) {
-        reach.any = depth;
-        found_.push_back(holder.replica());
+      const std::uint32_t replica = holder.replica();
+      if (host[replica] == 0) {
+        host[replica] = depth;
+        storage[replica] = std::max(stored, depth);
+        found_.push_back(replica);
       }
-      if (reach.device == 0 && (holder.tiers() & 1)) reach.device = depth;
+      if (device[replica] == 0 && (holder.tiers() & 1)) device[replica] = depth;
     }
     if (depth == deepest_reach_) deepest_.assign(here.begin(), here.end());
     kept = here[0];
@@ -143,65 +151,42 @@ std::uint32_t Router::choose_by_prefix(double now_s, std::size_t blocks) {
   const double weight = scale(now_s), mean = sum_ / static_cast<double>(loads_.size());
   const double request = static_cast<double>(tokens_) / static_cast<double>(std::max<std::uint64_t>(served_, 1));
   const double limit = std::max(kBusy * mean, mean + kBusyRequests * request * weight);
+  const std::vector<std::uint32_t>& reach = depths_.pages[static_cast<std::size_t>(Medium::host)];
   const auto better = [&](std::uint32_t a, std::uint32_t b) {
-    if (reaches_[a].any != reaches_[b].any) return reaches_[a].any > reaches_[b].any;
+    if (reach[a] != reach[b]) return reach[a] > reach[b];
     return loads_[a] != loads_[b] ? loads_[a] < loads_[b] : a < b;
   };
   const auto n = static_cast<std::uint32_t>(loads_.size());
   std::uint32_t best = n;
   for (const std::uint32_t replica : found_)
-    if (reaches_[replica].any * kWorth >= blocks && loads_[replica] <= limit && (best == n || better(replica, best)))
+    if (reach[replica] * kWorth >= blocks && loads_[replica] <= limit && (best == n || better(replica, best)))
       best = replica;
   if (best < n) return best;
   return static_cast<std::uint32_t>(std::min_element(loads_.begin(), loads_.end()) - loads_.begin());
 }
 
-// Of those that are nearly as soon as the soonest, the least loaded gets it. Otherwise, a short prefix that all prompts
-// share would keep them among the few replicas that have it, as long as these have time.
-std::uint32_t Router::choose_by_cost(double now_s, std::uint64_t tokens) {
-  const auto n = static_cast<std::uint32_t>(loads_.size());
-  double without_s = -1, least = std::numeric_limits<double>::infinity();  // at a replica that holds nothing
-  for (std::uint32_t i = 0; i < n; ++i) {
-    if (reaches_[i].any == 0 && without_s < 0) without_s = service_s(i, tokens);
-    expected_s_[i] = std::max(0.0, free_at_s_[i] - now_s) + (reaches_[i].any ? service_s(i, tokens) : without_s);
-    least = std::min(least, expected_s_[i]);
-  }
-  std::uint32_t best = n;
-  for (std::uint32_t i = 0; i < n; ++i)
-    if (expected_s_[i] <= kNear * least && (best == n || loads_[i] < loads_[best])) best = i;
-  return best;
-}
-
-double Router::compute_s(std::uint64_t tokens, std::uint32_t blocks) const {
-  if (tokens == 0) return 0;
-  const double all = static_cast<double>(tokens);
-  const double known = std::min(blocks * costs_.block_tokens, all - 1), fresh = all - known;
-  return costs_.token_s * fresh + costs_.pair_s * (fresh * known + fresh * (fresh + 1) / 2);
-}
-
+// Whether the replica gets what a peer has of the request sooner than it computes that.
 bool Router::pulls(std::uint32_t replica, std::uint64_t tokens) const {
-  const std::uint32_t own = reaches_[replica].any;
+  const std::uint32_t own = depths_.pages[static_cast<std::size_t>(Medium::host)][replica];
   if (deepest_reach_ <= own) return false;
-  if (costs_.token_s == 0) return true;
-  return (deepest_reach_ - own) * costs_.peer_s <= compute_s(tokens, own) - compute_s(tokens, deepest_reach_);
+  const double all = static_cast<double>(tokens), block = block_tokens_;
+  const auto rest_s = [&](std::uint32_t blocks) {
+    const double known = std::max(0.0, std::min(blocks * block, all - 1));
+    return times_.compute_s(all - known, known);
+  };
+  return (deepest_reach_ - own) * block * times_.peer->token_s <= rest_s(own) - rest_s(deepest_reach_);
 }
 
-// Seconds from when the replica is free to the first token.
-double Router::service_s(std::uint32_t replica, std::uint64_t tokens) const {
-  const Reach& reach = reaches_[replica];
-  const double below = (reach.any - reach.device) * costs_.below_s;
-  if (!peers_ || !pulls(replica, tokens)) return below + compute_s(tokens, reach.any);
-  return below + (deepest_reach_ - reach.any) * costs_.peer_s + compute_s(tokens, deepest_reach_);
-}
-
-void Router::note(double now_s, std::uint64_t tokens, std::uint32_t replica) {
+void Router::note(double now_s, std::uint64_t tokens, std::uint32_t replica, Holders* holders) {
   const double added = static_cast<double>(tokens) * scale(now_s);
   loads_[replica] += added;
   sum_ += added;
   ++served_;
   tokens_ += tokens;
-  if (routing_ != Routing::cost) return;
-  free_at_s_[replica] = std::max(now_s, free_at_s_[replica]) + service_s(replica, tokens);
+  if (routing_ != Routing::cost || loads_.size() == 1) return;
+  ranking_.sent(replica, depths_, clamped(tokens), now_s);
+  for (std::size_t i = depths_.pages[0][replica]; i < names_.size(); ++i)
+    holders->add({names_[i], replica, 0, true});
 }
 
 // What a token of now weighs among the loads.

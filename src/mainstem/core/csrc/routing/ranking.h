@@ -14,7 +14,8 @@
 //   busy            of the time lately, the share that the worker was in use. So equal workers get equal work
 //
 // A prefix that is asked for more often than one worker can serve is computed by another one as soon as waiting costs
-// more: it is there from then on. Knows what is where from `RoutingIndex`; time is passed in.
+// more: it is there from then on. What each worker has is passed in, and so is time: the fleet's front knows it from
+// events, a replay from its trees, and both choose by this one ranking.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,7 @@ namespace mainstem {
 // To load tokens takes latency_s + token_s * tokens.
 struct LoadTime {
   double latency_s = 0, token_s = 0;
+  bool operator==(const LoadTime&) const = default;
 };
 
 // What a worker's time goes to.
@@ -37,6 +39,11 @@ struct WorkerTimes {
   double token_s = 0, attended_s = 0;  // to compute; the second one for each position that a token attends to
   LoadTime host, storage;
   std::optional<LoadTime> peer;  // none: it reads from no peers
+  bool operator==(const WorkerTimes&) const = default;
+
+  double compute_s(double tokens, double before) const {
+    return tokens * (token_s + attended_s * (before + tokens / 2));
+  }
 };
 
 struct Estimate {
@@ -55,37 +62,42 @@ class Ranking {
   // A session stays where it was if that costs at most so much more, and this part of computing all of its prompt.
   static constexpr double kStay_s = 0.02, kStay = 0.1;
 
-  explicit Ranking(RoutingIndex* index) : index_(index) {}
+  explicit Ranking(std::uint32_t page_tokens) : page_tokens_(page_tokens) {}
 
   void set_times(WorkerId worker, const WorkerTimes& times);
   // The worker says how much of what it was sent it has not computed yet.
   void set_queue(WorkerId worker, double tokens, double now_s);
   void forget(WorkerId worker);
 
-  // The workers, the best first. `stay`: where the session of the request was.
-  const std::vector<Estimate>& rank(Digest space, std::span<const std::uint32_t> tokens,
-                                    std::span<const WorkerId> workers, std::optional<WorkerId> stay, double now_s);
-  // A request goes to a worker, which is expected to have its pages soon.
-  void sent(WorkerId worker, Digest space, std::span<const std::uint32_t> tokens, double now_s);
+  // The workers, the best first, for a prompt of which each has so many pages. `stay`: where the session of the request
+  // was.
+  const std::vector<Estimate>& rank(const Depths& depths, std::uint32_t tokens, std::span<const WorkerId> workers,
+                                    std::optional<WorkerId> stay, double now_s);
+  // The first of them, without the order of the others.
+  WorkerId best(const Depths& depths, std::uint32_t tokens, std::span<const WorkerId> workers, double now_s);
+  // A request goes to a worker.
+  void sent(WorkerId worker, const Depths& depths, std::uint32_t tokens, double now_s);
   void ended(WorkerId worker, double now_s);
 
  private:
   struct State {
     WorkerTimes times;
-    double free_s = 0;               // when it will have done what it was sent
-    double work_s = 0, work_at = 0;  // lately; halved every kHalfLife_s
+    double free_s = 0;  // when it will have done what it was sent
+    double work_s = 0;  // lately, in seconds of base_s_
     std::uint64_t under_way = 0;
-    double work(double now_s) const;
   };
+  static constexpr double kRebase_s = 64 * kHalfLife_s;
 
   State& at(WorkerId worker);
+  double weight(double now_s);
   static double busy(const Estimate& one);
-  Estimate estimate(WorkerId worker, std::uint32_t tokens, std::uint32_t of_peers, double now_s);
-  std::uint32_t on_peers(WorkerId but) const;
+  Estimate estimate(const WorkerTimes& times, WorkerId worker, const Depths& depths, std::uint32_t tokens,
+                    std::uint32_t of_peers) const;
+  void score(const Depths& depths, std::uint32_t tokens, std::span<const WorkerId> workers, double now_s);
 
-  RoutingIndex* index_;
+  std::uint32_t page_tokens_;
   std::vector<State> states_;
-  Depths depths_;  // of the last match
+  double base_s_ = 0;  // work is halved every kHalfLife_s: a second of work weighs more the later it is done
   std::vector<Estimate> ranked_;
 };
 
