@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mainstem.cache.policies import REMOVED
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
@@ -212,7 +214,7 @@ def _missed(records: Records) -> str:
 
 def _hits(records: Records) -> str:
     """Hit rates in percent of tokens, for each policy of Mainstem and each peer."""
-    rows = records["index"]["hit_rates"]
+    rows = [row for row in records["index"]["hit_rates"] if row["policy"] not in REMOVED]
     columns = list(dict.fromkeys((row["workload"], row["capacity_tokens"]) for row in rows))
     found = {(row["label"], row["policy"], row["workload"], row["capacity_tokens"]): row for row in rows}
     lines = []
@@ -282,7 +284,8 @@ def _policies(records: Records) -> str:
     def cell(side: Row) -> list[str]:
         return [f"{side['gain']:+.2f}", f"{side['workload']}, {side['percent']} %" if side["gain"] else ""]
 
-    rows = sorted(records["policies"]["rows"], key=lambda row: -row["closed"])
+    known = [row for row in records["policies"]["rows"] if row["policy"] not in REMOVED]
+    rows = sorted(known, key=lambda row: -row["closed"])
     lines = [
         [row["policy"], f"{row['closed']:.1f}", *cell(row["worst"]), *cell(row["best"]), f"{row['cost']:.1f}"]
         for row in rows

@@ -20,7 +20,7 @@ from mainstem.settings.engine import SamplingParams
 PAGE = 1
 RANKED = ["lru", "priority", "fifo", "gittins"]
 EVERY = [*BUILT_IN, "slru:4"]
-STEADY = ["lru", "fifo", "priority", "lru-2", "2q", "arc", "s3-fifo", "sieve", "gittins"]
+STEADY = ["lru", "fifo", "priority", "arc", "gittins"]
 
 
 def session(number: int, length: int = 4) -> list[int]:

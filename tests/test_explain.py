@@ -333,7 +333,7 @@ def test_an_explanation_changes_neither_recency_nor_structure() -> None:
     assert cache.stats() == stats
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "s3-fifo", "gittins", "lru-2"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "gittins"])
 def test_what_a_policy_does_not_track_is_not_made_up(policy: str) -> None:
     cache = make(policy=policy)
     for tokens in (PROMPT, other(1), other(2)):

@@ -147,9 +147,9 @@ def test_control_characters_in_names_are_not_printed(tmp_path: Path, capsys: pyt
 
 def test_tables_are_wide_without_a_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "llama-3.1-8b", "--ttl", "3s", "--tiers", "host=50%,storage=80TB"]
-    assert cli.main(["replay", str(trace), "--capacity", "5", "--policy", "length-aware", *options]) == 0
+    assert cli.main(["replay", str(trace), "--capacity", "5", "--policy", "priority", *options]) == 0
     shown = capsys.readouterr().out
-    assert "length-aware" in shown
+    assert "priority" in shown
     assert "median idle" in shown
     assert "…" not in shown
 

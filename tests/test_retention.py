@@ -17,14 +17,12 @@ from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
 from rigs.policy_models import InPython
 
 from mainstem.cache.namespaces import Namespace
+from mainstem.cache.policies import BUILT_IN
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, BadTokens
 
-ALL_POLICIES: list[Any] = [
-    *["lru", "lfu", "slru", "fifo", "mru", "filo", "priority", "length-aware", "lru-2", "2q", "arc", "s3-fifo"],
-    *["sieve", "w-tinylfu", "gdsf", "flop-aware", "gittins", InPython("lfu")],
-]
+ALL_POLICIES: list[Any] = [*BUILT_IN, InPython("lfu")]
 
 
 def cached(cache: PrefixCache, tokens: Sequence[int], namespace: Any = None) -> int:

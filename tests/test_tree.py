@@ -562,7 +562,7 @@ def test_a_removed_namespace_leaves_the_others() -> None:
     tree.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "gittins", "s3-fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "gittins", "arc"])
 def test_what_is_locked_outlives_its_removal_and_goes_first_then(policy: str) -> None:
     tree = Tree(page_size=1, policy=policy)
     tree.insert([7, 8], ids(7, 8))

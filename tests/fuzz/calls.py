@@ -40,7 +40,7 @@ def tree_calls() -> Callable[[bytes], None]:
     def run(data: bytes) -> None:
         choose = Bytes(data)
         size = 1 + choose.below(3)
-        tree = Tree(page_size=size, tiers=2, policy=("lru", "slru", "s3-fifo")[choose.below(3)])
+        tree = Tree(page_size=size, tiers=2, policy=("lru", "slru", "gittins")[choose.below(3)])
         handles, fresh = [0], 0
         for _ in range(_MOST_CALLS):
             if not choose.left:

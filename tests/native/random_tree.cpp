@@ -682,7 +682,6 @@ class TreeWorld : Paging {
     if (shape_.policy == "filo") return {-static_cast<double>(n.created), 0};
     if (shape_.policy == "lfu") return {static_cast<double>(n.hits), accessed};
     if (shape_.policy == "slru") return {n.hits >= 2 ? 1.0 : 0.0, accessed};
-    if (shape_.policy == "length-aware") return {static_cast<double>(n.hits), -static_cast<double>(n.start)};
     expect(shape_.policy == "priority", "a policy has its line here");
     return {static_cast<double>(n.priority), accessed};
   }

@@ -187,22 +187,20 @@ class HashKeys:
 
     Args:
         width: bytes of a hash, 8 or 16.
-        block_tokens: tokens that one hash stands for; policies that weigh costs need it.
 
     Raises:
-        BadArgument: the width is neither 8 nor 16, or `block_tokens` is below 1.
+        BadArgument: the width is neither 8 nor 16.
     """
 
     token_limit = 0
 
-    def __init__(self, width: int = 16, block_tokens: int = 512) -> None:
+    def __init__(self, width: int = 16) -> None:
         if check_integer("width", width, 8, 16) not in (8, 16):
             raise BadArgument("width", width, "8 or 16")
         self.symbol_bytes = width
-        self.block_tokens = check_integer("block_tokens", block_tokens, 1, 2**31)
 
     def __repr__(self) -> str:
-        return f"HashKeys(width={self.symbol_bytes}, block_tokens={self.block_tokens})"
+        return f"HashKeys(width={self.symbol_bytes})"
 
     def encode(self, tokens: TokenLike) -> bytes:
         """Encodes hashes: bytes, a list of bytes or of non-negative ints, or an integer array of the same width."""

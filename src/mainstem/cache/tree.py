@@ -21,7 +21,7 @@ from mainstem import _core
 from mainstem._core import TreeStats
 from mainstem.cache.components import Component, Full, by_name
 from mainstem.cache.explain import Explanation, Timeline, explain_runs
-from mainstem.cache.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
+from mainstem.cache.keys import KeyKind, Spliced, TokenKeys, TokenLike
 from mainstem.cache.namespaces import DEFAULT, NamespaceLike, describe_namespace, encode_namespace
 from mainstem.cache.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, Rank, find_policy
 from mainstem.errors import BadArgument, BadTokens, check_integer
@@ -180,7 +180,6 @@ class Tree:
             self.tiers,
             self.policy.rule if isinstance(self.policy, BuiltIn) else "external",
             secrets.randbits(64),
-            self.keys.block_tokens if isinstance(self.keys, HashKeys) else 1,
             self.policy.protected_hits if isinstance(self.policy, BuiltIn) else SLRU_PROTECTED_HITS,
         )
         if remembered := check_integer("explain_pages", explain_pages or 0, 0, MOST_EXPLAINED):

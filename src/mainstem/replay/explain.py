@@ -65,7 +65,7 @@ def explain_request(
     last = len(trace) if number is None else number - 1
     if not 0 <= last <= len(trace) or (request is None and last == len(trace)):
         raise BadArgument("request", number, f"a number from 1 to {len(trace)}, the requests of the trace")
-    keys = HashKeys(8, trace.block_size)
+    keys = HashKeys(8)
     every = max(len(trace.whole.blocks), 1)  # so that no eviction is forgotten
     cache = PrefixCache(capacity_blocks, 1, keys=keys, policy=policy, explain_pages=every)
     batch, i = (request.whole, 0) if request is not None else (trace.whole, last)

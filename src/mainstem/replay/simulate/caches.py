@@ -93,7 +93,7 @@ class Caches:
         costs = RouterCosts(1 / setup.prefill_rate, 0.0, 1 / setup.load_rate) if costs is None else costs
         self._looks = costs.peer_s is not None or setup.routing in _LOOKS
         trees = [
-            Tree(1, HashKeys(8, block_size), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
+            Tree(1, HashKeys(8), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
             for number in range(setup.replicas)
         ]
         self.policy = trees[0].policy.name

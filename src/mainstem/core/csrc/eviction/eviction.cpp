@@ -27,8 +27,7 @@ std::uint64_t root_name(std::string_view ns) {
 
 }  // namespace
 
-Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view policy, double symbol_tokens,
-                   std::uint32_t protected_hits)
+Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view policy, std::uint32_t protected_hits)
     : nodes_(nodes),
       cells_(cells),
       policy_(find_policy(policy)),
@@ -37,10 +36,7 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
       has_standings_(!std::all_of(cells.rows.begin(), cells.rows.end(), std::mem_fn(&Component::leaf_only))),
       has_one_order_(!remembers_) {
   replacements_.resize(cells.columns);
-  const auto is_state = [](const Component& row) { return !row.per_page(); };
-  const bool has_states = std::any_of(cells.rows.begin(), cells.rows.end(), is_state);
-  const Surroundings around{nodes.nodes(), names_, tick_, nodes.page_bytes, symbol_tokens * nodes.page_size,
-                            has_states};
+  const Surroundings around{nodes.nodes(), names_, tick_, nodes.page_bytes};
   for (std::uint32_t tier = 0; remembers_ && tier < cells.tiers; ++tier)
     replacements_[cells.column_of(0, tier)] = policy_.make(around);
   if (remembers_) queue_count_ = replacements_[0]->queues();
@@ -505,7 +501,6 @@ std::uint64_t Eviction::at_once(Index node, std::size_t column, std::uint64_t wa
   return shares_ ? shares_->at_once(node, column, want, owner) : want;
 }
 
-// The policy's victim, after all nodes that get a second chance.
 Index Eviction::choose(std::size_t column) {
   if (cells_.component(column).weighs) reassess(column);
   if (!remembers_) {
@@ -517,11 +512,7 @@ Index Eviction::choose(std::size_t column) {
   Replacement* const at = replacement(column);
   if (!at || (!candidates.empty(0) && goes_first(candidates.top(), column)))
     return !ranks_itself() && unranked(column) != kNone ? kNone : candidates.top();
-  for (;;) {
-    const Index node = at->victim(candidates);
-    if (!at->spares(node)) return node;
-    refresh(node, column);
-  }
+  return at->victim(candidates);
 }
 
 std::uint32_t Eviction::pages_together(Index node, std::size_t column) const {
@@ -536,7 +527,7 @@ void Eviction::evicted(Index node, std::size_t column) noexcept {
 }
 
 void Eviction::done(std::size_t column) noexcept {
-  if (replacement(column)) replacement(column)->learn_capacity(cells_.counts(column).present, queues(column));
+  if (replacement(column)) replacement(column)->learn_capacity(cells_.counts(column).present);
 }
 
 // Removed nodes are the first of their order.

@@ -42,8 +42,7 @@ inline constexpr std::size_t kAdvised = 0;
 
 class Eviction {
  public:
-  Eviction(Structure& nodes, const Residency& cells, std::string_view policy, double symbol_tokens,
-           std::uint32_t protected_hits);
+  Eviction(Structure& nodes, const Residency& cells, std::string_view policy, std::uint32_t protected_hits);
   Eviction(const Eviction&) = delete;
   Eviction& operator=(const Eviction&) = delete;
 

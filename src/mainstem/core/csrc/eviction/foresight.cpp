@@ -83,7 +83,7 @@ void Foresight::trim(Index node, std::uint32_t pages) noexcept {
   all_->went += pages;
   if (all_->wager != node) return;
   const Structure& nodes = order_.nodes_;
-  const Surroundings around{nodes.nodes(), order_.names_, order_.tick_, nodes.page_bytes, 0, false};
+  const Surroundings around{nodes.nodes(), order_.names_, order_.tick_, nodes.page_bytes};
   const double rank = rank_alone(node);
   around.each_page(node, pages, [&](std::uint64_t page) { all_->ledger.bet(page, all_->by, rank); });
   all_->wager = kNone;

@@ -24,7 +24,7 @@ struct Place {
   bool operator==(const Place&) const = default;
 };
 
-inline constexpr std::uint32_t kQueues = 3;                                    // at most
+inline constexpr std::uint32_t kQueues = 2;                                    // at most
 inline constexpr double kUnranked = -std::numeric_limits<double>::infinity();  // waits for an external rank
 
 inline double number(std::uint64_t n) {

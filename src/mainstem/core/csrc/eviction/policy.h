@@ -5,14 +5,7 @@
 #include <string_view>
 
 #include "eviction/policies/arc.h"
-#include "eviction/policies/flop_aware.h"
-#include "eviction/policies/gdsf.h"
 #include "eviction/policies/gittins.h"
-#include "eviction/policies/lru2.h"
-#include "eviction/policies/s3_fifo.h"
-#include "eviction/policies/sieve.h"
-#include "eviction/policies/two_queues.h"
-#include "eviction/policies/w_tiny_lfu.h"
 
 namespace mainstem {
 
@@ -46,17 +39,8 @@ inline constexpr Policy kPolicies[] = {
     {"filo",     [](const Node& n, auto, auto) { return Rank{-number(n.created), 0}; }, true},
     {"slru",     [](const Node& n, auto used, auto hits) { return Rank{n.hits >= hits ? 1.0 : 0.0, number(used)}; }},
     {"priority", [](const Node& n, auto used, auto) { return Rank{static_cast<double>(n.priority), number(used)}; }, true},
-    // LengthAwareCache: like lfu, but later positions first (Qin et al., "Mooncake", arXiv:2407.00079).
-    {"length-aware", [](const Node& n, auto, auto) { return Rank{number(n.hits), -number(n.start)}; }},
-    {"lru-2",      by_recency, false, make<Lru2>},
-    {"2q",         by_recency, false, make<TwoQueues>},
-    {"arc",        by_recency, false, make<Arc>},
-    {"s3-fifo",    by_recency, false, make<S3Fifo>},
-    {"sieve",      by_recency, false, make<Sieve>},
-    {"w-tinylfu",  by_recency, false, make<WTinyLfu>},
-    {"gdsf",       by_recency, false, make<Gdsf>},
-    {"flop-aware", by_recency, false, make<FlopAware>},
-    {"gittins",    by_recency, false, make<Gittins>},
+    {"arc",      by_recency, false, make<Arc>},
+    {"gittins",  by_recency, false, make<Gittins>},
     {"external", nullptr},
 };
 // clang-format on

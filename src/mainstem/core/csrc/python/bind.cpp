@@ -271,15 +271,14 @@ NB_MODULE(_core, m) {
           "__init__",
           [](Tree* self, std::uint32_t symbol_bytes, std::uint32_t page_size,
              const std::vector<std::tuple<std::string, std::uint32_t, bool>>& components, std::uint32_t tiers,
-             std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits) {
+             std::string_view policy, std::uint64_t hash_seed, std::uint32_t protected_hits) {
             std::vector<Component> rows;
             for (const auto& [kind, number, weighs] : components)
               rows.push_back(Component::named(kind, number, weighs));
-            new (self)
-                Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, symbol_tokens, protected_hits);
+            new (self) Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, protected_hits);
           },
           "symbol_bytes"_a, "page_size"_a, "components"_a, "tiers"_a, "policy"_a, "hash_seed"_a,
-          "symbol_tokens"_a = 1.0, "protected_hits"_a = kSlruProtectedHits)
+          "protected_hits"_a = kSlruProtectedHits)
       .def("match", &match, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a,
            nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
                    "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),

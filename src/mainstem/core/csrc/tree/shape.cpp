@@ -6,11 +6,11 @@
 namespace mainstem {
 
 TreeShape::TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components,
-                     std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed, double symbol_tokens,
+                     std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed,
                      std::uint32_t protected_hits)
     : nodes_(symbol_bytes, page_size, hash_seed),
       cells_(nodes_, std::move(components), tiers),
-      eviction_(nodes_, cells_, policy, symbol_tokens, protected_hits),
+      eviction_(nodes_, cells_, policy, protected_hits),
       seed_(hash_seed) {
   reserve(1);
   nodes_.new_node();  // index 0 is no node

@@ -33,8 +33,7 @@ MAINSTEM_COUNTERS(TreeCounters, NoCounters, MAINSTEM_TREE_COUNTERS);
 class TreeShape {
  public:
   TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-            std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1,
-            std::uint32_t protected_hits = kSlruProtectedHits);
+            std::string_view policy, std::uint64_t hash_seed, std::uint32_t protected_hits = kSlruProtectedHits);
   TreeShape(const TreeShape&) = delete;
   TreeShape& operator=(const TreeShape&) = delete;
 

@@ -275,7 +275,7 @@ class Tree : private TreeShape {
   // Nodes present on a tier: most hits first, then most recently used, then latest end.
   std::vector<Handle> hottest(std::uint32_t tier) const;
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // the node's own, where present
-  // The node that evict() takes first, or 0. The policy gives the second chances that come before it.
+  // The node that evict() takes first, or 0.
   Handle next_victim(std::uint32_t component, std::uint32_t tier, std::uint64_t want = 1, std::string_view ns = {}) {
     return nodes_.handle(eviction_.victim(cells_.find_column(component, tier), cells_.find_owner(ns), want));
   }

@@ -168,8 +168,4 @@ class Recall {
   std::size_t size_ = 0, added_ = 0;  // entries; added since the last pack
   int shift_ = 63;
 };
-
-// Evicted pages, for policies that count time in ticks.
-using Ghost = Recall<std::uint64_t>;
-
 }  // namespace mainstem
