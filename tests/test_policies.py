@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rigs.policy_models import Arc, InPython
+from rigs.reference import POLICIES, ReferenceTree
 
 from mainstem.cache.components import Full, Window
 from mainstem.cache.policies import BUILT_IN, REMOVED, NodeStats
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.tree import Tree
-from mainstem.core.reference import POLICIES, ReferenceTree
 from mainstem.errors import BadArgument
 
 REMEMBERING = ("arc", "gittins")

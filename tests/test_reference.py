@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from rigs.reference import POLICIES, ReferenceCache, ReferenceTree
 
-from mainstem.core.reference import POLICIES, ReferenceCache, ReferenceTree
 from mainstem.errors import BadArgument, LeaseClosed, NotLocked, OutOfPages, StaleHandle
 
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rigs.cache import some_tokens
 from rigs.policy_models import InPython
+from rigs.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 
 from mainstem.cache.namespaces import encode_namespace, owner_of
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.cache.tree import NodeView, Tree
-from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
 
 SIZES = [1, 3, 16]

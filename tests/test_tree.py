@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rigs.reference import ReferenceTree
 
 from mainstem.cache.components import Full, Window
 from mainstem.cache.keys import BigramKeys, Image, TypedKeys
 from mainstem.cache.namespaces import Namespace
 from mainstem.cache.tree import Tree
-from mainstem.core.reference import ReferenceTree
 from mainstem.errors import BadArgument, BadTokens, NotLocked, StaleHandle
 
 

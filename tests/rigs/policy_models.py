@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mainstem.core.reference import POLICIES
+from rigs.reference import POLICIES
 
 
 class InPython:
