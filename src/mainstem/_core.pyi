@@ -97,7 +97,7 @@ class TreeStats:
 class Tree:
     """The radix tree over bytes; see src/mainstem/core/csrc/tree/tree.h."""
 
-    def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int, bool]], tiers: int, policy: str, hash_seed: int, symbol_tokens: float = 1.0, protected_hits: int = 2) -> None: ...
+    def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int, bool]], tiers: int, policy: str, hash_seed: int, protected_hits: int = 2) -> None: ...
 
     def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]:
         """
