@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from mainstem.cache.tenants import Tenants
 from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
+from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.storage.store import Store
@@ -72,6 +74,23 @@ class CacheStats:
     tree: TreeStats
     pools: Mapping[str, PoolStats]
     retention: RetentionStats
+
+    METRICS: ClassVar = (
+        Metric("mainstem_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache", "leases.queried"),
+        Metric("mainstem_prefix_cache_hits_tokens", "Prompt tokens found in the cache", "leases.hit"),
+        Metric("mainstem_evicted_pages", "Pages evicted from the cache", "tree.evicted_pages"),
+        Metric("mainstem_checkpoints", "Checkpoints of recurrent states added to the cache", "leases.checkpoints"),
+        Metric("mainstem_checkpoints_missed", "Checkpoints not kept because no slot was free",
+            "leases.checkpoints_missed"),
+        gauge("mainstem_kv_pages", "Pages of the KV pool, by owner", each("pool.{}", "free", "cached", "private"),
+            ("owner",)),
+        gauge("mainstem_pool_pages", "Pages or slots of each component's pool, by owner; cached includes locked",
+            {("*", owner): f"pools.*.{owner}" for owner in ("free", "cached", "private", "locked", "total")},
+            ("component", "owner")),
+        gauge("mainstem_retained_pages", "Pages or slots of each component that are retained, by tier",
+            {("*", tier): f"retention.{tier}.*" for tier in ("device", "host")}, ("component", "tier")),
+        gauge("mainstem_retained_prefixes", "Prefixes that are retained for a time or pinned", "retention.prefixes"),
+    )  # fmt: skip
 
     @property
     def pool(self) -> PoolStats:

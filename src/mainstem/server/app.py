@@ -327,7 +327,8 @@ class _Service:
                 engine.publish_prefix(prefix)
         self._precompute = Precompute(engine, self._prompts) if config.precompute_turns else None
         savings = Savings(engine, config.savings) if config.savings.exist else None
-        self._metrics = Metrics(engine, clock, recorder, self._answers, self._precompute, tracing, savings, prefills)
+        parts = (engine, recorder, self._answers, self._precompute, tracing, savings, prefills)
+        self._metrics = Metrics([part for part in parts if part is not None], clock)
         self._recorder, self._tracing = recorder, tracing
         name_of = show_owner if self._tenancy is None else self._tenancy.name
         self._explain = Explanations(

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
@@ -32,6 +32,7 @@ from mainstem.cache.keys import Encoded, TokenLike
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
 from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument, OutOfPages
+from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.load import Load
@@ -108,6 +109,30 @@ class TierStats:
     peer_requests: dict[str, int] = field(default_factory=dict)
     peer_given_bytes: int = 0
     peer_faults: dict[str, int] = field(default_factory=dict)
+
+    METRICS: ClassVar = (
+        gauge("mainstem_host_pages", "Pages or slots of each component on the host, by owner",
+            {("*", owner): f"host_pools.*.{owner}" for owner in ("free", "cached", "private", "total")},
+            ("component", "owner")),
+        Metric("mainstem_moved_pages", "Pages moved between tiers",
+            {("device", "host"): "backed_up", ("host", "device"): "loaded", ("storage", "host"): "prefetched",
+             ("host", "storage"): "stored"}, ("from", "to")),
+        Metric("mainstem_dropped_pages", "Pages that were not moved, by reason",
+            each("{}", "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped",
+                 "write_dropped"), ("reason",)),
+        Metric("mainstem_late_pages", "Pages computed although storage has (or may have) them, by cause",
+            {("*",): "late.*"}, ("cause",)),
+        Metric("mainstem_prefetch_short_pages", "Pages in storage that a component kept from being used",
+            {("*",): "prefetch_short.*"}, ("component",)),
+        Metric("mainstem_storage_faults", "Storage faults, by cause", {("*",): "faults.*"}, ("cause",)),
+        Metric("mainstem_peer_requests", "Requests of other engines for pages, by outcome", {("*",): "peer_requests.*"},
+            ("outcome",)),
+        Metric("mainstem_peer_given_bytes", "Bytes of pages given to other engines", "peer_given_bytes"),
+        Metric("mainstem_peer_faults", "Times that other engines did not give what was asked, by cause",
+            {("*",): "peer_faults.*"}, ("cause",)),
+        gauge("mainstem_storage_queued_pages", "Pages waiting for a write to storage", "queued"),
+        gauge("mainstem_storage_breaker_open", "Whether the breaker stops calls to storage", "breaker_open"),
+    )  # fmt: skip
 
 
 class Tiers:

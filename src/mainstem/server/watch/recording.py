@@ -55,7 +55,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -66,6 +66,7 @@ from mainstem.cache.keys import Image
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import BadArgument
 from mainstem.here import check_output
+from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.settings.server import RecordConfig
 
@@ -117,6 +118,11 @@ class RecordStats:
     written: int
     dropped: int
     failed: int
+
+    METRICS: ClassVar = (
+        Metric("mainstem_recorded_requests", "Requests to be recorded, by outcome",
+            each("{}", "written", "dropped", "failed"), ("outcome",)),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from mainstem import __version__
 from mainstem.imports import needs
+from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.server.generation import Watcher
 
@@ -59,6 +60,11 @@ class SpanStats:
     sent: int = 0
     failed: int = 0
     dropped: int = 0
+
+    METRICS: ClassVar = (
+        Metric("mainstem_spans", "Spans of requests for the collector of traces, by outcome",
+            each("{}", "sent", "failed", "dropped"), ("outcome",)),
+    )  # fmt: skip
 
 
 class Tracing:
