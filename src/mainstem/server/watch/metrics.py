@@ -19,6 +19,7 @@ from prometheus_client.core import Metric as PrometheusMetric
 from mainstem.cache.explain import Stretch
 from mainstem.metric import Metric, rows
 from mainstem.runtime.request import Delta, Usage
+from mainstem.server.generation import EndWatcher
 from mainstem.settings.server import SavingsConfig
 from mainstem.watch.sample import Sample
 
@@ -226,39 +227,29 @@ class Latencies:
             self.storage.observe(max(min(ended_s, usage.queue_s) - asked_s, 0.0))
 
 
-class RequestMeter:
-    """Watches the events of one generation. Made by `Metrics.meter`."""
+class RequestMeter(EndWatcher):
+    """Measures one generation. Made by `Metrics.meter`."""
 
     def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, reuse: Reuse) -> None:
         self._clock = clock
         self._requests = requests
         self._latencies, self._reuse = latencies, reuse
         self._last_s: float | None = None
-        self._ended = False
 
     def see(self, delta: Delta) -> None:
         """Takes one event into account."""
         if delta.tokens:
-            self._tokens(len(delta.tokens))
-        if delta.finish_reason is not None:
-            self._end(delta.finish_reason)
-            if delta.usage is not None:
-                self._reuse.observe(delta.usage.explanation or ())
-            if delta.usage is not None and delta.finish_reason != "cancelled":
-                self._latencies.observe(delta.usage)
+            now_s, count = self._clock(), len(delta.tokens)
+            if self._last_s is not None:
+                for _ in range(count):
+                    self._latencies.gap.observe((now_s - self._last_s) / count)
+            self._last_s = now_s
+        super().see(delta)
 
-    def close(self) -> None:
-        """Ends the watch: without a last event the generation counts as cancelled. A second call does nothing."""
-        self._end("cancelled")
-
-    def _tokens(self, count: int) -> None:
-        now_s = self._clock()
-        if self._last_s is not None:
-            for _ in range(count):
-                self._latencies.gap.observe((now_s - self._last_s) / count)
-        self._last_s = now_s
-
-    def _end(self, outcome: str) -> None:
-        if not self._ended:
-            self._requests.labels(outcome).inc()
-        self._ended = True
+    def ended(self, finish: str, usage: Usage | None) -> None:
+        """Counts the request by its outcome."""
+        self._requests.labels(finish).inc()
+        if usage is not None:
+            self._reuse.observe(usage.explanation or ())
+            if finish != "cancelled":
+                self._latencies.observe(usage)
