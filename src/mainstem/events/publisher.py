@@ -101,7 +101,7 @@ class Publisher:
         self._queue: deque[Event] = deque()
         self._closing = self._failed = False
         self._published = self._replays = 0
-        self._feed = Feed(clock())
+        self._feed = Feed(clock(), replays=replay is not None)
         with ExitStack() as stack:
             self._open(stack, endpoint, replay, keys)
             self._reader, self._writer = socket.socketpair()
