@@ -19,7 +19,6 @@ use storage through `Store` only. One thread at a time, as in a scheduler.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,15 +36,12 @@ from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.load import Load
 from mainstem.tiers.host.tier import HostPages, HostTier
-from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.prefetch.prefetch import Prefetch, Prefetches
+from mainstem.tiers.pending import PendingList
+from mainstem.tiers.prefetch.prefetch import Prefetch
 from mainstem.tiers.prefetch.waits import LATE, Missed
-from mainstem.tiers.prefetch.warm import Warming
-from mainstem.tiers.storage import identities
 from mainstem.tiers.storage.store import Store
+from mainstem.tiers.storage.tier import StorageTier
 from mainstem.tiers.storage.write import Writes
-
-log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.005
 
@@ -99,12 +95,12 @@ class TierStats:
     prefetch_dropped: int = 0
     stored: int = 0
     write_dropped: int = 0
-    queued: int
-    late: dict[str, int]
-    prefetch_short: dict[str, int]
-    faults: dict[str, int]
-    breaker_open: bool
-    breaker_openings: int
+    queued: int = 0
+    late: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LATE, 0))
+    prefetch_short: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    breaker_open: bool = False
+    breaker_openings: int = 0
     under_way: int
     peer_requests: dict[str, int] = field(default_factory=dict)
     peer_given_bytes: int = 0
@@ -180,19 +176,11 @@ class Tiers:
         self.pending = PendingList(host.agree)
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
-        self._explained = ""  # what was logged about pages that are not found
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
         self._backups = Backups(host.policy, pools, self._pages, self.writes, self.pending)
-        self._prefetches: Prefetches | None = None
-        self._warming: Warming | None = None
+        self._storage: StorageTier | None = None
         if store is not None and self.writes is not None:
-            names, rows = self.writes.names, self.writes.rows
-            self._prefetches = Prefetches(self._pages, self._backups, store, names, rows, self.costs, self.pending)
-            self._warming = Warming(self._pages, store, self._prefetches, self.pending)
-            for row in rows:
-                store.check_length(row, host.memory.payload_bytes(row.number))
-            store.register(host.memory.regions())
-            self._tell_shelf()
+            self._storage = StorageTier(store, self.writes, self._pages, self._backups, self.costs, self.pending)
 
     # ---------------------------------------------------------------- what a scheduler calls
 
@@ -200,17 +188,17 @@ class Tiers:
     def busy(self) -> bool:
         """Whether anything is under way that `poll` will settle, or to be begun by it."""
         touched = self._core is not None and self._core.has_touched
-        return touched or bool(self.pending) or (self._warming is not None and bool(self._warming.left))
+        return touched or bool(self.pending) or (self._storage is not None and bool(self._storage.warming.left))
 
     @property
     def can_prefetch(self) -> bool:
         """Whether there is storage, and fewer than `max_prefetches` are under way."""
-        return self._prefetches is not None and not self._prefetches.full
+        return self._storage is not None and not self._storage.prefetches.full
 
     @property
     def declined(self) -> Missed | None:
         """Why the last call of `prefetch` that returned None did; None: nothing was missing."""
-        return None if self._prefetches is None else self._prefetches.declined
+        return None if self._storage is None else self._storage.prefetches.declined
 
     @property
     def copying(self) -> bool:
@@ -223,12 +211,8 @@ class Tiers:
         if self._core is not None:
             self._core.settle()  # before writes begin: with "write_back" it adds some
             self._backups.begin_touched(self._core.take_touched())
-        if self._prefetches is not None:
-            self._prefetches.go_on()
-        if self.writes is not None:
-            self.writes.begin()
-        if self._warming is not None:
-            self._warming.go_on()
+        if self._storage is not None:
+            self._storage.poll()
         self._pages.settle()
 
     def settle(self) -> None:
@@ -280,10 +264,10 @@ class Tiers:
         Raises:
             BadTokens: a token is out of range.
         """
-        if self._prefetches is None:
+        if self._storage is None:
             return None
         key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
-        return self._prefetches.ask(encode_namespace(namespace), key, bidirectional)
+        return self._storage.prefetches.ask(encode_namespace(namespace), key, bidirectional)
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts to copy what the host lacks of the prefix that ends at a node, as far as it was hit `hits` times.
@@ -308,8 +292,8 @@ class Tiers:
 
     def forget(self, namespace: bytes) -> None:
         """Drops what was removed from a namespace: host pages, waiting writes, and pages in storage."""
-        if self.writes is not None:
-            self.writes.forget(namespace)
+        if self._storage is not None:
+            self._storage.writes.forget(namespace)
         self._pages.evict_removed()
 
     # ---------------------------------------------------------------- restart
@@ -319,19 +303,18 @@ class Tiers:
 
         A full store may evict the list, so it is called from time to time. All ranks call it between the same polls.
         """
-        if self.store is not None:
-            call = self.store.enter_identity()
-            self.pending.add(Polled(lambda: int(call.done()), lambda _: self._explain(call.value)))
+        if self._storage is not None:
+            self._storage.enter_identity()
 
     def remember(self) -> None:
         """Stores the list of the hottest prefixes, for `warm`. All ranks call it between the same polls."""
-        if self._warming is not None:
-            self._warming.remember()
+        if self._storage is not None:
+            self._storage.warming.remember()
 
     def warm(self) -> None:
         """Starts to prefetch the prefixes that `remember` listed, as far as the host has room."""
-        if self._warming is not None:
-            self._warming.begin()
+        if self._storage is not None:
+            self._storage.warming.begin()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything under way, and what follows from it, has ended. Returns whether it has."""
@@ -344,22 +327,8 @@ class Tiers:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the storage tier; calls that do not return within `timeout_s` are abandoned."""
-        if self.store is not None and self.writes is not None:
-            self.writes.begin(everything=True)
-            self.store.close(timeout_s)
-
-    def _tell_shelf(self) -> None:
-        if self.store is None or self.store.shelf is None or self.writes is None:
-            return
-        for row in self.writes.rows:
-            self.host_pools[row.number].freed_with(self.store.shelf.forgets(self.host.memory, row.number))
-
-    def _explain(self, listed: Sequence[identities.Summary]) -> None:
-        identity = None if self.store is None else self.store.sealer.identity
-        why = None if identity is None else identities.explain(identities.summarize(identity), listed)
-        if why is not None and why != self._explained:
-            self._explained = why
-            log.warning("storage: %s", why)
+        if self._storage is not None:
+            self._storage.close(timeout_s)
 
     # ---------------------------------------------------------------- statistics and checks
 
@@ -371,31 +340,17 @@ class Tiers:
     def stats(self) -> TierStats:
         """Returns counts; all are maintained incrementally."""
         pools = (HostCounts(pool.total, pool.free, pool.cached, pool.private) for pool in self.host_pools)
-        pool, store = self.host_pools[0], self.store
-        counted: dict[str, Any] = {**self.counts, **self._peer_counts()}
+        pool = self.host_pools[0]
+        counts: dict[str, Any] = {**self.counts, **({} if self._storage is None else self._storage.counts())}
         return TierStats(
             host_pools=dict(zip(self.tree.names, pools, strict=True)),
             host_total=pool.total,
             host_free=pool.free,
             host_cached=pool.cached,
             host_private=pool.private,
-            queued=0 if self.writes is None else self.writes.queued,
-            late={cause: 0 if self._prefetches is None else self._prefetches.late[cause] for cause in LATE},
-            prefetch_short={} if self._prefetches is None else dict(self._prefetches.short),
-            faults={} if store is None else dict(store.faults),
-            breaker_open=store is not None and store.breaker.open,
-            breaker_openings=0 if store is None else store.breaker.openings,
             under_way=len(self.pending),
-            **counted,
+            **counts,
         )
-
-    def _peer_counts(self) -> dict[str, Any]:
-        if self.store is None or self.store.shelf is None:
-            return {}
-        given = self.store.shelf.counts
-        size = given.pop("bytes", 0)
-        given.pop("values", None)
-        return {"peer_requests": given, "peer_given_bytes": size, "peer_faults": self.store.peer_faults}
 
     def check(self) -> None:
         """Verifies the pools of the host, and that they agree with the tree; slow.
@@ -403,5 +358,5 @@ class Tiers:
         Raises:
             CorruptTree: names the rule that is broken.
         """
-        rows = range(len(self.host_pools))
-        self._pages.check([0 if self._prefetches is None else self._prefetches.private_pages(row) for row in rows])
+        held = (lambda row: 0) if self._storage is None else self._storage.prefetches.private_pages
+        self._pages.check([held(row) for row in range(len(self.host_pools))])

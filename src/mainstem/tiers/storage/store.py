@@ -157,8 +157,8 @@ class Store:
         )
         self._wall_clock = wall_clock
         self._faults: Counter[str] = Counter()
-        self._closed = False
-        self._slow = False
+        self._closed = self._slow = False
+        self._explained = ""  # what was logged about pages that are not found
         self._vain_s = 0.0
         self._readers, self._writers = readers, writers
         self._under_way: list[StoreCall[Any]] = []
@@ -341,6 +341,14 @@ class Store:
     def enter_identity(self) -> StoreCall[list[identities.Summary]]:
         """Enters the identity of the pages in the list of the store. The value is the list before that."""
         return self._submit(self._writers, lambda causes: identities.enter(self.backend, self.sealer, causes), [])
+
+    def explain(self, listed: Sequence[identities.Summary]) -> None:
+        """Logs why the store has no pages of this identity, if that list says so; the same once."""
+        identity = self.sealer.identity
+        why = None if identity is None else identities.explain(identities.summarize(identity), listed)
+        if why is not None and why != self._explained:
+            self._explained = why
+            log.warning("storage: %s", why)
 
     def gave_up(self, waited_s: float) -> None:
         """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""
