@@ -43,7 +43,7 @@ NOT_EXPORTED = {
     },
     "engine.cache.retention": {"pinned", "owners", "limits.*"},
     "engine.tiers": {
-        "host_total", "host_free", "host_cached", "host_private",
+        "host_total", "host_free", "host_cached", "host_private", "host_pools.*.locked",
         "prefetches", "prefetch_skipped", "breaker_openings", "under_way",
     },
     "engine.vision": {"images"},

@@ -236,6 +236,7 @@ class FakeEngine:
         self.closed = False
         self.draining = False
         self.images: VisionStats | None = None
+        self.missed: dict[str, int] = {}
         self.adapters: tuple[str, ...] = ()
         self.adapter_paths: dict[str, str] = {}
         self.removed: list[tuple[list[int], Any]] = []
@@ -284,7 +285,7 @@ class FakeEngine:
             running=len(self.running()),
             waiting=0,
             adapters=len(self.adapters),
-            totals=Totals(requests=len(self.streams), prompt_tokens=asked, cached_tokens=hit),
+            totals=Totals(len(self.streams), prompt_tokens=asked, cached_tokens=hit, missed=self.missed),
             cache=cache_stats(asked, hit),
             compiled_grammars=self.grammars.compiled,
             vision=self.images,

@@ -21,17 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem import _core
-from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
+from mainstem._core import Lease, LeaseCounters, TreeStats
 from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.cache.expected import Expected
 from mainstem.cache.explain import Explanation, Stretch, within
 from mainstem.cache.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
 from mainstem.cache.policies import Policy
+from mainstem.cache.pool import Pool, PoolStats
 from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Retention, RetentionStats
 from mainstem.cache.tenants import Tenants
-from mainstem.cache.tree import Tree
+from mainstem.cache.tree import DEVICE, Tree
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
 from mainstem.metric import Metric, each, gauge
@@ -46,17 +47,6 @@ CopyPage = Callable[[int, int, int], None]
 
 CopyState = Callable[[int, int], None]
 """copy_state(source, target): copies a whole recurrent state from slot to slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Counts of one component's pages or slots. free + cached + private = total; locked is a part of cached."""
-
-    total: int
-    free: int
-    cached: int
-    private: int
-    locked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,11 +445,9 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """Returns the counts, which are kept up to date."""
         self._core.take_back()
-        pools = {name: self._pool_stats(row, pool) for row, (name, pool) in enumerate(self.pools.items())}
-        return CacheStats(self._core.counters(), self.tree.stats(), pools, self.retention.stats())
-
-    def _pool_stats(self, row: int, pool: Pool) -> PoolStats:
-        return PoolStats(pool.total, pool.free, pool.cached, pool.private, self.tree.core.counts(row, 0)[1])
+        core, pools = self.tree.core, enumerate(self.pools.items())
+        counts = {name: PoolStats.of(pool, core.counts(row, DEVICE)[1]) for row, (name, pool) in pools}
+        return CacheStats(self._core.counters(), self.tree.stats(), counts, self.retention.stats())
 
     def check(self) -> None:
         """Verifies the tree and the pools, and that they agree; slow.

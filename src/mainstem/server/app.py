@@ -335,7 +335,7 @@ class _Service:
             engine, self._access, self._preparation, name_of, self._parse, self._parsed, clock,
             hides=config.public_prefix is not None,
         )  # fmt: skip
-        self._live = live.Live(engine, self._metrics, self.names[0], name_of, clock, now, self._explain)
+        self._live = live.Live(engine, self._metrics.reuse, self.names[0], name_of, clock, now, self._explain)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, clock)
         kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, clock)
         self._responses, self._chats = Responses(kept, now, self._fingerprints), StoredChats(kept)

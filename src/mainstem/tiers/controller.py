@@ -29,7 +29,8 @@ from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.cache.keys import Encoded, TokenLike
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
-from mainstem.cache.tree import Tree
+from mainstem.cache.pool import PoolStats
+from mainstem.cache.tree import HOST, Tree
 from mainstem.errors import BadArgument, OutOfPages
 from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.costs import Costs
@@ -44,16 +45,6 @@ from mainstem.tiers.storage.tier import StorageTier
 from mainstem.tiers.storage.write import Writes
 
 _DRAIN_POLL_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class HostCounts:
-    """Counts of one component's pages or slots on the host. free + cached + private = total."""
-
-    total: int
-    free: int
-    cached: int
-    private: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +69,7 @@ class TierStats:
         peer_faults: times that other engines did not give what was asked, by cause.
     """
 
-    host_pools: dict[str, HostCounts]
+    host_pools: dict[str, PoolStats]
     host_total: int
     host_free: int
     host_cached: int
@@ -208,6 +199,8 @@ class Tiers:
     def poll(self) -> None:
         """Settles what has ended and begins what is due. Does not block."""
         self.pending.settle()
+        if self.store is not None:
+            self.store.settle()
         if self._core is not None:
             self._core.settle()  # before writes begin: with "write_back" it adds some
             self._backups.begin_touched(self._core.take_touched())
@@ -335,11 +328,12 @@ class Tiers:
     @property
     def counts(self) -> Counter[str]:
         """What the parts have counted, without zeros."""
-        return +self.pending.counts
+        return +Counter(self.pending.counts)  # copied at once, since `stats` may be called while it grows
 
     def stats(self) -> TierStats:
-        """Returns counts; all are maintained incrementally."""
-        pools = (HostCounts(pool.total, pool.free, pool.cached, pool.private) for pool in self.host_pools)
+        """Returns counts up to the last poll. It changes nothing, so any thread can call it."""
+        core, rows = self.tree.core, enumerate(self.host_pools)
+        pools = (PoolStats.of(pool, core.counts(row, HOST)[1]) for row, pool in rows)
         pool = self.host_pools[0]
         counts: dict[str, Any] = {**self.counts, **({} if self._storage is None else self._storage.counts())}
         return TierStats(

@@ -21,7 +21,6 @@ from mainstem.metric import Metric, rows
 from mainstem.runtime.request import Delta, Usage
 from mainstem.server.generation import EndWatcher
 from mainstem.settings.server import SavingsConfig
-from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -119,6 +118,9 @@ class Metrics:
     Args:
         parts: the engine, and what else counts.
         clock: returns seconds, monotonic; for the time between tokens.
+
+    Attributes:
+        reuse: measures how soon something is asked for again.
     """
 
     def __init__(self, parts: Iterable[Part], clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,7 +139,7 @@ class Metrics:
         self._wait = self._histogram(
             "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
         )
-        self._reuse = Reuse(self._registry)
+        self.reuse = Reuse(self._registry)
         text = "Requests with a field that is taken and does nothing, by its path"
         self._ignored = Counter("mainstem_ignored_fields", text, ["field"], registry=self._registry)
 
@@ -153,16 +155,11 @@ class Metrics:
     def meter(self) -> RequestMeter:
         """Returns a meter for one generation."""
         latencies = Latencies(self._ttft, self._gap, self._e2e, self._tpot, self._wait)
-        return RequestMeter(self._clock, self._requests, latencies, self._reuse)
+        return RequestMeter(self._clock, self._requests, latencies, self.reuse)
 
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
         return generate_latest(self._registry)
-
-    def sample(self, at_s: float) -> Sample:
-        """Returns every value as it is now."""
-        found = [one for family in self._registry.collect() for one in family.samples]
-        return Sample(at_s, {(one.name, frozenset(one.labels.items())): one.value for one in found})
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)
@@ -173,9 +170,13 @@ class Reuse:
 
     Args:
         registry: of the metrics.
+
+    Attributes:
+        regret_tokens: prompt tokens that had been evicted.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.regret_tokens = 0
         text = "Prompt tokens that had been evicted, by the tier that they left and why; only with --explain"
         self._tokens = Counter("mainstem_regret_tokens", text, ["tier", "why"], registry=registry)
         text = "Time from an eviction until it was asked for again"

@@ -166,20 +166,25 @@ class Store:
     @property
     def breaker(self) -> Breaker:
         """Stops calls after repeated failures."""
-        self._settle()
+        self.settle()
         return self._breaker
 
     @property
     def slow(self) -> bool:
         """Whether a request has waited in vain, and no call has been quicker since then."""
-        self._settle()
+        self.settle()
         return self._slow
 
     @property
     def faults(self) -> Counter[str]:
         """How many faults there were so far, by cause."""
-        self._settle()
+        self.settle()
         return self._faults
+
+    def stats(self) -> dict[str, Any]:
+        """Returns its counts up to the last `settle`, by the names of `TierStats`. Callable from any thread."""
+        breaker = self._breaker
+        return {"faults": dict(self._faults), "breaker_open": breaker.open, "breaker_openings": breaker.openings}
 
     @property
     def peer_faults(self) -> dict[str, int]:
@@ -469,7 +474,7 @@ class Store:
     def _submit(
         self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T, *, queued: bool = False
     ) -> StoreCall[T]:
-        self._settle()
+        self.settle()
         if self._closed or not self._breaker.allow():
             self.count("closed" if self._closed else "breaker")
             return StoreCall(self, None, nothing, lambda: 0.0)
@@ -495,7 +500,7 @@ class Store:
         self._under_way.append(call)
         return call
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Notes which calls have ended or are late, also those that nobody asks for any more."""
         self._under_way = [call for call in self._under_way if not call.done()]
 

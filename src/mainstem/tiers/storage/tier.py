@@ -64,9 +64,7 @@ class StorageTier:
             "queued": self.writes.queued,
             "late": {cause: self.prefetches.late[cause] for cause in LATE},
             "prefetch_short": dict(self.prefetches.short),
-            "faults": dict(store.faults),
-            "breaker_open": store.breaker.open,
-            "breaker_openings": store.breaker.openings,
+            **store.stats(),
         }
         if store.shelf is not None:
             requests = store.shelf.counts
