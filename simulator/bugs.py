@@ -679,7 +679,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_explain.py::test_an_owner_without_a_maximum_is_never_beyond_it",
     ),
     _mutant(
-        "what a client missed that left is in some metrics only", "-", "server/generation.py",
+        "what a client missed that left is in some metrics only", "-", "server/run.py",
         "            await self._see_the_end(index)\n", "",
         "tests/test_serve_explain.py::test_what_a_client_missed_that_left_counts_everywhere",
     ),
@@ -806,7 +806,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_public_prefixes.py::test_nothing_is_copied_that_is_not_public_whole_and_begun_with",
     ),
     _mutant(
-        "a tenant's request is matched in the public namespace", "-", "server/preparation.py",
+        "a tenant's request is matched in the public namespace", "-", "server/prompting.py",
         "tenant=None if tenant is None else tenant.hex()", "tenant=None",
         "tests/test_tenants.py::test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart",
     ),

@@ -31,7 +31,7 @@ from mainstem.cache.namespaces import Namespace
 from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.request import Hints
-from mainstem.server.apis import requests
+from mainstem.server.apis import bodies
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
 
@@ -979,8 +979,8 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others(path: str, body: dict[str,
 @pytest.mark.deadline
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", *WITH_A_BODY])
 def test_a_slow_parser_does_not_hold_up_the_others(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck = Stuck(requests.msgspec.json.decode)
-    monkeypatch.setattr(requests.msgspec.json, "decode", stuck)
+    stuck = Stuck(bodies.msgspec.json.decode)
+    monkeypatch.setattr(bodies.msgspec.json, "decode", stuck)
     _serves_others(FakeEngine(), stuck, path, {})
 
 
@@ -1066,7 +1066,7 @@ SERVER = """
 import logging, sys
 from rigs.fake_engine import FakeEngine
 from mainstem.errors import EngineClosed
-from mainstem.server.app import serve
+from mainstem.server.serving import serve
 from mainstem.server.opening import bind
 from mainstem.settings.server import ServerConfig
 

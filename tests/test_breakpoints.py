@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ from starlette.testclient import TestClient
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.request import Prefix
 from mainstem.runtime.text.prompts import Prompts, Template
-from mainstem.server.apis.requests import ChatRequest, decode, template_input
-from mainstem.server.apis.tool_fields import tools_of
+from mainstem.server.apis.chat import request as chats
+from mainstem.server.apis.generation import Generation
 from mainstem.server.app import create_app
 from mainstem.server.fields.breakpoints import MOST, TTLS, CacheOptions, Mark, counted
 from mainstem.server.parsing.dialect import Dialect, speaking
@@ -36,10 +37,8 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "It looks.", "parameters": schema}, **fields}
 
 
-def chat(messages: Sequence[Any], **fields: Any) -> ChatRequest:
-    import msgspec
-
-    return decode(msgspec.json.encode({"model": "m", "messages": messages, **fields}), ChatRequest)
+def chat(messages: Sequence[Any], **fields: Any) -> Generation:
+    return chats.read(json.dumps({"model": "m", "messages": messages, **fields}).encode())
 
 
 # ---------------------------------------------------------------- which count
@@ -73,18 +72,19 @@ TALK = [
 ]
 
 
-def places(request: ChatRequest, name: str) -> tuple[str, list[str]]:
+def places(request: Generation, name: str) -> tuple[str, list[str]]:
     """Returns the text of a prompt, and what is before each mark in it."""
     tokenizer = byte_tokenizer(name)
     prompts = Prompts(tokenizer, 10_000)
     dialect: Dialect = speaking(prompts, tokenizer, ServerConfig())
-    given, tools = template_input(request.messages), tools_of(request.tools)
+    asked: Any = request.prompt
+    given, tools = asked.messages, asked.tooling.tools
 
     def spoken(messages: Any, tools: Any) -> tuple[Any, Template]:
         taken, listed = dialect.conversation(messages, tools)
         return taken, Template(tools=listed)
 
-    marks = request.marks()
+    marks = request.marks
     made = prompts.prepare(
         *spoken(given, tools), [spoken(*mark.variant(given, tools)) for mark in marks if mark.inside]
     )
@@ -116,7 +116,7 @@ def test_a_breakpoint_is_after_its_tool(name: str) -> None:
 def test_a_tool_that_is_left_out_ends_with_the_one_before_it() -> None:
     search = {"type": "web_search", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
     request = chat([{"role": "user", "content": "Now?"}], tools=[search, tool("look"), search, tool("listen")])
-    assert request.marks() == [Mark("5m", tool=0), Mark(None)]
+    assert request.marks == (Mark("5m", tool=0), Mark(None))
     whole, (look, _) = places(request, "hermes")
     assert "look" in look and "listen" not in look and whole.startswith(look)
 
@@ -124,13 +124,13 @@ def test_a_tool_that_is_left_out_ends_with_the_one_before_it() -> None:
 def test_cache_control_is_a_breakpoint_in_chats_too() -> None:
     """Some clients send Anthropic's field to OpenAI's routes, on messages, parts and tools."""
 
-    def asked(name: str, own: Any, timed: Any) -> ChatRequest:
+    def asked(name: str, own: Any, timed: Any) -> Generation:
         first = {"role": "system", "content": [part("first", **{name: own}), part("second")]}
         messages = [first, {"role": "user", "content": "x", name: timed}, {"role": "assistant", "content": "y"}]
         return chat(messages, tools=[tool("look", **{name: timed}), tool("listen")])
 
-    found = asked("cache_control", {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}).marks()
-    assert found == asked("prompt_cache_breakpoint", PLAIN, {"mode": "explicit", "ttl": "1h"}).marks()
+    found = asked("cache_control", {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}).marks
+    assert found == asked("prompt_cache_breakpoint", PLAIN, {"mode": "explicit", "ttl": "1h"}).marks
     assert [mark.ttl for mark in found] == ["1h", None, "1h", None]
 
 
@@ -139,18 +139,19 @@ def test_cache_control_of_a_function_is_that_of_its_tool() -> None:
     look = tool("look")
     look["function"]["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
     tools = [look, tool("listen")]
-    assert chat([{"role": "user", "content": "x"}], tools=tools).marks() == [Mark("1h", tool=0), Mark(None)]
+    assert chat([{"role": "user", "content": "x"}], tools=tools).marks == (Mark("1h", tool=0), Mark(None))
     look["cache_control"] = {"type": "ephemeral", "ttl": "5m"}
-    assert chat([{"role": "user", "content": "x"}], tools=tools).marks() == [Mark("5m", tool=0), Mark(None)]
+    assert chat([{"role": "user", "content": "x"}], tools=tools).marks == (Mark("5m", tool=0), Mark(None))
 
 
 def test_a_breakpoint_after_the_last_message_is_the_end_of_the_prompt() -> None:
     request = chat([{"role": "user", "content": "x", "prompt_cache_breakpoint": HALF_HOUR}])
-    assert request.marks() == [Mark("30m"), Mark(None)]
+    assert request.marks == (Mark("30m"), Mark(None))
 
 
 def test_what_templates_see_has_no_breakpoints() -> None:
-    with_marks, without = template_input(chat(TALK).messages), [{**turn} for turn in TALK]
+    asked: Any = chat(TALK).prompt
+    with_marks, without = asked.messages, [{**turn} for turn in TALK]
     assert "prompt_cache_breakpoint" not in repr(with_marks)
     assert [turn["role"] for turn in with_marks] == [turn["role"] for turn in without]
 

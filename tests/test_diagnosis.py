@@ -17,7 +17,7 @@ from mainstem.cache.namespaces import Namespace
 from mainstem.runtime.request import ImageInput, PreparedPrompt
 from mainstem.server.app import create_app
 from mainstem.server.kept.response_store import ResponseStore
-from mainstem.server.watch.diagnosis import Earlier, Finding, Fingerprint, Shape
+from mainstem.server.watch.diagnosis import Comparison, Finding, Fingerprint, Shape
 from mainstem.settings.server import ServerConfig
 
 PAGE = 4
@@ -64,9 +64,10 @@ def test_the_first_difference_is_named(earlier: Fingerprint | None, now: Fingerp
     assert now.compare(earlier) == finding
 
 
-def test_breakpoints_make_no_difference_and_images_do() -> None:
-    marked = {**USER, "content": [{**USER["content"][0], "prompt_cache_breakpoint": {"mode": "explicit"}}]}  # type: ignore[dict-item]
-    assert fingerprint(TEN, (marked,), [{"prompt_cache_breakpoint": 1}]) == fingerprint(TEN, (USER,), [{}])
+def test_places_in_a_body_make_no_difference_and_images_do() -> None:
+    placed = [{"role": "user", "content": [{"type": "image", "url": "data:x", "at": at}]} for at in ("here", "there")]
+    assert fingerprint(TEN, placed[:1]) == fingerprint(TEN, placed[1:]), "where in a body it was makes no difference"
+    assert fingerprint(TEN, tools=[{"at": 1}]) != fingerprint(TEN, tools=[{"at": 2}])
     one, other = (ImageInput(2, 6, bytes([mark]) * 16, {}) for mark in (1, 2))
     found = fingerprint(TEN, (REST,), images=(other,)).compare(fingerprint(TEN, images=(one,)))
     assert found == Finding("messages", 8, 8)
@@ -76,12 +77,16 @@ def test_what_is_kept_is_for_its_owner_and_counts_what_it_takes() -> None:
     long = fingerprint(list(range(4000)))
     assert long.size > 16 * 1000
     store = ResponseStore[Fingerprint](long.size + 100, 10.0)
-    Earlier(store, b"one").keep("a", long)
-    assert Earlier(store, b"one").compare("a", long).cause == "same"
-    assert (
-        Earlier(store, b"two").compare("a", long).cause == Earlier(store, None).compare("a", long).cause == "not_found"
-    )
-    Earlier(store, b"two").keep("b", long)
+    shape = Shape.of((USER,), ())
+
+    def cause(owner: bytes | None) -> str:
+        found = Comparison(shape, "a", keeps=False).of("other", long, store, owner)
+        assert found is not None
+        return found.cause
+
+    assert Comparison(shape, None, otherwise=Finding("same")).of("a", long, store, b"one") == Finding("same")
+    assert (cause(b"one"), cause(b"two"), cause(None)) == ("same", "not_found", "not_found")
+    assert Comparison(shape, None).of("b", long, store, b"two") is None
     assert store.size <= long.size + 100
 
 

@@ -34,18 +34,9 @@ from openai.types.responses import (
 )
 from openai.types.shared_params import CustomToolInputFormat, FunctionDefinition, Reasoning
 
-from mainstem.server.apis import embeddings, message_blocks, messages, response_items, response_tools, responses
-from mainstem.server.apis.embeddings import EmbeddingRequest
-from mainstem.server.apis.messages import CountRequest, MessageRequest
-from mainstem.server.apis.requests import (
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    Message,
-    Thinking,
-)
-from mainstem.server.apis.responses import ResponseRequest
-from mainstem.server.apis.tool_fields import (
+from mainstem.server.apis import embeddings
+from mainstem.server.apis.chat.request import ChatRequest, ContentPart, Message
+from mainstem.server.apis.chat.tools import (
     CustomCall,
     CustomFormat,
     CustomGrammar,
@@ -56,8 +47,18 @@ from mainstem.server.apis.tool_fields import (
     ToolChoice,
     ToolSpec,
 )
+from mainstem.server.apis.completions import CompletionRequest
+from mainstem.server.apis.embeddings import EmbeddingRequest
+from mainstem.server.apis.messages import blocks as message_blocks
+from mainstem.server.apis.messages import request as messages
+from mainstem.server.apis.messages.request import CountRequest, MessageRequest
+from mainstem.server.apis.responses import items as response_items
+from mainstem.server.apis.responses import request as responses
+from mainstem.server.apis.responses import tools as response_tools
+from mainstem.server.apis.responses.request import InputCountRequest, ResponseRequest
 from mainstem.server.fields.breakpoints import Breakpoint, CacheControl, CacheOptions
 from mainstem.server.fields.rules import COMPLETIONS, OF_CHATS, OPENAI, Field, Refused, Rules, Unheeded, check_fields
+from mainstem.server.fields.sampling import Thinking
 from mainstem.server.fields.tools import is_hosted
 
 KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
@@ -81,7 +82,7 @@ KINDS: dict[Any, tuple[str, Rules, set[str]]] = {
         responses.RULES,
         {*get_type_hints(response_create_params.ResponseCreateParamsBase), "stream"},
     ),
-    responses.CountRequest: (
+    InputCountRequest: (
         "/v1/responses/input_tokens",
         responses.RULES,
         {*get_type_hints(input_token_count_params.InputTokenCountParams)},

@@ -15,8 +15,8 @@ from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
-from mainstem.server.apis.message_blocks import attribution
-from mainstem.server.apis.messages import RULES, ContentBlock, CountRequest, MessageRequest
+from mainstem.server.apis.messages.blocks import attribution
+from mainstem.server.apis.messages.request import RULES, ContentBlock, CountRequest, MessageRequest
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
 

@@ -435,7 +435,7 @@ SERVER = """
 import logging, sys
 from pathlib import Path
 from rigs.fake_engine import FakeEngine
-from mainstem.server.app import serve
+from mainstem.server.serving import serve
 from mainstem.server.opening import bind
 from mainstem.settings.server import RecordConfig, ServerConfig
 

@@ -13,12 +13,12 @@ import pytest
 from mainstem.cache.retention import Kept
 from mainstem.runtime.request import Delta, Prefix, TokenLogprob, Usage
 from mainstem.runtime.text.spelling import Spelled
+from mainstem.server.apis.chat.reply import ChatReply
+from mainstem.server.apis.completion_reply import CompletionReply
 from mainstem.server.apis.replies import (
     DONE,
     CachedByTier,
-    ChatReply,
     ChunkUsage,
-    CompletionReply,
     Echo,
     Extras,
     Head,

@@ -9,19 +9,27 @@ import pytest
 
 from mainstem.errors import BadArgument
 from mainstem.runtime.text.prompts import Template
-from mainstem.server.apis import requests
-from mainstem.server.errors import ApiError, api_error
+from mainstem.server.apis import completions
+from mainstem.server.apis.chat import request as chats
+from mainstem.server.apis.generation import Conversation, Generation, Texts
+from mainstem.server.errors import ApiError, api_error, client_names
 from mainstem.server.fields.rules import Unheeded
 from mainstem.server.fields.tools import NO_TOOLS, Tool, Tooling
 
 
-def completion(**fields: Any) -> requests.CompletionRequest:
-    return requests.parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+def completion(**fields: Any) -> Generation:
+    return completions.read(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def chat(**fields: Any) -> requests.ChatRequest:
+def chat(**fields: Any) -> Generation:
     messages = [{"role": "user", "content": "hi"}]
-    return requests.parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+    return chats.read(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+def conversation(**fields: Any) -> Conversation:
+    asked = chat(**fields).prompt
+    assert isinstance(asked, Conversation)
+    return asked
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -61,14 +69,14 @@ def refused(call: Any, **fields: Any) -> ApiError:
     ],
 )
 def test_prompt_forms(prompt: Any, expected: Any) -> None:
-    assert completion(prompt=prompt).prompts() == expected
+    asked = completion(prompt=prompt).prompt
+    assert isinstance(asked, Texts) and asked.prompts == expected
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", 1], [[1], "a"], [1, [2]]])
 def test_mixed_or_empty_prompts_are_refused(prompt: Any) -> None:
-    request = completion(prompt=prompt)
     with pytest.raises(ApiError, match="prompt: must be a string") as caught:
-        request.prompts()
+        completion(prompt=prompt)
     assert caught.value.detail.param == "prompt"
 
 
@@ -204,15 +212,15 @@ def test_tools_and_which_may_be_called() -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     tools = [tool("f", description="does f", parameters=schema, strict=True), tool("g", parameters=None)]
     f, g = Tool("f", "does f", schema, strict=True), Tool("g")
-    assert chat(tools=tools).tooling() == Tooling((f, g))
-    assert chat().tooling() == chat(tools=[], tool_choice="auto").tooling() == NO_TOOLS
-    assert chat(tools=tools, tool_choice="none").tooling().callable == ()
-    assert chat(tools=tools, tool_choice="required", parallel_tool_calls=False).tooling() == Tooling(
+    assert conversation(tools=tools).tooling == Tooling((f, g))
+    assert conversation().tooling == conversation(tools=[], tool_choice="auto").tooling == NO_TOOLS
+    assert conversation(tools=tools, tool_choice="none").tooling.callable == ()
+    assert conversation(tools=tools, tool_choice="required", parallel_tool_calls=False).tooling == Tooling(
         (f, g), "required", parallel=False
     )
-    one = chat(tools=tools, tool_choice=named("g")).tooling()
+    one = conversation(tools=tools, tool_choice=named("g")).tooling
     assert (one.choice, one.callable, one.parallel) == ("required", (g,), False)
-    some = chat(tools=tools, tool_choice=allowed("auto", "f")).tooling()
+    some = conversation(tools=tools, tool_choice=allowed("auto", "f")).tooling
     assert (some.choice, some.callable, some.parallel) == ("auto", (f,), True)
     assert f.spec() == {"type": "function", "function": {"name": "f", "description": "does f", "parameters": schema}}
     assert g.spec()["function"] == {"name": "g", "parameters": {"type": "object", "properties": {}}}
@@ -223,7 +231,7 @@ def test_messages_of_a_conversation_with_tools() -> None:
     thought = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning": "Hm", "name": "me"}
     index = {**called(index=0), "annotations": [], "function_call": None, "audio": None, "refusal": None}
     refusal = {"role": "assistant", "refusal": "Never.", "tool_calls": []}
-    assert chat(messages=[index, result, thought, refusal]).conversation() == [
+    assert conversation(messages=[index, result, thought, refusal]).messages == [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c", "content": "7"},
         {"role": "assistant", "content": "No.", "name": "me", "reasoning_content": "Hm"},
@@ -234,15 +242,15 @@ def test_messages_of_a_conversation_with_tools() -> None:
 def test_unknown_fields_are_tolerated_only_if_asked_for() -> None:
     body = b'{"model": "m", "prompt": "hi", "tempreature": 0, "new": [1], "user": "u"}'
     seen = Unheeded(tolerant=True)
-    requests.parse_completion(body, seen)
+    completions.read(body, seen)
     assert (seen.unknown, seen.ignored) == (["tempreature", "new"], ["user"])
     seen = Unheeded(tolerant=True)
-    requests.parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "x", "nmae": "y"}]}', seen)
+    chats.read(b'{"model": "m", "messages": [{"role": "user", "content": "x", "nmae": "y"}]}', seen)
     assert (seen.unknown, seen.ignored) == (["messages[0].nmae"], [])
     with pytest.raises(ApiError, match=r"tempreature: unknown field; did you mean temperature\?"):
-        requests.parse_completion(body)
+        completions.read(body)
     with pytest.raises(ApiError, match="use_beam_search: not supported; omit it or use false"):
-        requests.parse_completion(b'{"model": "m", "prompt": "hi", "use_beam_search": true}', seen)
+        completions.read(b'{"model": "m", "prompt": "hi", "use_beam_search": true}', seen)
 
 
 def test_what_shapes_logits_and_text_is_passed_on() -> None:
@@ -272,19 +280,19 @@ def test_a_bias_is_of_a_token(bias: dict[str, float]) -> None:
 
 
 def test_how_a_chat_template_is_applied() -> None:
-    assert chat().template() == Template(generation_prompt=True, continues=False)
-    assert chat(continue_final_message=True).template() == Template(generation_prompt=False, continues=True)
-    given = chat(add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False}).template()
+    assert conversation().template() == Template(generation_prompt=True, continues=False)
+    assert conversation(continue_final_message=True).template() == Template(generation_prompt=False, continues=True)
+    given = conversation(add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False}).template()
     assert given == Template(generation_prompt=False, variables={"enable_thinking": False})
     with pytest.raises(BadArgument, match="continue_final_message"):
-        chat(continue_final_message=True, add_generation_prompt=True).template()
+        conversation(continue_final_message=True, add_generation_prompt=True).template()
     with pytest.raises(BadArgument, match="chat_template_kwargs"):
-        chat(chat_template_kwargs={"tokenize": True}).template()
+        conversation(chat_template_kwargs={"tokenize": True}).template()
 
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(ApiError, match="model: this field is required") as caught:
-        requests.parse_completion(b'{"prompt": "x"}')
+        completions.read(b'{"prompt": "x"}')
     assert caught.value.detail.param == "model"
 
 
@@ -292,7 +300,7 @@ def test_a_missing_field_is_named() -> None:
     "body", [b"", b"{", b"[1]", b"null", b'{"model": NaN}', b'{"model":"\xff"}', b'{"x":' + b"[" * 100_000, b'{"a":1}x']
 )
 def test_a_broken_body_is_refused(body: bytes) -> None:
-    for parse in (requests.parse_completion, requests.parse_chat):
+    for parse in (completions.read, chats.read):
         with pytest.raises(ApiError) as caught:
             parse(body)
         assert caught.value.status == 400
@@ -300,8 +308,8 @@ def test_a_broken_body_is_refused(body: bytes) -> None:
 
 def test_parts_of_text_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    request = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
-    assert request.conversation() == [
+    asked = conversation(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+    assert asked.messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one\ntwo"},
     ]
@@ -309,7 +317,7 @@ def test_parts_of_text_are_joined_and_developer_is_system() -> None:
 
 def test_a_message_with_an_image_keeps_its_parts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "data:x", "detail": "auto"}}]
-    (message,) = chat(messages=[{"role": "user", "content": parts}]).conversation()
+    (message,) = conversation(messages=[{"role": "user", "content": parts}]).messages
     image = {"type": "image", "url": "data:x", "at": "messages[0].content[1].image_url.url"}
     assert message == {"role": "user", "content": [{"type": "text", "text": "one"}, image]}
 
@@ -323,9 +331,8 @@ def test_a_message_with_an_image_keeps_its_parts() -> None:
     ],
 )
 def test_other_parts_are_refused(message: dict[str, Any], param: str, says: str) -> None:
-    request = chat(messages=[{"role": "user", **message}])
     with pytest.raises(ApiError, match=says) as caught:
-        request.conversation()
+        chat(messages=[{"role": "user", **message}])
     assert caught.value.detail.param == param
 
 
@@ -371,8 +378,9 @@ def test_max_completion_tokens_wins() -> None:
 def test_chat_logprobs() -> None:
     assert chat(logprobs=True).params(9, 0).logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).params(9, 0).logprobs == 4
-    with pytest.raises(BadArgument, match=r"^top_logprobs = 21: "):
-        chat(logprobs=True, top_logprobs=21).params(9, 0)
+    wrong = chat(logprobs=True, top_logprobs=21)
+    with pytest.raises(BadArgument, match=r"^top_logprobs = 21: "), client_names(wrong.paths):
+        wrong.params(9, 0)
     assert chat(logprobs=False).params(9, 0).logprobs is None
     with pytest.raises(ApiError, match="needs logprobs"):
         chat(top_logprobs=4).params(9, 0)
@@ -438,14 +446,14 @@ EXTREMES = ["2147483648", "9223372036854775808", "18446744073709551615", "184467
 def test_a_number_is_taken_as_it_is_or_refused_by_its_name(name: str, number: str) -> None:
     body = f'{{"model": "m", "prompt": "a", "{name}": {number}}}'.encode()
     try:
-        request = requests.parse_completion(body)
+        request = completions.read(body)
         params = request.params(100, 0)
     except (BadArgument, ApiError) as error:
         detail = api_error(error).detail if isinstance(error, BadArgument) else error.detail
         refused_by = detail.param if detail.param else detail.code
     else:
         given = json.loads(number)
-        assert getattr(request, name) in (given, float(given))
+        assert getattr(request.request, name) in (given, float(given))
         assert getattr(params, name, given) in (given, float(given))
         return
     assert refused_by in (name, "invalid_json", "min_tokens" if name == "max_tokens" else None)

@@ -16,7 +16,7 @@ from test_custom import ADDED, PATCH
 from test_fields import types_of
 from test_responses import SPEAKS, WEATHER, ask, asked, client, error_of
 
-from mainstem.server.apis.response_items import ITEMS, LEFT_OUT, REFUSED, sealed, unsealed
+from mainstem.server.apis.responses.items import ITEMS, LEFT_OUT, REFUSED, sealed, unsealed
 from mainstem.server.fields.rules import IGNORED_HEADER
 from mainstem.server.parsing.custom import as_arguments
 from mainstem.server.parsing.formats import FORMATS

@@ -18,11 +18,12 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta
-from mainstem.server.apis.replies import Head
-from mainstem.server.apis.response_items import Item
-from mainstem.server.apis.response_reply import ResponseReply
-from mainstem.server.apis.response_tools import Tool
-from mainstem.server.apis.responses import RULES, ResponseRequest
+from mainstem.runtime.text.spelling import Spelled
+from mainstem.server.apis.replies import ChunkUsage, Extras, Head
+from mainstem.server.apis.responses.items import Item
+from mainstem.server.apis.responses.reply import ResponseReply
+from mainstem.server.apis.responses.request import RULES, ResponseRequest, read
+from mainstem.server.apis.responses.tools import Tool
 from mainstem.server.app import create_app
 from mainstem.server.errors import internal_error
 from mainstem.settings.server import ServerConfig
@@ -532,7 +533,8 @@ def test_a_failure_under_way_ends_the_stream_with_the_response_as_far_as_it_came
 
 
 def test_what_had_come_of_a_failed_answer_is_incomplete() -> None:
-    reply = ResponseReply(Head("resp_1", 1, "m"), str, ResponseRequest(model="m", input="x"))
+    asked: Any = read(b'{"model": "m", "input": "x"}')
+    reply = ResponseReply(Head("resp_1", 1, "m"), Spelled, ChunkUsage(False), Extras(generation=asked))
     reply.events(0, Delta("He", (1,)))
     failed = json.loads(reply.failing(internal_error()).split(b"data: ")[1])["response"]
     (item,) = failed["output"]

@@ -24,10 +24,11 @@ from starlette.applications import Starlette
 
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import load_model
+from mainstem.server.apis.chat.request import ChatRequest
+from mainstem.server.apis.completions import CompletionRequest
 from mainstem.server.apis.embeddings import EmbeddingRequest
-from mainstem.server.apis.messages import MessageRequest
-from mainstem.server.apis.requests import ChatRequest, CompletionRequest
-from mainstem.server.apis.responses import ResponseRequest
+from mainstem.server.apis.messages.request import MessageRequest
+from mainstem.server.apis.responses.request import ResponseRequest
 from mainstem.server.app import create_app
 from mainstem.server.fields.rules import OPENAI
 from mainstem.settings.engine import EngineConfig

@@ -238,8 +238,8 @@ def serve(
     """
     import logging
 
-    from mainstem.server.app import serve as serve_http
     from mainstem.server.opening import bind
+    from mainstem.server.serving import serve as serve_http
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,24 +144,13 @@ def _frames() -> Run:
 
 def _bodies() -> Run:
     """The first byte chooses the route."""
-    from mainstem.server.apis.messages import parse_count
-    from mainstem.server.apis.requests import decode_known, parse_chat, parse_completion
-    from mainstem.server.apis.responses import ResponseRequest
+    from mainstem.server.apis.messages.request import read_count
+    from mainstem.server.apis.table import APIS
     from mainstem.server.errors import ApiError
     from mainstem.server.management import parse_hint, parse_load_adapter, parse_remove
 
-    def response(body: bytes) -> object:
-        return decode_known(body, ResponseRequest)
-
-    routes: tuple[Callable[[bytes], object], ...] = (
-        parse_completion,
-        parse_chat,
-        parse_count,
-        response,
-        parse_hint,
-        parse_remove,
-        parse_load_adapter,
-    )
+    read = [partial(api.read, unheeded=None) for api in APIS.values()]
+    routes: tuple[Callable[[bytes], object], ...] = (*read, read_count, parse_hint, parse_remove, parse_load_adapter)
 
     def run(data: bytes) -> None:
         if data:

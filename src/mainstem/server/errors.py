@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -94,33 +93,18 @@ def api_error(error: MainstemError) -> ApiError:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors name the fields of a client's body, where another request was made of it.
-
-    Args:
-        names: paths in the body, by paths in the request. The longest that an error's path begins with counts.
-    """
+def client_names(paths: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors of the layers below name the fields of a client's body; `paths`: these, by the layers' names."""
     try:
         yield
-    except (ApiError, MainstemError) as error:
-        shown = error if isinstance(error, ApiError) else api_error(error)
-        if shown.status >= 500 or not names:
+    except BadArgument as error:
+        if error.name not in paths:
             raise
-        if isinstance(shown.cause, RequestTooLong):
-            raise api_error(shown.cause.renamed(_renamed(shown.cause.name, names))) from error
-        param = None if shown.detail.param is None else _renamed(shown.detail.param, names)
-        # A message begins with a path, or has a field's value as `name = 1`.
-        message = re.sub(r"^[\w.\[\]]+(?=:| = )|\b\w+(?= = )", lambda found: _renamed(found[0], names), str(shown))
-        detail = shown.detail
-        raise ApiError(
-            shown.status, message, type=detail.type, param=param, code=detail.code, headers=shown.headers
-        ) from error
-
-
-def _renamed(path: str, names: Mapping[str, str]) -> str:
-    begins = [name for name in names if path.startswith(name) and path[len(name) :][:1] in ("", ".", "[")]
-    known = max(begins, key=len, default="")
-    return names[known] + path[len(known) :] if known else path
+        raise BadArgument(paths[error.name], error.value, error.allowed) from error
+    except RequestTooLong as error:
+        raise error.renamed(paths.get(error.name, error.name)) from error
+    except BadTokens as error:
+        raise ApiError(400, str(error), param=paths.get("prompt", "prompt")) from error
 
 
 def text_only(at: str) -> ApiError:

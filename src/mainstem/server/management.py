@@ -6,12 +6,13 @@ misspelled one, a removal could remove more than was meant.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
-from mainstem.server.apis.requests import Messages, TokenId, decode, decode_known, parts, template_input
-from mainstem.server.apis.tool_fields import ToolSpec
+from mainstem.server.apis.bodies import TokenId, decode, decode_known
+from mainstem.server.apis.chat.request import Messages
+from mainstem.server.apis.chat.tools import ToolSpec
 from mainstem.server.errors import ApiError
 
 
@@ -60,19 +61,6 @@ class Named(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     cache_salt: str | None = None
     api_key: str | None = None
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """Converts the messages for a chat template; see `Message.template_input`.
-
-        Raises:
-            ApiError: 400; a part is no text: the prefix of a conversation with images has no name here.
-        """
-        messages = template_input(self.messages or [])
-        if images := parts(messages, "image"):
-            at = images[0]["at"]
-            message = f"{at}: only prefixes of text have a name here; give the messages before it"
-            raise ApiError(400, message, param=at, code="unsupported_content")
-        return messages
 
 
 class RemoveRequest(Named, kw_only=True, forbid_unknown_fields=True):

@@ -23,8 +23,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -32,7 +31,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mainstem.errors import MainstemError
-from mainstem.metric import Metric
+from mainstem.server.apis.table import APIS
 from mainstem.server.errors import ApiError
 from mainstem.settings.server import PrefillConfig
 from mainstem.storage.breaker import Breaker
@@ -61,13 +60,6 @@ _SENT = (b"authorization", b"x-api-key", b"anthropic-version", b"content-type") 
 _LEFT_OUT = frozenset(
     ["stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs", "echo", "min_tokens", "prompt_logprobs"]
 )
-_ALONE: Mapping[str, Mapping[str, Any]] = {
-    "/v1/completions": {"max_tokens": 0},
-    "/v1/chat/completions": {"max_tokens": 0, "max_completion_tokens": None},
-    "/v1/messages": {"max_tokens": 0},
-    "/v1/responses": {"prompt_cache_options": {"prewarm": True}, "store": False},
-}
-"""What makes a request one for its prompt alone, by the route; None: left out."""
 
 
 class Prefiller(Protocol):
@@ -115,18 +107,6 @@ class PrefillServer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillStats:
-    """Counts of `Prefills`, by outcome."""
-
-    outcomes: Mapping[str, int]
-
-    METRICS: ClassVar = (
-        Metric("mainstem_prefills", "Requests whose prompts were to be computed elsewhere, by what came of it",
-            {("*",): "outcomes.*"}, ("outcome",)),
-    )  # fmt: skip
-
-
 class Prefills(Counter[str]):
     """Requests whose prompts were to be computed elsewhere, by what came of it.
 
@@ -134,9 +114,9 @@ class Prefills(Counter[str]):
     meanwhile, as far as the server notices: in a fleet.
     """
 
-    def stats(self) -> PrefillStats:
+    def stats(self) -> Mapping[str, int]:
         """Returns the counts as they are."""
-        return PrefillStats(dict(self))
+        return dict(self)
 
 
 class PrefillFirst:
@@ -175,13 +155,13 @@ class PrefillFirst:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
-        changes = _ALONE.get(scope.get("path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or changes is None or self._draining():
+        api = APIS.get(scope.get("path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or api is None or self._draining():
             await self._app(scope, receive, send)
             return
         read, body = await _read(receive, self._most_bytes)
         if body is not None and len(body) >= self._prefiller.min_bytes:
-            await self._prefill(scope, body, changes)
+            await self._prefill(scope, body, api.alone)
 
         async def again() -> Message:
             return read.pop(0) if read else await receive()

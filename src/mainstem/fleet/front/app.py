@@ -25,29 +25,29 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from mainstem.fleet.front.asking import ELSEWHERE, REPLICA, Ask, Head, Part, Piece, Prompt, ReplicaLost, Replicas
-from mainstem.fleet.front.reading import CHAT, GENERATING, MESSAGES, RESPONSES
 from mainstem.fleet.merging import ROUTES, Merge, Whole, best
-from mainstem.server.apis import message_reply
-from mainstem.server.errors import ApiError, ErrorBody, draining, internal_error, unavailable
+from mainstem.server.apis.table import APIS, broken, error_body
+from mainstem.server.errors import ApiError, draining, internal_error, unavailable
 from mainstem.server.kept.continuing import Begun
 from mainstem.server.management import Health
+from mainstem.server.transport import cancel_when_gone, read_body
 
 log = logging.getLogger(__name__)
 
 _FULL = 429
 _MOST_DEATHS = 3  # a request may be what kills them
 _RETRY_S = 0.25
-_ID = re.compile(rb'"id": ?"((?:resp|msg)_[^"]+)"')
-_KEPT = re.compile(rf"(?:{RESPONSES}|{CHAT})/([^/]+)")
-COUNTING = f"{RESPONSES}/input_tokens"
+_HELD = {path: api.held for path, api in APIS.items() if api.held}
+_ID = re.compile(rb'"id": ?"((?:%s)[^"]+)"' % "|".join(APIS[path].id_prefix for path in _HELD).encode())
+_KEPT = re.compile(r"(?:/v1/responses|/v1/chat/completions)/([^/]+)")
+_COUNTING = {api.count.path for api in APIS.values() if api.count is not None}
 _ID_BYTES = 4096  # of an answer, in which its id is
 _HOMES = 1 << 16
 _NO_TOKENS = np.empty(0, np.int32)
-_HELD = {MESSAGES: 1, RESPONSES: 1}
-"""Pieces of a stream before the first one with a token, by path."""
 
 Read = Callable[[str, Headers, bytes], Prompt | None]
 
@@ -136,8 +136,10 @@ class Front:
             except ApiError as error:
                 await sender.refuse(error)
                 return
+            except ClientDisconnect:
+                return
             async with anyio.create_task_group() as group:
-                group.start_soon(_cancel_when_gone, receive, group.cancel_scope)
+                group.start_soon(cancel_when_gone, receive, group.cancel_scope)
                 try:
                     await self._answer(ask, sender)
                 except Exception:
@@ -153,33 +155,20 @@ class Front:
         return not self.running
 
     async def _received(self, scope: Scope, receive: Receive) -> Ask:
-        """Reads a request, with no more than the limit of its body in memory."""
-        pieces, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            size += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if size <= self._max_body_bytes:
-                pieces.append(message.get("body", b""))
-            elif size > 2 * self._max_body_bytes:
-                break  # up to here it is read to its end: most clients read no answer before
-        if size > self._max_body_bytes:
-            message_ = f"The request body is too large: the limit is {self._max_body_bytes} bytes."
-            raise ApiError(413, message_, code="body_too_large", headers={"Connection": "close"})
+        """Reads a request; see `read_body`."""
+        body = await read_body(scope, receive, self._max_body_bytes)
         headers = tuple((bytes(key).lower(), bytes(value)) for key, value in scope["headers"])
-        return Ask(scope["method"], scope["path"], scope.get("query_string", b""), headers, b"".join(pieces))
+        return Ask(scope["method"], scope["path"], scope.get("query_string", b""), headers, body)
 
     async def _answer(self, ask: Ask, sender: _Sender) -> None:
         merge = ROUTES.get((ask.method, ask.path))
         if ask.path in ("/health", "/ping"):
             await sender.whole(self._health())
-        elif ask.method == "POST" and ask.path in GENERATING:
+        elif ask.method == "POST" and ask.path in APIS:
             await self._generate(ask, sender)
         elif merge is not None:
             await self._gather(ask, merge, sender)
-        elif ask.path != COUNTING and (kept := _KEPT.match(ask.path)):
+        elif ask.path not in _COUNTING and (kept := _KEPT.match(ask.path)):
             await self._kept(ask, kept[1], sender)
         else:
             await self._one(ask, sender)
@@ -317,7 +306,7 @@ class _Sender:
 
     def __init__(self, send: Send, scope: Scope, homes: Homes) -> None:
         self._send, self._path, self._homes = send, scope["path"], homes
-        self._speaks_messages = message_reply.speaks(self._path, Headers(scope=scope))
+        self._headers = Headers(scope=scope)
         self._head: Head | None = None
         self._held: list[Piece | bytes] = []
         self.begun = self.complete = False
@@ -363,13 +352,12 @@ class _Sender:
 
     async def refuse(self, error: ApiError) -> None:
         """Sends an error in place of an answer."""
-        own = message_reply.error_body(error) if self._speaks_messages else error.body()
         self.reset()
-        await self.whole(_json(error.status, own, error.headers))
+        await self.whole(_json(error.status, error_body(error, self._path, self._headers), error.headers))
 
     async def fail(self, error: ApiError) -> None:
         """Ends a stream with one event that says why, in the form of its API."""
-        await self._body(_failing(self._path, error), more=False)
+        await self._body(broken(error, self._path), more=False)
 
     async def give_up(self) -> None:
         """Ends with an error of the front, in the form that is still possible."""
@@ -400,16 +388,6 @@ class _Sender:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def _failing(path: str, error: ApiError) -> bytes:
-    """Returns the last events of a stream of which the begin is not known here."""
-    if path == MESSAGES:
-        return b"event: error\ndata: " + message_reply.error_body(error) + b"\n\n"
-    if path == RESPONSES:
-        detail = {"code": error.detail.code, "message": error.detail.message, "param": None}
-        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **detail}) + b"\n\n"
-    return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\ndata: [DONE]\n\n"
-
-
 def _bytes(piece: Piece | bytes) -> bytes:
     return piece.body if isinstance(piece, Piece) else piece
 
@@ -417,9 +395,3 @@ def _bytes(piece: Piece | bytes) -> bytes:
 def _json(status: int, body: bytes, headers: Any = None) -> Whole:
     own = [(name.lower().encode(), value.encode()) for name, value in dict(headers or {}).items()]
     return Whole(Head(status, ((b"content-type", b"application/json"), *own), ""), body)
-
-
-async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()

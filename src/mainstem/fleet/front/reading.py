@@ -8,10 +8,8 @@ replica says.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,33 +19,19 @@ from mainstem.cache.namespaces import Namespace
 from mainstem.errors import MainstemError
 from mainstem.fleet.front.asking import Prompt
 from mainstem.server.access.api_keys import Access, tenant_secret
-from mainstem.server.apis import message_reply, messages, requests
-from mainstem.server.apis.replies import ChatReply, CompletionReply
-from mainstem.server.apis.responses import Responses
+from mainstem.server.apis.generation import Generation
+from mainstem.server.apis.table import APIS
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.rules import Unheeded
-from mainstem.server.generation import Task
-from mainstem.server.kept.response_store import Kept, Owner, ResponseStore
-from mainstem.server.preparation import Preparation
-from mainstem.server.watch.diagnosis import Earlier, Fingerprint
+from mainstem.server.prompting import Prompting, Reader
 from mainstem.settings.tenants import read_tenants
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mainstem.runtime.engine import Engine
     from mainstem.settings.fleet import FleetConfig
 
 log = logging.getLogger(__name__)
-
-COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    message_reply.PATH,
-)
-GENERATING = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
-"""The paths that generate."""
 
 
 class _Routed(msgspec.Struct):
@@ -57,18 +41,6 @@ class _Routed(msgspec.Struct):
     cache_salt: str | None = None
     model: str | None = None
     previous_response_id: str | None = None
-
-
-@dataclass(frozen=True)
-class _Speaker:
-    """An engine's interface, as far as prompts need it."""
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    max_context: int
-    adapters: tuple[str, ...]
-    has_states: bool = False
-    vision: None = None
 
 
 class Reading:
@@ -96,27 +68,16 @@ class Reading:
         secret = tenant_secret(config.engine.tiers.storage_secret)(32)
         given = [*config.server.api_key, *keys.values()]
         self._access = Access(given, config.server.admin_key, secret, separates=bool(keys))
-        self._preparation: Preparation | None = None
+        self._prompting: Prompting | None = None
         if tokenizer is not None:
             adapters = tuple(adapter for adapter, _ in config.adapters)
-            speaker = _Speaker(name, tokenizer, max_context, adapters)
-            self._preparation = Preparation(cast("Engine", speaker), config.server)
-        nothing = ResponseStore[Fingerprint](0, 0.0, time.monotonic)
-        responses = Responses(ResponseStore[Kept](0, 0.0, time.monotonic), time.time, nothing)
-        self._parsers: Mapping[str, Callable[[bytes, Owner], Task]] = {
-            COMPLETIONS: lambda body, owner: Task(
-                requests.parse_completion(body, Unheeded(tolerant=True)), CompletionReply
-            ),
-            CHAT: lambda body, owner: Task(requests.parse_chat(body, Unheeded(tolerant=True)), ChatReply),
-            RESPONSES: lambda body, owner: responses.parse(body, Unheeded(tolerant=True), owner),
-            MESSAGES: lambda body, owner: messages.parse(body, Unheeded(tolerant=True), Earlier(nothing, owner)),
-        }
+            self._prompting = Prompting(Reader(name, tokenizer, max_context, adapters), config.server)
 
     def read(self, path: str, headers: Headers, body: bytes) -> Prompt | None:
         """Returns what a request is routed by; None: any replica can say what is wrong with it.
 
         Args:
-            path: one of `GENERATING`.
+            path: of an API that generates.
             headers: of the request.
             body: of the request.
         """
@@ -128,10 +89,12 @@ class Reading:
         home = None if routed.previous_response_id is None else self._home(routed.previous_response_id)
         sharing = tenant if self._access.separates else None
         rest: dict[str, Any] = {"session": routed.prompt_cache_key, "replica": home}
-        if self._preparation is not None:
+        if self._prompting is not None:
             try:
-                tokens, namespace = self._preparation.addressed(self._parsers[path](body, tenant), sharing)
-                return Prompt(tokens, namespace, **rest)
+                request = APIS[path].read(body, Unheeded(tolerant=True))
+                if isinstance(request, Generation):
+                    return Prompt(*self._prompting.addressed(request, sharing), **rest)
+                log.debug("%s: routed by its bytes: it goes on from what a replica keeps", path)
             except (ApiError, MainstemError) as error:
                 log.debug("%s: routed by its bytes: %s", path, error)
         salted = Namespace(routed.model, routed.cache_salt, tenant=None if sharing is None else sharing.hex())

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, 
 
 from mainstem.errors import MainstemError
 from mainstem.server import errors
-from mainstem.server.apis import message_reply
+from mainstem.server.apis.table import error_body
 from mainstem.server.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,7 @@ def _meant(path: str, routes: Sequence[BaseRoute]) -> str | None:
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     """Returns an error in the form of the API that a request belongs to."""
-    speaks = message_reply.speaks(scope["path"], Headers(scope=scope))
-    body = message_reply.error_body(error) if speaks else error.body()
+    body = error_body(error, scope["path"], Headers(scope=scope))
     return Response(body, error.status, error.headers, media_type="application/json")
 
 

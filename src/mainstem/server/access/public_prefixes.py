@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mainstem.errors import BadArgument
-from mainstem.server.apis.requests import decode_known
+from mainstem.server.apis.bodies import decode_known
 from mainstem.server.errors import ApiError
 from mainstem.server.management import Named
-from mainstem.server.preparation import Preparation, Tokens
+from mainstem.server.preparation import Preparation
+from mainstem.server.prompting import Tokens
 
 _ALLOWED = 'a line with either {"messages": [...]} and perhaps "tools", or {"prompt": ...}'
 

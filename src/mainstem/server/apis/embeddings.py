@@ -14,19 +14,18 @@ import anyio.to_thread
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.request import Request
 from mainstem.server import errors
 from mainstem.server.access.api_keys import Access
-from mainstem.server.apis.replies import encode
-from mainstem.server.apis.requests import TokenId, check_known, decode, prompts_of
+from mainstem.server.apis.bodies import TokenId, decode_known, prompts_of
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.rules import Field, Rules, Unheeded
-from mainstem.server.generation import Run
 from mainstem.server.preparation import Preparation
+from mainstem.server.run import Run
+from mainstem.server.transport import json_response
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,9 +82,7 @@ def parse(body: bytes, unheeded: Unheeded | None = None) -> EmbeddingRequest:
     Raises:
         ApiError: 400; malformed JSON, or a wrong type, name or value.
     """
-    ask = decode(body, EmbeddingRequest)
-    check_known(body, EmbeddingRequest, unheeded, RULES)
-    return ask
+    return decode_known(body, EmbeddingRequest, unheeded, RULES)
 
 
 Made: TypeAlias = tuple[EmbeddingRequest, list[Request]]
@@ -135,11 +132,10 @@ class Embeddings:
         vectors: list[NDArray[np.float32]] = []
         most = min(_AT_ONCE, self._engine.config.max_waiting)
         for i in range(0, len(prompts), most):
-            with errors.renamed({"prompt": "input"}):
+            with errors.client_names({"prompt": "input"}):
                 begun = self._begin(ask, prompts[i : i + most], tenant)
             with begun as run:
-                if not await run.follow(http.receive, _nothing_to_send):
-                    raise run.failure or ClientDisconnect()
+                await run.finish(http.receive)
             vectors += [delta.embedding for answer in run.answers for delta in answer if delta.embedding is not None]
         return await anyio.to_thread.run_sync(self._reply, ask, prompts, vectors)
 
@@ -159,7 +155,7 @@ class Embeddings:
             name = "input" if len(given) == 1 and isinstance(ask.input, str) else f"input[{i}]"
             if not each:
                 raise ApiError(400, f"{name}: must not be empty", param=name)
-            with errors.renamed({"prompt": name}):
+            with errors.client_names({"prompt": name}):
                 tokens = prompts.text(each, parse_special=False) if isinstance(each, str) else prompts.tokens(each)
                 made.append(Request(tokens, _PARAMS, namespace))
         return ask, made
@@ -177,8 +173,4 @@ class Embeddings:
         tokens = sum(len(prompt.tokens) for prompt in prompts)
         model = self._preparation.adapter(ask.model) or self._preparation.names[0]
         body = EmbeddingList(data, model, EmbeddingUsage(tokens, tokens))
-        return Response(encode(body), media_type="application/json")
-
-
-async def _nothing_to_send(index: int, delta: Delta) -> None:
-    """Handles events of a response that is sent as a whole."""
+        return json_response(body)

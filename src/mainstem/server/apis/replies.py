@@ -1,34 +1,26 @@
-"""The bodies of responses for completions and chats, whole and as the events of a stream, by the OpenAI API reference.
+"""What the answers of all APIs are written with: usage, log-probabilities, what is shown besides texts, and events.
 
-Knows JSON and the names of fields. Does not know HTTP, the engine, or requests.
+Knows JSON and the names of fields. Does not know HTTP or the engine.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import time
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.runtime.text.spelling import Spelled
+from mainstem.server.apis.generation import Generation
 from mainstem.server.errors import ApiError, ErrorBody
-from mainstem.server.parsing.output import (
-    Arguments,
-    Call,
-    NoCall,
-    OutputParser,
-    Piece,
-    PlainText,
-    Reasoning,
-    Text,
-    joined,
-)
-from mainstem.server.watch.diagnosis import Fingerprint
+from mainstem.server.parsing.output import OutputParser, PlainText
+from mainstem.server.watch.diagnosis import Finding, Fingerprint
 from mainstem.server.watch.explained import PromptExplained
 
 Spell: TypeAlias = Callable[[int], Spelled]
@@ -139,25 +131,6 @@ class ChosenToken(Alternative):
     top_logprobs: list[Alternative]
 
 
-class ChatLogprobs(Struct):
-    """`logprobs` of a chat choice."""
-
-    content: list[ChosenToken]
-
-
-class CompletionLogprobs(Struct):
-    """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the text.
-
-    With `echo`, they begin with the tokens of the prompt. The first one of these has no log-probability. The token
-    itself is among the likeliest ones in any case, so that there may be one more of these than was asked for.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
 class PromptLogprob(Struct):
     """How likely a token was at its place in a prompt, and its place among all tokens there, from 1."""
 
@@ -170,121 +143,12 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 """For each token of a prompt, itself and the alternatives, by their ids; None for the first token."""
 
 
+MakeReply: TypeAlias = "Callable[[Head, Spell, ChunkUsage, Extras, Callable[[], OutputParser]], Reply]"
+"""Makes the reply of an API: of the head, what spells a token, the usage in chunks, what is shown besides answers, and
+what parses an answer."""
+
 Explained: TypeAlias = list[PromptExplained] | UnsetType
 """Why each prompt of a request was found in part only, if it asked for that."""
-
-
-class CompletionChoice(Struct):
-    """One answer of /v1/completions, or a piece of it."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionBody(Struct):
-    """A response of /v1/completions; its stream chunks have the same form."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    explanation: Explained = UNSET
-    object: str = "text_completion"
-
-
-class CalledFunction(Struct):
-    """The name and the arguments of a call, or what a chunk adds to them."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class CalledCustom(Struct):
-    """The name and the text of a call of a custom tool, or what a chunk adds to them."""
-
-    input: str
-    name: str | UnsetType = UNSET
-
-
-class CalledTool(Struct):
-    """A call of a tool, or what a chunk adds to it. Only chunks have the index, and only the first one has an id."""
-
-    function: CalledFunction | UnsetType = UNSET
-    custom: CalledCustom | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-
-
-class ChatMessage(Struct):
-    """A whole answer; its content is null if it has only calls or reasoning."""
-
-    content: str | None
-    role: str = "assistant"
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[CalledTool] | UnsetType = UNSET
-
-
-class ChatPiece(Struct):
-    """What a chunk adds to an answer."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[CalledTool] | UnsetType = UNSET
-
-
-class ChatChoice(Struct):
-    """One answer of /v1/chat/completions."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatBody(Struct):
-    """A response of /v1/chat/completions."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    explanation: Explained = UNSET
-    object: str = "chat.completion"
-
-
-class ChatChunkChoice(Struct):
-    """A piece of one answer."""
-
-    index: int
-    delta: ChatPiece
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(Struct):
-    """One event of a chat stream."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    explanation: Explained = UNSET
-    object: str = "chat.completion.chunk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +189,10 @@ class Extras:
         prompt_tokens: the ids of each prompt, if ids are shown, of answers, too.
         ids_for_names: whether tokens are named by their ids in log-probabilities.
         fingerprint: of the request, if a diagnosis compares it.
+        finding: of the comparison with another request; None: there is none.
+        keep: takes the body of the whole answer, to keep it; None: it is not kept.
+        generation: what was asked; None: nothing of it is repeated.
+        now: returns seconds since the epoch.
         explained: returns why its prompts were found in part only, once it has ended; None: the server does not
             explain.
         explains: whether the client asks for that.
@@ -337,6 +205,10 @@ class Extras:
     prompt_tokens: Sequence[list[int]] = ()
     ids_for_names: bool = False
     fingerprint: Fingerprint | None = None
+    finding: Finding | None = None
+    keep: Callable[[Any], None] | None = None
+    generation: Generation | None = None
+    now: Callable[[], float] = time
     explained: Callable[[], list[PromptExplained]] | None = None
     explains: bool = False
 
@@ -401,10 +273,7 @@ class Reply(Protocol):
         """Returns a response with all answers, each given as its events."""
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, ChatChunk)
-
-
-class _Chunks(ABC):
+class ChunkReply(ABC):
     """What is common to the streams of completions and chats: chunks of one form, the last one with the usage.
 
     Args:
@@ -420,15 +289,14 @@ class _Chunks(ABC):
         head: Head,
         spell: Spell,
         usage: ChunkUsage,
-        extras: Extras = Extras(),
+        extras: Extras = NO_EXTRAS,
         parser: Callable[[], OutputParser] = PlainText,
     ) -> None:
         self._head = head
         self._spell = spell
         self._usage = usage
         self._extras = extras
-        self._parsers = defaultdict[int, OutputParser](parser)  # by choice
-        self._called: dict[int, bool] = {}  # choices with calls, and whether each of these is complete
+        self._parser = parser
         self._sent: dict[int, int] = {}  # characters so far, of each choice of which something was sent
 
     def opening(self) -> bytes:
@@ -458,25 +326,20 @@ class _Chunks(ABC):
         shown = said or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
         return bool(shown or (self._extras.prompt_tokens and delta.tokens))
 
-    def _explained(self, body: Body) -> Body:
-        """Adds the explanation to a body."""
-        body.explanation = self._extras.explanation
-        return body
-
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._extras.ids_for_names else self._spell(token).text
 
     def _prompt_logprobs(self, deltas: Sequence[Delta]) -> PromptLogprobs | UnsetType:
         if self._extras.prompt_logprobs is None:
             return UNSET
-        return [None, *map(self._scored, _scores(deltas))]
+        return [None, *map(self._scored, scores_of(deltas))]
 
     def _scored(self, score: TokenLogprob) -> dict[int, PromptLogprob]:
         top = [(score.token, score.logprob, score.rank)]
         top += [(*pair, rank) for rank, pair in enumerate(score.top[: self._extras.prompt_logprobs], 1)]
         found: dict[int, PromptLogprob] = {}
         for token, logprob, rank in top:
-            found.setdefault(token, PromptLogprob(_finite(logprob), rank, self._spell(token).text))
+            found.setdefault(token, PromptLogprob(finite(logprob), rank, self._spell(token).text))
         return found
 
     def _token_ids(self, deltas: Sequence[Delta]) -> list[int] | UnsetType:
@@ -491,159 +354,8 @@ class _Chunks(ABC):
         """Returns the chunk of one event, or None if there is nothing to send."""
 
     @abstractmethod
-    def last(self, usage: UsageBody) -> CompletionBody | ChatChunk:
+    def last(self, usage: UsageBody) -> Any:
         """Returns the last chunk, which carries the usage and the explanation."""
-
-
-class CompletionReply(_Chunks):
-    """Writes the answers of one /v1/completions request; see `Reply`."""
-
-    def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
-        """See `_Chunks.chunk`."""
-        usage = self._usage.after(delta)
-        if not self._is_shown(delta, delta.text):
-            return None
-        return self._body([self._choice(index, [delta])], usage)
-
-    def last(self, usage: UsageBody) -> CompletionBody:
-        """See `_Chunks.last`."""
-        return self._explained(self._body([], usage))
-
-    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> CompletionBody:
-        """See `Reply`."""
-        return self._explained(self._body([self._choice(index, deltas) for index, deltas in enumerate(answers)], usage))
-
-    def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> CompletionBody:
-        return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage)
-
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
-        extras, begins = self._extras, index not in self._sent
-        echo = extras.echoes[index // extras.choices] if begins and extras.echoes else None
-        self._sent.setdefault(index, 0 if echo is None else len(echo.text))
-        offsets = [offset for delta in deltas for offset in self._offsets(index, delta)]
-        logprobs = self._logprobs(_entries(deltas), offsets) if offsets and extras.logprobs else None
-        text = _text(deltas)
-        if echo is not None:
-            text = echo.text + text
-            logprobs = self._echoed(echo, _scores(deltas), logprobs) if echo.offsets else None
-        return CompletionChoice(
-            index,
-            text,
-            logprobs,
-            deltas[-1].finish_reason,
-            self._prompt_logprobs(deltas),
-            self._token_ids(deltas),
-            self._prompt_ids(index) if begins else UNSET,
-        )
-
-    def _offsets(self, index: int, delta: Delta) -> list[int]:
-        """Returns where in the answer each token of an event begins.
-
-        Counts characters that were sent. Each token of a split character is spelled as one character, but the character
-        is sent once, so spellings only divide the text among the tokens of one event.
-        """
-        offset = self._sent[index]
-        end = self._sent[index] = offset + len(delta.text)
-        offsets = []
-        for entry in delta.logprobs:
-            offsets.append(min(offset, end))
-            offset += len(self._spell(entry.token).text)
-        return offsets
-
-    def _logprobs(self, entries: Sequence[TokenLogprob], offsets: list[int]) -> CompletionLogprobs:
-        tokens = [self._name(entry.token) for entry in entries]
-        best = [*map(self._top, entries)]
-        return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], [*best], offsets)
-
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns the likeliest tokens at a place and the one that is there, if it is none of them."""
-        top = {self._name(token): _finite(value) for token, value in entry.top}
-        top.setdefault(self._name(entry.token), _finite(entry.logprob))
-        return top
-
-    def _echoed(
-        self, echo: Echo, scores: Sequence[TokenLogprob], answer: CompletionLogprobs | None
-    ) -> CompletionLogprobs:
-        """Returns the log-probabilities of a prompt, and of its answer after them."""
-        kept = [replace(score, top=score.top[: echo.alternatives]) for score in scores]
-        made, answer = self._logprobs(kept, []), answer or CompletionLogprobs([], [], [], [])
-        return CompletionLogprobs(
-            [*map(self._name, echo.tokens), *answer.tokens],
-            [None, *made.token_logprobs, *answer.token_logprobs],
-            [None, *made.top_logprobs, *answer.top_logprobs],
-            [*echo.offsets, *answer.text_offset],
-        )
-
-
-class ChatReply(_Chunks):
-    """Writes the answers of one /v1/chat/completions request; see `Reply`."""
-
-    def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
-        """See `_Chunks.chunk`."""
-        usage = self._usage.after(delta)
-        pieces = self._parse(index, delta)
-        if not self._is_shown(delta, pieces):
-            return None
-        shown = _chat_piece(pieces)
-        prompt: list[int] | UnsetType = UNSET
-        if index not in self._sent:  # not before the first token, for clients that time it
-            self._sent[index] = 0
-            prompt = self._prompt_ids(index)
-            shown.role = "assistant"
-            if shown.content is UNSET:
-                shown.content = None if pieces else ""
-        logprobs, ids = self._logprobs([delta]), self._token_ids([delta])
-        return self._chunk([ChatChunkChoice(index, shown, logprobs, self._reason(index, delta), ids)], usage, prompt)
-
-    def last(self, usage: UsageBody) -> ChatChunk:
-        """See `_Chunks.last`."""
-        return self._explained(self._chunk([], usage))
-
-    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
-        """See `Reply`."""
-        choices = [
-            self._answer(index, deltas, [self._parse(index, delta) for delta in deltas])
-            for index, deltas in enumerate(answers)
-        ]
-        return self._of(choices, answers[0], usage)
-
-    def _of(self, choices: list[ChatChoice], first: Sequence[Delta], usage: UsageBody) -> ChatBody:
-        """Returns the body of a response; `first`: the events of the first answer, as far as they have the prompt."""
-        head, prompt = self._head, self._prompt_logprobs(first)
-        return self._explained(ChatBody(head.id, head.created, head.model, choices, usage, prompt, self._prompt_ids(0)))
-
-    def _answer(self, index: int, deltas: Sequence[Delta], pieces: Sequence[Sequence[Piece]]) -> ChatChoice:
-        """Returns an answer, of its events and the pieces that each of them has made certain."""
-        message = _chat_message(joined([piece for some in pieces for piece in some]))
-        reason = str(self._reason(index, deltas[-1]))
-        return ChatChoice(index, message, self._logprobs(deltas), reason, self._token_ids(deltas))
-
-    def _parse(self, index: int, delta: Delta) -> list[Piece]:
-        """Returns the pieces that are certain after an event."""
-        parser = self._parsers[index]
-        pieces = [*parser.feed(delta.text)]
-        if delta.finish_reason:
-            pieces += parser.close(delta.finish_reason == "length")
-        for piece in pieces:
-            if isinstance(piece, Call | NoCall):
-                self._called[index] = isinstance(piece, Call) and self._called.get(index, True)
-        return pieces
-
-    def _reason(self, index: int, delta: Delta) -> str | None:
-        """Returns why an answer ended: with `tool_calls` only if all that were begun can be made."""
-        return "tool_calls" if delta.finish_reason == "stop" and self._called.get(index) else delta.finish_reason
-
-    def _chunk(
-        self,
-        choices: list[ChatChunkChoice],
-        usage: UsageBody | UnsetType | None,
-        prompt: list[int] | UnsetType = UNSET,
-    ) -> ChatChunk:
-        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage, prompt)
-
-    def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
-        entries = _entries(deltas)
-        return ChatLogprobs([chosen_token(entry, self._spell, self._name) for entry in entries]) if entries else None
 
 
 def chosen_token(entry: TokenLogprob, spell: Spell, name: Callable[[int], str] | None = None) -> ChosenToken:
@@ -657,65 +369,34 @@ def chosen_token(entry: TokenLogprob, spell: Spell, name: Callable[[int], str] |
 
     def shown(token: int, logprob: float) -> tuple[str, float, list[int] | None]:
         text, raw = spell(token)
-        return text if name is None else name(token), _finite(logprob), None if raw is None else list(raw)
+        return text if name is None else name(token), finite(logprob), None if raw is None else list(raw)
 
     return ChosenToken(*shown(entry.token, entry.logprob), [Alternative(*shown(*pair)) for pair in entry.top])
 
 
-def _chat_message(pieces: Sequence[Piece]) -> ChatMessage:
-    none = {piece.number for piece in pieces if isinstance(piece, NoCall)}
-    shown = _chat_piece([p for p in pieces if not (isinstance(p, Call | Arguments) and p.number in none)])
-    content = shown.content if shown.content is not UNSET else None if pieces else ""
-    calls = shown.tool_calls
-    if calls is not UNSET:
-        for call in calls:
-            call.index = UNSET
-    return ChatMessage(content, reasoning_content=shown.reasoning_content, tool_calls=calls)
-
-
-def _chat_piece(pieces: Sequence[Piece]) -> ChatPiece:
-    """Returns what pieces of an answer add to it."""
-    begun = {piece.number: piece for piece in pieces if isinstance(piece, Call)}
-    given: dict[int, list[Arguments]] = {number: [] for number in begun}
-    for piece in pieces:
-        if isinstance(piece, Arguments):
-            given.setdefault(piece.number, []).append(piece)
-    calls = [_called(number, begun.get(number), parts) for number, parts in given.items()]
-    said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    return ChatPiece(content=said or UNSET, reasoning_content=thought or UNSET, tool_calls=calls or UNSET)
-
-
-def _called(number: int, begin: Call | None, parts: Sequence[Arguments]) -> CalledTool:
-    """Returns a call, or what is added to it."""
-    text, name = "".join(part.text for part in parts), UNSET if begin is None else begin.name
-    custom = any(part.custom for part in parts) if begin is None else begin.custom
-    what: dict[str, Any] = {"custom": CalledCustom(text, name)} if custom else {"function": CalledFunction(text, name)}
-    if begin is not None:
-        what |= {"id": begin.id, "type": "custom" if custom else "function"}
-    return CalledTool(index=number, **what)
-
-
-def _text(deltas: Sequence[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-def _entries(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+def entries_of(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+    """Returns the log-probabilities of an answer."""
     return [entry for delta in deltas for entry in delta.logprobs]
 
 
-def _scores(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+def scores_of(deltas: Sequence[Delta]) -> list[TokenLogprob]:
     """Returns the log-probabilities of a prompt."""
     return [entry for delta in deltas for entry in delta.prompt_logprobs]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Returns a log-probability that JSON has."""
     return max(logprob, _LOWEST_LOGPROB)
 
 
 def encode(body: Struct) -> bytes:
     """Returns the JSON of a response."""
     return msgspec.json.encode(body)
+
+
+def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """Returns one server-sent event with a name, which its JSON repeats as `type`."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
 
 
 def event(body: Struct) -> bytes:

@@ -1,18 +1,28 @@
-"""The bodies of the routes that tokenize, and of their responses, with the names that vLLM's server has.
-
-Like `requests`, knows JSON and the names of fields, but not HTTP or tokenizers.
-"""
+"""The routes that tokenize: their bodies, with the names that vLLM's server has, and how they are answered."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from mainstem.runtime.text.prompts import Template
-from mainstem.server.apis.requests import Messages, TokenId, decode, decode_known, template_of
-from mainstem.server.apis.tool_fields import ToolSpec
-from mainstem.server.errors import ApiError
+from mainstem.server.access.api_keys import Access
+from mainstem.server.apis.bodies import TokenId, decode, decode_known
+from mainstem.server.apis.chat.request import Messages
+from mainstem.server.apis.chat.tools import ToolSpec
+from mainstem.server.apis.conversation import template_of
+from mainstem.server.errors import ApiError, client_names
+from mainstem.server.preparation import Preparation
+from mainstem.server.transport import BodyReader, json_response
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -102,3 +112,60 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
         ApiError: 400; malformed JSON, or a wrong type or name.
     """
     return decode(body, DetokenizeRequest)
+
+
+class TokenRoutes:
+    """The routes.
+
+    Args:
+        engine: has the tokenizer.
+        access: knows the keys.
+        preparation: makes tokens.
+        bodies: reads bodies.
+    """
+
+    def __init__(self, engine: Engine, access: Access, preparation: Preparation, bodies: BodyReader) -> None:
+        self._engine, self._access, self._preparation, self._bodies = engine, access, preparation, bodies
+
+    def routes(self) -> list[Route]:
+        """Returns them."""
+        return [
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
+        ]
+
+    async def _tokenize(self, http: HttpRequest) -> Response:
+        return await self._answer(http, lambda body: self._tokenized(parse_tokenize(body)))
+
+    def _tokenized(self, ask: TokenizeRequest) -> Tokenized:
+        self._preparation.check_model(ask.model)
+        if ask.messages is not None:
+            made = self._preparation.chat(ask.messages, ask.tools, ask.template())
+        else:
+            adds, parses = ask.add_special_tokens is not False, ask.parse_special is not False
+            made = self._preparation.text(ask.prompt or "", special_tokens=adds, parse_special=parses)
+        spelled = (
+            [self._preparation.prompts.spell(int(token)).text for token in made]
+            if ask.return_token_strs
+            else msgspec.UNSET
+        )
+        return Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
+
+    async def _detokenize(self, http: HttpRequest) -> Response:
+        return await self._answer(http, lambda body: self._detokenized(parse_detokenize(body)))
+
+    def _detokenized(self, ask: DetokenizeRequest) -> Detokenized:
+        self._preparation.check_model(ask.model)
+        self._preparation.prompts.check_length(len(ask.tokens), "tokens")
+        with client_names({"prompt": "tokens"}):
+            return Detokenized(self._preparation.prompts.read(ask.tokens))
+
+    async def _answer(self, http: HttpRequest, answer: Callable[[bytes], msgspec.Struct]) -> Response:
+        """Answers a client's body on a thread."""
+        self._access.tenant(http.headers)
+        return json_response(await self._bodies.parsed(http, answer))
+
+    async def _tokenizer_info(self, http: HttpRequest) -> Response:
+        self._access.tenant(http.headers)
+        return json_response(describe(self._engine.tokenizer))

@@ -6,7 +6,7 @@ of the conversation, with something put in there (`runtime.prompts`). Only a tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -89,7 +89,7 @@ class Mark:
         """Returns the conversation with something put in at this place.
 
         Args:
-            messages: as `requests.template_input` makes them.
+            messages: as templates take them.
             tools: of the request.
         """
         given, listed = list(messages), list(tools)
@@ -123,3 +123,16 @@ def counted(found: Sequence[Mark], options: CacheOptions) -> list[Mark]:
     """
     given = [replace(mark, ttl=mark.ttl or options.ttl) for mark in found]
     return given[-MOST:] if options.mode == "explicit" else [*given[1 - MOST :], Mark(options.ttl)]
+
+
+def after_tools(tools: Iterable[tuple[bool, Breakpoint | CacheControl | None]]) -> list[Mark]:
+    """Returns the places after tools that have a breakpoint, of which each is given with whether it is offered.
+
+    One that is not offered counts as the one before it.
+    """
+    found, shown = list[Mark](), -1
+    for offered, own in tools:
+        shown += offered
+        if own is not None and shown >= 0:
+            found.append(Mark(own.ttl, tool=shown))
+    return found

@@ -13,15 +13,11 @@ import msgspec
 
 from mainstem import __version__
 from mainstem.server.access.tenants import Usage
+from mainstem.server.apis.chat.reply import ChatBody
 from mainstem.server.apis.embeddings import EmbeddingList, EmbeddingRequest
-from mainstem.server.apis.message_reply import MessageBody, TokenCount
-from mainstem.server.apis.messages import CountRequest, MessageRequest
-from mainstem.server.apis.replies import ChatBody, ChatChunk, CompletionBody, Model, ModelList
-from mainstem.server.apis.requests import ChatRequest, CompletionRequest
-from mainstem.server.apis.response_reply import ResponseBody
-from mainstem.server.apis.responses import CountRequest as InputRequest
-from mainstem.server.apis.responses import Deleted, ResponseRequest
-from mainstem.server.apis.responses import TokenCount as InputCount
+from mainstem.server.apis.replies import Model, ModelList
+from mainstem.server.apis.responses.reply import ResponseBody
+from mainstem.server.apis.table import APIS
 from mainstem.server.apis.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -31,8 +27,8 @@ from mainstem.server.apis.tokenization import (
     Version,
 )
 from mainstem.server.errors import ErrorBody
-from mainstem.server.kept.listing import Page
-from mainstem.server.kept.stored_chats import DeletedChat, MetadataUpdate
+from mainstem.server.kept.listing import Deleted, Page
+from mainstem.server.kept.stored_chats import MetadataUpdate
 from mainstem.server.management import (
     Flushed,
     Health,
@@ -68,10 +64,12 @@ class Operation(NamedTuple):
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): Operation("Complete prompts", CompletionRequest, CompletionBody, CompletionBody),
-    ("POST", "/v1/chat/completions"): Operation("Answer a chat", ChatRequest, ChatBody, ChatChunk),
-    ("POST", "/v1/responses"): Operation("Answer, and keep the answer", ResponseRequest, ResponseBody, dict),
-    ("POST", "/v1/responses/input_tokens"): Operation("Count the tokens of a prompt", InputRequest, InputCount),
+    **{("POST", api.path): Operation(api.summary, api.request, api.response, api.event) for api in APIS.values()},
+    **{
+        ("POST", count.path): Operation("Count the tokens of a prompt", count.request, count.response)
+        for api in APIS.values()
+        if (count := api.count) is not None
+    },
     ("POST", "/v1/embeddings"): Operation("Return the embeddings of texts", EmbeddingRequest, EmbeddingList),
     ("GET", "/v1/responses/{id}"): Operation("Return a response that was kept", None, ResponseBody),
     ("DELETE", "/v1/responses/{id}"): Operation("Forget a response", None, Deleted),
@@ -80,10 +78,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/chat/completions"): Operation("List the chats that were stored", None, Page),
     ("GET", "/v1/chat/completions/{id}"): Operation("Return a chat that was stored", None, ChatBody),
     ("POST", "/v1/chat/completions/{id}"): Operation("Replace the notes on a chat", MetadataUpdate, ChatBody),
-    ("DELETE", "/v1/chat/completions/{id}"): Operation("Forget a chat", None, DeletedChat),
+    ("DELETE", "/v1/chat/completions/{id}"): Operation("Forget a chat", None, Deleted),
     ("GET", "/v1/chat/completions/{id}/messages"): Operation("List what a chat answers", None, Page),
-    ("POST", "/v1/messages"): Operation("Answer a message", MessageRequest, MessageBody, dict),
-    ("POST", "/v1/messages/count_tokens"): Operation("Count the tokens of a prompt", CountRequest, TokenCount),
     ("GET", "/"): Operation("A page for people that says where what is", None, str, open=True),
     ("GET", "/v1/models"): Operation(
         "List the model and its adapters; with the header anthropic-version as Anthropic does", None, ModelList

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mainstem.server.errors import ApiError
+from mainstem.server.fields.sampling import Common
 from mainstem.server.fields.schemas import closed_text
 from mainstem.settings.engine import Grammar, GrammarKind
 
@@ -48,14 +49,14 @@ class StructuredOutputs(Struct):
     json_object: bool | None = None
 
 
-class Asked(NamedTuple):
-    """A grammar, and the path of the field that asks for it."""
+class AnswerForm(NamedTuple):
+    """The grammar of an answer, and the path of the field that asks for it."""
 
-    field: str
+    at: str
     grammar: Grammar
 
 
-class Structured(Struct, kw_only=True):
+class Structured(Common, kw_only=True):
     """The fields of a request that say what form its answer has; None and empty texts ask for nothing.
 
     `guided_json` and its like are vLLM's; `json_schema`, `regex` and `ebnf` SGLang's.
@@ -71,7 +72,7 @@ class Structured(Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
 
-    def asked(self) -> Asked | None:
+    def form(self) -> AnswerForm | None:
         """Returns the grammar of the answer.
 
         Raises:
@@ -95,17 +96,17 @@ class Structured(Struct, kw_only=True):
         ]
         given = [
             *_of_format(self.response_format),
-            *(asked for field, schema in schemas.items() for asked in _of_schema(field, schema)),
-            *([Asked("structured_outputs.json_object", Grammar("json_object"))] if outputs.json_object else []),
-            *(Asked(field, Grammar(kind, text)) for field, kind, text in texts if text),
+            *(form for field, schema in schemas.items() for form in of_schema(field, schema)),
+            *([AnswerForm("structured_outputs.json_object", Grammar("json_object"))] if outputs.json_object else []),
+            *(AnswerForm(field, Grammar(kind, text)) for field, kind, text in texts if text),
         ]
         if len(given) > 1:
-            names = " and ".join(each.field for each in given)
-            raise ApiError(400, f"{names}: at most one of them may be set", param=given[1].field)
+            names = " and ".join(each.at for each in given)
+            raise ApiError(400, f"{names}: at most one of them may be set", param=given[1].at)
         return given[0] if given else None
 
 
-def _of_format(format: ResponseFormat | None) -> list[Asked]:
+def _of_format(format: ResponseFormat | None) -> list[AnswerForm]:
     if format is None:
         return []
     if format.type not in _FORMATS:
@@ -113,9 +114,9 @@ def _of_format(format: ResponseFormat | None) -> list[Asked]:
         message = f"response_format.type: must be one of {allowed}, got {format.type!r}"
         raise ApiError(400, message, param="response_format.type", code="unsupported_parameter")
     inner = format.json_schema or JsonSchema()
-    asked = [*_of_schema(_SCHEMA, inner.schema), *_of_schema("response_format.schema", format.schema)]
+    asked = [*of_schema(_SCHEMA, inner.schema), *of_schema("response_format.schema", format.schema)]
     if format.type == "json_object":
-        return asked or [Asked("response_format", Grammar("json_object"))]
+        return asked or [AnswerForm("response_format", Grammar("json_object"))]
     if format.type == "json_schema" and not asked:
         field = _SCHEMA.removesuffix(".schema") if format.json_schema is None else _SCHEMA
         raise ApiError(400, f"{field}: this field is required with type 'json_schema'", param=field)
@@ -126,10 +127,10 @@ def _encoded(choice: list[str] | None) -> str | None:
     return None if choice is None else msgspec.json.encode(choice).decode()
 
 
-def _of_schema(field: str, schema: Raw) -> list[Asked]:
-    """Returns the grammar of a schema as it stands in the body: an object, a boolean, or a text of either."""
+def of_schema(at: str, schema: Raw) -> list[AnswerForm]:
+    """Returns the grammar of a schema as it stands in a body, at a path: an object, a boolean, or a text of either."""
     text = bytes(schema).decode()
     if text in ("", "null"):
         return []
     given = msgspec.json.decode(schema) if text.startswith('"') else text
-    return [Asked(field, Grammar("json_schema", closed_text(given)))]
+    return [AnswerForm(at, Grammar("json_schema", closed_text(given)))]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mainstem.server.errors import ApiError
 from mainstem.server.parsing.custom import Form, parameters
 
 Choice = Literal["none", "auto", "required"]
@@ -26,7 +27,8 @@ class Tool:
         strict: whether its calls are held to that schema even where the model chooses whether to call.
         custom: whether the client takes a text instead; see `custom`.
         form: that its calls are held to, wherever calls are held; None: any text.
-        place: its index in the request, for errors.
+        at: the client's path of its schema, or of the definition of its form.
+        apart: its namespace, and its name there, of a tool that is in one.
     """
 
     name: str
@@ -35,7 +37,8 @@ class Tool:
     strict: bool = False
     custom: bool = False
     form: Form | None = None
-    place: int = field(default=0, compare=False)
+    at: str = field(default="", compare=False)
+    apart: tuple[str, str] | None = None
 
     def spec(self) -> dict[str, Any]:
         """Returns the tool as chat templates take it."""
@@ -43,9 +46,9 @@ class Tool:
         return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.parameters)}}
 
 
-def custom_tool(name: str, description: str | None, form: Form | None) -> Tool:
+def custom_tool(name: str, description: str | None, form: Form | None, at: str = "") -> Tool:
     """Returns a tool that takes a text; a form is held even where the model chooses whether to call."""
-    return Tool(name, description, parameters(form), strict=form is not None, custom=True, form=form)
+    return Tool(name, description, parameters(form), strict=form is not None, custom=True, form=form, at=at)
 
 
 _OF_OPENAI = (
@@ -92,3 +95,42 @@ class Tooling:
 
 
 NO_TOOLS = Tooling()
+
+_CALLABLE = "that can be called here: those that OpenAI or Anthropic run are left out"
+
+
+def tooling_of(
+    tools: Sequence[tuple[str, Tool]],
+    choice: Choice = "auto",
+    named: Mapping[str, str] | None = None,
+    *,
+    parallel: bool = True,
+) -> Tooling:
+    """Returns the tools of a request, and which the model may call.
+
+    Args:
+        tools: those that can be called, each with the path of its name.
+        choice: see `Tooling`.
+        named: the names of those that may be called, by their paths; None: all may.
+        parallel: see `Tooling`.
+
+    Raises:
+        ApiError: 400; two tools have one name, or what is chosen is not there.
+    """
+    names: list[str] = []
+    for at, tool in tools:
+        if tool.name in names:
+            raise _wrong(at, f"there is another tool named {tool.name!r}")
+        names.append(tool.name)
+    for at, name in (named or {}).items():
+        if name not in names:
+            others = f"the tools are {', '.join(names)}" if names else f"there is none {_CALLABLE}"
+            raise _wrong(at, f"there is no tool named {name!r}; {others}")
+    if choice == "required" and not names:
+        raise _wrong("tool_choice", f"'required' needs tools {_CALLABLE}")
+    allowed = None if named is None else frozenset(named.values())
+    return Tooling(tuple(tool for _, tool in tools), choice, allowed, parallel)
+
+
+def _wrong(at: str, problem: str) -> ApiError:
+    return ApiError(400, f"{at}: {problem}", param=at)

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from mainstem.runtime.request import Delta, Request, TokenLogprob
 from mainstem.server.apis.replies import Reply
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import EventStream, Pings, Run
+from mainstem.server.run import EventStream, Pings, Run
 
 WISH, BEGUN, SAID, LOST = "mainstem.wish", "mainstem.begun", "mainstem.said", "mainstem.lost"
 

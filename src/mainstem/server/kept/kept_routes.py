@@ -1,6 +1,6 @@
 """The routes of answers that are kept: responses, and chats that were stored.
 
-Knows HTTP. What is kept, `Responses` and `StoredChats` know.
+Knows HTTP. What is kept, `StoredResponses` and `StoredChats` know.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mainstem.server.access.api_keys import Access
-from mainstem.server.apis.responses import Responses
 from mainstem.server.errors import ApiError
 from mainstem.server.kept.response_store import Owner
 from mainstem.server.kept.stored_chats import StoredChats
+from mainstem.server.kept.stored_responses import StoredResponses
+from mainstem.server.transport import json_response
 
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
@@ -35,7 +36,7 @@ class KeptRoutes:
 
     def __init__(
         self,
-        responses: Responses,
+        responses: StoredResponses,
         chats: StoredChats,
         access: Access,
         read: Callable[[HttpRequest], Awaitable[bytes]],
@@ -63,7 +64,7 @@ class KeptRoutes:
 
         async def endpoint(http: HttpRequest) -> Response:
             given = self._access.tenant(http.headers), http.path_params.get("id", ""), http.query_params
-            return await anyio.to_thread.run_sync(lambda: _json(answer(*given)), limiter=self._looking)
+            return await anyio.to_thread.run_sync(lambda: json_response(answer(*given)), limiter=self._looking)
 
         return Route(path, endpoint, methods=[method])
 
@@ -71,12 +72,8 @@ class KeptRoutes:
         owner = self._access.tenant(http.headers)
         if http.query_params.get("stream", "false") not in ("false", "0"):
             raise ApiError(400, "stream: not supported here; omit it", param="stream", code="unsupported_parameter")
-        return _json(self._responses.get(owner, http.path_params["id"]))
+        return json_response(self._responses.get(owner, http.path_params["id"]))
 
     async def _update(self, http: HttpRequest) -> Response:
         owner = self._access.tenant(http.headers)
-        return _json(self._chats.update(owner, http.path_params["id"], await self._read(http)))
-
-
-def _json(body: bytes | msgspec.Struct) -> Response:
-    return Response(body if isinstance(body, bytes) else msgspec.json.encode(body), media_type="application/json")
+        return json_response(self._chats.update(owner, http.path_params["id"], await self._read(http)))

@@ -22,6 +22,14 @@ class Page(Struct):
     object: str = "list"
 
 
+class Deleted(Struct):
+    """What was forgotten."""
+
+    id: str
+    deleted: bool = True
+    object: str = "response"
+
+
 def page(
     entries: Sequence[tuple[str, dict[str, Any]]], query: Mapping[str, str], order: Literal["asc", "desc"]
 ) -> Page:

@@ -5,70 +5,23 @@ They are in one store with the responses, within the same bounds and for the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from mainstem.runtime.request import Delta
-from mainstem.server.apis.replies import ChatBody, ChatReply, UsageBody
-from mainstem.server.apis.requests import ChatRequest, decode_known
+from mainstem.server.apis.bodies import decode_known
+from mainstem.server.apis.chat.reply import ID_PREFIX
 from mainstem.server.errors import ApiError
-from mainstem.server.generation import Task
-from mainstem.server.kept.listing import Page, page
+from mainstem.server.kept.listing import Deleted, Page, page
 from mainstem.server.kept.response_store import Kept, Owner, ResponseStore
-from mainstem.server.parsing.output import Piece
-
-ID_PREFIX = "chatcmpl-"
-
-Keep = Callable[[ChatBody], None]
 
 
 class MetadataUpdate(Struct):
     """The body of POST /v1/chat/completions/{id}: what replaces the notes of the client."""
 
     metadata: dict[str, str] | None
-
-
-class DeletedChat(Struct):
-    """The response of DELETE /v1/chat/completions/{id}."""
-
-    id: str
-    deleted: bool = True
-    object: str = "chat.completion.deleted"
-
-
-class KeptChatReply(ChatReply):
-    """Writes the answers of one request, and keeps them when they are complete.
-
-    Args:
-        keep: called with the whole answer.
-        given: see `ChatReply`.
-    """
-
-    def __init__(self, keep: Keep, *given: Any) -> None:
-        super().__init__(*given)
-        self._keep = keep
-        self._seen: dict[int, list[tuple[Delta, list[Piece]]]] = {}
-
-    def _parse(self, index: int, delta: Delta) -> list[Piece]:
-        pieces = super()._parse(index, delta)
-        self._seen.setdefault(index, []).append((delta, pieces))
-        return pieces
-
-    def closing(self, usage: UsageBody) -> bytes:
-        """See `Reply`."""
-        seen = [self._seen[index] for index in sorted(self._seen)]
-        self._keep(self._of([self._answer(i, *zip(*each, strict=True)) for i, each in enumerate(seen)], (), usage))
-        return super().closing(usage)
-
-    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
-        """See `Reply`."""
-        body = super().whole(answers, usage)
-        self._keep(body)
-        return body
 
 
 class StoredChats:
@@ -80,19 +33,6 @@ class StoredChats:
 
     def __init__(self, store: ResponseStore[Kept]) -> None:
         self._store = store
-
-    def task(self, request: ChatRequest, body: bytes, owner: Owner) -> Task:
-        """Returns what answers a chat, and keeps the answer if the request, made of this body, says so."""
-        names = {"prompt": "messages"}
-        if not request.store:
-            return Task(request, ChatReply, names)
-        messages = msgspec.json.encode(msgspec.json.decode(body)["messages"])
-
-        def keep(answer: ChatBody) -> None:
-            kept = msgspec.json.encode({**msgspec.to_builtins(answer), "metadata": request.metadata or {}})
-            self._store.put(owner, answer.id, Kept(kept, messages))
-
-        return Task(request, partial(KeptChatReply, keep), names)
 
     def get(self, owner: Owner, id: str) -> bytes:
         """Returns the JSON of an answer.
@@ -133,7 +73,7 @@ class StoredChats:
         self._store.replace(owner, id, Kept(changed, kept.conversation))
         return changed
 
-    def delete(self, owner: Owner, id: str) -> DeletedChat:
+    def delete(self, owner: Owner, id: str) -> Deleted:
         """Forgets an answer.
 
         Raises:
@@ -141,7 +81,7 @@ class StoredChats:
         """
         self._kept(owner, id)
         self._store.delete(owner, id)
-        return DeletedChat(id)
+        return Deleted(id, object="chat.completion.deleted")
 
     def _kept(self, owner: Owner, id: str) -> Kept:
         kept = self._store.get(owner, id) if id.startswith(ID_PREFIX) else None

@@ -20,7 +20,8 @@ from starlette.routing import Route
 
 from mainstem import __version__
 from mainstem.server.access.api_keys import Access
-from mainstem.server.apis import message_reply, replies, tokenization
+from mainstem.server.apis import replies, tokenization
+from mainstem.server.apis.messages import reply as message_reply
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import openapi
 from mainstem.server.kept import listing

@@ -111,7 +111,7 @@ class Shape:
 
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Shape:
-        """Makes one of a chat; breakpoints do not count, since clients move them on with every turn."""
+        """Makes one of a conversation and tools as templates take them, so that breakpoints do not count."""
         begin = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
         digests = tuple(_digest(message) for message in messages[begin:])
         return cls(_digest(list(messages[:begin])), _digest(list(tools)), digests)
@@ -129,24 +129,34 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """The requests of one client.
+class Comparison:
+    """What of a request is compared.
 
     Args:
-        store: of all clients.
-        owner: the client.
+        shape: of the request.
+        earlier: the id of the answer to the request with which it is compared; None: with none.
+        keeps: whether a later request may be compared with it.
+        otherwise: the finding where it is compared with none.
     """
 
-    store: ResponseStore[Fingerprint]
-    owner: Owner
+    shape: Shape
+    earlier: str | None
+    keeps: bool = True
+    otherwise: Finding | None = None
 
-    def compare(self, id: str, fingerprint: Fingerprint) -> Finding:
-        """Compares a request with the one whose answer had an id."""
-        return fingerprint.compare(self.store.get(self.owner, id))
+    def of(self, id: str, fingerprint: Fingerprint, store: ResponseStore[Fingerprint], owner: Owner) -> Finding | None:
+        """Compares the request, and keeps what later ones may be compared with.
 
-    def keep(self, id: str, fingerprint: Fingerprint) -> None:
-        """Keeps what a later request may be compared with; `id`: of the answer."""
-        self.store.put(self.owner, id, fingerprint)
+        Args:
+            id: of the answer.
+            fingerprint: of the request.
+            store: keeps fingerprints.
+            owner: the client.
+        """
+        finding = None if self.earlier is None else fingerprint.compare(store.get(owner, self.earlier))
+        if self.keeps:
+            store.put(owner, id, fingerprint)
+        return finding or self.otherwise
 
 
 def _digest(value: Any) -> bytes:
@@ -154,7 +164,8 @@ def _digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value without breakpoints."""
+    """Returns a value without the paths of images, which say where in a body they were."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items() if name != "prompt_cache_breakpoint"}
+        of_image = value.get("type") == "image"
+        return {name: _plain(each) for name, each in value.items() if not (of_image and name == "at")}
     return [_plain(each) for each in value] if isinstance(value, list) else value

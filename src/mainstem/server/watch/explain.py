@@ -30,13 +30,14 @@ from starlette.routing import Route
 
 from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
-from mainstem.runtime.request import Request, Usage
+from mainstem.runtime.request import Delta, Request
 from mainstem.server.access.api_keys import Access
+from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import encode
-from mainstem.server.errors import ApiError, renamed
-from mainstem.server.generation import EndWatcher, Task, Watcher
+from mainstem.server.errors import ApiError, client_names
 from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
 from mainstem.server.preparation import Preparation, Prepared
+from mainstem.server.run import Watcher
 from mainstem.server.watch.explained import (
     Explanation,
     Misses,
@@ -98,8 +99,8 @@ class Account:
             self.prompts[prompt] = made
 
 
-class _Watch(EndWatcher):
-    """Waits for the end of one choice, whose usage has its explanation."""
+class _Watch:
+    """Waits for the end of one choice, whose usage has its explanation. A `Watcher`."""
 
     def __init__(
         self, explanations: Explanations, account: Account, owner: Owner, prompt: int, request: Request
@@ -107,11 +108,14 @@ class _Watch(EndWatcher):
         self._explanations, self._account, self._owner = explanations, account, owner
         self._prompt, self._request = prompt, request
 
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Explains the request; without a last event it is not explained."""
-        if usage is not None and usage.explanation is not None:
-            self._account.add(self._prompt, self._request, usage.explanation)
-            self._explanations.count(self._account, self._owner, self._request, usage.explanation)
+    def see(self, delta: Delta) -> None:
+        """Takes the last event into account."""
+        if delta.usage is not None and delta.usage.explanation is not None:
+            self._account.add(self._prompt, self._request, delta.usage.explanation)
+            self._explanations.count(self._account, self._owner, self._request, delta.usage.explanation)
+
+    def close(self) -> None:
+        """Does nothing: a request without a last event is not explained."""
 
 
 class Explanations:
@@ -122,7 +126,7 @@ class Explanations:
         access: knows the keys.
         preparation: makes requests of bodies, and text of tokens.
         name_of: what an owner of prefixes is called.
-        parse: makes a task of a body, by the path of the route that it is for, for a client.
+        parse: reads a body, by the path of the route that it is for, for a client.
         read: reads a body, and parses it on a thread.
         clock: returns seconds, monotonic.
         hides: whether even the same tenant's clients see nothing of what they parted from: where prefixes are public.
@@ -134,7 +138,7 @@ class Explanations:
         access: Access,
         preparation: Preparation,
         name_of: Callable[[bytes], str],
-        parse: Callable[[str, bytes, Owner], Task],
+        parse: Callable[[str, bytes, Owner], Generation],
         read: Callable[[HttpRequest, Callable[[bytes], Explanation]], Awaitable[Explanation]],
         clock: Callable[[], float],
         *,
@@ -177,10 +181,12 @@ class Explanations:
         """
         if not self.on:
             return made, [[] for _ in made.requests]
-        ask, admin = made.task.request, self._access.is_admin(headers)
+        ask, admin = made.generation, self._access.is_admin(headers)
         size = sum(request.tokens.nbytes + _PROMPT_BYTES for request in made.requests[:: ask.choices])
         account = Account(id, ENTRY_BYTES + size)
-        extras = replace(made.extras, explained=lambda: self.shown(account, admin=admin), explains=bool(ask.explain))
+        extras = replace(
+            made.extras, explained=lambda: self.shown(account, admin=admin), explains=bool(ask.request.explain)
+        )
         watchers = (_Watch(self, account, owner, i // ask.choices, request) for i, request in enumerate(made.requests))
         return replace(made, extras=extras), [[watcher] for watcher in watchers]
 
@@ -230,11 +236,11 @@ class Explanations:
 
         return _json(await self._read(http, explain))
 
-    def _explain(self, task: Task, tenant: Owner, admin: bool, distances: bool) -> Explanation:
-        made = self._preparation.prepare(task, tenant if self._access.separates else None)
+    def _explain(self, asked: Generation, tenant: Owner, admin: bool, distances: bool) -> Explanation:
+        made = self._preparation.prepare(asked, tenant if self._access.separates else None)
         account = Account("", 0)
-        with renamed(task.names):
-            for i, request in enumerate(made.requests[:: task.request.choices]):
+        with client_names(asked.paths):
+            for i, request in enumerate(made.requests[:: asked.choices]):
                 account.add(i, request, self._engine.explain(request, distances=distances))
         return Explanation(None, self.shown(account, admin=admin))
 

@@ -12,39 +12,39 @@ Each block of an answer is an item: reasoning, a message with one text, or a cal
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.runtime.request import TokenLogprob
+from mainstem.server.apis.blocks import Block, BlockReply
+from mainstem.server.apis.generation import Conversation
 from mainstem.server.apis.replies import (
     COMMENT,
-    NO_EXTRAS,
     Explained,
-    Extras,
-    Head,
     PromptTokensDetails,
-    Spell,
     UsageBody,
     chosen_token,
+    named_event,
 )
-from mainstem.server.apis.response_items import sealed
-from mainstem.server.apis.response_tools import Tool
+from mainstem.server.apis.responses.items import sealed
+from mainstem.server.apis.responses.request import ResponseCacheOptions, ResponseRequest
+from mainstem.server.apis.responses.tools import Tool
 from mainstem.server.errors import ApiError
-from mainstem.server.fields.blocks import Block, BlockReply, named_event
-from mainstem.server.parsing.output import Call, OutputParser, PlainText, Reasoning
+from mainstem.server.parsing.output import Call, Reasoning
 from mainstem.server.watch.diagnosis import Finding
-
-if TYPE_CHECKING:
-    from mainstem.server.apis.responses import ResponseCacheOptions, ResponseRequest
 
 ID_PREFIX = "resp_"
 
-Keep: TypeAlias = Callable[[str, Struct, Sequence[dict[str, Any]]], None]
-"""Keeps a response: its id, its body and the items of its output."""
+
+class InputTokenCount(Struct):
+    """The response of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 class CacheWrites(Struct):
@@ -126,37 +126,23 @@ class ResponseBody(Struct):
 
 
 class ResponseReply(BlockReply):
-    """Writes one response; see `Reply`.
+    """Writes one response, and repeats what was asked; see `Reply`."""
 
-    Args:
-        head: id, time and model of the response; the id begins with `ID_PREFIX`.
-        spell: spells one token.
-        request: what was asked.
-        keep: called with the response when it is complete; None: it is not kept.
-        parser: returns what finds the pieces of the answer.
-        now: returns seconds since the epoch.
-        finding: of the comparison with another request; None: there is none.
-        extras: of these only the explanation is shown.
-        apart: namespace and name of tools in a namespace, by the name under which they are offered.
-    """
+    _number = 0
+    """Of the next event."""
 
-    def __init__(
-        self,
-        head: Head,
-        spell: Spell,
-        request: ResponseRequest,
-        keep: Keep | None = None,
-        parser: Callable[[], OutputParser] = PlainText,
-        now: Callable[[], float] = time.time,
-        finding: Finding | None = None,
-        extras: Extras = NO_EXTRAS,
-        apart: Mapping[str, tuple[str, str]] = {},
-    ) -> None:
-        super().__init__(parser())
-        self._extras, self._apart = extras, apart
-        self._head, self._spell, self._request, self._keep, self._now = head, spell, request, keep, now
-        self._finding = finding
-        self._number = 0  # of the next event
+    @cached_property
+    def _request(self) -> ResponseRequest:
+        """What was asked."""
+        assert self._extras.generation is not None and isinstance(self._extras.generation.request, ResponseRequest)
+        return self._extras.generation.request
+
+    @cached_property
+    def _apart(self) -> Mapping[str, tuple[str, str]]:
+        """Namespace and name of tools in a namespace, by the name under which they are offered."""
+        assert self._extras.generation is not None and isinstance(self._extras.generation.prompt, Conversation)
+        tools = self._extras.generation.prompt.tooling.tools
+        return {tool.name: tool.apart for tool in tools if tool.apart is not None}
 
     def opening(self) -> bytes:
         """See `Reply`."""
@@ -209,23 +195,25 @@ class ResponseReply(BlockReply):
 
     def finish(self, usage: UsageBody) -> ResponseBody:
         """See `BlockReply`."""
-        cut = self.last.finish_reason == "length" and not self._request.prewarms
+        cut = self.answer.last.finish_reason == "length" and not self._request.prewarms
         body = self._body("incomplete" if cut else "completed")
-        body.completed_at = None if cut else int(self._now())
+        body.completed_at = None if cut else int(self._extras.now())
         body.incomplete_details = Reason("max_output_tokens") if body.status == "incomplete" else None
         details = _input_details(usage.prompt_tokens_details)
-        if self._finding is not None:
-            body.prompt_cache_diagnostics = _diagnostics(self._finding, details.cached_tokens, self._extras.missed)
+        if self._extras.finding is not None:
+            body.prompt_cache_diagnostics = _diagnostics(
+                self._extras.finding, details.cached_tokens, self._extras.missed
+            )
         body.explanation = self._extras.explanation
         body.usage = ResponseUsage(
             usage.prompt_tokens,
             details,
             usage.completion_tokens,
-            OutputDetails(self.reasoning_tokens),
+            OutputDetails(self.answer.reasoning_tokens),
             usage.total_tokens,
         )
-        if self._keep is not None:
-            self._keep(self._head.id, body, body.output)
+        if self._extras.keep is not None:
+            self._extras.keep(body)
         return body
 
     def _body(self, status: str) -> ResponseBody:
@@ -236,7 +224,7 @@ class ResponseReply(BlockReply):
             created_at=self._head.created,
             model=self._head.model,
             status=status,
-            output=[self._item(block) for block in self.blocks if not block.withdrawn],
+            output=[self._item(block) for block in self.answer.blocks if not block.withdrawn],
             instructions=asked.instructions,
             previous_response_id=asked.previous_response_id,
             max_output_tokens=asked.max_output_tokens,
@@ -249,23 +237,22 @@ class ResponseReply(BlockReply):
             text={"format": {"type": "text"}} if text is None else msgspec.to_builtins(text),
             tools=[_shown_tool(tool) for tool in asked.tools or ()],
             tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
-            store=self._keep is not None,
+            store=asked.store is not False,
             prompt_cache_key=asked.prompt_cache_key,
             prompt_cache_options=_applied(asked.prompt_cache_options),
         )
 
     def _item(self, block: Block) -> dict[str, Any]:
         """Returns the item of a block, as far as it is known."""
-        last = self.last.finish_reason == "length" and block is self.blocks[-1]
-        cut = block is self._open or block.withdrawn or last
+        last = self.answer.last.finish_reason == "length" and block is self.answer.blocks[-1]
+        cut = block is self.answer.open or block.withdrawn or last
         common = {"id": self._id(block), "status": "incomplete" if cut else "completed"}
         match block.begin:
             case Call():
                 return {**self._called(block.begin, block.text), **common}
             case Reasoning():
-                seal = (
-                    {"encrypted_content": sealed(block.text)} if self._request.seals and block is not self._open else {}
-                )
+                sealing = self._request.seals and block is not self.answer.open
+                seal = {"encrypted_content": sealed(block.text)} if sealing else {}
                 return {"type": "reasoning", **common, "summary": [], "content": [_part(block, [])], **seal}
         return {
             "type": "message",
@@ -361,6 +348,11 @@ def _applied(options: ResponseCacheOptions | None) -> dict[str, Any] | None:
     shown = {"mode": options.mode or "implicit", "ttl": options.ttl}
     named = options.comparison_response_id
     return shown if named is None else {**shown, "comparison_response_id": named}
+
+
+def broken(error: ApiError) -> bytes:
+    """Returns the event that ends a stream of which the begin is not known."""
+    return named_event("error", {"code": error.detail.code, "message": error.detail.message, "param": None})
 
 
 _EVENTS = {False: "function_call_arguments", True: "custom_tool_call_input"}

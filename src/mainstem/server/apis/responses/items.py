@@ -1,4 +1,4 @@
-"""The items of conversations of /v1/responses, by the OpenAI API reference, as messages of a chat.
+"""The items of conversations of /v1/responses, by the OpenAI API reference, as messages of a conversation.
 
 One rule says what becomes of an item. What the client, the assistant or a tool of the client said is taken. A call that
 the client ran, of a tool that OpenAI's models know by heart, is shown as a call of a function of that name. What OpenAI
@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mainstem.server.apis.response_tools import Tool, qualified
+from mainstem.server.apis.conversation import ConversationBuilder, check_type
+from mainstem.server.apis.responses.tools import Tool, qualified
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.breakpoints import Breakpoint
 from mainstem.server.fields.rules import Field, Rules
-from mainstem.server.fields.turns import Turns, check_type
 
 ITEMS: Mapping[str, tuple[str, ...]] = {
     "message": ("id", "role", "content"),
@@ -127,8 +127,8 @@ class Item(Struct, omit_defaults=True):
     recipient: str | None = None
 
 
-def add(turns: Turns, item: Item, at: str) -> list[str]:
-    """Adds an item to the messages of a chat; what the assistant thought, said and called in a row is one message.
+def add(built: ConversationBuilder, item: Item, at: str) -> list[str]:
+    """Adds an item to a conversation; what the assistant thought, said and called in a row is one message.
 
     Returns:
         The paths of what is not shown, besides items of `LEFT_OUT`.
@@ -145,37 +145,37 @@ def add(turns: Turns, item: Item, at: str) -> list[str]:
     check_type(item, kind, ITEMS, at)
     match kind:
         case "message":
-            _add_message(turns, item, at)
+            _add_message(built, item, at)
         case "agent_message":
-            turns.begin("user", at)
-            turns.text(f"From {item.author} to {item.recipient}:")
-            return _add_content(turns, needed(item, "content", at), f"{at}.content", ("encrypted_content",))
+            built.begin("user", at)
+            built.text(f"From {item.author} to {item.recipient}:")
+            return _add_content(built, needed(item, "content", at), f"{at}.content", ("encrypted_content",))
         case "reasoning":
-            return _add_reasoning(turns, item, at)
+            return _add_reasoning(built, item, at)
         case "function_call" | "custom_tool_call" | "local_shell_call" | "shell_call" | "apply_patch_call":
-            _begin_turn(turns, at, after=("reasoning_content", "content", "tool_calls"))
-            _add_call(turns, item, kind, at)
+            _begin_turn(built, at, after=("reasoning_content", "content", "tool_calls"))
+            _add_call(built, item, kind, at)
         case "additional_tools" | "tool_search_output" | "item_reference":
             pass  # their tools, and what they refer to, are found before
         case _:
-            turns.result(_call_id(item, at), at, "call_id")
+            built.result(_call_id(item, at), at, "call_id")
             output = needed(item, "output", at)
-            _add_content(turns, json.dumps(output) if isinstance(output, dict) else output, f"{at}.output")
+            _add_content(built, json.dumps(output) if isinstance(output, dict) else output, f"{at}.output")
     return []
 
 
-def _add_call(turns: Turns, item: Item, kind: str, at: str) -> None:
+def _add_call(built: ConversationBuilder, item: Item, kind: str, at: str) -> None:
     call_id = _call_id(item, at)
     if kind == "custom_tool_call":
         name = qualified(item.namespace, needed(item, "name", at))
-        turns.custom_call(call_id, name, needed(item, "input", at), at, "call_id")
+        built.call(call_id, name, needed(item, "input", at), at, "call_id", custom=True)
         return
     if kind == "function_call":
         name, arguments = qualified(item.namespace, needed(item, "name", at)), needed(item, "arguments", at)
     else:
         name = kind.removesuffix("_call")
         arguments = needed(item, "operation" if kind == "apply_patch_call" else "action", at)
-    turns.call(call_id, name, arguments, at, "call_id")
+    built.call(call_id, name, arguments, at, "call_id")
 
 
 def _call_id(item: Item, at: str) -> str:
@@ -184,26 +184,28 @@ def _call_id(item: Item, at: str) -> str:
     return given or str(needed(item, "call_id", at))
 
 
-def _add_message(turns: Turns, item: Item, at: str) -> None:
+def _add_message(built: ConversationBuilder, item: Item, at: str) -> None:
     role = needed(item, "role", at)
     if role == "assistant":
-        _begin_turn(turns, at, after=("reasoning_content",))
+        _begin_turn(built, at, after=("reasoning_content",))
     else:
-        turns.begin("system" if role == "developer" else role, at)
-    _add_content(turns, needed(item, "content", at), f"{at}.content")
+        built.begin("system" if role == "developer" else role, at)
+    _add_content(built, needed(item, "content", at), f"{at}.content")
 
 
-def _begin_turn(turns: Turns, at: str, after: Sequence[str]) -> None:
+def _begin_turn(built: ConversationBuilder, at: str, after: Sequence[str]) -> None:
     """Begins a message of the assistant, unless the last one is its and has nothing but fields of `after`."""
-    last = turns.messages[-1] if turns.role == "assistant" else None
+    last = built.messages[-1] if built.role == "assistant" else None
     if last is None or any(value for name, value in last.items() if name not in ("role", *after)):
-        turns.begin("assistant", at)
+        built.begin("assistant", at)
 
 
-def _add_content(turns: Turns, content: str | list[Part], at: str, unread: Sequence[str] = ()) -> list[str]:
+def _add_content(
+    built: ConversationBuilder, content: str | list[Part], at: str, unread: Sequence[str] = ()
+) -> list[str]:
     """Adds a content; returns the paths of parts of the types in `unread`, which are left out."""
     if isinstance(content, str):
-        turns.text(content)
+        built.text(content)
         return []
     left = []
     for i, part in enumerate(content):
@@ -211,24 +213,24 @@ def _add_content(turns: Turns, content: str | list[Part], at: str, unread: Seque
         if part.type in unread:
             left.append(here)
         elif part.type is None and part.outcome is not None:
-            turns.text((part.stdout or "") + (part.stderr or "") + f"\n{json.dumps(part.outcome)}")
+            built.text((part.stdout or "") + (part.stderr or "") + f"\n{json.dumps(part.outcome)}")
         else:
-            _add_part(turns, part, here)
+            _add_part(built, part, here)
     return left
 
 
-def _add_part(turns: Turns, part: Part, at: str) -> None:
+def _add_part(built: ConversationBuilder, part: Part, at: str) -> None:
     kind = needed(part, "type", at)
     check_type(part, kind, _PARTS, at)
     if kind == "input_image":
-        turns.image(needed(part, "image_url", at), f"{at}.image_url")
+        built.image(needed(part, "image_url", at), f"{at}.image_url")
     else:
-        turns.text(needed(part, "refusal" if kind == "refusal" else "text", at))
+        built.text(needed(part, "refusal" if kind == "refusal" else "text", at))
     if part.prompt_cache_breakpoint is not None:
-        turns.mark(part.prompt_cache_breakpoint.ttl)
+        built.mark(part.prompt_cache_breakpoint.ttl)
 
 
-def _add_reasoning(turns: Turns, item: Item, at: str) -> list[str]:
+def _add_reasoning(built: ConversationBuilder, item: Item, at: str) -> list[str]:
     content = [Part("reasoning_text", item.content)] if isinstance(item.content, str) else item.content or []
     for name, parts in (("content", content), ("summary", item.summary or [])):
         for i, part in enumerate(parts):
@@ -236,8 +238,8 @@ def _add_reasoning(turns: Turns, item: Item, at: str) -> list[str]:
     sealed = None if item.encrypted_content is None else unsealed(item.encrypted_content)
     shown = "".join(part.text or "" for part in content) or sealed
     if text := shown or "\n".join(part.text or "" for part in item.summary or ()):
-        _begin_turn(turns, at, after=())
-        turns.reasoning(text)
+        _begin_turn(built, at, after=())
+        built.reasoning(text)
     return [f"{at}.encrypted_content"] if item.encrypted_content and sealed is None else []
 
 
@@ -253,6 +255,11 @@ def needed(part: Struct, name: str, at: str) -> Any:
         message = f"{at}.{name}: this field is required where the type is {kind!r}"
         raise ApiError(400, message, param=f"{at}.{name}")
     return value
+
+
+def offered(item: Item) -> Sequence[Tool]:
+    """Returns the tools that an item offers."""
+    return () if item.type in LEFT_OUT else item.tools or ()
 
 
 # --- reasoning that a client brings back as it went ---------------------------------------------------------------

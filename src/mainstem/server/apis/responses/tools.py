@@ -1,4 +1,4 @@
-"""The tools of /v1/responses, by the OpenAI API reference, as those of a chat.
+"""The tools of /v1/responses, by the OpenAI API reference.
 
 A namespace is a group of tools. Each of them is offered under a name that has both, and its calls come back with both
 apart. Tools that OpenAI runs are left out.
@@ -6,15 +6,18 @@ apart. Tools that OpenAI runs are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from mainstem.server.errors import ApiError
+from mainstem.server.apis.bodies import check_value, wrong
+from mainstem.server.apis.conversation import check_name, check_type, function
 from mainstem.server.fields.rules import Field, Rules
-from mainstem.server.fields.tools import is_hosted
-from mainstem.server.fields.turns import check_type
+from mainstem.server.fields.tools import Tool as Offered
+from mainstem.server.fields.tools import Tooling, custom_tool, is_hosted, tooling_of
+from mainstem.server.parsing.custom import Form
 
 _TOOLS: Mapping[str, tuple[str, ...]] = {
     "function": ("name", "description", "parameters", "strict"),
@@ -54,12 +57,12 @@ class TextFormat(Struct, omit_defaults=True):
 
 
 class Tool(Struct, omit_defaults=True):
-    """A tool; `type` says which fields it has. A chat's `tools` are checked, so all may be absent here."""
+    """A tool; `type` says which fields it has."""
 
     type: str | None = None
     name: str | None = None
     description: str | None = None
-    parameters: Any = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: TextFormat | None = None
     tools: list[Tool] | None = None
@@ -81,46 +84,26 @@ class ToolChoice(Struct):
     tools: list[ToolName] | None = None
 
 
-class Tools(NamedTuple):
-    """The tools of a request, as those of a chat.
-
-    Args:
-        chat: the tools.
-        names: the paths of the client's body, by those of the chat's.
-        apart: namespace and name of tools in a namespace, by the name under which they are offered.
-    """
-
-    chat: list[dict[str, Any]]
-    names: dict[str, str]
-    apart: dict[str, tuple[str, str]]
-
-
 def qualified(namespace: str | None, name: str) -> str:
     """Returns the name under which a tool of a namespace is offered; None: it is in none."""
     return name if namespace is None else f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
-def tools_of(given: Iterable[tuple[str, Tool]], more: Iterable[tuple[str, Tool]] = ()) -> Tools:
-    """Returns the tools of a request.
+def tools_of(given: Iterable[tuple[str, Tool]], more: Iterable[tuple[str, Tool]]) -> list[tuple[str, Offered]]:
+    """Returns the tools that the model may call, each with the path of its name.
 
     Args:
         given: by the request itself, each with its path.
         more: by items of the conversation; those that are there already, the same, are left out.
 
     Raises:
-        ApiError: 400; a tool is of an unknown type, or has fields of another.
+        ApiError: 400; a tool is of an unknown type, has fields of another, or lacks one.
     """
-    made, flat = Tools([], {}, {}), [*_flat(given)]
+    flat = [*_flat(given)]
     for each in _flat(more):
         if each[1:] not in [known[1:] for known in flat]:
             flat.append(each)
-    for at, namespace, tool in flat:
-        here = f"tools[{len(made.chat)}]"
-        made.chat.append(_chat_tool(tool, namespace))
-        made.names.update({f"{here}.{tool.type}": at, f"{here}.custom.format.grammar": f"{at}.format"})
-        if namespace is not None and tool.name is not None:
-            made.apart[qualified(namespace, tool.name)] = (namespace, tool.name)
-    return made
+    return [(f"{at}.name", _offered(at, namespace, tool)) for at, namespace, tool in flat]
 
 
 def _flat(given: Iterable[tuple[str, Tool]]) -> Iterator[tuple[str, str | None, Tool]]:
@@ -133,7 +116,7 @@ def _flat(given: Iterable[tuple[str, Tool]]) -> Iterator[tuple[str, str | None, 
             yield at, None, tool
             continue
         if not tool.name:
-            raise ApiError(400, f"{at}.name: this field is required", param=f"{at}.name")
+            raise wrong(f"{at}.name", "this field is required")
         for i, each in enumerate(tool.tools or ()):
             check_type(each, each.type or "", _IN_NAMESPACES, f"{at}.tools[{i}]")
             yield f"{at}.tools[{i}]", tool.name, _introduced(each, tool) if i == 0 else each
@@ -145,53 +128,51 @@ def _introduced(tool: Tool, namespace: Tool) -> Tool:
     return Tool(tool.type, tool.name, "\n".join(said) or None, tool.parameters, tool.strict, tool.format)
 
 
-def _chat_tool(tool: Tool, namespace: str | None) -> dict[str, Any]:
-    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    if tool.name is not None:
-        fields["name"] = qualified(namespace, tool.name)
-    if tool.format is not None:
-        fields["format"] = _format(tool.format)
-    kind = tool.type or ""
-    return {"type": kind, kind: {name: value for name, value in fields.items() if value is not None}}
+def _offered(at: str, namespace: str | None, tool: Tool) -> Offered:
+    name = None if tool.name is None else qualified(namespace, tool.name)
+    if tool.type == "function":
+        made = function(name, tool.description, tool.parameters, tool.strict, at, "parameters")
+    else:
+        form = None if tool.format is None else _form(tool.format, f"{at}.format")
+        made = custom_tool(check_name(name, at), tool.description, form, f"{at}.format.definition")
+    return made if namespace is None else replace(made, apart=(namespace, str(tool.name)))
 
 
-def _format(format: TextFormat) -> dict[str, Any]:
+def _form(format: TextFormat, at: str) -> Form | None:
     if format.type == "text":
-        return {"type": "text"}
-    grammar = {"syntax": format.syntax, "definition": format.definition}
-    return {"type": "grammar", "grammar": {name: value for name, value in grammar.items() if value is not None}}
+        return None
+    for name in ("syntax", "definition"):
+        if getattr(format, name) is None:
+            raise wrong(f"{at}.{name}", "this field is required")
+    check_value(format.definition, Annotated[str, Meta(min_length=1)], f"{at}.definition")
+    return Form(format.syntax, format.definition)  # type: ignore[arg-type]
 
 
-def choice_of(choice: str | ToolChoice) -> str | dict[str, Any]:
-    """Returns which tools may be called, as a chat says it.
+def chosen(
+    tools: Sequence[tuple[str, Offered]],
+    choice: Literal["none", "auto", "required"] | ToolChoice | None,
+    parallel: bool,
+) -> Tooling:
+    """Returns the tools, and which may be called; see `tooling_of`. One that is named is called once.
 
     Raises:
-        ApiError: 400; a tool that OpenAI runs must be called.
+        ApiError: 400; besides, a tool that OpenAI runs must be called.
     """
-    if isinstance(choice, str):
-        return choice
+    if choice is None or isinstance(choice, str):
+        return tooling_of(tools, choice or "auto", parallel=parallel)
     check_type(choice, choice.type, _CHOICES, "tool_choice")
     if choice.type != "allowed_tools":
-        return {"type": choice.type, choice.type: {"name": choice.name}}
-    tools = [{"type": tool.type, tool.type: {"name": tool.name}} for tool in choice.tools or () if not _left_out(tool)]
-    if not tools and choice.tools:
+        check_value(choice.name, str, "tool_choice.name")
+        return tooling_of(tools, "required", {"tool_choice.name": str(choice.name)}, parallel=False)
+    at, given = "tool_choice.tools", choice.tools or []
+    kept = {f"{at}[{i}]": tool for i, tool in enumerate(given) if not is_hosted(tool.type)}
+    if given and not kept:
         if choice.mode == "required":
-            message = "tool_choice.tools: this server has none of them"
-            raise ApiError(400, message, param="tool_choice.tools", code="unsupported_tool")
-        return "none"
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode or "auto", "tools": tools}}
-
-
-def _left_out(tool: ToolName) -> bool:
-    return is_hosted(tool.type)
-
-
-def choice_names(choice: str | ToolChoice | None) -> dict[str, str]:
-    """Returns the paths of a choice, by those of the chat's."""
-    given = choice.tools if isinstance(choice, ToolChoice) else None
-    kept = (i for i, tool in enumerate(given or ()) if not _left_out(tool))
-    paths = {f"tools[{made}].{kind}": f"tools[{i}]" for made, i in enumerate(kept) for kind in ("function", "custom")}
-    inside = {f"tool_choice.allowed_tools.{old}": f"tool_choice.{new}" for old, new in paths.items()}
-    return inside | dict.fromkeys(
-        ("tool_choice.function", "tool_choice.custom", "tool_choice.allowed_tools"), "tool_choice"
-    )
+            raise wrong(at, "this server has none of them", "unsupported_tool")
+        return tooling_of(tools, "none", parallel=parallel)
+    check_value(given, Annotated[list[Any], Meta(min_length=1)], at)
+    for path, tool in kept.items():
+        check_value(tool.type, Literal["function", "custom"], f"{path}.type")
+        check_value(tool.name, str, f"{path}.name")
+    named = {f"{path}.name": str(tool.name) for path, tool in kept.items()}
+    return tooling_of(tools, choice.mode or "auto", named, parallel=parallel)

@@ -6,15 +6,14 @@ Knows the names of fields, and turns them into a `Tool`. Does not know messages,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
+from mainstem.server.apis.conversation import ToolName, call
 from mainstem.server.fields.breakpoints import Breakpoint, CacheControl
-from mainstem.server.fields.tools import NO_PARAMETERS, Tool, custom_tool, is_hosted
-from mainstem.server.parsing.custom import Form, as_arguments
+from mainstem.server.fields.tools import NO_PARAMETERS, Tool, Tooling, custom_tool, is_hosted, tooling_of
+from mainstem.server.parsing.custom import Form
 
 
 class FunctionCall(Struct):
@@ -44,12 +43,11 @@ class ToolCall(Struct):
         _check_type(self, self.type, ("function", "custom"))
 
     def template_input(self) -> dict[str, Any]:
-        """Returns it as chat templates take it: a custom tool is a function with one parameter."""
+        """Returns it as chat templates take it."""
         if self.custom is not None:
-            function: Any = {"name": self.custom.name, "arguments": as_arguments(self.custom.input)}
-        else:
-            function = msgspec.to_builtins(self.function)
-        return {"id": self.id, "type": "function", "function": function}
+            return call(self.id, self.custom.name, self.custom.input, custom=True)
+        assert self.function is not None, "it was checked"
+        return call(self.id, self.function.name, self.function.arguments)
 
 
 def _check_type(part: Struct, kind: str, others: Sequence[str]) -> None:
@@ -59,9 +57,6 @@ def _check_type(part: Struct, kind: str, others: Sequence[str]) -> None:
     for name in others:
         if name != kind and getattr(part, name) is not None:
             raise ValueError(f"`{name}`: not a field of the type {kind!r}")
-
-
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)")]
 
 
 class FunctionSpec(Struct):
@@ -99,10 +94,6 @@ class CustomFormat(Struct):
         """Checks that a grammar is there where it is the form."""
         if (self.type == "grammar") != (self.grammar is not None):
             raise ValueError("`grammar`: this field is required where the type is 'grammar', and not a field of 'text'")
-
-
-GRAMMAR = "custom.format.grammar.definition"
-"""The path of a grammar in a tool."""
 
 
 class CustomSpec(Struct):
@@ -145,20 +136,23 @@ class ToolSpec(Struct):
         within = None if self.function is None else self.function.cache_control
         return self.prompt_cache_breakpoint or self.cache_control or within
 
-    def tool(self) -> Tool:
-        """Returns the tool, which is not one that is left out."""
+    def tool(self, at: str) -> Tool:
+        """Returns the tool at a path, which is not one that is left out."""
         if self.custom is not None:
             grammar = None if self.custom.format is None else self.custom.format.grammar
             form = None if grammar is None else Form(grammar.syntax, grammar.definition)
-            return custom_tool(self.custom.name, self.custom.description, form)
+            where = f"{at}.custom.format.grammar.definition"
+            return custom_tool(self.custom.name, self.custom.description, form, where)
         assert self.function is not None, "it was checked"
         each = self.function
-        return Tool(each.name, each.description, each.parameters or NO_PARAMETERS, bool(each.strict))
+        parameters, where = each.parameters or NO_PARAMETERS, f"{at}.function.parameters"
+        return Tool(each.name, each.description, parameters, bool(each.strict), at=where)
 
 
-def tools_of(specs: Sequence[ToolSpec] | None) -> tuple[Tool, ...]:
-    """Returns the tools of a request that are not left out."""
-    return tuple(replace(spec.tool(), place=i) for i, spec in enumerate(specs or ()) if spec.name is not None)
+def tools_of(specs: Sequence[ToolSpec] | None) -> list[tuple[str, Tool]]:
+    """Returns the tools of a request that are not left out, each with the path of its name."""
+    paths = ((f"tools[{i}]", spec) for i, spec in enumerate(specs or ()) if spec.name is not None)
+    return [(f"{at}.{spec.type}.name", spec.tool(at)) for at, spec in paths]
 
 
 class FunctionName(Struct):
@@ -214,3 +208,15 @@ class ToolChoice(Struct):
             return {f"tool_choice.allowed_tools.{at}": name for at, name in paths.items()}
         given = self.custom if self.type == "custom" else self.function
         return {} if given is None else {f"tool_choice.{self.type}.name": given.name}
+
+
+def chosen(
+    specs: Sequence[ToolSpec] | None, choice: Literal["none", "auto", "required"] | ToolChoice | None, parallel: bool
+) -> Tooling:
+    """Returns the tools of a chat, and which may be called; see `tooling_of`. One that is named is called once."""
+    tools = tools_of(specs)
+    if choice is None or isinstance(choice, str):
+        return tooling_of(tools, choice or "auto", parallel=parallel)
+    if choice.allowed_tools is not None and choice.type == "allowed_tools":
+        return tooling_of(tools, choice.allowed_tools.mode, choice.named, parallel=parallel)
+    return tooling_of(tools, "required", choice.named, parallel=False)

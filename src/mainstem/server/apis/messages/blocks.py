@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from mainstem.server.apis.conversation import ConversationBuilder, check_type
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.breakpoints import CacheControl
 from mainstem.server.fields.rules import Field, Rules
-from mainstem.server.fields.turns import Turns, check_type
 
 LEFT_OUT = frozenset(
     {
@@ -117,28 +117,28 @@ _IMAGES = {"base64": ("media_type", "data"), "url": ("url",)}
 _DOCUMENTS = {"text": ("media_type", "data"), "content": ("content",)}
 
 
-def turns_of(system: str | Sequence[ContentBlock] | None, messages: Sequence[Message]) -> Turns:
-    """Returns the messages of a chat. Adjacent turns of one role are one message; results of tools have their own.
+def conversation_of(system: str | Sequence[ContentBlock] | None, messages: Sequence[Message]) -> ConversationBuilder:
+    """Builds the conversation. Adjacent turns of one role are one message; results of tools have their own.
 
     Raises:
         ApiError: 400; a block is of a type that is not supported there, or lacks a field.
     """
-    turns = Turns()
+    built = ConversationBuilder()
     if isinstance(system, str) and system:
-        _add_content(turns, "system", system, "system")
+        _add_content(built, "system", system, "system")
     for i, block in enumerate(() if isinstance(system, str) else system or ()):
         if not _is_attribution(block):
-            _add_block(turns, "system", block, f"system[{i}]", _BLOCKS["system"])
+            _add_block(built, "system", block, f"system[{i}]", _BLOCKS["system"])
     for i, message in enumerate(messages):
         at = f"messages[{i}].content"
         shown = message.content if isinstance(message.content, str) else _shown(message.content)
         if not shown and message.role == "assistant":  # an answer may have been cut before it said anything
-            _enter(turns, "assistant", at)
+            _enter(built, "assistant", at)
         elif shown == []:
             raise ApiError(400, f"{at}: must have at least one block", param=at)
         else:
-            _add_content(turns, message.role, message.content, at)
-    return turns
+            _add_content(built, message.role, message.content, at)
+    return built
 
 
 def attribution(system: str | Sequence[ContentBlock] | None) -> list[str]:
@@ -160,68 +160,70 @@ def _shown(blocks: Sequence[ContentBlock]) -> list[ContentBlock]:
 
 
 def _add_content(
-    turns: Turns, role: str, content: object, at: str, kinds: Mapping[str, Sequence[str]] | None = None
+    built: ConversationBuilder, role: str, content: object, at: str, kinds: Mapping[str, Sequence[str]] | None = None
 ) -> None:
     """Adds a text or blocks to a message of a role; `kinds`: the types that may be there, and their fields."""
     if isinstance(content, str):
-        _enter(turns, role, at)
-        turns.text(content)
+        _enter(built, role, at)
+        built.text(content)
         return
     if not isinstance(content, list):
         raise ApiError(400, f"{at}: must be a text or a list of blocks", param=at)
     for i, block in enumerate(content):
         if block.type not in LEFT_OUT:
-            _add_block(turns, role, block, f"{at}[{i}]", kinds or _BLOCKS[role])
+            _add_block(built, role, block, f"{at}[{i}]", kinds or _BLOCKS[role])
 
 
-def _enter(turns: Turns, role: str, at: str) -> None:
-    if turns.role != role:
-        turns.begin(role, at)
+def _enter(built: ConversationBuilder, role: str, at: str) -> None:
+    if built.role != role:
+        built.begin(role, at)
 
 
-def _add_block(turns: Turns, role: str, block: ContentBlock, at: str, kinds: Mapping[str, Sequence[str]]) -> None:
+def _add_block(
+    built: ConversationBuilder, role: str, block: ContentBlock, at: str, kinds: Mapping[str, Sequence[str]]
+) -> None:
     check_type(block, block.type, kinds, at)
     if block.type != "tool_result":
-        _enter(turns, role, at)
+        _enter(built, role, at)
     match block.type:
         case "text":
-            turns.text(_needed(block, "text", at))
+            built.text(_needed(block, "text", at))
         case "image":
-            _add_image(turns, block, at)
+            _add_image(built, block, at)
         case "document":
-            _add_document(turns, role, block, at)
+            _add_document(built, role, block, at)
         case "search_result":
-            turns.text(_needed(block, "title", at))
-            turns.text(_needed(block, "source", at, str))
-            _add_content(turns, role, _needed(block, "content", at, list), f"{at}.content", _TEXT_BLOCK)
+            built.text(_needed(block, "title", at))
+            built.text(_needed(block, "source", at, str))
+            _add_content(built, role, _needed(block, "content", at, list), f"{at}.content", _TEXT_BLOCK)
         case "tool_reference":
-            turns.text(_needed(block, "tool_name", at))
+            built.text(_needed(block, "tool_name", at))
         case "compaction":
-            turns.text("" if block.content is None else _needed(block, "content", at, str))
+            built.text("" if block.content is None else _needed(block, "content", at, str))
         case "thinking":
-            turns.reasoning(_needed(block, "thinking", at))
+            built.reasoning(_needed(block, "thinking", at))
         case "tool_use":
-            turns.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
+            built.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
         case "tool_result":
-            turns.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
+            built.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
             if block.is_error:
-                turns.text("Error:")
-            _add_content(turns, "tool", block.content or "", f"{at}.content")
+                built.text("Error:")
+            _add_content(built, "tool", block.content or "", f"{at}.content")
     if block.cache_control is not None:
-        turns.mark(block.cache_control.ttl)
+        built.mark(block.cache_control.ttl)
 
 
-def _add_image(turns: Turns, block: ContentBlock, at: str) -> None:
+def _add_image(built: ConversationBuilder, block: ContentBlock, at: str) -> None:
     source: Source = _needed(block, "source", at, Source)
     at = f"{at}.source"
     check_type(source, source.type, _IMAGES, at)
     if source.type == "base64":
-        turns.image(f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}", f"{at}.data")
+        built.image(f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}", f"{at}.data")
     else:
-        turns.image(_needed(source, "url", at), f"{at}.url")
+        built.image(_needed(source, "url", at), f"{at}.url")
 
 
-def _add_document(turns: Turns, role: str, block: ContentBlock, at: str) -> None:
+def _add_document(built: ConversationBuilder, role: str, block: ContentBlock, at: str) -> None:
     source: Source = _needed(block, "source", at, Source)
     at = f"{at}.source"
     if source.type not in _DOCUMENTS:
@@ -233,9 +235,9 @@ def _add_document(turns: Turns, role: str, block: ContentBlock, at: str) -> None
     check_type(source, source.type, _DOCUMENTS, at)
     for text in (block.title, block.context):
         if text:
-            turns.text(text)
+            built.text(text)
     name = "data" if source.type == "text" else "content"
-    _add_content(turns, role, _needed(source, name, at), f"{at}.{name}", _BLOCKS["document"])
+    _add_content(built, role, _needed(source, name, at), f"{at}.{name}", _BLOCKS["document"])
 
 
 def _needed(part: ContentBlock | Source, name: str, at: str, kind: type = object) -> Any:

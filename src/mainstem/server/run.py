@@ -8,48 +8,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mainstem.errors import EngineClosed
-from mainstem.runtime.request import Delta, Usage
-from mainstem.server.apis.replies import ChunkUsage, Extras, Head, Reply, Spell, UsageBody, usage_body
-from mainstem.server.apis.requests import ChatRequest, CompletionRequest
+from mainstem.runtime.request import Delta
+from mainstem.server.apis.replies import Reply, UsageBody, usage_body
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
-from mainstem.server.parsing.output import OutputParser
-from mainstem.server.watch.diagnosis import Shape
+from mainstem.server.transport import cancel_when_gone
 
 if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
 
 log = logging.getLogger(__name__)
-
-
-MakeReply: TypeAlias = Callable[[Head, Spell, ChunkUsage, Extras, Callable[[], OutputParser]], Reply]
-"""Makes a reply from the head of the response, what spells a token, the usage in chunks, what is shown besides answers,
-and what parses an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A client's body, in the form that is generated.
-
-    Args:
-        request: what is generated.
-        reply: how it is answered.
-        names: the names of the client's fields, by those of `request` where they differ; see `errors.renamed`.
-        shape: what a diagnosis compares of it; None: it is not compared.
-    """
-
-    request: CompletionRequest | ChatRequest
-    reply: MakeReply
-    names: Mapping[str, str] = field(default_factory=dict)
-    shape: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +56,6 @@ class Watcher(Protocol):
 
     def close(self) -> None:
         """Ends the watch: no more events come. The last event may be missing."""
-
-
-class EndWatcher:
-    """A `Watcher` of how one generation ends."""
-
-    _open = True
-
-    def see(self, delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            self._end(delta.finish_reason, delta.usage)
-
-    def close(self) -> None:
-        self._end("cancelled", None)
-
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Is called once: without a last event the generation was cut off, and there is no usage."""
-        raise NotImplementedError
-
-    def _end(self, finish: str, usage: Usage | None) -> None:
-        if self._open:
-            self._open = False
-            self.ended(finish, usage)
 
 
 class Run:
@@ -136,6 +91,20 @@ class Run:
         usages = [answer[-1].usage for answer in self.answers]
         return usage_body([usage for usage in usages if usage is not None], self._choices)
 
+    async def finish(self, receive: Receive) -> None:
+        """Waits for the end of all choices.
+
+        Raises:
+            ApiError: one of them failed.
+            ClientDisconnect: the client has gone.
+        """
+
+        async def nothing(index: int, delta: Delta) -> None:
+            """Sends nothing: the response is sent as a whole."""
+
+        if not await self.follow(receive, nothing):
+            raise self.failure or ClientDisconnect()
+
     async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
         """Passes every event to `handle`, the choices in parallel.
 
@@ -144,7 +113,7 @@ class Run:
         """
         complete = False
         async with anyio.create_task_group() as watched:
-            watched.start_soon(_cancel_when_gone, receive, watched.cancel_scope)
+            watched.start_soon(cancel_when_gone, receive, watched.cancel_scope)
             async with anyio.create_task_group() as group:
                 for index in range(len(self._streams)):
                     group.start_soon(self._follow_one, index, handle, watched.cancel_scope)
@@ -226,12 +195,6 @@ def _failure(delta: Delta) -> ApiError:
         return draining()
     log.error("a generation failed: %s", delta.error)
     return internal_error()
-
-
-async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
 
 
 NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -12,7 +12,7 @@ Each block of an answer is a content block: thinking, text, or the use of a tool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,10 +20,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta, TokenLogprob
-from mainstem.server.apis.replies import NO_EXTRAS, ChunkUsage, Explained, Extras, Head, UsageBody
+from mainstem.server.apis.blocks import Block, BlockReply
+from mainstem.server.apis.replies import Explained, UsageBody, named_event
 from mainstem.server.errors import ApiError
-from mainstem.server.fields.blocks import Block, BlockReply, named_event
-from mainstem.server.parsing.output import Call, OutputParser, PlainText, Reasoning
+from mainstem.server.parsing.output import Call, Reasoning
 from mainstem.server.watch.diagnosis import Finding
 
 PATH = "/v1/messages"
@@ -93,30 +93,9 @@ class MessageBody(Struct):
 
 
 class MessageReply(BlockReply):
-    """Writes one message; see `Reply`.
-
-    Args:
-        head: id and model of the message.
-        spell: spells one token; not used, since this API has no log-probabilities.
-        usage: says how long the prompt is, before the first event.
-        extras: of these only the explanation is shown.
-        parser: returns what finds the pieces of the answer.
-        finding: of the comparison with another request; None: none was asked for.
-    """
+    """Writes one message; see `Reply`. It has no log-probabilities."""
 
     shows_cut_calls = False
-
-    def __init__(
-        self,
-        head: Head,
-        spell: object,
-        usage: ChunkUsage,
-        extras: Extras = NO_EXTRAS,
-        parser: Callable[[], OutputParser] = PlainText,
-        finding: Finding | None = None,
-    ) -> None:
-        super().__init__(parser())
-        self._head, self._usage, self._extras, self._finding = head, usage, extras, finding
 
     def opening(self) -> bytes:
         """See `Reply`."""
@@ -166,29 +145,31 @@ class MessageReply(BlockReply):
         read, added = (0, 0) if isinstance(found, UnsetType) else (found.cached_tokens, found.cache_write_tokens)
         by_ttl = {} if isinstance(found, UnsetType) else found.cache_write_tokens_by_ttl or {}
         created = CacheCreation(by_ttl.get("5m", 0), by_ttl.get("1h", 0))
-        thinking = ThinkingTokens(self.reasoning_tokens)
+        thinking = ThinkingTokens(self.answer.reasoning_tokens)
         rest = usage.prompt_tokens - read - added
         counted = MessageUsage(rest, usage.completion_tokens, read, added, created, thinking)
-        content = [_content(block) for block in self.blocks]
-        return self._body(content, self._stop_reason(), self.last.stop, counted)
+        content = [_content(block) for block in self.answer.blocks]
+        return self._body(content, self._stop_reason(), self.answer.last.stop, counted)
 
     def _body(
         self, content: list[dict[str, Any]], stop_reason: str | None, stop: str | None, usage: MessageUsage
     ) -> MessageBody:
         head = self._head
         diagnostics: dict[str, Any] | UnsetType | None = UNSET
-        if self._finding is not None:
-            diagnostics = _diagnostics(self._finding, usage, None if stop_reason is None else self._extras.missed)
+        if self._extras.finding is not None:
+            diagnostics = _diagnostics(
+                self._extras.finding, usage, None if stop_reason is None else self._extras.missed
+            )
         made = MessageBody(head.id, head.model, content, stop_reason, stop, usage, diagnostics=diagnostics)
         made.explanation = UNSET if stop_reason is None else self._extras.explanation
         return made
 
     def _stop_reason(self) -> str:
-        if self.last.finish_reason == "length":
+        if self.answer.last.finish_reason == "length":
             return "max_tokens"
-        if self.last.stop is not None:
+        if self.answer.last.stop is not None:
             return "stop_sequence"
-        return "tool_use" if self.calls else "end_turn"
+        return "tool_use" if self.answer.calls else "end_turn"
 
 
 _REASONS = {
@@ -260,6 +241,11 @@ def speaks(path: str, headers: Mapping[str, str]) -> bool:
 def error_body(error: ApiError) -> bytes:
     """Returns the JSON of an error in Anthropic's form."""
     return msgspec.json.encode(_ErrorBody(_error(error)))
+
+
+def broken(error: ApiError) -> bytes:
+    """Returns the event that ends a stream of which the begin is not known."""
+    return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 
 def _error(error: ApiError) -> _Error:

@@ -1,0 +1,1 @@
+"""/v1/messages, by Anthropic's API reference."""

@@ -1,0 +1,1 @@
+"""/v1/responses, by the OpenAI API reference."""

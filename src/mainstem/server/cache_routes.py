@@ -1,0 +1,183 @@
+"""The routes that show and change the cache and the adapters, most of them for the admin.
+
+Knows HTTP. `management` has the bodies, `watch.live` what the live page shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mainstem.cache.namespaces import Namespace, encode_namespace
+from mainstem.errors import BadArgument
+from mainstem.server import errors, management
+from mainstem.server.access.api_keys import Access
+from mainstem.server.access.tenants import Tenancy
+from mainstem.server.errors import ApiError, client_names
+from mainstem.server.preparation import Preparation
+from mainstem.server.prompting import Tokens
+from mainstem.server.transport import BodyReader, json_response
+from mainstem.server.watch import live
+from mainstem.server.watch.about import About
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+
+_LORA = {"name": "lora_name", "adapter": "lora_name", "path": "lora_path"}
+"""The fields of bodies, by the engine's names."""
+
+
+class CacheRoutes:
+    """The routes.
+
+    Args:
+        engine: has the cache.
+        access: knows the keys.
+        preparation: makes tokens of prefixes.
+        bodies: reads bodies.
+        tenancy: the tenants, if there are any.
+        about: describes adapters.
+        shown: what the live page shows.
+        draining: returns whether the server takes no more requests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        access: Access,
+        preparation: Preparation,
+        bodies: BodyReader,
+        tenancy: Tenancy | None,
+        about: About,
+        shown: live.Live,
+        draining: Callable[[], bool],
+    ) -> None:
+        self._engine, self._access, self._preparation, self._bodies = engine, access, preparation, bodies
+        self._tenancy, self._about, self._live, self._draining = tenancy, about, shown, draining
+
+    def routes(self) -> list[Route]:
+        """Returns them."""
+        return [
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
+            Route("/v1/cache/flush", self._flush, methods=["POST"]),
+            Route("/v1/cache/remove", self._remove, methods=["POST"]),
+            Route("/v1/cache/hints", self._hints, methods=["POST"]),
+            Route("/v1/cache/stats", self._stats, methods=["GET"]),
+            Route("/v1/cache/tenants", self._tenants, methods=["GET"]),
+            Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/cache", self._live_page, methods=["GET"]),
+            Route("/cache/events", self._live_events, methods=["GET"]),
+            Route("/cache/sample", self._live_sample, methods=["GET"]),
+        ]
+
+    async def _load_adapter(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        ask = await self._bodies.parsed(http, management.parse_load_adapter)
+        with client_names(_LORA):
+            if ask.lora_name in self._preparation.names:
+                raise BadArgument("name", ask.lora_name, "a name other than the model's own")
+            await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
+        return json_response(self._about.model(ask.lora_name))
+
+    async def _unload_adapter(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        ask = await self._bodies.parsed(http, management.parse_unload_adapter)
+        if ask.lora_name not in self._engine.adapters:
+            message = f"The adapter {ask.lora_name!r} is not loaded."
+            raise ApiError(404, message, param="lora_name", code="model_not_found")
+        with client_names(_LORA):
+            await anyio.to_thread.run_sync(self._engine.unload_adapter, ask.lora_name)
+        return json_response(management.Unloaded(ask.lora_name))
+
+    async def _flush(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        pages = await anyio.to_thread.run_sync(self._engine.flush)
+        return json_response(management.Flushed(pages, pages * self._engine.config.page_size))
+
+    async def _remove(self, http: HttpRequest) -> Response:
+        tenant, is_admin = self._access.remover(http.headers)
+        prefixes, namespace = await self._bodies.parsed(
+            http, lambda body: self._named(management.parse_remove(body), tenant, is_admin)
+        )
+        self._preparation.answers.forget(encode_namespace(namespace))
+        pages = 0
+        for tokens in prefixes:
+            pages += await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
+        return json_response(management.Flushed(pages, pages * self._engine.config.page_size))
+
+    async def _hints(self, http: HttpRequest) -> Response:
+        tenant, is_admin = self._access.client(http.headers)
+
+        def parse(body: bytes) -> tuple[management.HintRequest, list[Tokens], Namespace | None]:
+            ask = management.parse_hint(body)
+            return ask, *self._named(ask, tenant, is_admin)
+
+        ask, prefixes, namespace = await self._bodies.parsed(http, parse)
+        advised = []
+        for tokens in prefixes:
+            advise = partial(self._engine.advise, ask.action, tokens, namespace, **ask.times())
+            advised.append(await anyio.to_thread.run_sync(advise))
+        kept = max(advised, key=lambda each: (each.positions, each.cached))
+        if kept.positions == 0:
+            raise errors.no_advice(ask.action, kept.cached, "prompt" if ask.messages is None else "messages")
+        return json_response(management.Hinted(ask.action, kept.positions, kept.cached))
+
+    def _named(
+        self, ask: management.Named, tenant: bytes | None, is_admin: bool
+    ) -> tuple[list[Tokens], Namespace | None]:
+        """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace.
+
+        A chat may be cached with the tokens of its answers, and as it is tokenised without them.
+        """
+        self._preparation.check_model(ask.model)
+        if is_admin and self._access.separates:
+            tenant = self._access.tenant_of(ask.api_key)
+            if tenant is None:
+                raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
+        elif ask.api_key is not None:
+            raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
+        namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant)
+        if ask.messages is not None:
+            return self._preparation.prefixes(ask.messages, ask.tools, namespace), namespace
+        return [self._preparation.tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
+
+    async def _stats(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        stats = await anyio.to_thread.run_sync(self._engine.stats)
+        body = msgspec.json.encode(stats, enc_hook=lambda counters: counters.as_dict())  # those of the core
+        return Response(body, media_type="application/json")
+
+    async def _tenants(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        if self._tenancy is None:
+            raise ApiError(404, "This server has no tenants (option --tenants).", code="no_tenants")
+        return json_response(await anyio.to_thread.run_sync(self._tenancy.usage))
+
+    async def _tree(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers)
+        return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
+
+    async def _live_page(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        return HTMLResponse(
+            live.page(), headers={"Content-Security-Policy": live.policy(), "Cache-Control": "no-store"}
+        )
+
+    async def _live_events(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        events = self._live.events(live.node_of(http.query_params), self._draining)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def _live_sample(self, http: HttpRequest) -> Response:
+        self._access.require_admin(http.headers, browser=True)
+        body = await self._live.sample(live.node_of(http.query_params))
+        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,0 +1,309 @@
+"""The routes of the APIs that generate: from a request to the events or the body of its answer.
+
+who asks -> body -> Generation -> the engine's requests -> submit -> events -> chunks or one body
+            '----- on a thread -----------------------'                    '-- cancelled when the client has gone
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import anyio.to_thread
+from starlette.datastructures import Headers
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mainstem.cache.namespaces import Namespace
+from mainstem.errors import MainstemError
+from mainstem.runtime.request import Request
+from mainstem.server import errors
+from mainstem.server.access.api_keys import Access
+from mainstem.server.access.envelope import shown
+from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
+from mainstem.server.apis.embeddings import EmbeddingRequest, Embeddings
+from mainstem.server.apis.generation import Generation
+from mainstem.server.apis.replies import ChunkUsage, Extras, Head, Reply
+from mainstem.server.apis.table import APIS, Api, Count
+from mainstem.server.errors import ApiError, client_names
+from mainstem.server.fields.rules import Unheeded
+from mainstem.server.fields.sampling import Common
+from mainstem.server.kept.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
+from mainstem.server.kept.precompute import Precompute
+from mainstem.server.kept.response_store import Kept, Owner, ResponseStore
+from mainstem.server.kept.stored_responses import StoredResponses
+from mainstem.server.parsing.output import PlainText
+from mainstem.server.preparation import Preparation, Prepared
+from mainstem.server.run import NO_BUFFER, EventStream, Pings, Run, Watcher, best, scored
+from mainstem.server.transport import BodyReader, json_response
+from mainstem.server.watch.diagnosis import Fingerprint
+from mainstem.server.watch.explain import Explanations
+from mainstem.server.watch.metrics import Metrics
+from mainstem.server.watch.recording import Kind, Recorder
+from mainstem.server.watch.tracing import Trace, Tracing
+from mainstem.settings.server import ServerConfig
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+    from mainstem.runtime.stream import Stream
+
+_IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
+_FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes need.
+
+    Args:
+        engine: generates.
+        config: the settings of the server.
+        access: knows the keys.
+        preparation: makes the engine's requests.
+        bodies: reads bodies.
+        metrics, recorder, tracing: watch.
+        precompute: computes next turns; None: nothing does.
+        pings: of streams.
+        clock: returns seconds, monotonic.
+        now: returns seconds since the epoch.
+        draining: returns whether new requests are refused.
+    """
+
+    engine: Engine
+    config: ServerConfig
+    access: Access
+    preparation: Preparation
+    bodies: BodyReader
+    metrics: Metrics
+    recorder: Recorder | None
+    tracing: Tracing | None
+    precompute: Precompute | None
+    pings: Pings
+    clock: Callable[[], float]
+    now: Callable[[], float]
+    draining: Callable[[], bool]
+
+
+class Generating:
+    """The routes.
+
+    Args:
+        parts: what they need.
+        kept: keeps answers.
+    """
+
+    def __init__(self, parts: Parts, kept: ResponseStore[Kept]) -> None:
+        self._parts = parts
+        self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
+        self._tolerant = parts.config.unknown_fields == "warn"
+        self._kept, self.responses = kept, StoredResponses(kept)
+        self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, parts.config.response_ttl_s, parts.clock)
+        self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
+        self._embeddings = Embeddings(
+            parts.engine, parts.access, parts.preparation, parts.bodies.parsed, self._begin_embeddings, parts.draining,
+            serves=parts.config.embeddings,
+        )  # fmt: skip
+        self.explain: Explanations
+
+    def routes(self) -> list[Route]:
+        """Returns them."""
+        counts = [api.count for api in APIS.values() if api.count is not None]
+        return [
+            *(Route(path, self._generate, methods=["POST"]) for path in APIS),
+            *(Route(count.path, partial(self._counted, count), methods=["POST"]) for count in counts),
+            Route(EMBEDDINGS, self._embed, methods=["POST"]),
+        ]
+
+    def read(self, route: str, body: bytes, owner: Owner) -> Generation:
+        """Reads the body of a request to one of the routes that generate.
+
+        Raises:
+            ApiError: it is wrong, or there is no such route.
+        """
+        if route not in APIS:
+            raise ApiError(400, f"route: must be one of {', '.join(APIS)}", param="route")
+        return self._read(APIS[route], body, Unheeded(self._tolerant), owner)
+
+    def ahead(self, path: str, headers: Headers, body: bytes) -> Callable[[], object]:
+        """Returns what reads pages of a request's first prompt before it is submitted; see `PrefillFirst`.
+
+        Raises:
+            ApiError, MainstemError: it cannot be answered.
+        """
+        tenant = self._access.tenant(headers)
+        generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant)
+        tokens, namespace = self._preparation.addressed(generation, tenant if self._access.separates else None)
+        return partial(self._engine.advise, "prefetch", tokens, namespace)
+
+    def _read(self, api: Api, body: bytes, unheeded: Unheeded, owner: Owner) -> Generation:
+        return self.responses.join(api.read(body, unheeded), owner)
+
+    # ---- one request
+
+    async def _generate(self, http: HttpRequest) -> Response:
+        api, unheeded, wish = APIS[http.url.path], Unheeded(self._tolerant), wish_of(http.scope)
+        trace = self._trace(http, api)
+        before = None if wish is None else wish.begun
+        id = f"{api.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
+        generation = None
+        try:
+            tenant = self._access.tenant(http.headers)  # the cheapest checks come first
+            if self._parts.draining():
+                raise errors.draining()
+            generation = await self._parts.bodies.parsed(http, lambda body: self._read(api, body, unheeded, tenant))
+            made, run = await self._admit(http, api, generation, tenant, id, trace, before)
+        except (ApiError, MainstemError) as error:
+            refusal = shown(error)
+            self._parts.metrics.refused(refusal.status)
+            if trace is not None:
+                trace.refused(refusal.status)
+            streams = generation is not None and generation.request.stream
+            if generation is not None and api.late and streams and refusal.detail.code == errors.TOO_LONG:
+                return self._annotated(self._refused_in_stream(api, generation, id, refusal), unheeded)
+            raise
+        unheeded.ignored += self._preparation.ignored(generation)
+        prompts = [Answer(each.tokens, each.params.max_tokens) for each in made.requests]
+        begun = Begun(id, int(self._parts.now()), prompts) if before is None else before
+        reply = self._reply(api, begun, made, run, tenant)
+        if trace is not None:
+            trace.answers(begun.id, self._model_of(generation.request))
+        if generation.request.stream:
+            tells = wish is not None and made.requests[0].params.prompt_logprobs is None
+            parts = run, reply, self._parts.pings
+            return self._annotated(ContinuableStream(*parts, begun) if tells else EventStream(*parts), unheeded)
+        return self._annotated(await self._whole(http, generation, run, reply), unheeded)
+
+    async def _whole(self, http: HttpRequest, generation: Generation, run: Run, reply: Reply) -> Response:
+        with run:
+            await run.finish(http.receive)
+        answers = scored(run.answers, generation.choices)
+        if generation.choices > generation.kept:
+            answers = best(answers, generation.choices, generation.kept)
+        return await anyio.to_thread.run_sync(lambda: json_response(reply.whole(answers, run.usage)))
+
+    def _reply(self, api: Api, begun: Begun, made: Prepared, run: Run, owner: Owner) -> Reply:
+        """Returns what writes the answer, compares the request with an earlier one, and keeps the answer."""
+        generation, extras, id = made.generation, made.extras, begun.id
+        if generation.comparison is not None and extras.fingerprint is not None:
+            finding = generation.comparison.of(id, extras.fingerprint, self._fingerprints, owner)
+            extras = replace(extras, finding=finding)
+        if (kept := generation.keep) is not None:
+            extras = replace(extras, keep=lambda body: self._kept.put(owner, id, kept(body)))
+        extras = replace(extras, now=self._parts.now)
+        usage = ChunkUsage(generation.include_usage, run.prompt_tokens if generation.counts_chunks else None)
+        names = (f"{id} {choice}" for choice in itertools.count())
+        head = Head(id, begun.created, self._model_of(generation.request))
+        return api.reply(head, self._preparation.prompts.spell, usage, extras, lambda: made.parser(next(names)))
+
+    def _refused_in_stream(self, api: Api, generation: Generation, id: str, error: ApiError) -> Response:
+        head = Head(id, int(self._parts.now()), self._model_of(generation.request))
+        extras = Extras(generation=generation)
+        reply = api.reply(head, self._preparation.prompts.spell, ChunkUsage(False), extras, PlainText)
+        return Response(reply.opening() + reply.failing(error), headers=NO_BUFFER, media_type=EventStream.media_type)
+
+    def _model_of(self, request: Common) -> str:
+        """Returns the name of the model, or of the adapter, that answers."""
+        return self._preparation.adapter(request.model) or self._preparation.names[0]
+
+    def _trace(self, http: HttpRequest, api: Api) -> Trace | None:
+        operation: Literal["chat", "text_completion"] = "chat" if api.kind == "chat" else "text_completion"
+        return None if self._parts.tracing is None else self._parts.tracing.begin(http.headers, operation)
+
+    async def _admit(
+        self,
+        http: HttpRequest,
+        api: Api,
+        generation: Generation,
+        tenant: Owner,
+        id: str,
+        trace: Trace | None,
+        begun: Begun | None,
+    ) -> tuple[Prepared, Run]:
+        """Prepares and submits a request."""
+        limiter = self._parsing_images if generation.has_images else self._parts.bodies.limiter
+        sharing = tenant if self._access.separates else None
+        made = await anyio.to_thread.run_sync(self._preparation.prepare, generation, sharing, limiter=limiter)
+        if begun is not None:
+            made = replace(made, requests=resumed(made.requests, begun))
+        asked, choices = generation.request, generation.choices
+        self.explain.check(asked.explain)
+        made, watchers = self.explain.follow(id, http.headers, tenant, made)
+        for watching, request in zip(watchers, made.requests, strict=True):
+            watching.extend(self._watchers(asked, generation.session, request, api.kind, tenant))
+        prompt_tokens = sum(len(request.tokens) for request in made.requests[::choices])
+        hints = made.requests[0].hints
+        continues = not (hints.no_store or hints.one_shot)  # else nothing is kept that only a next turn would use
+        for watching in watchers if continues else ():
+            watching.extend(made.turn.watchers())
+        if (precompute := self._parts.precompute) is not None:
+            precompute.give_way()
+            if continues and choices == 1 and generation.truncate is None:
+                watchers[0] += precompute.watchers(made.turn, made.requests[0], made.parser)
+        if trace is not None:
+            traced = trace.submitted(made.requests, asked.model, choices, bool(asked.stream))
+            watchers = [[*watching, watch] for watching, watch in zip(watchers, traced, strict=True)]
+        with client_names(generation.paths):
+            streams = self._submit(made.requests)
+        return made, Run(streams, choices, watchers, prompt_tokens)
+
+    def _watchers(
+        self, asked: Any, session: str | None, request: Request, kind: Kind, tenant: Owner
+    ) -> list[Watcher]:  # fmt: skip
+        meter = self._parts.metrics.meter()
+        if self._parts.recorder is None:
+            return [meter]
+        vision = self._engine.vision
+        shaping = request.images if vision is not None and vision.first_token_sees_image else ()
+        adapter, identities = self._preparation.adapter(asked.model), tuple(image.identity.hex() for image in shaping)
+        scope = Namespace(adapter, asked.cache_salt, identities)
+        key = self._access.api_key(tenant)
+        return [meter, self._parts.recorder.note(request, kind, scope, key, session)]
+
+    def _submit(self, asked: Sequence[Request]) -> list[Stream]:
+        """Submits all requests or none."""
+        streams: list[Stream] = []
+        with ExitStack() as undo:
+            for request in asked:
+                stream = self._engine.submit(request)
+                undo.callback(stream.cancel)
+                streams.append(stream)
+            undo.pop_all()
+        return streams
+
+    def _annotated(self, response: Response, unheeded: Unheeded) -> Response:
+        """Returns a response with headers that name the fields of its request that do nothing, and counts these."""
+        self._parts.metrics.ignored(unheeded.kinds)
+        response.headers.update(unheeded.headers)
+        return response
+
+    # ---- tokens that are counted, and embeddings
+
+    async def _counted(self, count: Count, http: HttpRequest) -> Response:
+        """Answers with the number of tokens of a prompt."""
+        owner, unheeded = self._access.tenant(http.headers), Unheeded(self._tolerant)
+
+        def counted(body: bytes) -> int:
+            request = count.read(body, unheeded, self._preparation.names[0])
+            generation = self.responses.join(request, owner)
+            unheeded.ignored += self._preparation.ignored(generation)
+            return self._preparation.count(generation)
+
+        return self._annotated(json_response(count.response(await self._parts.bodies.parsed(http, counted))), unheeded)
+
+    async def _embed(self, http: HttpRequest) -> Response:
+        unheeded = Unheeded(self._tolerant)
+        return self._annotated(await self._embeddings.answer(http, unheeded), unheeded)
+
+    def _begin_embeddings(self, asked: EmbeddingRequest, prompts: Sequence[Request], tenant: bytes | None) -> Run:
+        """See `embeddings.Begin`."""
+        if self._parts.precompute is not None:
+            self._parts.precompute.give_way()
+        watchers = [self._watchers(asked, asked.prompt_cache_key, each, "completion", tenant) for each in prompts]
+        return Run(self._submit(prompts), 1, watchers, sum(len(prompt.tokens) for prompt in prompts))
