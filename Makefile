@@ -16,7 +16,7 @@ CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve core test test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
+.PHONY: help demo serve core test quick test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
 	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
@@ -101,7 +101,11 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CORE) $(wildcard tests/native/*.cpp tests/native/*.h bench/native/*.cpp bench/native/*.h)
 
-test: lint
+# mypy alone would leave the other cores idle for a minute.
+test: $(VENV)/dev
+	@$(MAKE) --no-print-directory --jobs=2 lint quick
+
+quick: $(VENV)/dev
 	$(BIN)/pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/dev

@@ -102,7 +102,7 @@ LANES = (
         imports=False,
     ),
     slow("scheduler", "test_scheduler", "test_scheduler_components", "test_lease_components", "test_bench_loading"),
-    slow("kernels", "test_tree_attention", "test_step_graphs", "test_exactness", "test_hf"),
+    slow("kernels", "test_tree_attention", "test_step_graphs", "test_triton_attention", "test_exactness", "test_hf"),
     slow("storage", "test_storage_file_crash", "test_storage_file_faults", "test_storage_mooncake"),
     slow("pages", "test_docs", "test_site", "test_demo", files=("docs/**/*.md", "README.md", "examples/*.py")),
     slow(

@@ -469,7 +469,7 @@ def test_goals_name_measures_that_exist() -> None:
 
 
 def test_all_of_ours_are_driven_alike() -> None:
-    prompts = list(TINY.prompts())
+    prompts = list(TINY.prompts())[:8]
     for page_size in (1, 16):
         makes: list[Make] = [SYSTEMS[name].find() for name in OURS if page_size in SYSTEMS[name].page_sizes]
         rates = {

@@ -364,7 +364,7 @@ def settled(engine: Engine) -> Engine:
 
 
 SMALL = 12  # pages of a device that holds two of the documents
-MANY = 20
+MANY = 8
 
 
 @pytest.fixture(scope="module")
@@ -487,7 +487,7 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all_others(open
     assert not children()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_answer_ends_all_others(opened: Open, folder: Folder, ranks: int) -> None:
     with opened(folder("llama", **LLAMA), ranks, answer_s=patience(5)) as engine:
         assert ask(engine, documents(1))
@@ -764,6 +764,7 @@ def test_a_server_that_was_killed_leaves_no_rank_and_no_file_and_starts_again_wi
             assert tiers == {"device": 0, "host": 0, "storage": 5 * PAGE}
 
 
+@pytest.mark.slow
 def test_the_command_serves_with_several_ranks_and_ends_with_one_line_when_one_dies(
     folder: Folder, tmp_path: Path
 ) -> None:

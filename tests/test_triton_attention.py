@@ -37,7 +37,7 @@ def kernel() -> Attention:
 
 
 # What fails is not made smaller: the interpreter would take minutes.
-@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     st.one_of(batches(SHAPE), batches(OTHER_VALUES)),
     st.sampled_from([None, SINKS]),
@@ -154,7 +154,7 @@ def test_models_attend_by_it_as_by_their_own_code(
     assert calls and "computed by PyTorch" not in caplog.text
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_the_kernels_are_compiled_for_gpus(architecture: int, tmp_path: Path) -> None:
     """An interpreter accepts what a compiler does not. Products are those of tensor cores."""
     pytest.importorskip("triton", reason="Triton is not installed")
