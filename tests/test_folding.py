@@ -75,7 +75,7 @@ def folds(batch: Batch, partial: bool = False, causal: Causal = "partial") -> Fo
         return fold(plan, range(len(batch.extents)), GROUP, partial, causal)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(batches(SHAPE), st.booleans(), st.sampled_from(["never", "whole", "partial"]))
 def test_each_query_sees_each_of_its_keys_once(batch: Batch, partial: bool, causal: Causal) -> None:
     folded = folds(batch, partial, causal)

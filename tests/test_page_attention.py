@@ -32,7 +32,7 @@ OTHER_VALUES = SHAPE._replace(head_dim=64, value_dim=96)  # more than one block 
 LATENT = KVShape(2, 1, 64, 32, latent=True)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.one_of(batches(SHAPE), batches(OTHER_VALUES)),
     st.sampled_from([None, SINKS]),
