@@ -27,7 +27,7 @@ _RESTART_S = 0.01
 def followed(replica: Replica) -> Counter[Page]:
     """Returns what a replica knows of device and host."""
     return Counter(
-        (block.stored.lora_name, block.stored.cache_salt, medium, replica.path(hash_))
+        (block.lora_name, block.cache_salt, medium, replica.path(hash_))
         for hash_, block in replica.blocks.items()
         for medium in block.media
         if medium != "STORAGE"
@@ -40,7 +40,7 @@ def pages_of(replica: Replica) -> set[Page]:
     for hash_, block in replica.blocks.items():
         if all(above and above.media for above in _path(replica, hash_)):
             path = replica.path(hash_)
-            pages.update((block.stored.lora_name, block.stored.cache_salt, medium, path) for medium in block.media)
+            pages.update((block.lora_name, block.cache_salt, medium, path) for medium in block.media)
     return pages
 
 
@@ -49,7 +49,7 @@ def _path(replica: Replica, hash_: int | None) -> Iterator[Block | None]:
     while hash_ is not None:
         block = replica.blocks.get(hash_)
         yield block
-        hash_ = block.stored.parent_block_hash if block else None
+        hash_ = block.parent if block else None
 
 
 def reaches(pages: set[Page], adapter: str | None, salt: str | None, path: tuple[int, ...]) -> tuple[int, int, int]:

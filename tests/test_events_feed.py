@@ -137,6 +137,14 @@ def test_a_replay_has_the_batches_themselves_while_they_are_kept() -> None:
     assert line.feed.replay(line.batches[-1][0] + 1, line.now_s) == []
 
 
+def test_without_replays_nothing_is_kept() -> None:
+    feed = Feed(100.0, replays=False)
+    batches = [feed.publish([event], 100.0) for event in (FIRST, GONE)]
+    assert [decode(payload).events for _, payload in batches] == [[AllBlocksCleared(), FIRST], [GONE]]
+    ((_, payload),) = feed.replay(0, 100.0)
+    assert decode(payload).events == [AllBlocksCleared()]
+
+
 def test_a_batch_that_comes_again_changes_nothing() -> None:
     line, follower = Line(), Follower()
     old = line.send(FIRST, NEXT)

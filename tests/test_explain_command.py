@@ -196,11 +196,6 @@ def test_offline_every_eviction_is_remembered_however_small_the_cache() -> None:
     assert found.stretches[0].eviction is not None and found.stretches[0].eviction.ago_s == pytest.approx(590)
 
 
-def test_no_cause_says_that_something_is_long_ago() -> None:
-    assert why({"cause": "forgotten"}) == "evicted or never seen: it is not remembered which"
-    assert why({"cause": "forgotten", "since_s": 36.0}).endswith("nothing is known of what was more than 36 s ago")
-
-
 def test_a_trace_and_a_request_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.jsonl"
     prompts = [list(range(100)), [*range(60), *range(200, 240)], list(range(100))]
@@ -337,14 +332,28 @@ def test_every_cause_has_words(cause: str) -> None:
     assert told != cause and "the breaker is open" in told
 
 
-def test_what_was_evicted_is_said_as_far_as_it_is_known() -> None:
-    gone = {"tier": "host", "policy": "slru", "why": "quota", "uses": 3, "ago_s": None, "idle_s": None}
-    assert why({"cause": "evicted", "evicted": gone}) == "evicted; left the host by slru, quota"
-    known = {**gone, "why": "policy", "ago_s": 5.0, "idle_s": 120.0, "kept_by_tokens": 4096}
-    told = why({"cause": "evicted", "evicted": known})
-    parts = ["evicted", "left the host 5 s ago by slru", "unused for 120 s then"]
-    assert told == "; ".join([*parts, "room for 4,096 tokens would have kept it"])
-    assert why({"tier": "storage"}) == "found in storage" and why({"tier": "host"}) == "found on the host"
+GONE = {"tier": "host", "policy": "slru", "why": "quota", "uses": 3, "ago_s": None, "idle_s": None}
+KNOWN = {**GONE, "why": "policy", "ago_s": 5.0, "idle_s": 120.0, "kept_by_tokens": 4096}
+SINCE = "nothing is known of what was more than 90 s ago"
+
+
+@pytest.mark.parametrize(
+    ("stretch", "words"),
+    [
+        ({"tier": "storage"}, "found in storage"),
+        ({"tier": "host"}, "found on the host"),
+        ({"cause": "forgotten"}, "evicted or never seen: it is not remembered which"),
+        ({"cause": "never_seen", "since_s": 90.0}, f"never seen; {SINCE}"),
+        ({"cause": "forgotten", "since_s": 90.0}, f"evicted or never seen: it is not remembered which; {SINCE}"),
+        ({"cause": "evicted", "evicted": GONE}, "evicted; left the host by slru, quota"),
+        (
+            {"cause": "evicted", "evicted": KNOWN},
+            "evicted; left the host 5 s ago by slru; unused for 120 s then; room for 4,096 tokens would have kept it",
+        ),
+    ],
+)
+def test_a_stretch_is_said_as_far_as_it_is_known(stretch: dict[str, Any], words: str) -> None:
+    assert why(stretch) == words
 
 
 @pytest.mark.parametrize(
@@ -361,8 +370,3 @@ def test_what_an_earlier_prompt_had_is_shown_beside_the_text(text: str | None, i
     stretch = {"begin": 0, "end": 9, "cause": "parted", "parted": parted} | ({} if text is None else {"text": text})
     [found] = table([stretch]).columns[3].cells
     assert found == shown
-
-
-def test_how_far_back_a_server_knows_is_said() -> None:
-    told = why({"cause": "never_seen", "since_s": 90.0})
-    assert told == "never seen; nothing is known of what was more than 90 s ago"

@@ -72,7 +72,7 @@ class Model:
         salt, adapter = salt_id(namespace, SECRET), None if namespace is None else namespace.adapter
         there: dict[tuple[int, ...], set[Medium]] = {}
         for hash_, block in self.replica.blocks.items():
-            if (block.stored.lora_name, block.stored.cache_salt) != (adapter, salt):
+            if (block.lora_name, block.cache_salt) != (adapter, salt):
                 continue
             with suppress(KeyError):  # a page before it is not there
                 there[self.replica.path(hash_)] = block.media

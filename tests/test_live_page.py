@@ -30,11 +30,9 @@ from mainstem.runtime.models.loading import load_model
 from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
 from mainstem.server.watch.live import TREE_COLUMNS, LiveSample, page
-from mainstem.server.watch.metrics import Metrics
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.settings.server import ServerConfig
 from mainstem.watch.outline import SLICE
-from mainstem.watch.sample import Sample
 
 ROUTES = ("/cache", "/cache/sample", "/cache/events")
 MOST_MS = 16.0
@@ -183,19 +181,12 @@ def test_what_left_the_device_is_told_by_age() -> None:
     assert left["median_s"] == pytest.approx(100, abs=1)
 
 
-def test_misses_by_cause_are_in_the_sample_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    http = TestClient(create_app(FakeEngine()))  # type: ignore[arg-type]
-    assert http.get("/cache/sample").json()["missed_tokens"] == {}
-
-    def counted(metrics: Metrics, at_s: float) -> Sample:
-        values = {
-            ("mainstem_misses_tokens_total", frozenset({("cause", cause)})): 7.0 for cause in ("parted", "evicted")
-        }
-        return Sample(at_s, values)
-
-    monkeypatch.setattr(Metrics, "sample", counted)
-    http = TestClient(create_app(FakeEngine()))  # type: ignore[arg-type]
-    assert http.get("/cache/sample").json()["missed_tokens"] == {"parted": 7, "evicted": 7}
+def test_misses_by_cause_are_in_the_sample_where_they_are_counted() -> None:
+    engine = FakeEngine()
+    assert TestClient(create_app(engine)).get("/cache/sample").json()["missed_tokens"] == {}  # type: ignore[arg-type]
+    engine.missed = {"parted": 7, "evicted": 7}
+    sample = TestClient(create_app(engine)).get("/cache/sample").json()  # type: ignore[arg-type]
+    assert sample["missed_tokens"] == engine.missed
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------

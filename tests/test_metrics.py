@@ -16,20 +16,22 @@ from rigs.full_stats import filled, parts, present
 from rigs.hand_driven import Clock
 from starlette.testclient import TestClient
 
+from mainstem.metric import rows
 from mainstem.runtime.engine_core import EngineStats
 from mainstem.runtime.request import Delta, Usage
 from mainstem.runtime.text.vision import VisionStats
 from mainstem.server.app import create_app
 from mainstem.server.kept.answers import AnswerStats
 from mainstem.server.kept.precompute import TurnStats
-from mainstem.server.watch.metrics import OUTCOMES, TABLE, Metrics, SavingStats
+from mainstem.server.prefill import PrefillStats
+from mainstem.server.watch.metrics import OUTCOMES, Metrics, SavingStats
 from mainstem.server.watch.recording import RecordStats
 from mainstem.server.watch.tracing import SpanStats
 
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
-READ = {
+COUNTED = {
     "engine": EngineStats, "recorder": RecordStats, "answers": AnswerStats, "turns": TurnStats, "spans": SpanStats,
-    "savings": SavingStats, "prefills": Mapping[str, int],
+    "savings": SavingStats, "prefills": PrefillStats,
 }  # fmt: skip
 NOT_EXPORTED = {
     "engine.totals": {"requests", "cached_tokens", "computed_tokens", "errors"},
@@ -41,7 +43,7 @@ NOT_EXPORTED = {
     },
     "engine.cache.retention": {"pinned", "owners", "limits.*"},
     "engine.tiers": {
-        "host_total", "host_free", "host_cached", "host_private",
+        "host_total", "host_free", "host_cached", "host_private", "host_pools.*.locked",
         "prefetches", "prefetch_skipped", "breaker_openings", "under_way",
     },
     "engine.vision": {"images"},
@@ -69,29 +71,30 @@ def numbers(kind: Any, path: str) -> Iterator[str]:
             yield from numbers(part, f"{path}.{name}")
 
 
-def everything() -> tuple[EngineStats, RecordStats, dict[str, float]]:
-    """Returns full statistics, and the metrics that show them."""
+def everything() -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns full statistics by the part of the server, and the metrics that show them."""
+    stats = full()
+    return stats, samples(exposition(stats))
+
+
+def full() -> dict[str, Any]:
     count = itertools.count(100)
-    engine, recorder = filled(EngineStats, count), filled(RecordStats, count)
-    return engine, recorder, samples(exposition(engine, recorder))
+    return {part: filled(kind, count) for part, kind in COUNTED.items()}
 
 
-def exposition(engine: EngineStats, recorder: RecordStats) -> str:
-    stats: dict[str, Any] = {
-        "engine": engine,
-        "recorder": recorder,
-        "answers": AnswerStats(1, 2, 3, 4),
-        "turns": TurnStats(5, 6, 7),
-    }
-    stats |= {"spans": SpanStats(8, 9, 10), "savings": SavingStats(11.0, 12.0), "prefills": {"failed": 13}}
-    parts: Any = {name: SimpleNamespace(stats=lambda part=part: part) for name, part in stats.items()}
-    return Metrics(**parts).exposition().decode()
+def exposition(stats: Mapping[str, Any]) -> str:
+    return Metrics([SimpleNamespace(stats=lambda part=part: part) for part in stats.values()]).exposition().decode()
 
 
 def test_every_number_is_exported_or_named_as_one_that_is_not() -> None:
-    exported = [f"{part}.{path}" for part, rows in TABLE.items() for row in rows for path in row.paths.values()]
+    exported = [
+        ".".join(filter(None, (part, path, own)))
+        for part, kind in COUNTED.items()
+        for path, row in rows(kind)
+        for own in row.paths.values()
+    ]
     kept = [f"{part}.{name}" for part, names in NOT_EXPORTED.items() for name in names]
-    counted = [path for name, kind in READ.items() for path in numbers(kind, name)]
+    counted = [path for part, kind in COUNTED.items() for path in numbers(kind, part)]
     derived = {
         "engine.totals.device_tokens",
         *(f"engine.cache.pool.{owner}" for owner in ("free", "cached", "private")),
@@ -103,9 +106,8 @@ def test_every_number_is_exported_or_named_as_one_that_is_not() -> None:
 def test_the_documentation_lists_every_metric() -> None:
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     listed = re.findall(r"^\| `(mainstem_\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
-    engine, recorder, _ = everything()
     found = []
-    for family in text_string_to_metric_families(exposition(engine, recorder)):
+    for family in text_string_to_metric_families(exposition(full())):
         if family.name.endswith("_created"):
             continue
         name = family.name + "_total" * (family.type == "counter")
@@ -114,15 +116,23 @@ def test_the_documentation_lists_every_metric() -> None:
     assert sorted((name, ", ".join(sorted(labels.split(", "))), text) for name, labels, text in listed) == sorted(found)
 
 
-def test_the_tiers_and_the_recorder_are_counted() -> None:
-    engine, recorder, values = everything()
-    tiers = engine.tiers
-    assert tiers is not None
+def test_every_part_is_counted() -> None:
+    stats, values = everything()
+    tiers, totals, cache = stats["engine"].tiers, stats["engine"].totals, stats["engine"].cache
+    recorder, answers, turns = stats["recorder"], stats["answers"], stats["turns"]
     expected = {
         "mainstem_host_pages{component=first,owner=free}": tiers.host_pools["first"].free,
         "mainstem_host_pages{component=first,owner=cached}": tiers.host_pools["first"].cached,
         "mainstem_host_pages{component=second,owner=private}": tiers.host_pools["second"].private,
         "mainstem_host_pages{component=second,owner=total}": tiers.host_pools["second"].total,
+        **{
+            f"mainstem_pool_pages{{component={name},owner={owner}}}": getattr(pool, owner)
+            for name, pool in cache.pools.items()
+            for owner in ("free", "cached", "private", "locked", "total")
+        },
+        "mainstem_cached_tokens_total{tier=device}": totals.cached_tokens - totals.host_tokens - totals.storage_tokens,
+        "mainstem_cached_tokens_total{tier=host}": totals.host_tokens,
+        "mainstem_cached_tokens_total{tier=storage}": totals.storage_tokens,
         "mainstem_moved_pages_total{from=device,to=host}": tiers.backed_up,
         "mainstem_moved_pages_total{from=host,to=device}": tiers.loaded,
         "mainstem_moved_pages_total{from=storage,to=host}": tiers.prefetched,
@@ -144,32 +154,16 @@ def test_the_tiers_and_the_recorder_are_counted() -> None:
         "mainstem_recorded_requests_total{outcome=written}": recorder.written,
         "mainstem_recorded_requests_total{outcome=dropped}": recorder.dropped,
         "mainstem_recorded_requests_total{outcome=failed}": recorder.failed,
+        "mainstem_answers_remembered_total": answers.remembered,
+        "mainstem_answers_found_total": answers.found,
+        "mainstem_answer_tokens_total": answers.tokens,
+        "mainstem_answers_bytes": answers.bytes,
+        "mainstem_precomputed_turns_total{outcome=started}": turns.started,
+        "mainstem_precomputed_turns_total{outcome=unchanged}": turns.unchanged,
+        "mainstem_precomputed_turns_total{outcome=skipped}": turns.skipped,
     }
     assert {name: values[name] for name in expected} == expected
-
-
-def test_answers_and_next_turns_are_counted() -> None:
-    _, _, values = everything()
-    expected = {
-        "mainstem_answers_remembered_total": 1,
-        "mainstem_answers_found_total": 2,
-        "mainstem_answer_tokens_total": 3,
-        "mainstem_answers_bytes": 4,
-        "mainstem_precomputed_turns_total{outcome=started}": 5,
-        "mainstem_precomputed_turns_total{outcome=unchanged}": 6,
-        "mainstem_precomputed_turns_total{outcome=skipped}": 7,
-    }
-    assert {name: values[name] for name in expected} == expected
-
-
-def test_cached_tokens_are_counted_where_they_were() -> None:
-    engine, _, values = everything()
-    totals = engine.totals
-    assert {tier: values[f"mainstem_cached_tokens_total{{tier={tier}}}"] for tier in ("device", "host", "storage")} == {
-        "device": totals.cached_tokens - totals.host_tokens - totals.storage_tokens,
-        "host": totals.host_tokens,
-        "storage": totals.storage_tokens,
-    }
+    assert sum(name.startswith("mainstem_pool_pages") for name in values) == 10
 
 
 def test_the_engine_is_read_when_scraped() -> None:
@@ -202,23 +196,9 @@ def test_the_engine_is_read_when_scraped() -> None:
     assert {name: values[name] for name in expected} == expected
 
 
-def test_every_component_has_its_pool() -> None:
-    values = samples(Metrics(FakeEngine()).exposition())  # type: ignore[arg-type]
-    found = {name: value for name, value in values.items() if name.startswith("mainstem_pool_pages")}
-    counts = {
-        "full": {"total": 100, "free": 60, "cached": 30, "private": 10, "locked": 8},
-        "state": {"total": 9, "free": 2, "cached": 4, "private": 3, "locked": 1},
-    }
-    assert found == {
-        f"mainstem_pool_pages{{component={component},owner={owner}}}": count
-        for component, owners in counts.items()
-        for owner, count in owners.items()
-    }
-
-
 def test_adapters_and_images_are_counted(tmp_path: Path) -> None:
     engine = FakeEngine()
-    metrics = Metrics(engine)  # type: ignore[arg-type]
+    metrics = Metrics([engine])  # type: ignore[arg-type]
     assert not [name for name in samples(metrics.exposition()) if "image" in name]
     engine.load_adapter("french", tmp_path)
     engine.images = VisionStats(encoder_runs=3, hits=8, images=2, bytes=4096)
@@ -233,14 +213,14 @@ def test_adapters_and_images_are_counted(tmp_path: Path) -> None:
 
 
 def test_every_name_is_ours() -> None:
-    values = samples(Metrics(FakeEngine()).exposition())  # type: ignore[arg-type]
+    values = samples(Metrics([FakeEngine()]).exposition())  # type: ignore[arg-type]
     assert all(name.startswith("mainstem_") for name in values)
     assert {f"mainstem_requests_total{{outcome={outcome}}}" for outcome in OUTCOMES} <= set(values)
 
 
 def test_the_latencies_of_one_generation() -> None:
     clock = Clock(0.0)
-    metrics = Metrics(FakeEngine(), clock)  # type: ignore[arg-type]
+    metrics = Metrics([FakeEngine()], clock)  # type: ignore[arg-type]
     meter = metrics.meter()
     for now_s, tokens in ((1.0, (1,)), (1.5, (2,)), (2.5, (3, 4)), (2.6, ())):
         clock.now_s = now_s
@@ -259,7 +239,7 @@ def test_the_latencies_of_one_generation() -> None:
 
 
 def test_a_generation_without_an_end_is_cancelled() -> None:
-    metrics = Metrics(FakeEngine())  # type: ignore[arg-type]
+    metrics = Metrics([FakeEngine()])  # type: ignore[arg-type]
     metrics.meter().close()
     values = samples(metrics.exposition())
     assert values["mainstem_requests_total{outcome=cancelled}"] == 1
@@ -280,6 +260,6 @@ def test_refusals() -> None:
 
 
 def test_two_servers_have_separate_metrics() -> None:
-    first, second = Metrics(FakeEngine()), Metrics(FakeEngine())  # type: ignore[arg-type]
+    first, second = Metrics([FakeEngine()]), Metrics([FakeEngine()])  # type: ignore[arg-type]
     first.refused(400)
     assert samples(second.exposition())["mainstem_requests_total{outcome=refused}"] == 0

@@ -151,7 +151,7 @@ def test_a_key_has_one_writer_at_a_time(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor(2) as threads, write_blocked(tmp_path, KEYS[0]) as free:
         puts = [threads.submit(backend.put, KEYS[:1], values(1000, version)[:1]) for version in (1, 2)]
-        while len(asyncio.all_tasks(backend._loop)) < 4:  # both calls, and a task for the key of each
+        while len(asyncio.all_tasks(backend._thread._loop)) < 4:  # both calls, and a task for the key of each
             time.sleep(0.01)
         written = free()
     assert written in [values(1000, version)[0] for version in (1, 2)]  # not both into one file

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Kept, RetentionStats
 from mainstem.cache.tree import Survey, Tree
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
-from mainstem.events.publisher import EventStats
+from mainstem.runtime.engine_core import EngineStats
 from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.request import Completion, Delta, Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.grammars import Grammars
@@ -32,7 +32,6 @@ from mainstem.runtime.schedule.meter import Totals
 from mainstem.runtime.schedule.timeline import Phase
 from mainstem.runtime.text.vision import VisionStats
 from mainstem.settings.engine import EngineConfig, SamplingParams
-from mainstem.tiers.controller import TierStats
 
 
 class FakeTokenizer:
@@ -85,19 +84,6 @@ def cache_stats(queried: int, hit: int) -> CacheStats:
     pools = {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)}
     retention = RetentionStats(3, 1, 2, {"full": 5, "state": 2}, {"full": 7, "state": 0}, {"full": 25, "state": 2})
     return CacheStats(leases, tree, pools, retention)
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    running: int
-    waiting: int
-    adapters: int
-    totals: Totals
-    cache: CacheStats
-    compiled_grammars: int = 0
-    tiers: TierStats | None = None
-    vision: VisionStats | None = None
-    events: EventStats | None = None
 
 
 def embedding(tokens: Sequence[int]) -> np.ndarray:
@@ -250,6 +236,7 @@ class FakeEngine:
         self.closed = False
         self.draining = False
         self.images: VisionStats | None = None
+        self.missed: dict[str, int] = {}
         self.adapters: tuple[str, ...] = ()
         self.adapter_paths: dict[str, str] = {}
         self.removed: list[tuple[list[int], Any]] = []
@@ -290,15 +277,15 @@ class FakeEngine:
     def running(self) -> list[FakeStream]:
         return [stream for stream in self.streams if not stream.ended and not stream.cancelled]
 
-    def stats(self) -> FakeStats:
+    def stats(self) -> EngineStats:
         ended = [stream for stream in self.streams if stream.ended]
         asked = sum(len(stream.request.tokens) for stream in ended)
         hit = sum(stream._cached for stream in ended)
-        return FakeStats(
+        return EngineStats(
             running=len(self.running()),
             waiting=0,
             adapters=len(self.adapters),
-            totals=Totals(requests=len(self.streams), prompt_tokens=asked, cached_tokens=hit),
+            totals=Totals(len(self.streams), prompt_tokens=asked, cached_tokens=hit, missed=self.missed),
             cache=cache_stats(asked, hit),
             compiled_grammars=self.grammars.compiled,
             vision=self.images,

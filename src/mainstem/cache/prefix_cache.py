@@ -15,24 +15,27 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem import _core
-from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
+from mainstem._core import Lease, LeaseCounters, TreeStats
 from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.cache.expected import Expected
 from mainstem.cache.explain import Explanation, Stretch, within
 from mainstem.cache.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
 from mainstem.cache.policies import Policy
+from mainstem.cache.pool import Pool, PoolStats
 from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Retention, RetentionStats
 from mainstem.cache.tenants import Tenants
-from mainstem.cache.tree import Tree
+from mainstem.cache.tree import DEVICE, Tree
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
+from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.storage.store import Store
@@ -44,17 +47,6 @@ CopyPage = Callable[[int, int, int], None]
 
 CopyState = Callable[[int, int], None]
 """copy_state(source, target): copies a whole recurrent state from slot to slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Counts of one component's pages or slots. free + cached + private = total; locked is a part of cached."""
-
-    total: int
-    free: int
-    cached: int
-    private: int
-    locked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +64,23 @@ class CacheStats:
     tree: TreeStats
     pools: Mapping[str, PoolStats]
     retention: RetentionStats
+
+    METRICS: ClassVar = (
+        Metric("mainstem_prefix_cache_queries_tokens", "Prompt tokens looked up in the cache", "leases.queried"),
+        Metric("mainstem_prefix_cache_hits_tokens", "Prompt tokens found in the cache", "leases.hit"),
+        Metric("mainstem_evicted_pages", "Pages evicted from the cache", "tree.evicted_pages"),
+        Metric("mainstem_checkpoints", "Checkpoints of recurrent states added to the cache", "leases.checkpoints"),
+        Metric("mainstem_checkpoints_missed", "Checkpoints not kept because no slot was free",
+            "leases.checkpoints_missed"),
+        gauge("mainstem_kv_pages", "Pages of the KV pool, by owner", each("pool.{}", "free", "cached", "private"),
+            ("owner",)),
+        gauge("mainstem_pool_pages", "Pages or slots of each component's pool, by owner; cached includes locked",
+            {("*", owner): f"pools.*.{owner}" for owner in ("free", "cached", "private", "locked", "total")},
+            ("component", "owner")),
+        gauge("mainstem_retained_pages", "Pages or slots of each component that are retained, by tier",
+            {("*", tier): f"retention.{tier}.*" for tier in ("device", "host")}, ("component", "tier")),
+        gauge("mainstem_retained_prefixes", "Prefixes that are retained for a time or pinned", "retention.prefixes"),
+    )  # fmt: skip
 
     @property
     def pool(self) -> PoolStats:
@@ -436,11 +445,9 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """Returns the counts, which are kept up to date."""
         self._core.take_back()
-        pools = {name: self._pool_stats(row, pool) for row, (name, pool) in enumerate(self.pools.items())}
-        return CacheStats(self._core.counters(), self.tree.stats(), pools, self.retention.stats())
-
-    def _pool_stats(self, row: int, pool: Pool) -> PoolStats:
-        return PoolStats(pool.total, pool.free, pool.cached, pool.private, self.tree.core.counts(row, 0)[1])
+        core, pools = self.tree.core, enumerate(self.pools.items())
+        counts = {name: PoolStats.of(pool, core.counts(row, DEVICE)[1]) for row, (name, pool) in pools}
+        return CacheStats(self._core.counters(), self.tree.stats(), counts, self.retention.stats())
 
     def check(self) -> None:
         """Verifies the tree and the pools, and that they agree; slow.

@@ -30,13 +30,14 @@ class Feed:
         now_s: seconds since 1970.
         kept_bytes: of the last batches.
         rank: the data-parallel rank of the server.
+        replays: whether batches are replayed; if not, neither they nor the whole state are kept.
     """
 
-    def __init__(self, now_s: float, kept_bytes: int = _KEPT_BYTES, rank: int = 0) -> None:
+    def __init__(self, now_s: float, kept_bytes: int = _KEPT_BYTES, rank: int = 0, *, replays: bool = True) -> None:
         self._replica = Replica()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes, self._most_bytes = 0, kept_bytes
-        self._rank = rank
+        self._rank, self._replays = rank, replays
         self._next = int(now_s * 1000) * _NUMBERS
         self._before: list[Event] = [AllBlocksCleared()]  # the first batch begins with it
 
@@ -48,9 +49,11 @@ class Feed:
             now_s: seconds since 1970.
         """
         events, self._before = [*self._before, *events], []
-        self._replica.apply(events)
         batch = self._next, self._encode(events, now_s)
         self._next += 1
+        if not self._replays:
+            return batch
+        self._replica.apply(events)
         self._kept.append(batch)
         self._kept_bytes += len(batch[1]) + _BATCH_BYTES
         while self._kept_bytes > self._most_bytes:

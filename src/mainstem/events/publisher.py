@@ -23,12 +23,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.events.feed import Feed
 from mainstem.events.source import BlockStored, Event
 from mainstem.imports import needs
+from mainstem.metric import Metric, gauge
 
 if TYPE_CHECKING:
     import zmq
@@ -59,6 +60,14 @@ class EventStats:
     queued: int
     replays: int
     dropped: int
+
+    METRICS: ClassVar = (
+        Metric("mainstem_kv_events", "KV events published", "published"),
+        gauge("mainstem_kv_events_queued", "KV events that wait to be sent", "queued"),
+        Metric("mainstem_kv_event_replays", "Requests of routers for KV events that they missed", "replays"),
+        Metric("mainstem_kv_events_dropped_pages", "Pages that moved without a KV event: everything was published anew",
+            "dropped"),
+    )  # fmt: skip
 
 
 class Publisher:
@@ -92,7 +101,7 @@ class Publisher:
         self._queue: deque[Event] = deque()
         self._closing = self._failed = False
         self._published = self._replays = 0
-        self._feed = Feed(clock())
+        self._feed = Feed(clock(), replays=replay is not None)
         with ExitStack() as stack:
             self._open(stack, endpoint, replay, keys)
             self._reader, self._writer = socket.socketpair()

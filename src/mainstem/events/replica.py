@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from typing import get_args
 
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium
+
+_TOKEN_BYTES = array("I").itemsize
 
 
 @dataclass(slots=True)
@@ -16,12 +20,23 @@ class Block:
     """A page.
 
     Args:
-        stored: the event of this page alone; its medium is the first one.
+        hash, parent: of this page, and of the one before it; None: it is the first of its sequence.
+        tokens: its tokens, 4 bytes each.
+        lora_name, cache_salt: of its namespace.
         media: where it is; nowhere while it is only kept for the pages that continue it.
     """
 
-    stored: BlockStored
-    media: set[Medium] = field(default_factory=set)
+    hash: int
+    parent: int | None
+    tokens: bytes
+    lora_name: str | None
+    cache_salt: str | None
+    media: frozenset[Medium] = frozenset()
+
+    @property
+    def stored(self) -> BlockStored:
+        """The event of this page alone; its medium is one of those that have it, or storage if none has."""
+        return _as_one([self], min(self.media, default="STORAGE"))
 
 
 class Replica:
@@ -54,16 +69,15 @@ class Replica:
         """
         yield AllBlocksCleared()
         removed: list[int] = []
-        for path in self._paths():
-            blocks = [self.blocks[hash_] for hash_ in path]
+        for blocks in self._paths():
             if all(block.media for block in blocks):
                 media = get_args(Medium)
             else:
-                yield _as_one([block.stored for block in blocks], "STORAGE")
-                removed += [hash_ for hash_, block in zip(path, blocks, strict=True) if "STORAGE" not in block.media]
+                yield _as_one(blocks, "STORAGE")
+                removed += [block.hash for block in blocks if "STORAGE" not in block.media]
                 media = ("GPU", "CPU")
             for medium in media:
-                yield from self._runs(path, medium)
+                yield from _runs(blocks, medium)
         if removed:
             yield BlockRemoved(tuple(removed), "STORAGE")
 
@@ -73,65 +87,73 @@ class Replica:
         Raises:
             KeyError: the page or one before it is not there.
         """
-        run: list[BlockStored] = []
+        run: list[Block] = []
         at: int | None = hash_
         while at is not None:
-            run.append(self.blocks[at].stored)
-            at = run[-1].parent_block_hash
-        return _joined(reversed(run))
+            run.append(self.blocks[at])
+            at = run[-1].parent
+        return _tokens(reversed(run))
 
     def _store(self, event: BlockStored) -> None:
-        parent, size = event.parent_block_hash, event.block_size
-        for number, hash_ in enumerate(event.block_hashes):
+        parent, size = event.parent_block_hash, _TOKEN_BYTES * event.block_size
+        tokens = array("I", event.token_ids).tobytes()
+        for at, hash_ in enumerate(event.block_hashes):
             block = self.blocks.get(hash_)
             if block is None:
-                tokens = event.token_ids[number * size : (number + 1) * size]
-                one = replace(event, block_hashes=(hash_,), parent_block_hash=parent, token_ids=tokens)
-                block = self.blocks[hash_] = Block(one)
+                own = tokens[at * size : (at + 1) * size]
+                block = self.blocks[hash_] = Block(hash_, parent, own, event.lora_name, event.cache_salt)
                 if parent is not None:
                     self._continued[parent] += 1
-            block.media.add(event.medium)
+            block.media = _shared(block.media | {event.medium})
             parent = hash_
 
     def _remove(self, event: BlockRemoved) -> None:
         for hash_ in event.block_hashes:
             block = self.blocks.get(hash_)
             if block is not None:
-                block.media.discard(event.medium)
+                block.media = _shared(block.media - {event.medium})
                 self._forget(hash_)
 
     def _forget(self, hash_: int | None) -> None:
         """Forgets a page that is nowhere and continued by none, and what was kept for it alone."""
         while hash_ is not None and (block := self.blocks.get(hash_)) and not (block.media or self._continued[hash_]):
             del self.blocks[hash_], self._continued[hash_]
-            hash_ = block.stored.parent_block_hash
+            hash_ = block.parent
             if hash_ is not None:
                 self._continued[hash_] -= 1
 
-    def _runs(self, path: list[int], medium: Medium) -> Iterator[BlockStored]:
-        """Yields an event for each part of a path that is on a medium."""
-        for on_it, run in groupby(path, lambda hash_: medium in self.blocks[hash_].media):
-            if on_it:
-                yield _as_one([self.blocks[hash_].stored for hash_ in run], medium)
-
-    def _paths(self) -> Iterator[list[int]]:
+    def _paths(self) -> Iterator[list[Block]]:
         """Divides the pages into paths, each after the one that it continues."""
         done: set[int] = set()
         for hash_ in reversed(self.blocks):  # children mostly came later, so that paths are long
-            path: list[int] = []
+            path: list[Block] = []
             at: int | None = hash_
             while at is not None and at in self.blocks and at not in done:
                 done.add(at)
-                path.append(at)
-                at = self.blocks[at].stored.parent_block_hash
+                path.append(self.blocks[at])
+                at = path[-1].parent
             if path:
                 yield path[::-1]
 
 
-def _as_one(run: list[BlockStored], medium: Medium) -> BlockStored:
-    hashes = tuple(block.block_hashes[0] for block in run)
-    return replace(run[0], block_hashes=hashes, token_ids=_joined(run), medium=medium)
+@cache
+def _shared(media: frozenset[Medium]) -> frozenset[Medium]:
+    """Returns one object for all pages on the same media."""
+    return media
 
 
-def _joined(run: Iterable[BlockStored]) -> tuple[int, ...]:
-    return tuple(chain.from_iterable(block.token_ids for block in run))
+def _runs(path: list[Block], medium: Medium) -> Iterator[BlockStored]:
+    """Yields an event for each part of a path that is on a medium."""
+    for on_it, run in groupby(path, lambda block: medium in block.media):
+        if on_it:
+            yield _as_one([*run], medium)
+
+
+def _as_one(run: list[Block], medium: Medium) -> BlockStored:
+    first, size = run[0], len(run[0].tokens) // _TOKEN_BYTES
+    hashes = tuple(block.hash for block in run)
+    return BlockStored(hashes, first.parent, _tokens(run), size, medium, first.lora_name, first.cache_salt)
+
+
+def _tokens(run: Iterable[Block]) -> tuple[int, ...]:
+    return tuple(array("I", b"".join(block.tokens for block in run)))

@@ -39,8 +39,6 @@ with needs("ray", "Ray Serve is not installed: pip install 'mainstem[fleet]'", F
     import ray
     from ray import serve
     from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
-    from ray.serve._private.common import DeploymentID
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
     from ray.serve.api import RunTarget
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
     from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
@@ -397,9 +395,11 @@ def scale(replicas: int, timeout_s: float, deployment: str = ENGINE) -> None:
     """
     if deployment not in _running().deployments:
         raise FleetError("no replicas compute prompts alone: `prefill` in the file of the fleet starts some")
-    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    # What Serve's own HTTP API does, which needs the dashboard.
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    target = serve.get_deployment_handle(deployment, APP).deployment_id
     try:
-        ray.get(controller.update_deployment_replicas.remote(DeploymentID(name=deployment, app_name=APP), replicas))
+        ray.get(controller.update_deployment_replicas.remote(target, replicas))
     except Exception as error:
         if "external_scaler_enabled" in str(error):
             raise FleetError(

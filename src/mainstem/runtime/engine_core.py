@@ -11,6 +11,7 @@ import math
 import random as random_module
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from mainstem.cache.retention import Kept
 from mainstem.cache.tree import Survey
 from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
+from mainstem.metric import Metric, gauge
 from mainstem.runtime.assembly import EngineRunner, make_cache, make_publisher, make_scheduler
 from mainstem.runtime.hints.advice import Action, Advice
 from mainstem.runtime.hints.public import PublicPrefixes
@@ -77,6 +79,13 @@ class EngineStats:
     tiers: TierStats | None = None
     vision: VisionStats | None = None
     events: EventStats | None = None
+
+    METRICS: ClassVar = (
+        Metric("mainstem_compiled_grammars", "Grammars compiled; the others were cached", "compiled_grammars"),
+        gauge("mainstem_requests_running", "Running requests", "running"),
+        gauge("mainstem_requests_waiting", "Waiting requests", "waiting"),
+        gauge("mainstem_adapters", "Loaded LoRA adapters", "adapters"),
+    )  # fmt: skip
 
 
 class EngineCore:

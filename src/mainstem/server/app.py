@@ -166,7 +166,8 @@ class Service:
         bodies = BodyReader(config.max_body_bytes)
         precompute = Precompute(engine, preparation.prompts) if config.precompute_turns else None
         savings = Savings(engine, config.savings) if config.savings.exist else None
-        self._metrics = Metrics(engine, clock, recorder, preparation.answers, precompute, tracing, savings, prefills)
+        counting = (engine, recorder, preparation.answers, precompute, tracing, savings, prefills)
+        self._metrics = Metrics([part for part in counting if part is not None], clock)
 
         def draining() -> bool:
             return self.draining
@@ -183,7 +184,7 @@ class Service:
             hides=config.public_prefix is not None,
         )  # fmt: skip
         about = About(engine, access, preparation, int(now()), draining)
-        page = live.Live(engine, self._metrics, self.names[0], name_of, clock, now, explain)
+        page = live.Live(engine, self._metrics.reuse, self.names[0], name_of, clock, now, explain)
         self._routes = [
             *self.generating.routes(),
             *KeptRoutes(self.generating.responses, StoredChats(kept), access, bodies.read).routes(),

@@ -23,7 +23,8 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import anyio
 import anyio.to_thread
@@ -31,6 +32,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mainstem.errors import MainstemError
+from mainstem.metric import Metric
 from mainstem.server.apis.table import APIS
 from mainstem.server.errors import ApiError
 from mainstem.settings.server import PrefillConfig
@@ -107,6 +109,18 @@ class PrefillServer:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillStats:
+    """Counts of `Prefills`, by outcome."""
+
+    outcomes: Mapping[str, int]
+
+    METRICS: ClassVar = (
+        Metric("mainstem_prefills", "Requests whose prompts were to be computed elsewhere, by what came of it",
+            {("*",): "outcomes.*"}, ("outcome",)),
+    )  # fmt: skip
+
+
 class Prefills(Counter[str]):
     """Requests whose prompts were to be computed elsewhere, by what came of it.
 
@@ -114,9 +128,9 @@ class Prefills(Counter[str]):
     meanwhile, as far as the server notices: in a fleet.
     """
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> PrefillStats:
         """Returns the counts as they are."""
-        return dict(self)
+        return PrefillStats(dict(self))
 
 
 class PrefillFirst:

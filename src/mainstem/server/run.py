@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mainstem.errors import EngineClosed
-from mainstem.runtime.request import Delta
+from mainstem.runtime.request import Delta, Usage
 from mainstem.server.apis.replies import Reply, UsageBody, usage_body
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
 from mainstem.server.transport import cancel_when_gone
@@ -56,6 +56,28 @@ class Watcher(Protocol):
 
     def close(self) -> None:
         """Ends the watch: no more events come. The last event may be missing."""
+
+
+class EndWatcher:
+    """A `Watcher` of how one generation ends."""
+
+    _open = True
+
+    def see(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._end(delta.finish_reason, delta.usage)
+
+    def close(self) -> None:
+        self._end("cancelled", None)
+
+    def ended(self, finish: str, usage: Usage | None) -> None:
+        """Is called once: without a last event the generation was cut off, and there is no usage."""
+        raise NotImplementedError
+
+    def _end(self, finish: str, usage: Usage | None) -> None:
+        if self._open:
+            self._open = False
+            self.ended(finish, usage)
 
 
 class Run:

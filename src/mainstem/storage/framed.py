@@ -18,7 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -88,20 +88,31 @@ class ClientThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=f"mainstem {name}", daemon=True).start()
+        threading.Thread(target=self._make_calls, name=f"mainstem {name}", daemon=True).start()
+
+    def _make_calls(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def run(self, job: Coroutine[Any, Any, _Answer], timeout_s: float) -> _Answer:
         """Runs a job and waits for its result.
 
         Raises:
-            StorageError: the one that the job raised; `timeout`: the job is still running; `unreachable`: the client
-                raised any other error.
+            StorageError: the one that the job raised; `timeout`: it takes too long, and is cancelled where it waits;
+                `closed`: the thread has ended; `unreachable`: the client raised any other error.
         """
-        future = asyncio.run_coroutine_threadsafe(job, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(job, self._loop)
+        except RuntimeError as ended:  # the loop is closed
+            job.close()
+            raise StorageError("closed", f"the {self._name} store is closed") from ended
         try:
             error = future.exception(timeout_s)
         except TimeoutError:
+            future.cancel()
             raise StorageError("timeout", f"{self._name}: no answer in {timeout_s:g} s") from None
+        except CancelledError as cancelled:
+            raise StorageError("closed", f"the {self._name} store is closed") from cancelled
         if error is None:
             return future.result()
         if isinstance(error, StorageError):
@@ -109,9 +120,13 @@ class ClientThread:
         raise StorageError("unreachable", f"{self._name}: {type(error).__name__}: {error}") from error
 
     def end(self, last: Coroutine[Any, Any, None]) -> Future[None]:
-        """Makes a last call and ends the thread, once its client returns, if it ever does."""
+        """Cancels jobs that wait, makes a last call and ends the thread, once its client returns, if it ever does."""
 
         async def end() -> None:
+            jobs = asyncio.all_tasks() - {asyncio.current_task()}
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
             with suppress(Exception):  # of a client whose service may be gone
                 await last
             self._loop.call_soon(self._loop.stop)

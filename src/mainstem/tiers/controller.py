@@ -19,44 +19,32 @@ use storage through `Store` only. One thread at a time, as in a scheduler.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.cache.keys import Encoded, TokenLike
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
-from mainstem.cache.tree import Tree
+from mainstem.cache.pool import PoolStats
+from mainstem.cache.tree import HOST, Tree
 from mainstem.errors import BadArgument, OutOfPages
+from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.load import Load
 from mainstem.tiers.host.tier import HostPages, HostTier
-from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.prefetch.prefetch import Prefetch, Prefetches
+from mainstem.tiers.pending import PendingList
+from mainstem.tiers.prefetch.prefetch import Prefetch
 from mainstem.tiers.prefetch.waits import LATE, Missed
-from mainstem.tiers.prefetch.warm import Warming
-from mainstem.tiers.storage import identities
 from mainstem.tiers.storage.store import Store
+from mainstem.tiers.storage.tier import StorageTier
 from mainstem.tiers.storage.write import Writes
 
-log = logging.getLogger(__name__)
-
 _DRAIN_POLL_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class HostCounts:
-    """Counts of one component's pages or slots on the host. free + cached + private = total."""
-
-    total: int
-    free: int
-    cached: int
-    private: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +69,7 @@ class TierStats:
         peer_faults: times that other engines did not give what was asked, by cause.
     """
 
-    host_pools: dict[str, HostCounts]
+    host_pools: dict[str, PoolStats]
     host_total: int
     host_free: int
     host_cached: int
@@ -98,16 +86,40 @@ class TierStats:
     prefetch_dropped: int = 0
     stored: int = 0
     write_dropped: int = 0
-    queued: int
-    late: dict[str, int]
-    prefetch_short: dict[str, int]
-    faults: dict[str, int]
-    breaker_open: bool
-    breaker_openings: int
+    queued: int = 0
+    late: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LATE, 0))
+    prefetch_short: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    breaker_open: bool = False
+    breaker_openings: int = 0
     under_way: int
     peer_requests: dict[str, int] = field(default_factory=dict)
     peer_given_bytes: int = 0
     peer_faults: dict[str, int] = field(default_factory=dict)
+
+    METRICS: ClassVar = (
+        gauge("mainstem_host_pages", "Pages or slots of each component on the host, by owner",
+            {("*", owner): f"host_pools.*.{owner}" for owner in ("free", "cached", "private", "total")},
+            ("component", "owner")),
+        Metric("mainstem_moved_pages", "Pages moved between tiers",
+            {("device", "host"): "backed_up", ("host", "device"): "loaded", ("storage", "host"): "prefetched",
+             ("host", "storage"): "stored"}, ("from", "to")),
+        Metric("mainstem_dropped_pages", "Pages that were not moved, by reason",
+            each("{}", "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped",
+                 "write_dropped"), ("reason",)),
+        Metric("mainstem_late_pages", "Pages computed although storage has (or may have) them, by cause",
+            {("*",): "late.*"}, ("cause",)),
+        Metric("mainstem_prefetch_short_pages", "Pages in storage that a component kept from being used",
+            {("*",): "prefetch_short.*"}, ("component",)),
+        Metric("mainstem_storage_faults", "Storage faults, by cause", {("*",): "faults.*"}, ("cause",)),
+        Metric("mainstem_peer_requests", "Requests of other engines for pages, by outcome", {("*",): "peer_requests.*"},
+            ("outcome",)),
+        Metric("mainstem_peer_given_bytes", "Bytes of pages given to other engines", "peer_given_bytes"),
+        Metric("mainstem_peer_faults", "Times that other engines did not give what was asked, by cause",
+            {("*",): "peer_faults.*"}, ("cause",)),
+        gauge("mainstem_storage_queued_pages", "Pages waiting for a write to storage", "queued"),
+        gauge("mainstem_storage_breaker_open", "Whether the breaker stops calls to storage", "breaker_open"),
+    )  # fmt: skip
 
 
 class Tiers:
@@ -155,19 +167,11 @@ class Tiers:
         self.pending = PendingList(host.agree)
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
-        self._explained = ""  # what was logged about pages that are not found
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
         self._backups = Backups(host.policy, pools, self._pages, self.writes, self.pending)
-        self._prefetches: Prefetches | None = None
-        self._warming: Warming | None = None
+        self._storage: StorageTier | None = None
         if store is not None and self.writes is not None:
-            names, rows = self.writes.names, self.writes.rows
-            self._prefetches = Prefetches(self._pages, self._backups, store, names, rows, self.costs, self.pending)
-            self._warming = Warming(self._pages, store, self._prefetches, self.pending)
-            for row in rows:
-                store.check_length(row, host.memory.payload_bytes(row.number))
-            store.register(host.memory.regions())
-            self._tell_shelf()
+            self._storage = StorageTier(store, self.writes, self._pages, self._backups, self.costs, self.pending)
 
     # ---------------------------------------------------------------- what a scheduler calls
 
@@ -175,17 +179,17 @@ class Tiers:
     def busy(self) -> bool:
         """Whether anything is under way that `poll` will settle, or to be begun by it."""
         touched = self._core is not None and self._core.has_touched
-        return touched or bool(self.pending) or (self._warming is not None and bool(self._warming.left))
+        return touched or bool(self.pending) or (self._storage is not None and bool(self._storage.warming.left))
 
     @property
     def can_prefetch(self) -> bool:
         """Whether there is storage, and fewer than `max_prefetches` are under way."""
-        return self._prefetches is not None and not self._prefetches.full
+        return self._storage is not None and not self._storage.prefetches.full
 
     @property
     def declined(self) -> Missed | None:
         """Why the last call of `prefetch` that returned None did; None: nothing was missing."""
-        return None if self._prefetches is None else self._prefetches.declined
+        return None if self._storage is None else self._storage.prefetches.declined
 
     @property
     def copying(self) -> bool:
@@ -195,15 +199,13 @@ class Tiers:
     def poll(self) -> None:
         """Settles what has ended and begins what is due. Does not block."""
         self.pending.settle()
+        if self.store is not None:
+            self.store.settle()
         if self._core is not None:
             self._core.settle()  # before writes begin: with "write_back" it adds some
             self._backups.begin_touched(self._core.take_touched())
-        if self._prefetches is not None:
-            self._prefetches.go_on()
-        if self.writes is not None:
-            self.writes.begin()
-        if self._warming is not None:
-            self._warming.go_on()
+        if self._storage is not None:
+            self._storage.poll()
         self._pages.settle()
 
     def settle(self) -> None:
@@ -255,10 +257,10 @@ class Tiers:
         Raises:
             BadTokens: a token is out of range.
         """
-        if self._prefetches is None:
+        if self._storage is None:
             return None
         key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
-        return self._prefetches.ask(encode_namespace(namespace), key, bidirectional)
+        return self._storage.prefetches.ask(encode_namespace(namespace), key, bidirectional)
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts to copy what the host lacks of the prefix that ends at a node, as far as it was hit `hits` times.
@@ -283,8 +285,8 @@ class Tiers:
 
     def forget(self, namespace: bytes) -> None:
         """Drops what was removed from a namespace: host pages, waiting writes, and pages in storage."""
-        if self.writes is not None:
-            self.writes.forget(namespace)
+        if self._storage is not None:
+            self._storage.writes.forget(namespace)
         self._pages.evict_removed()
 
     # ---------------------------------------------------------------- restart
@@ -294,19 +296,18 @@ class Tiers:
 
         A full store may evict the list, so it is called from time to time. All ranks call it between the same polls.
         """
-        if self.store is not None:
-            call = self.store.enter_identity()
-            self.pending.add(Polled(lambda: int(call.done()), lambda _: self._explain(call.value)))
+        if self._storage is not None:
+            self._storage.enter_identity()
 
     def remember(self) -> None:
         """Stores the list of the hottest prefixes, for `warm`. All ranks call it between the same polls."""
-        if self._warming is not None:
-            self._warming.remember()
+        if self._storage is not None:
+            self._storage.warming.remember()
 
     def warm(self) -> None:
         """Starts to prefetch the prefixes that `remember` listed, as far as the host has room."""
-        if self._warming is not None:
-            self._warming.begin()
+        if self._storage is not None:
+            self._storage.warming.begin()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything under way, and what follows from it, has ended. Returns whether it has."""
@@ -319,58 +320,31 @@ class Tiers:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the storage tier; calls that do not return within `timeout_s` are abandoned."""
-        if self.store is not None and self.writes is not None:
-            self.writes.begin(everything=True)
-            self.store.close(timeout_s)
-
-    def _tell_shelf(self) -> None:
-        if self.store is None or self.store.shelf is None or self.writes is None:
-            return
-        for row in self.writes.rows:
-            self.host_pools[row.number].freed_with(self.store.shelf.forgets(self.host.memory, row.number))
-
-    def _explain(self, listed: Sequence[identities.Summary]) -> None:
-        identity = None if self.store is None else self.store.sealer.identity
-        why = None if identity is None else identities.explain(identities.summarize(identity), listed)
-        if why is not None and why != self._explained:
-            self._explained = why
-            log.warning("storage: %s", why)
+        if self._storage is not None:
+            self._storage.close(timeout_s)
 
     # ---------------------------------------------------------------- statistics and checks
 
     @property
     def counts(self) -> Counter[str]:
         """What the parts have counted, without zeros."""
-        return +self.pending.counts
+        return +Counter(self.pending.counts)  # copied at once, since `stats` may be called while it grows
 
     def stats(self) -> TierStats:
-        """Returns counts; all are maintained incrementally."""
-        pools = (HostCounts(pool.total, pool.free, pool.cached, pool.private) for pool in self.host_pools)
-        pool, store = self.host_pools[0], self.store
-        counted: dict[str, Any] = {**self.counts, **self._peer_counts()}
+        """Returns counts up to the last poll. It changes nothing, so any thread can call it."""
+        core, rows = self.tree.core, enumerate(self.host_pools)
+        pools = (PoolStats.of(pool, core.counts(row, HOST)[1]) for row, pool in rows)
+        pool = self.host_pools[0]
+        counts: dict[str, Any] = {**self.counts, **({} if self._storage is None else self._storage.counts())}
         return TierStats(
             host_pools=dict(zip(self.tree.names, pools, strict=True)),
             host_total=pool.total,
             host_free=pool.free,
             host_cached=pool.cached,
             host_private=pool.private,
-            queued=0 if self.writes is None else self.writes.queued,
-            late={cause: 0 if self._prefetches is None else self._prefetches.late[cause] for cause in LATE},
-            prefetch_short={} if self._prefetches is None else dict(self._prefetches.short),
-            faults={} if store is None else dict(store.faults),
-            breaker_open=store is not None and store.breaker.open,
-            breaker_openings=0 if store is None else store.breaker.openings,
             under_way=len(self.pending),
-            **counted,
+            **counts,
         )
-
-    def _peer_counts(self) -> dict[str, Any]:
-        if self.store is None or self.store.shelf is None:
-            return {}
-        given = self.store.shelf.counts
-        size = given.pop("bytes", 0)
-        given.pop("values", None)
-        return {"peer_requests": given, "peer_given_bytes": size, "peer_faults": self.store.peer_faults}
 
     def check(self) -> None:
         """Verifies the pools of the host, and that they agree with the tree; slow.
@@ -378,5 +352,5 @@ class Tiers:
         Raises:
             CorruptTree: names the rule that is broken.
         """
-        rows = range(len(self.host_pools))
-        self._pages.check([0 if self._prefetches is None else self._prefetches.private_pages(row) for row in rows])
+        held = (lambda row: 0) if self._storage is None else self._storage.prefetches.private_pages
+        self._pages.check([held(row) for row in range(len(self.host_pools))])

@@ -13,7 +13,6 @@ It knows no engine: what the engine's memory is, and how a page is copied, is th
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -23,14 +22,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
-from mainstem.tiers.storage import identities
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
 from mainstem.tiers.storage.slots import Slots
 from mainstem.tiers.storage.store import Part, Store, StoreCall, Written
 from mainstem.tiers.storage.workers import ThreadWorkers
-
-log = logging.getLogger(__name__)
 
 _LOOKUP_THREADS = 2  # in addition to those that read
 _RECHECK_S = 0.05  # how long a call may exceed its deadline unnoticed
@@ -158,11 +154,8 @@ class KeyedPages:
 
     def enter_identity(self) -> None:
         """Enters the identity in the list of the store, and logs why pages of others with the same model differ."""
-        identity = self._sealer.identity
-        assert identity is not None
         listed = self._wait(self._begin(self._store.enter_identity))
-        if (why := identities.explain(identities.summarize(identity), listed)) is not None:
-            log.warning("storage: %s", why)
+        self._store.explain(listed)
 
     def count(self, cause: str) -> None:
         """Counts a fault, and logs the first of each cause."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.costs import Floats, ModelShape
 from mainstem.replay.plan.hardware import Device
-from mainstem.replay.plan.plan import Engine, Int64s, Load, engine_of
+from mainstem.replay.plan.plan import Engine, Int64s, Planned, planned
 from mainstem.replay.simulate.caches import Caches, RouterCosts
 from mainstem.replay.simulate.sweep import hit_blocks, tiers_of
 from mainstem.replay.trace import Batch, Trace
@@ -105,16 +105,12 @@ class FleetRow:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetPlan:
-    """The result of planning a fleet, with its inputs.
+class FleetPlan(Planned):
+    """The result of planning a fleet, with its inputs; `memory` is the shared store on offer, `engine` one machine.
 
     Args:
-        trace: name of the trace.
-        requests, input_tokens, distinct_blocks, block_size, span_s: properties of the trace.
-        model, device, memory, given, fleet: the inputs; `memory` is the shared store on offer.
-        slo_ttft_s: the input.
+        fleet: the input.
         routing: the rule in use.
-        engine: one machine.
         bare: machines without any cache, as many as they need.
         rows: numbers of machines in rising order, all with all memory on offer.
         enough: the smallest fleet of `rows` that carries the load; None: none does.
@@ -123,20 +119,8 @@ class FleetPlan:
         host_knee: the host memory after which a gigabyte saves less than its price, among `memories`.
     """
 
-    trace: str
-    requests: int
-    input_tokens: int
-    distinct_blocks: int
-    block_size: int
-    span_s: float
-    model: ModelShape
-    device: Device
-    memory: Memory
-    given: Assumptions
     fleet: Fleet
-    slo_ttft_s: float | None
     routing: Routing
-    engine: Engine
     bare: FleetRow
     rows: tuple[FleetRow, ...]
     enough: FleetRow | None
@@ -175,28 +159,18 @@ def plan_fleet(
     """
     if len(trace) == 0 or not trace.whole.time_s[-1] > 0:
         raise BadArgument("trace", trace.name, "a trace whose requests come at different times")
-    if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
-        raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
-    study = _Study.of(trace, model, device, memory, given, fleet, slo_ttft_s, workers or os.cpu_count() or 1)
+    _, _, facts = planned(trace, model, device, memory, replace(given, replicas=1), slo_ttft_s)
+    facts["given"] = given
+    routing: Routing = "cost" if given.routing == "shared" else given.routing
+    study = _Study(trace, Planned(**facts), fleet, routing, workers or os.cpu_count() or 1, {})
     sizes = _Sizes(study, progress)
     rows = sizes.machines()
     enough = next((row for row in rows if row.needed <= row.size.machines), None)
     memories = sizes.memories(enough or rows[-1])
     return FleetPlan(
-        trace=trace.name,
-        requests=len(trace),
-        input_tokens=study.tokens,
-        distinct_blocks=trace.distinct_blocks,
-        block_size=trace.block_size,
-        span_s=study.span_s,
-        model=model,
-        device=device,
-        memory=memory,
-        given=given,
+        **facts,
         fleet=fleet,
-        slo_ttft_s=slo_ttft_s,
-        routing=study.routing,
-        engine=study.engine,
+        routing=routing,
         bare=sizes.bare,
         rows=rows,
         enough=enough,
@@ -226,12 +200,12 @@ class _Sizes:
         self._study, self._progress = study, progress
         self._rows: dict[Size, FleetRow] = {}
         self.bare = study.without_cache()
-        steps = study.given.steps
+        steps = study.facts.given.steps
         self._expected = 2 * steps + 4
 
     def machines(self) -> tuple[FleetRow, ...]:
         """Returns rows for halves of the most machines, and for the fewest that carry the load."""
-        most, steps = self._study.fleet.machines, self._study.given.steps
+        most, steps = self._study.fleet.machines, self._study.facts.given.steps
         tried = sorted({-(-most // 2**i) for i in range(steps + 1)})
         rows = {n: self._row(self._study.full(n)) for n in tried}
         enough = [n for n in tried if rows[n].needed <= n]
@@ -247,7 +221,7 @@ class _Sizes:
     def memories(self, row: FleetRow) -> tuple[FleetRow, ...]:
         """Returns rows with less than `row` has: host memory in halves, then no network, and no store."""
         size = row.size
-        steps = self._study.given.steps
+        steps = self._study.facts.given.steps
         hosts = sorted({0, *(size.host_bytes >> i for i in range(steps))})
         less = [size._replace(host_bytes=host) for host in hosts]
         without = [size._replace(network=False), size._replace(store_bytes=0)]
@@ -272,43 +246,20 @@ class _Study:
     """A trace on machines: computes the row of a fleet."""
 
     trace: Trace
-    model: ModelShape
-    device: Device
-    memory: Memory
-    given: Assumptions
+    facts: Planned
     fleet: Fleet
-    slo_ttft_s: float | None
-    workers: int
-    engine: Engine
     routing: Routing
-    tokens: int
-    span_s: float
+    workers: int
     stored: dict[int, Int64s]
 
-    @classmethod
-    def of(
-        cls,
-        trace: Trace,
-        model: ModelShape,
-        device: Device,
-        memory: Memory,
-        given: Assumptions,
-        fleet: Fleet,
-        slo_ttft_s: float | None,
-        workers: int,
-    ) -> _Study:
-        load = Load.of(trace)
-        engine = engine_of(load, model, device, memory, replace(given, replicas=1))
-        routing: Routing = "cost" if given.routing == "shared" else given.routing
-        tokens = int(load.tokens.sum())
-        return cls(
-            trace, model, device, memory, given, fleet, slo_ttft_s, workers, engine, routing, tokens, load.span_s, {}
-        )
+    @property
+    def engine(self) -> Engine:
+        return self.facts.engine
 
     def full(self, machines: int) -> Size:
         """Returns a fleet with all that is on offer."""
         network = machines > 1 and self.fleet.network is not None
-        return Size(machines, self.fleet.machine_memory, self.memory.storage_bytes, network)
+        return Size(machines, self.fleet.machine_memory, self.facts.memory.storage_bytes, network)
 
     def without_cache(self) -> FleetRow:
         """Returns the row of machines without any cache, as many as they need, with requests in turn."""
@@ -316,12 +267,12 @@ class _Study:
         for batch in self.trace.batches():
             none = np.zeros(len(batch), np.int64)
             sums.add(batch, (none, none, none, none), none.astype(np.int32), none.astype(np.int32))
-        needed = max(1, math.ceil(sums.computing_s / self.span_s / self.given.most_busy - _EVEN))
+        needed = max(1, math.ceil(sums.computing_s / self.facts.span_s / self.facts.given.most_busy - _EVEN))
         return sums.row(Size(needed, 0, 0, False), None)
 
     def row(self, size: Size, bare: FleetRow) -> FleetRow:
         """Returns the row of a fleet."""
-        sums = _Sums(self, size, queue=self.given.queue)
+        sums = _Sums(self, size, queue=self.facts.given.queue)
         stored, at = self._stored(size.store_bytes), 0
         setup = Setup(
             host_blocks=self._host_blocks(size),
@@ -331,7 +282,7 @@ class _Study:
         )
         tiers = tiers_of(setup, self._blocks(self.engine.cache_bytes))
         with Caches(
-            self.given.policy,
+            self.facts.given.policy,
             tiers,
             setup,
             self.trace.block_size,
@@ -353,7 +304,11 @@ class _Study:
         """Returns [requests] blocks that a store of this size has when each comes."""
         if store_bytes not in self.stored:
             blocks = int(store_bytes // self.engine.block_bytes)
-            found = hit_blocks(self.trace, self.given.policy, blocks) if blocks else np.zeros(len(self.trace), np.int64)
+            found = (
+                hit_blocks(self.trace, self.facts.given.policy, blocks)
+                if blocks
+                else np.zeros(len(self.trace), np.int64)
+            )
             self.stored[store_bytes] = found
         return self.stored[store_bytes]
 
@@ -362,13 +317,13 @@ class _Study:
 
     def _host_blocks(self, size: Size) -> int | None:
         """Returns the capacity of the host tier; None: it would hold no more than the device."""
-        device, copies = self.engine.cache_bytes, self.given.write_policy == "write_through"
+        device, copies = self.engine.cache_bytes, self.facts.given.write_policy == "write_through"
         host = size.host_bytes if copies else device + size.host_bytes
         return self._blocks(host) if size.host_bytes and host > device else None
 
     def _costs(self, size: Size) -> RouterCosts:
         """Returns the router's costs: the plan's own, where layers with a window count their window for each token."""
-        layers, rate = self.model.layers, self.engine.flops_per_s
+        layers, rate = self.facts.model.layers, self.engine.flops_per_s
         windowed = sum(layer.pair_flops * layer.window for layer in layers if layer.window is not None)
         token = sum(2 * layer.active_parameters + layer.token_flops for layer in layers) + windowed
         pair = sum(layer.pair_flops for layer in layers if layer.window is None)
@@ -394,7 +349,7 @@ class _Sums:
         self._busy_s = np.zeros(size.machines)
         self._free_s = [0.0] * size.machines
         self._ttft_s: list[NDArray[np.float32]] = []
-        intervals = math.floor(study.span_s / study.fleet.interval) + 1
+        intervals = math.floor(study.facts.span_s / study.fleet.interval) + 1
         self._moved = np.zeros((3, intervals))  # over the network, from the store, to the store
         self._inbound = np.zeros((size.machines, intervals))
         self._outbound = np.zeros((size.machines, intervals))
@@ -407,16 +362,17 @@ class _Sums:
         peer: NDArray[np.int32],
     ) -> None:
         """Adds requests with the blocks found within each reach, who served them, and who was asked."""
-        study, engine, model = self._study, self._study.engine, self._study.model
+        study, engine = self._study, self._study.engine
         tokens = np.maximum(batch.input_tokens, 1)
         device, host, peers, store = (np.minimum(blocks * study.trace.block_size, tokens) for blocks in found)
         self._hits += [each.sum() for each in (device, host - device, peers - host, store - peers)]
-        known = np.minimum(store, tokens - 1)
-        flops = model.prefill_flops(tokens - known, known)
-        weights = model.met_parameters(tokens - known) * engine.weight_bytes / engine.weights_bytes_per_s
-        computing = np.maximum(flops / engine.flops_per_s, weights)
-        pulled, read = (self._bytes(above, below, store) for above, below in ((host, peers), (peers, store)))
-        service = study.given.overhead + computing + self._loading(self._bytes(device, host, store), pulled, read)
+        flops, computing = engine.prefill(study.facts.model, tokens, store)
+        reaches = (device, host), (host, peers), (peers, store)
+        loaded, pulled, read = (engine.moved_bytes(above, below, store) for above, below in reaches)
+        # What comes over the network passes through host memory, at the slower of the two rates.
+        link, network = engine.host_bytes_per_s, study.fleet.network or math.inf
+        loading = loaded / link + pulled / min(network, link) + read / engine.storage_rate(network)
+        service = study.facts.given.overhead + computing + loading
         self._flops += float(flops.sum())
         self.computing_s += float(computing.sum())
         self._busy_s += np.bincount(machine, weights=computing, minlength=len(self._busy_s))
@@ -424,21 +380,6 @@ class _Sums:
         self._ttft_s.append((service + waited).astype(np.float32))
         written = (tokens - store) * engine.token_bytes if self._size.store_bytes else np.zeros(len(tokens))
         self._move(batch.time_s, machine, peer, pulled, read, written)
-
-    def _bytes(self, above: Int64s, below: Int64s, deepest: Int64s) -> Floats:
-        """Returns the bytes between two reaches; windows and states come from where the prompt's last hit is."""
-        engine = self._study.engine
-        ends_here = (below > above) & (below == deepest)
-        moved: Floats = (below - above) * engine.token_bytes + ends_here * engine.end_bytes
-        return moved
-
-    def _loading(self, from_host: Floats, pulled: Floats, read: Floats) -> Floats:
-        """Returns seconds. What comes over the network passes through host memory, at the slower of the two rates."""
-        engine, network = self._study.engine, self._study.fleet.network or math.inf
-        link = engine.host_bytes_per_s
-        store = min(engine.storage_bytes_per_s or math.inf, network, link)
-        seconds: Floats = from_host / link + pulled / min(network, link) + read / store
-        return seconds
 
     def _waits(self, time_s: Floats, service_s: Floats, machine: NDArray[np.int32]) -> Floats:
         """Returns how long each request waits until its machine is free, first come first served."""
@@ -470,13 +411,13 @@ class _Sums:
 
     def row(self, size: Size, bare: FleetRow | None) -> FleetRow:
         """Returns the row; `size` may have more machines, if they share evenly what one was given."""
-        study, tokens = self._study, float(self._study.tokens)
+        study, tokens = self._study, float(self._study.facts.input_tokens)
         ttft = np.concatenate(self._ttft_s)
-        load = self.computing_s / study.span_s
+        load = self.computing_s / study.facts.span_s
         busy = load / size.machines
         hits = self._hits / tokens
         network, read, written = (self._flow(row) for row in self._moved)
-        limit = study.slo_ttft_s
+        limit = study.facts.slo_ttft_s
         money, energy = _bill(study, size, busy)
         return FleetRow(
             size=size,
@@ -491,8 +432,8 @@ class _Sums:
             flops=self._flops,
             flops_saved_share=0.0 if bare is None else 1 - self._flops / bare.flops,
             busy=busy,
-            busiest=float(self._busy_s.max()) / study.span_s if bare is not None else busy,
-            needed=max(1, math.ceil(load / study.given.most_busy - _EVEN)),
+            busiest=float(self._busy_s.max()) / study.facts.span_s if bare is not None else busy,
+            needed=max(1, math.ceil(load / study.facts.given.most_busy - _EVEN)),
             network=network,
             inbound=self._busiest(self._inbound),
             outbound=self._busiest(self._outbound),
@@ -503,22 +444,22 @@ class _Sums:
         )
 
     def _flow(self, moved: Floats) -> Flow:
-        return Flow(float(moved.sum()) / self._study.span_s, float(moved.max()) / self._study.fleet.interval)
+        return Flow(float(moved.sum()) / self._study.facts.span_s, float(moved.max()) / self._study.fleet.interval)
 
     def _busiest(self, moved: Floats) -> Flow:
         """Returns the largest mean and the largest peak of any machine."""
-        mean, peak = moved.sum(axis=1).max() / self._study.span_s, moved.max() / self._study.fleet.interval
+        mean, peak = moved.sum(axis=1).max() / self._study.facts.span_s, moved.max() / self._study.fleet.interval
         return Flow(float(mean), float(peak))
 
 
 def _bill(study: _Study, size: Size, busy: float) -> tuple[float, float]:
     """Returns the dollars and the kilowatt-hours of a month. A device that does not prefill draws its idle share."""
     fleet, gpus = study.fleet, study.engine.gpus * size.machines
-    watts = study.device.watts if fleet.device_power is None else fleet.device_power
+    watts = study.facts.device.watts if fleet.device_power is None else fleet.device_power
     drawn = watts * (fleet.idle_power + (1 - fleet.idle_power) * min(busy, 1.0)) + fleet.machine_power
     total_w = fleet.pue * (gpus * drawn + size.store_bytes / 1e12 * fleet.store_power)
     energy_kwh = total_w * HOURS_A_MONTH / 1000
-    rent = study.device.dollars_per_h if fleet.device_price is None else fleet.device_price
+    rent = study.facts.device.dollars_per_h if fleet.device_price is None else fleet.device_price
     memory_gb, store_gb = size.machines * size.host_bytes / 1e9, size.store_bytes / 1e9
     money = gpus * rent * HOURS_A_MONTH + memory_gb * fleet.memory_price + store_gb * fleet.store_price
     return money + energy_kwh * fleet.energy_price, energy_kwh

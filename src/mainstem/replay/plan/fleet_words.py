@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from typing import Any
 
 from mainstem.replay.plan.fleet import HOURS_A_MONTH, FleetPlan, FleetRow, Flow
-from mainstem.replay.plan.words import Stated, aligned, of_the_device, of_the_model, of_the_rules, show_busy, table
+from mainstem.replay.plan.words import (
+    Stated,
+    as_dict,
+    in_words,
+    marked,
+    of_the_device,
+    of_the_model,
+    of_the_rules,
+    page,
+    rate,
+    show_busy,
+    slow_tier,
+    table,
+    upper_bounds,
+    useless_copies,
+)
 from mainstem.units import counted, show_bytes, show_seconds
 
 _CONVENTION = "a convention"
 _ROUND = "a round number, no quote"
+_EVENTS = "what came and left"
+_DGX = "NVIDIA DGX H100 data sheet: 10.2 kW less 8 x 700 W"
 
 
 def fleet_assumptions(plan: FleetPlan) -> tuple[Stated, ...]:
@@ -21,38 +37,21 @@ def fleet_assumptions(plan: FleetPlan) -> tuple[Stated, ...]:
 
 
 def _of_the_machines(plan: FleetPlan) -> list[Stated]:
-    fleet, memory, rate = plan.fleet, plan.memory, plan.fleet.network
-    size, store_rate = memory.storage_bytes, memory.storage_bytes_per_s
+    fleet, memory = plan.fleet, plan.memory
+    size, read = memory.storage_bytes, memory.storage_bytes_per_s
     chosen = "cost unless given" if plan.given.routing == "shared" else "as given"
+    lag, price = show_seconds(fleet.router_lag), "{:g} % of prefill FLOPs"
     return [
         Stated("a machine", 1, "one replica", "", "its devices, its host memory, its link"),
-        Stated("most machines", fleet.machines, str(fleet.machines), "--machines", "halves of it are tried, too"),
-        Stated(
-            "host memory of a machine",
-            fleet.machine_memory,
-            show_bytes(fleet.machine_memory),
-            "--machine-memory",
-            "for KV",
-        ),
-        Stated("network of a machine", rate or 0, _rate(rate) if rate else "none", "--network", "one direction"),
+        in_words("most machines", fleet.machines, "{}", "--machines", "halves of it are tried, too"),
+        in_words("host memory of a machine", fleet.machine_memory, "bytes", "--machine-memory", "for KV"),
+        in_words("network of a machine", fleet.network or 0, "rate", "--network", "one direction"),
         Stated("shared store", size, show_bytes(size) if size else "none", "--storage", "every block is written once"),
-        Stated("read rate of the store", store_rate, _rate(store_rate), "--storage", "of one request; and of all"),
+        in_words("read rate of the store", read, "rate", "--storage", "of one request; and of all"),
         Stated("routing", plan.routing, plan.routing, "--routing", chosen),
-        Stated(
-            "the router knows",
-            fleet.router_lag,
-            f"{show_seconds(fleet.router_lag)} later",
-            "--router-lag",
-            "what came and left",
-        ),
+        Stated("the router knows", fleet.router_lag, f"{lag} later", "--router-lag", _EVENTS),
         Stated("peaks", fleet.interval, f"of {show_seconds(fleet.interval)}", "--interval", _CONVENTION),
-        Stated(
-            "price of a machine",
-            fleet.machine_gain,
-            f"{fleet.machine_gain:g} % of prefill FLOPs",
-            "--machine-gain",
-            _CONVENTION,
-        ),
+        in_words("price of a machine", fleet.machine_gain, price, "--machine-gain", _CONVENTION),
     ]
 
 
@@ -60,46 +59,22 @@ def _of_money(plan: FleetPlan) -> list[Stated]:
     fleet, device = plan.fleet, plan.device
     rent = device.dollars_per_h if fleet.device_price is None else fleet.device_price
     watts = device.watts if fleet.device_power is None else fleet.device_power
-    source = device.source if fleet.device_power is None else "as given"
+    rented = _ROUND if fleet.device_price is None else "as given"
+    drawn = device.source if fleet.device_power is None else "as given"
     included = "in the price of a device" if fleet.energy_price == 0 else "as given"
-
-    def month(each: float) -> str:
-        return f"${each:g} a GB and month"
-
+    month, each = "${:g} a GB and month", "{:g} W a device"
     return [
-        Stated(
-            "a device with its share of a machine",
-            rent,
-            f"${rent:g} an hour",
-            "--device-price",
-            _ROUND if fleet.device_price is None else "as given",
-        ),
-        Stated("a month", HOURS_A_MONTH, f"{HOURS_A_MONTH:g} hours", "", "of the trace's load"),
-        Stated("host memory for KV", fleet.memory_price, month(fleet.memory_price), "--memory-price", _ROUND),
-        Stated("the shared store", fleet.store_price, month(fleet.store_price), "--store-price", _ROUND),
-        Stated("energy", fleet.energy_price, f"${fleet.energy_price:g} a kWh", "--energy-price", included),
-        Stated("a busy device", watts, f"{watts:g} W", "--device-power", source),
-        Stated(
-            "a device without prefill",
-            fleet.idle_power,
-            f"{fleet.idle_power:g} of it",
-            "--idle-power",
-            "decoding: none",
-        ),
-        Stated(
-            "the rest of a machine",
-            fleet.machine_power,
-            f"{fleet.machine_power:g} W a device",
-            "--machine-power",
-            "NVIDIA DGX H100 data sheet: 10.2 kW less 8 x 700 W",
-        ),
-        Stated("a terabyte of the store", fleet.store_power, f"{fleet.store_power:g} W", "--store-power", _ROUND),
-        Stated("the building", fleet.pue, f"{fleet.pue:g} times", "--pue", _ROUND),
+        in_words("a device with its share of a machine", rent, "${:g} an hour", "--device-price", rented),
+        in_words("a month", HOURS_A_MONTH, "{:g} hours", "", "of the trace's load"),
+        in_words("host memory for KV", fleet.memory_price, month, "--memory-price", _ROUND),
+        in_words("the shared store", fleet.store_price, month, "--store-price", _ROUND),
+        in_words("energy", fleet.energy_price, "${:g} a kWh", "--energy-price", included),
+        in_words("a busy device", watts, "{:g} W", "--device-power", drawn),
+        in_words("a device without prefill", fleet.idle_power, "{:g} of it", "--idle-power", "decoding: none"),
+        in_words("the rest of a machine", fleet.machine_power, each, "--machine-power", _DGX),
+        in_words("a terabyte of the store", fleet.store_power, "{:g} W", "--store-power", _ROUND),
+        in_words("the building", fleet.pue, "{:g} times", "--pue", _ROUND),
     ]
-
-
-def _rate(rate: float) -> str:
-    return f"{show_bytes(rate)}/s"
 
 
 # ---- advice
@@ -161,37 +136,24 @@ def _network(plan: FleetPlan) -> Iterator[str]:
 
 
 def _flow(flow: Flow) -> str:
-    return f"{_rate(flow.mean_bytes_per_s)} on average and {_rate(flow.peak_bytes_per_s)} in the busiest interval"
+    return f"{rate(flow.mean_bytes_per_s)} on average and {rate(flow.peak_bytes_per_s)} in the busiest interval"
 
 
 def _warnings(plan: FleetPlan) -> Iterator[str]:
-    row, rate = plan.enough or plan.rows[-1], plan.fleet.network
+    row, network = plan.enough or plan.rows[-1], plan.fleet.network
     busiest = max(row.inbound.peak_bytes_per_s, row.outbound.peak_bytes_per_s)
-    if rate and busiest > rate:
-        yield f"A machine's network is asked for {_rate(busiest)} and has {_rate(rate)}: transfers wait, uncounted."
+    if network and busiest > network:
+        yield f"A machine's network is asked for {rate(busiest)} and has {rate(network)}: transfers wait, uncounted."
     store = plan.memory.storage_bytes_per_s
     if row.size.store_bytes and row.store_read.peak_bytes_per_s > store:
-        peak = _rate(row.store_read.peak_bytes_per_s)
-        yield f"The store is asked for {peak} and has {_rate(store)}: reads wait, uncounted."
+        peak = rate(row.store_read.peak_bytes_per_s)
+        yield f"The store is asked for {peak} and has {rate(store)}: reads wait, uncounted."
     if row.busiest > max(plan.given.most_busy, 1.25 * row.busy):
         yield f"The busiest machine computes {row.busiest:.0%} of the time, the average one {row.busy:.0%}."
-    device = plan.engine.cache_bytes
-    if 0 < plan.fleet.machine_memory <= device and plan.given.write_policy == "write_through":
-        yield (
-            f"Host memory up to {show_bytes(device)}, the KV on a machine's devices, adds nothing: it holds copies "
-            "(--write-policy write_back changes that)."
-        )
-    computing = plan.bare.flops / plan.input_tokens / plan.engine.flops_per_s
-    if row.size.store_bytes and plan.engine.token_bytes / store > computing:
-        yield (
-            f"Loading a token from the store takes {show_seconds(plan.engine.token_bytes / store)}, computing it "
-            f"{show_seconds(computing)}: hits there save FLOPs, but delay the first token."
-        )
-    if plan.engine.end_bytes:
-        yield (
-            "The plan assumes that hits may end anywhere. A running cache keeps windows and states only where prompts "
-            "end or fork, so the hit rates of this model are upper bounds."
-        )
+    yield from useless_copies(plan, [plan.fleet.machine_memory], "the KV on a machine's devices")
+    if row.size.store_bytes:
+        yield from slow_tier(plan, "the store", store, plan.bare.flops / plan.input_tokens / plan.engine.flops_per_s)
+    yield from upper_bounds(plan)
 
 
 # ---- the text
@@ -217,25 +179,15 @@ def show_fleet(plan: FleetPlan) -> str:
     )
     bare = ("no cache", "", "", "", *_cells(plan.bare)[4:])
     machines = [bare, *(_cells(row) for row in plan.rows)]
-    marks = ["", "", "", *(_mark(row, plan) for row in plan.rows)]
-    lines = zip(table(machines, _HEAD).split("\n"), marks, strict=True)
-    shown = "\n".join(f"{line}  {mark}".rstrip() for line, mark in lines)
+    marks = [{"enough": row == plan.enough, "knee": row == plan.knee} for row in plan.rows]
     less = "With less:\n" + table([_cells(row) for row in plan.memories], _HEAD)
-    stated = [(each.what, each.shown, each.option, each.source) for each in fleet_assumptions(plan)]
-    title = "Assumptions, and the options that change them:\n"
-    first, *others = fleet_notes(plan)
-    return "\n\n".join((head, first, shown, less, "\n".join(others), title + aligned(stated, left=4)))
-
-
-def _mark(row: FleetRow, plan: FleetPlan) -> str:
-    marks = {"enough": row == plan.enough, "knee": row == plan.knee}
-    return "<- " + ", ".join(mark for mark, is_so in marks.items() if is_so) if any(marks.values()) else ""
+    return page(head, [marked(machines, _HEAD, marks), less], fleet_notes(plan), fleet_assumptions(plan))
 
 
 def _cells(row: FleetRow) -> tuple[str, ...]:
     size = row.size
     hits = (row.token_hit_rate, row.device_hit_rate, row.host_hit_rate, row.peer_hit_rate, row.store_hit_rate)
-    flows = [rate for flow in (row.network, row.store_read) for rate in (flow.mean_bytes_per_s, flow.peak_bytes_per_s)]
+    flows = [each for flow in (row.network, row.store_read) for each in (flow.mean_bytes_per_s, flow.peak_bytes_per_s)]
     return (
         f"{size.machines:,}",
         show_bytes(size.host_bytes) if size.host_bytes else "-",
@@ -249,7 +201,7 @@ def _cells(row: FleetRow) -> tuple[str, ...]:
         show_busy(row.busy),
         show_busy(row.busiest),
         f"{row.needed:,}",
-        *(_rate(rate) if rate else "-" for rate in flows),
+        *(rate(each) if each else "-" for each in flows),
         f"{row.money:,.0f}",
         f"{row.energy_kwh:,.0f}",
     )
@@ -257,13 +209,12 @@ def _cells(row: FleetRow) -> tuple[str, ...]:
 
 def fleet_as_dict(plan: FleetPlan) -> dict[str, Any]:
     """Returns a plan for JSON: `rows` and `memories` have one entry per fleet; the rest is as in the text."""
-    found = asdict(replace(plan, model=replace(plan.model, layers=())))
-    found["model"] = plan.model.name
-    found["device"] = plan.device.name
-    for row in (*found["rows"], *found["memories"], found["bare"], found["knee"], found["host_knee"], found["enough"]):
+    fields = as_dict(plan, fleet_assumptions(plan), fleet_notes(plan))
+    for row in (
+        *fields["rows"],
+        *fields["memories"],
+        *(fields[name] for name in ("bare", "knee", "host_knee", "enough")),
+    ):
         if row is not None:
             row["size"] = row["size"]._asdict()
-    found["options"] = found.pop("given")
-    found["assumptions"] = [stated._asdict() for stated in fleet_assumptions(plan)]
-    found["notes"] = list(fleet_notes(plan))
-    return found
+    return fields

@@ -25,7 +25,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,23 @@ class Engine:
     token_bytes: float
     end_bytes: float
     block_bytes: float
+
+    def prefill(self, model: ModelShape, tokens: Int64s, known: Int64s) -> tuple[Floats, Floats]:
+        """Returns the FLOPs and the seconds of each prefill. The last token is always computed, for its logits."""
+        known = np.minimum(known, tokens - 1)
+        flops = model.prefill_flops(tokens - known, known)
+        weights = model.met_parameters(tokens - known) * self.weight_bytes / self.weights_bytes_per_s
+        return flops, np.maximum(flops / self.flops_per_s, weights)
+
+    def moved_bytes(self, above: Int64s, below: Int64s, deepest: Int64s) -> Floats:
+        """Returns the bytes between two reaches; windows and states come from where the prompt's last hit is."""
+        ends_here = (below > above) & (below == deepest)
+        moved: Floats = (below - above) * self.token_bytes + ends_here * self.end_bytes
+        return moved
+
+    def storage_rate(self, network_bytes_per_s: float = math.inf) -> float:
+        """Bytes per second from storage to the devices, through a network, if there is one, and host memory."""
+        return min(self.storage_bytes_per_s or math.inf, network_bytes_per_s, self.host_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +163,14 @@ class Knee:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The result of planning, with its inputs.
+class Planned:
+    """What every plan has: its inputs, and what follows from them alone.
 
     Args:
         trace: name of the trace.
         requests, input_tokens, distinct_blocks, block_size, span_s: properties of the trace.
-        model, device, memory, given: the inputs.
-        slo_ttft_s: the input.
-        engine: the model on the devices.
-        bare: the row without any cache.
-        rows: the device alone first, then host memory and storage in rising order; includes the knee.
-        knee: see `Knee`.
-        buy: the row with the largest net worth, among those that meet the limit if any does; never one with later first
-            tokens than the device alone.
+        model, device, memory, given, slo_ttft_s: the inputs.
+        engine: the model on the devices of one replica, or of all.
     """
 
     trace: str
@@ -174,6 +185,24 @@ class Plan:
     given: Assumptions
     slo_ttft_s: float | None
     engine: Engine
+
+    def load_s(self, bytes_per_s: float) -> float:
+        """Returns the seconds to load a token at this rate; 0: there is nothing to load from."""
+        return self.engine.token_bytes / bytes_per_s if bytes_per_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Planned):
+    """The result of planning, with its inputs.
+
+    Args:
+        bare: the row without any cache.
+        rows: the device alone first, then host memory and storage in rising order; includes the knee.
+        knee: see `Knee`.
+        buy: the row with the largest net worth, among those that meet the limit if any does; never one with later first
+            tokens than the device alone.
+    """
+
     bare: PlanRow
     rows: tuple[PlanRow, ...]
     knee: Knee
@@ -208,10 +237,7 @@ def plan(
     """
     if len(trace) == 0:
         raise BadArgument("trace", trace.name, "a trace with 1 request or more")
-    if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
-        raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
-    load = Load.of(trace)
-    engine = engine_of(load, model, device, memory, given)
+    load, engine, facts = planned(trace, model, device, memory, given, slo_ttft_s)
     enough = everything(load.distinct_blocks, engine, given)
     reaches = _Reaches(hits or _replays(trace, given, model, engine), load, engine, given)
     mixes = [mix for mix in _mixes(memory, given.steps, enough) if reaches.pays(mix)]
@@ -224,24 +250,36 @@ def plan(
     knee = _knee(curve, memory, given, study.saved(reaches.endless, bare))
     mixes = sorted({*mixes, Mix(knee.host_bytes, knee.storage_bytes)})
     rows = tuple(study.row(mix, reaches.of(mix), bare, alone) for mix in mixes)
-    return Plan(
-        trace=trace.name,
-        requests=len(trace),
-        input_tokens=int(load.tokens.sum()),
-        distinct_blocks=load.distinct_blocks,
-        block_size=load.block_size,
-        span_s=load.span_s,
-        model=model,
-        device=device,
-        memory=memory,
-        given=given,
-        slo_ttft_s=slo_ttft_s,
-        engine=engine,
-        bare=bare,
-        rows=rows,
-        knee=knee,
-        buy=_worth_most(rows, given.gain),
-    )
+    return Plan(**facts, bare=bare, rows=rows, knee=knee, buy=_worth_most(rows, given.gain))
+
+
+def planned(
+    trace: Trace, model: ModelShape, device: Device, memory: Memory, given: Assumptions, slo_ttft_s: float | None
+) -> tuple[Load, Engine, dict[str, Any]]:
+    """Returns the columns of a trace, the model on its devices, and the fields of a `Planned`.
+
+    Raises:
+        BadArgument: the weights do not fit the devices, or the limit is not above 0.
+    """
+    if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
+        raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
+    load = Load.of(trace)
+    engine = engine_of(load, model, device, memory, given)
+    facts = {
+        "trace": trace.name,
+        "requests": len(trace),
+        "input_tokens": int(load.tokens.sum()),
+        "distinct_blocks": load.distinct_blocks,
+        "block_size": load.block_size,
+        "span_s": load.span_s,
+        "model": model,
+        "device": device,
+        "memory": memory,
+        "given": given,
+        "slo_ttft_s": slo_ttft_s,
+        "engine": engine,
+    }
+    return load, engine, facts
 
 
 def everything(distinct_blocks: int, engine: Engine, given: Assumptions) -> float:
@@ -486,10 +524,11 @@ class _Study:
             alone: the row of the device alone; None: this is that row.
         """
         device, host, storage = (self.load.tokens_of(blocks) for blocks in found)
-        flops = self._flops(storage)
-        computing = np.maximum(flops / self.engine.flops_per_s, self._weights_s(storage))
-        stored = self._bytes(host, storage)
-        ttft = self.given.overhead + self._loading(device, host, storage) + computing
+        engine = self.engine
+        flops, computing = engine.prefill(self.model, self.load.tokens, storage)
+        loaded, stored = engine.moved_bytes(device, host, storage), engine.moved_bytes(host, storage, storage)
+        loading = loaded / engine.host_bytes_per_s + stored / engine.storage_rate()
+        ttft = self.given.overhead + loading + computing
         if self.given.queue:
             ttft = ttft + waits(self.load.time_s, ttft, self.given.replicas)
         total, tokens = float(flops.sum()), float(self.load.tokens.sum())
@@ -524,30 +563,11 @@ class _Study:
 
     def saved(self, blocks: Int64s, bare: PlanRow) -> float:
         """Returns the share of prefill FLOPs saved by hits on this many blocks of each request."""
-        return 1 - float(self._flops(self.load.tokens_of(blocks)).sum()) / bare.flops
-
-    def _flops(self, known: Int64s) -> Floats:
-        """Returns the FLOPs of each prefill. The last token is always computed, for its logits."""
-        known = np.minimum(known, self.load.tokens - 1)
-        return self.model.prefill_flops(self.load.tokens - known, known)
-
-    def _weights_s(self, known: Int64s) -> Floats:
-        """Returns the seconds to read once the weights that the computed tokens use."""
-        met = self.model.met_parameters(np.maximum(self.load.tokens - known, 1))
-        return met * self.engine.weight_bytes / self.engine.weights_bytes_per_s
-
-    def _loading(self, device: Int64s, host: Int64s, storage: Int64s) -> Floats:
-        """Returns the seconds to load hits below the device. Hits in storage stream through host memory."""
-        link = self.engine.host_bytes_per_s
-        stream = min(link, self.engine.storage_bytes_per_s) or link
-        seconds: Floats = self._bytes(device, host, storage > host) / link + self._bytes(host, storage) / stream
-        return seconds
-
-    def _bytes(self, above: Int64s, below: Int64s, ends_deeper: NDArray[np.bool_] | bool = False) -> Floats:
-        """Returns the bytes of the tokens between two reaches, and of the prompt's end if it is there."""
-        ends_here = (below > above) & ~np.asarray(ends_deeper)
-        loaded: Floats = (below - above) * self.engine.token_bytes + ends_here * self.engine.end_bytes
-        return loaded
+        return (
+            1
+            - float(self.engine.prefill(self.model, self.load.tokens, self.load.tokens_of(blocks))[0].sum())
+            / bare.flops
+        )
 
 
 def waits(arrivals_s: Floats, services_s: Floats, servers: int) -> Floats:

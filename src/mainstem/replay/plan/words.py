@@ -6,16 +6,14 @@ Knows numbers and their formats; computes nothing but ratios of two numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import add
+from typing import Any, NamedTuple, TypeAlias
 
-from mainstem.replay.plan.plan import Knee, Plan, PlanRow, everything
+from mainstem.replay.plan.plan import Knee, Plan, Planned, PlanRow, everything
 from mainstem.settings.replay import Assumptions
 from mainstem.units import counted, show_bytes, show_seconds
-
-if TYPE_CHECKING:
-    from mainstem.replay.plan.fleet import FleetPlan
 
 
 class Stated(NamedTuple):
@@ -36,12 +34,23 @@ class Stated(NamedTuple):
     source: str
 
 
+def in_words(what: str, value: float, form: str, option: str, source: str) -> Stated:
+    """Returns a number that is assumed, formatted by `form`: one of `str.format`, or bytes, rate or seconds."""
+    show = {"bytes": show_bytes, "rate": rate, "seconds": show_seconds}.get(form, form.format)
+    return Stated(what, value, show(value) if value or form != "rate" else "none", option, source)
+
+
+def rate(bytes_per_s: float) -> str:
+    """Formats a rate."""
+    return f"{show_bytes(bytes_per_s)}/s"
+
+
 def assumptions(plan: Plan) -> tuple[Stated, ...]:
     """Returns every assumption that the figures of a plan depend on."""
     return tuple(of_the_model(plan) + _of_the_replicas(plan) + of_the_device(plan) + _of_the_cache(plan))
 
 
-def of_the_model(plan: Plan | FleetPlan) -> list[Stated]:
+def of_the_model(plan: Planned) -> list[Stated]:
     """Returns what the plan assumes of the model."""
     given, model, engine = plan.given, plan.model, plan.engine
     dtype = given.weights_dtype or model.weights_dtype
@@ -56,7 +65,7 @@ def of_the_model(plan: Plan | FleetPlan) -> list[Stated]:
         Stated(
             "weights", size, f"{show_bytes(size)} in {dtype}", "--weights-dtype", f"{model.parameters:.3g} parameters"
         ),
-        Stated("parameters per token", model.active_parameters, f"{model.active_parameters:.3g}", "", "its layers"),
+        in_words("parameters per token", model.active_parameters, "{:.3g}", "", "its layers"),
         Stated("KV per token", token, f"{show_bytes(token)} in {given.kv_dtype}", "--kv-dtype", "its layers"),
         Stated(
             "windows and states", end, f"{show_bytes(end)} a prompt", "--state-dtype", f"states in {given.state_dtype}"
@@ -68,17 +77,17 @@ def of_the_model(plan: Plan | FleetPlan) -> list[Stated]:
 def _of_the_replicas(plan: Plan) -> list[Stated]:
     given = plan.given
     return [
-        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "memory is a total over all of them"),
+        in_words("replicas", given.replicas, "{}", "--replicas", "memory is a total over all of them"),
         Stated("routing", given.routing, given.routing, "--routing", _SHARING[given.routing == "shared"]),
     ]
 
 
-def of_the_device(plan: Plan | FleetPlan) -> list[Stated]:
+def of_the_device(plan: Planned) -> list[Stated]:
     """Returns what the plan assumes of the devices of one replica, or of all."""
     given, device, engine = plan.given, plan.device, plan.engine
     peak = given.flops or device.flops_per_s(given.weights_dtype or plan.model.weights_dtype)
     memory = given.device_memory or device.memory_bytes
-    rate = given.bandwidth_device or device.memory_bytes_per_s
+    memory_rate = given.bandwidth_device or device.memory_bytes_per_s
     link = given.bandwidth_host or device.host_bytes_per_s * given.link_share
     fewest = "the fewest that hold the weights" if given.gpus is None else "as given"
     share = f"{given.link_share:g} of the link's peak (--link-share)" if given.bandwidth_host is None else "as given"
@@ -88,19 +97,13 @@ def of_the_device(plan: Plan | FleetPlan) -> list[Stated]:
 
     return [
         Stated("devices per replica", engine.gpus, f"{engine.gpus} x {device.name}", "--gpus", fewest),
-        Stated("devices with the same KV", engine.kv_copies, str(engine.kv_copies), "--kv-copies", _copies(plan)),
-        Stated("memory", memory, show_bytes(memory), "--device-memory", source(given.device_memory)),
-        Stated(
-            "for weights and KV",
-            given.memory_share,
-            f"{given.memory_share:g} of it",
-            "--memory-share",
-            "rest: activations",
-        ),
-        Stated("KV on all devices", engine.cache_bytes, show_bytes(engine.cache_bytes), "", "left by the weights"),
+        in_words("devices with the same KV", engine.kv_copies, "{}", "--kv-copies", _copies(plan)),
+        in_words("memory", memory, "bytes", "--device-memory", source(given.device_memory)),
+        in_words("for weights and KV", given.memory_share, "{:g} of it", "--memory-share", "rest: activations"),
+        in_words("KV on all devices", engine.cache_bytes, "bytes", "", "left by the weights"),
         Stated("peak rate", peak, f"{peak / 1e12:.4g} TFLOP/s", "--flops", source(given.flops)),
-        Stated("reached in prefill", given.mfu, f"{given.mfu:g} of it", "--mfu", "Llama 3 in training: 0.38 to 0.43"),
-        Stated("memory rate", rate, f"{show_bytes(rate)}/s", "--bandwidth-device", source(given.bandwidth_device)),
+        in_words("reached in prefill", given.mfu, "{:g} of it", "--mfu", "Llama 3 in training: 0.38 to 0.43"),
+        in_words("memory rate", memory_rate, "rate", "--bandwidth-device", source(given.bandwidth_device)),
         Stated("from host memory", link, f"{show_bytes(link)}/s a device", "--bandwidth-host", share),
     ]
 
@@ -108,34 +111,30 @@ def of_the_device(plan: Plan | FleetPlan) -> list[Stated]:
 _SHARING = ("each replica has its part of every tier", "every replica finds what any of them keeps")
 
 
-def _copies(plan: Plan | FleetPlan) -> str:
+def _copies(plan: Planned) -> str:
     if plan.given.kv_copies is not None:
         return "as given"
     return "enough KV heads" if plan.engine.kv_copies == 1 else "tensor parallelism over fewer KV heads"
 
 
 def _of_the_cache(plan: Plan) -> list[Stated]:
-    given, rate = plan.given, plan.engine.storage_bytes_per_s
-    return [
-        Stated("from storage", rate, f"{show_bytes(rate)}/s" if rate else "none", "--storage", "as given"),
-        *of_the_rules(given),
-    ]
+    storage = in_words("from storage", plan.engine.storage_bytes_per_s, "rate", "--storage", "as given")
+    return [storage, *of_the_rules(plan.given)]
 
 
 def of_the_rules(given: Assumptions) -> list[Stated]:
     """Returns what the plan assumes of the rules of caches, and its conventions."""
     held = "copies of what is above" if given.write_policy == "write_through" else "what was evicted from above"
     queue = ("counted", "--no-queue") if given.queue else ("not counted", "--queue")
-    price = f"{given.gain:g} % of prefill FLOPs per GB"
     return [
         Stated("lower tiers hold", given.write_policy, given.write_policy, "--write-policy", held),
         Stated("eviction", given.policy, given.policy, "--policy", "hits by tier are exact for lru"),
-        Stated("overhead per request", given.overhead, show_seconds(given.overhead), "--overhead", "added to the rest"),
+        in_words("overhead per request", given.overhead, "seconds", "--overhead", "added to the rest"),
         Stated("waiting for a replica", queue[0], *queue, "first come, first served"),
-        Stated("price of memory", given.gain, price, "--gain", "a convention"),
-        Stated("sizes tried", given.steps, f"{given.steps} of each tier", "--steps", "each half of the next"),
-        Stated("busy with prefill", given.most_busy, f"{given.most_busy:g} at most", "--most-busy", "a convention"),
-        Stated("in time", given.slo_share, f"{given.slo_share:g} of requests", "--slo-share", "with --slo-ttft"),
+        in_words("price of memory", given.gain, "{:g} % of prefill FLOPs per GB", "--gain", "a convention"),
+        in_words("sizes tried", given.steps, "{} of each tier", "--steps", "each half of the next"),
+        in_words("busy with prefill", given.most_busy, "{:g} at most", "--most-busy", "a convention"),
+        in_words("in time", given.slo_share, "{:g} of requests", "--slo-share", "with --slo-ttft"),
     ]
 
 
@@ -225,15 +224,37 @@ def _tiers(row: PlanRow | Knee) -> str:
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
-    engine, given, rows = plan.engine, plan.given, plan.rows
+    engine = plan.engine
     yield from _overload(plan)
-    if given.write_policy == "write_through" and any(0 < row.host_bytes <= engine.cache_bytes for row in rows):
+    yield from useless_copies(plan, [row.host_bytes for row in plan.rows], "the size of the KV on the devices")
+    computing_s = plan.bare.flops / plan.input_tokens / engine.flops_per_s
+    yield from slow_tier(plan, "host memory", engine.host_bytes_per_s, computing_s)
+    yield from slow_tier(plan, "storage", engine.storage_bytes_per_s, computing_s)
+    yield from upper_bounds(plan)
+
+
+def useless_copies(plan: Planned, host_bytes: Iterable[int], device: str) -> Iterator[str]:
+    """Yields a note if an amount of host memory only repeats what the device has."""
+    size = plan.engine.cache_bytes
+    if plan.given.write_policy == "write_through" and any(0 < each <= size for each in host_bytes):
         yield (
-            f"Host memory up to {show_bytes(engine.cache_bytes)}, the size of the KV on the devices, adds nothing: it "
-            "holds copies (--write-policy write_back changes that)."
+            f"Host memory up to {show_bytes(size)}, {device}, adds nothing: it holds copies "
+            "(--write-policy write_back changes that)."
         )
-    yield from _slow_tiers(plan)
-    if engine.end_bytes:
+
+
+def slow_tier(plan: Planned, tier: str, bytes_per_s: float, computing_s: float) -> Iterator[str]:
+    """Yields a note if a token is computed sooner than loaded from a tier."""
+    if (loading_s := plan.load_s(bytes_per_s)) > computing_s:
+        yield (
+            f"Loading a token from {tier} takes {show_seconds(loading_s)}, computing it {show_seconds(computing_s)}: "
+            "hits there save FLOPs, but delay the first token."
+        )
+
+
+def upper_bounds(plan: Planned) -> Iterator[str]:
+    """Yields a note if the model has windows or states."""
+    if plan.engine.end_bytes:
         yield (
             "The plan assumes that hits may end anywhere. A running cache keeps windows and states only where prompts "
             "end or fork, so the hit rates of this model are upper bounds."
@@ -250,19 +271,10 @@ def _overload(plan: Plan) -> Iterator[str]:
         )
 
 
-def _slow_tiers(plan: Plan) -> Iterator[str]:
-    engine = plan.engine
-    computing = plan.bare.flops / plan.input_tokens / engine.flops_per_s
-    for tier, rate in (("host memory", engine.host_bytes_per_s), ("storage", engine.storage_bytes_per_s)):
-        loading = engine.token_bytes / rate if rate else 0.0
-        if loading > computing:
-            yield (
-                f"Loading a token from {tier} takes {show_seconds(loading)}, computing it {show_seconds(computing)}: "
-                "hits there save FLOPs, but delay the first token."
-            )
-
-
 # ---- the text
+
+Head: TypeAlias = Sequence[tuple[str, tuple[str, ...]]]
+"""Groups of columns, and the columns of each."""
 
 _HEAD = (
     ("memory bought", ("host", "storage")),
@@ -282,20 +294,28 @@ def show_plan(plan: Plan) -> str:
     )
     gpus = plan.engine.gpus
     rows = [("no cache", "", *_cells(plan.bare, gpus)[2:]), *(_cells(row, gpus) for row in plan.rows)]
-    marks = ["", "", "", *(_mark(row, plan) for row in plan.rows)]
-    lines = zip(table(rows, _HEAD).split("\n"), marks, strict=True)
-    shown = "\n".join(f"{line}  {mark}".rstrip() for line, mark in lines)
-    stated = [(each.what, each.shown, each.option, each.source) for each in assumptions(plan)]
+    return page(head, [marked(rows, _HEAD, [_marks(row, plan) for row in plan.rows])], notes(plan), assumptions(plan))
+
+
+def page(head: str, tables: Sequence[str], notes: Sequence[str], stated: Sequence[Stated]) -> str:
+    """Joins the parts of a plan; the first note stands before the tables."""
     title = "Assumptions, and the options that change them:\n"
-    first, *others = notes(plan)
-    return "\n\n".join((head, first, shown, "\n".join(others), title + aligned(stated, left=4)))
+    rows = [(each.what, each.shown, each.option, each.source) for each in stated]
+    return "\n\n".join((head, notes[0], *tables, "\n".join(notes[1:]), title + aligned(rows, left=4)))
 
 
-def _mark(row: PlanRow, plan: Plan) -> str:
-    knee, size = plan.knee, _bought(row)
-    at_knee = size and (row.host_bytes, row.storage_bytes) == (knee.host_bytes, knee.storage_bytes)
-    marks = {"buy": size and row == plan.buy, "knee": at_knee}
-    return "<- " + ", ".join(mark for mark, is_so in marks.items() if is_so) if any(marks.values()) else ""
+def marked(rows: Sequence[Sequence[str]], head: Head, marks: Sequence[Mapping[str, bool]]) -> str:
+    """Formats rows; those at the end have the names of their marks behind them."""
+    names = [", ".join(name for name, is_so in each.items() if is_so) for each in marks]
+    lines = table(rows, head).split("\n")
+    ends = [""] * (len(lines) - len(names)) + [f"  <- {name}" if name else "" for name in names]
+    return "\n".join(map(add, lines, ends))
+
+
+def _marks(row: PlanRow, plan: Plan) -> dict[str, bool]:
+    knee, anything = plan.knee, _bought(row) > 0
+    at_knee = (row.host_bytes, row.storage_bytes) == (knee.host_bytes, knee.storage_bytes)
+    return {"buy": anything and row == plan.buy, "knee": anything and at_knee}
 
 
 def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
@@ -320,7 +340,7 @@ def show_busy(share: float) -> str:
     return f"{share:.0%}" if share <= 1 else ">100%"
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+def table(rows: Sequence[Sequence[str]], head: Head) -> str:
     """Formats rows below two header lines: groups of columns, and columns."""
     lines = aligned([tuple(name for _, names in head for name in names), *rows]).split("\n")
     groups, column, place = "", 0, 0
@@ -352,10 +372,17 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
     """Returns a plan for JSON: `rows` has one entry per mix; `knee`, `assumptions` and `notes` are as in the text."""
-    found = asdict(replace(plan, model=replace(plan.model, layers=())))
-    found["model"] = plan.model.name
-    found["device"] = plan.device.name
-    found["options"] = found.pop("given")
-    found["assumptions"] = [stated._asdict() for stated in assumptions(plan)]
-    found["notes"] = list(notes(plan))
-    return found
+    return as_dict(plan, assumptions(plan), notes(plan))
+
+
+def as_dict(plan: Planned, stated: Sequence[Stated], notes: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of any plan for JSON, with what the text says besides."""
+    fields = asdict(replace(plan, model=replace(plan.model, layers=())))
+    return {
+        **{name: value for name, value in fields.items() if name != "given"},
+        "model": plan.model.name,
+        "device": plan.device.name,
+        "options": fields["given"],
+        "assumptions": [each._asdict() for each in stated],
+        "notes": list(notes),
+    }

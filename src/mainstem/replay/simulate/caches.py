@@ -152,7 +152,9 @@ class Caches:
             yield start, stop
             start = stop
 
-    def _serve(self, batch: Batch, stored: Int64s | None, start: int, stop: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+    def _serve(
+        self, batch: Batch, stored: Int64s | None, start: int, stop: int
+    ) -> tuple[Int32s, Int32s, Int32s, Int32s]:
         offsets = batch.offsets[start : stop + 1]
         columns = self._core.route(
             batch.time_s[start:stop],

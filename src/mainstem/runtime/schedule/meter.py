@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import ClassVar, get_args
 
+from mainstem.metric import Metric, each
 from mainstem.runtime.schedule.checkpoints import Reason
 from mainstem.runtime.schedule.sequence import Sequence
 from mainstem.tiers.prefill import PrefillCost
@@ -72,6 +73,27 @@ class Totals:
     missed: dict[str, int] = field(default_factory=dict)
     saved_flops: float = 0.0
     saved_s: float = 0.0
+
+    METRICS: ClassVar = (
+        Metric("mainstem_prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
+        Metric("mainstem_generation_tokens", "Tokens generated", "generated_tokens"),
+        Metric("mainstem_drafted_tokens", "Tokens guessed and computed", "drafted_tokens"),
+        Metric("mainstem_accepted_tokens", "Guessed tokens that were right", "accepted_tokens"),
+        Metric("mainstem_preemptions", "Running requests preempted to free pages", "preemptions"),
+        Metric("mainstem_cached_tokens", "Prompt tokens found in the cache, by tier",
+            each("{}_tokens", "device", "host", "storage"), ("tier",)),
+        Metric("mainstem_prompt_checkpoints", "Recurrent states kept at planned positions of prompts, by reason",
+            {("*",): "checkpoints.*"}, ("reason",)),
+        Metric("mainstem_session_prefetches", "Sessions to be brought to the device ahead, by what came of it",
+            {("*",): "session_prefetches.*"}, ("outcome",)),
+        Metric("mainstem_misses_tokens", "Prompt tokens computed, by cause; only with --explain", {("*",): "missed.*"},
+            ("cause",)),
+        Metric("mainstem_saved_flops", "Floating-point operations of computing what was cached", "saved_flops"),
+        Metric("mainstem_saved_seconds", "Estimated time of computing what was cached", "saved_s"),
+        Metric("mainstem_stateless_tokens", "Prompt tokens computed again: their KV was cached, but no state or window",
+            "stateless_tokens"),
+        Metric("mainstem_grammar_requests", "Requests with a grammar", "grammar_requests"),
+    )  # fmt: skip
 
     def copy(self) -> Totals:
         """Returns the counts as they are now. Callable from any thread: each dict is copied at once."""

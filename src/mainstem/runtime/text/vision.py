@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from mainstem.cache.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.metric import Metric, gauge
 from mainstem.runtime.attention.paged import TOLERANCE
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import ImageInput, PreparedPrompt
@@ -66,6 +67,12 @@ class VisionStats:
     hits: int
     images: int
     bytes: int
+
+    METRICS: ClassVar = (
+        Metric("mainstem_image_encoder_runs", "Images encoded", "encoder_runs"),
+        Metric("mainstem_image_embedding_hits", "Images whose embeddings were still cached", "hits"),
+        gauge("mainstem_image_embeddings_bytes", "Size of cached image embeddings", "bytes"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

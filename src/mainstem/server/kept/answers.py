@@ -26,13 +26,14 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import RequestTooLong
+from mainstem.metric import Metric, gauge
 from mainstem.runtime.request import Delta, PreparedPrompt
 from mainstem.runtime.text.cuts import Tokenization, common_length, decoded, with_generated
 from mainstem.runtime.text.detokenizer import Tokenizer
@@ -61,6 +62,13 @@ class AnswerStats:
     found: int
     tokens: int
     bytes: int
+
+    METRICS: ClassVar = (
+        Metric("mainstem_answers_remembered", "Answers whose tokens were kept", "remembered"),
+        Metric("mainstem_answers_found", "Answers found again in prompts", "found"),
+        Metric("mainstem_answer_tokens", "Tokens of the answers found again", "tokens"),
+        gauge("mainstem_answers_bytes", "Size of the answers that are kept", "bytes"),
+    )  # fmt: skip
 
 
 class Place(NamedTuple):

@@ -19,12 +19,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import MainstemError
+from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.text.prompts import Prompts
 from mainstem.server.kept.answers import Turn
@@ -57,6 +58,11 @@ class TurnStats:
     started: int = 0
     unchanged: int = 0
     skipped: int = 0
+
+    METRICS: ClassVar = (
+        Metric("mainstem_precomputed_turns", "Next turns that could be computed, by outcome",
+            each("{}", "started", "unchanged", "skipped"), ("outcome",)),
+    )  # fmt: skip
 
 
 class Precompute:

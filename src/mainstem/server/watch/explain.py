@@ -30,14 +30,14 @@ from starlette.routing import Route
 
 from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
-from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.request import Request, Usage
 from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import encode
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
 from mainstem.server.preparation import Preparation, Prepared
-from mainstem.server.run import Watcher
+from mainstem.server.run import EndWatcher, Watcher
 from mainstem.server.watch.explained import (
     Explanation,
     Misses,
@@ -99,8 +99,8 @@ class Account:
             self.prompts[prompt] = made
 
 
-class _Watch:
-    """Waits for the end of one choice, whose usage has its explanation. A `Watcher`."""
+class _Watch(EndWatcher):
+    """Waits for the end of one choice, whose usage has its explanation."""
 
     def __init__(
         self, explanations: Explanations, account: Account, owner: Owner, prompt: int, request: Request
@@ -108,14 +108,11 @@ class _Watch:
         self._explanations, self._account, self._owner = explanations, account, owner
         self._prompt, self._request = prompt, request
 
-    def see(self, delta: Delta) -> None:
-        """Takes the last event into account."""
-        if delta.usage is not None and delta.usage.explanation is not None:
-            self._account.add(self._prompt, self._request, delta.usage.explanation)
-            self._explanations.count(self._account, self._owner, self._request, delta.usage.explanation)
-
-    def close(self) -> None:
-        """Does nothing: a request without a last event is not explained."""
+    def ended(self, finish: str, usage: Usage | None) -> None:
+        """Explains the request; without a last event it is not explained."""
+        if usage is not None and usage.explanation is not None:
+            self._account.add(self._prompt, self._request, usage.explanation)
+            self._explanations.count(self._account, self._owner, self._request, usage.explanation)
 
 
 class Explanations:

@@ -15,7 +15,7 @@ import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -32,12 +32,12 @@ from mainstem.errors import EngineClosed
 from mainstem.server.errors import ApiError
 from mainstem.server.watch.explained import RecentMiss
 from mainstem.watch.outline import Nodes, Numbers, left_device, read
-from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
+    from mainstem.runtime.engine_core import EngineStats
     from mainstem.server.watch.explain import Explanations
-    from mainstem.server.watch.metrics import Metrics
+    from mainstem.server.watch.metrics import Reuse
 
 EVERY_S = 1.0
 _LOAD = 20  # a sample that took t is followed by a pause of 20 t
@@ -59,19 +59,6 @@ TREE_COLUMNS = (
 row. `idle_s`: since its last use; since the server was first looked at, if that is later. `device`, `host`: 0 absent,
 1 in flight, 2 present. `flags`: 2 demoted, 4 retained. `tenant`: the index of its name in `owners`.
 """
-
-
-class PoolSample(Struct):
-    """Pages or slots of one component on one tier, by owner; `locked` and `retained` ones are cached."""
-
-    tier: str
-    component: str
-    free: int
-    cached: int
-    private: int
-    locked: int
-    retained: int
-    total: int
 
 
 class TenantSample(Struct):
@@ -107,7 +94,8 @@ class LiveSample(Struct):
 
     `regret_tokens`: those that had been evicted. `requests`: the latest, where they are explained.
 
-    `at_s`: since the epoch. `every_s`: until the next one. `took_s`: to take it. `transfers`: pages under way, by kind.
+    `pools`: of each tier and component; locked and retained pages are cached ones. `at_s`: since the epoch. `every_s`:
+    until the next one. `took_s`: to take it. `transfers`: pages under way, by kind.
     """
 
     at_s: float
@@ -126,7 +114,7 @@ class LiveSample(Struct):
     moved_pages: dict[str, int]
     late_pages: int
     transfers: dict[str, int]
-    pools: list[PoolSample]
+    pools: list[dict[str, str | int]]
     tenants: list[TenantSample]
     left: LeftSample
     requests: list[RecentMiss]
@@ -180,7 +168,8 @@ class _Look:
     at_s: float
     took_s: float
     nodes: Nodes
-    counters: Sample
+    stats: EngineStats
+    regret_tokens: int
     left: LeftSample
 
 
@@ -189,7 +178,7 @@ class Live:
 
     Args:
         engine: whose cache it is.
-        metrics: the counters.
+        reuse: what was asked for again after its eviction.
         model: the name of the model.
         name_of: what an owner of prefixes is called.
         clock: returns seconds, monotonic.
@@ -200,7 +189,7 @@ class Live:
     def __init__(
         self,
         engine: Engine,
-        metrics: Metrics,
+        reuse: Reuse,
         model: str,
         name_of: Callable[[bytes], str],
         clock: Callable[[], float],
@@ -208,7 +197,7 @@ class Live:
         explanations: Explanations | None = None,
     ) -> None:
         self._explanations = explanations
-        self._engine, self._metrics, self._model, self._name_of = engine, metrics, model, name_of
+        self._engine, self._reuse, self._model, self._name_of = engine, reuse, model, name_of
         self._clock, self._now = clock, now
         self._page_size = engine.config.page_size
         self._taking = anyio.Lock()
@@ -267,7 +256,8 @@ class Live:
             self._ticks[-1] = (tick, self._ticks[-1][1])
         _ = nodes.below  # summed up here, once for all who look
         left = self._left(before, nodes, at_s)
-        return _Look(at_s, self._clock() - began_s, nodes, self._metrics.sample(at_s), left)
+        stats, regret = self._engine.stats(), self._reuse.regret_tokens
+        return _Look(at_s, self._clock() - began_s, nodes, stats, regret, left)
 
     def _idle_s(self, ticks: Numbers, at_s: float) -> NDArray[np.float64]:
         """Returns how long ago ticks were; at least."""
@@ -288,7 +278,7 @@ class Live:
         return LeftSample(list(AGES_S), pages, float(idle_s[order][half]) if len(lost) else None)
 
     def _describe(self, look: _Look, node: int) -> bytes:
-        count = _counts(look.counters)
+        stats, totals, tiers = look.stats, look.stats.totals, look.stats.tiers
         below = look.nodes.below
         flying = int(below["flight"][np.flatnonzero(look.nodes.column("parent") == 0)].sum()) if len(below) else 0
         owners, tenants, index = self._tenants(look.nodes)
@@ -299,18 +289,29 @@ class Live:
                 took_s=look.took_s,
                 model=self._model,
                 page_size=self._page_size,
-                running=count("mainstem_requests_running"),
-                waiting=count("mainstem_requests_waiting"),
-                prompt_tokens=count("mainstem_prompt_tokens_total"),
-                generated_tokens=count("mainstem_generation_tokens_total"),
-                cached_tokens=_by(look.counters, "mainstem_cached_tokens_total", "tier"),
-                missed_tokens=_by(look.counters, "mainstem_misses_tokens_total", "cause"),
-                regret_tokens=count("mainstem_regret_tokens_total"),
-                evicted_pages=count("mainstem_evicted_pages_total"),
-                moved_pages=_moved(look.counters),
-                late_pages=count("mainstem_late_pages_total"),
-                transfers={"in_flight": flying, "to_storage": count("mainstem_storage_queued_pages")},
-                pools=_pools(look.counters),
+                running=stats.running,
+                waiting=stats.waiting,
+                prompt_tokens=totals.prompt_tokens,
+                generated_tokens=totals.generated_tokens,
+                cached_tokens={
+                    "device": totals.device_tokens,
+                    "host": totals.host_tokens,
+                    "storage": totals.storage_tokens,
+                },
+                missed_tokens=totals.missed,
+                regret_tokens=look.regret_tokens,
+                evicted_pages=stats.cache.tree.evicted_pages,
+                moved_pages={}
+                if tiers is None
+                else {
+                    "device to host": tiers.backed_up,
+                    "host to device": tiers.loaded,
+                    "storage to host": tiers.prefetched,
+                    "host to storage": tiers.stored,
+                },
+                late_pages=0 if tiers is None else sum(tiers.late.values()),
+                transfers={"in_flight": flying, "to_storage": 0 if tiers is None else tiers.queued},
+                pools=_pools(stats),
                 tenants=tenants,
                 left=look.left,
                 requests=[] if self._explanations is None else self._explanations.recent(),
@@ -379,36 +380,11 @@ class Live:
         )
 
 
-def _counts(counters: Sample) -> Callable[[str], int]:
-    return lambda name: int(counters.total(name) or 0)
-
-
-def _by(counters: Sample, name: str, label: str) -> dict[str, int]:
-    """Returns the values of a metric by one of its labels; none if there is no such metric."""
-    return {dict(labels)[label]: int(value) for (key, labels), value in counters.values.items() if key == name}
-
-
-def _moved(counters: Sample) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for (key, labels), value in counters.values.items():
-        if key == "mainstem_moved_pages_total":
-            names = dict(labels)
-            found[f"{names['from']} to {names['to']}"] = int(value)
-    return found
-
-
-def _pools(counters: Sample) -> list[PoolSample]:
-    """Returns every pool."""
-    found = []
-    for tier, metric in (("device", "mainstem_pool_pages"), ("host", "mainstem_host_pages")):
-        names = {
-            dict(labels)["component"]: None for key, labels in counters.values if key == metric
-        }  # in order, each once
-        for name in names:
-            owned = {owner: int(counters.total(metric, component=name, owner=owner) or 0) for owner in _OWNERS}
-            retained = int(counters.total("mainstem_retained_pages", component=name, tier=tier) or 0)
-            found.append(PoolSample(tier=tier, component=name, retained=retained, **owned))
-    return found
-
-
-_OWNERS = ("free", "cached", "private", "locked", "total")
+def _pools(stats: EngineStats) -> list[dict[str, str | int]]:
+    cache, host = stats.cache, {} if stats.tiers is None else stats.tiers.host_pools
+    tiers = (("device", cache.pools, cache.retention.device), ("host", host, cache.retention.host))
+    return [
+        {"tier": tier, "component": name, **asdict(pool), "retained": retained[name]}
+        for tier, pools, retained in tiers
+        for name, pool in pools.items()
+    ]

@@ -7,27 +7,23 @@ nothing in between. Each `Metrics` has its own registry, so that two servers in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as PrometheusMetric
 
 from mainstem.cache.explain import Stretch
+from mainstem.metric import Metric, rows
 from mainstem.runtime.request import Delta, Usage
+from mainstem.server.run import EndWatcher
 from mainstem.settings.server import SavingsConfig
-from mainstem.watch.sample import Sample
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
-    from mainstem.runtime.engine_core import EngineStats
-    from mainstem.server.kept.answers import Answers, AnswerStats
-    from mainstem.server.kept.precompute import Precompute, TurnStats
-    from mainstem.server.prefill import Prefills
-    from mainstem.server.watch.recording import Recorder, RecordStats
-    from mainstem.server.watch.tracing import SpanStats, Tracing
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
@@ -40,156 +36,16 @@ OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One metric of the table.
-
-    Args:
-        name: the client library appends `_total` to the names of counters.
-        kind: a counter or a gauge.
-        text: its description.
-        values: where its value is in the statistics of its part, as a path; with labels, the path for each combination
-            of their values. A `*` in both stands for every key of a mapping.
-        labels: the names of its labels.
-    """
-
-    name: str
-    kind: Callable[..., CounterMetricFamily | GaugeMetricFamily]
-    text: str
-    values: str | Mapping[tuple[str, ...], str]
-    labels: tuple[str, ...] = ()
-
-    @property
-    def paths(self) -> Mapping[tuple[str, ...], str]:
-        """The paths of its values, by the values of its labels."""
-        return {(): self.values} if isinstance(self.values, str) else self.values
-
-
-def _each(path: str, *names: str) -> dict[tuple[str, ...], str]:
-    """Returns a path for each of the values of a label, which it contains."""
-    return {(name,): path.format(name) for name in names}
-
-
-COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
-
-TABLE: Mapping[str, tuple[Row, ...]] = {
-    "engine": (
-        Row("mainstem_prompt_tokens", COUNTER, "Prompt tokens of admitted requests", "totals.prompt_tokens"),
-        Row("mainstem_generation_tokens", COUNTER, "Tokens generated", "totals.generated_tokens"),
-        Row("mainstem_drafted_tokens", COUNTER, "Tokens guessed and computed", "totals.drafted_tokens"),
-        Row("mainstem_accepted_tokens", COUNTER, "Guessed tokens that were right", "totals.accepted_tokens"),
-        Row("mainstem_preemptions", COUNTER, "Running requests preempted to free pages", "totals.preemptions"),
-        Row("mainstem_cached_tokens", COUNTER, "Prompt tokens found in the cache, by tier",
-            _each("totals.{}_tokens", "device", "host", "storage"), ("tier",)),
-        Row("mainstem_prompt_checkpoints", COUNTER, "Recurrent states kept at planned positions of prompts, by reason",
-            {("*",): "totals.checkpoints.*"}, ("reason",)),
-        Row("mainstem_session_prefetches", COUNTER, "Sessions to be brought to the device ahead, by what came of it",
-            {("*",): "totals.session_prefetches.*"}, ("outcome",)),
-        Row("mainstem_misses_tokens", COUNTER, "Prompt tokens computed, by cause; only with --explain",
-            {("*",): "totals.missed.*"}, ("cause",)),
-        Row("mainstem_saved_flops", COUNTER, "Floating-point operations of computing what was cached",
-            "totals.saved_flops"),
-        Row("mainstem_saved_seconds", COUNTER, "Estimated time of computing what was cached", "totals.saved_s"),
-        Row("mainstem_stateless_tokens", COUNTER,
-            "Prompt tokens computed again: their KV was cached, but no state or window", "totals.stateless_tokens"),
-        Row("mainstem_grammar_requests", COUNTER, "Requests with a grammar", "totals.grammar_requests"),
-        Row("mainstem_compiled_grammars", COUNTER, "Grammars compiled; the others were cached", "compiled_grammars"),
-        Row("mainstem_requests_running", GAUGE, "Running requests", "running"),
-        Row("mainstem_requests_waiting", GAUGE, "Waiting requests", "waiting"),
-        Row("mainstem_adapters", GAUGE, "Loaded LoRA adapters", "adapters"),
-    ),
-    "engine.cache": (
-        Row("mainstem_prefix_cache_queries_tokens", COUNTER, "Prompt tokens looked up in the cache", "leases.queried"),
-        Row("mainstem_prefix_cache_hits_tokens", COUNTER, "Prompt tokens found in the cache", "leases.hit"),
-        Row("mainstem_evicted_pages", COUNTER, "Pages evicted from the cache", "tree.evicted_pages"),
-        Row("mainstem_checkpoints", COUNTER, "Checkpoints of recurrent states added to the cache",
-            "leases.checkpoints"),
-        Row("mainstem_checkpoints_missed", COUNTER, "Checkpoints not kept because no slot was free",
-            "leases.checkpoints_missed"),
-        Row("mainstem_kv_pages", GAUGE, "Pages of the KV pool, by owner",
-            _each("pool.{}", "free", "cached", "private"), ("owner",)),
-        Row("mainstem_pool_pages", GAUGE, "Pages or slots of each component's pool, by owner; cached includes locked",
-            {("*", owner): f"pools.*.{owner}" for owner in ("free", "cached", "private", "locked", "total")},
-            ("component", "owner")),
-        Row("mainstem_retained_pages", GAUGE, "Pages or slots of each component that are retained, by tier",
-            {("*", tier): f"retention.{tier}.*" for tier in ("device", "host")}, ("component", "tier")),
-        Row("mainstem_retained_prefixes", GAUGE, "Prefixes that are retained for a time or pinned",
-            "retention.prefixes"),
-    ),
-    "engine.tiers": (
-        Row("mainstem_host_pages", GAUGE, "Pages or slots of each component on the host, by owner",
-            {("*", owner): f"host_pools.*.{owner}" for owner in ("free", "cached", "private", "total")},
-            ("component", "owner")),
-        Row("mainstem_moved_pages", COUNTER, "Pages moved between tiers",
-            {
-                ("device", "host"): "backed_up",
-                ("host", "device"): "loaded",
-                ("storage", "host"): "prefetched",
-                ("host", "storage"): "stored",
-            }, ("from", "to")),
-        Row("mainstem_dropped_pages", COUNTER, "Pages that were not moved, by reason",
-            _each("{}", "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped",
-                  "write_dropped"), ("reason",)),
-        Row("mainstem_late_pages", COUNTER, "Pages computed although storage has (or may have) them, by cause",
-            {("*",): "late.*"}, ("cause",)),
-        Row("mainstem_prefetch_short_pages", COUNTER, "Pages in storage that a component kept from being used",
-            {("*",): "prefetch_short.*"}, ("component",)),
-        Row("mainstem_storage_faults", COUNTER, "Storage faults, by cause", {("*",): "faults.*"}, ("cause",)),
-        Row("mainstem_peer_requests", COUNTER, "Requests of other engines for pages, by outcome",
-            {("*",): "peer_requests.*"}, ("outcome",)),
-        Row("mainstem_peer_given_bytes", COUNTER, "Bytes of pages given to other engines", "peer_given_bytes"),
-        Row("mainstem_peer_faults", COUNTER, "Times that other engines did not give what was asked, by cause",
-            {("*",): "peer_faults.*"}, ("cause",)),
-        Row("mainstem_storage_queued_pages", GAUGE, "Pages waiting for a write to storage", "queued"),
-        Row("mainstem_storage_breaker_open", GAUGE, "Whether the breaker stops calls to storage", "breaker_open"),
-    ),
-    "engine.vision": (
-        Row("mainstem_image_encoder_runs", COUNTER, "Images encoded", "encoder_runs"),
-        Row("mainstem_image_embedding_hits", COUNTER, "Images whose embeddings were still cached", "hits"),
-        Row("mainstem_image_embeddings_bytes", GAUGE, "Size of cached image embeddings", "bytes"),
-    ),
-    "engine.events": (
-        Row("mainstem_kv_events", COUNTER, "KV events published", "published"),
-        Row("mainstem_kv_events_queued", GAUGE, "KV events that wait to be sent", "queued"),
-        Row("mainstem_kv_event_replays", COUNTER, "Requests of routers for KV events that they missed", "replays"),
-        Row("mainstem_kv_events_dropped_pages", COUNTER,
-            "Pages that moved without a KV event: everything was published anew", "dropped"),
-    ),
-    "recorder": (
-        Row("mainstem_recorded_requests", COUNTER, "Requests to be recorded, by outcome",
-            _each("{}", "written", "dropped", "failed"), ("outcome",)),
-    ),
-    "answers": (
-        Row("mainstem_answers_remembered", COUNTER, "Answers whose tokens were kept", "remembered"),
-        Row("mainstem_answers_found", COUNTER, "Answers found again in prompts", "found"),
-        Row("mainstem_answer_tokens", COUNTER, "Tokens of the answers found again", "tokens"),
-        Row("mainstem_answers_bytes", GAUGE, "Size of the answers that are kept", "bytes"),
-    ),
-    "turns": (
-        Row("mainstem_precomputed_turns", COUNTER, "Next turns that could be computed, by outcome",
-            _each("{}", "started", "unchanged", "skipped"), ("outcome",)),
-    ),
-    "savings": (
-        Row("mainstem_saved_joules", COUNTER, "The saved time, at the power of --watts", "joules"),
-        Row("mainstem_saved_cost", COUNTER, "The saved time, at the price of --price-per-hour", "cost"),
-    ),
-    "prefills": (
-        Row("mainstem_prefills", COUNTER, "Requests whose prompts were to be computed elsewhere, by what came of it",
-            {("*",): "*"}, ("outcome",)),
-    ),
-    "spans": (
-        Row("mainstem_spans", COUNTER, "Spans of requests for the collector of traces, by outcome",
-            _each("{}", "sent", "failed", "dropped"), ("outcome",)),
-    ),
-}  # fmt: skip
-"""What is read at a scrape, by the part of the `Readings` that has it. A part that is None has no metrics."""
-
-
-@dataclass(frozen=True, slots=True)
 class SavingStats:
     """What the saved time is worth, in joules and in the currency of the price."""
 
     joules: float
     cost: float
+
+    METRICS: ClassVar = (
+        Metric("mainstem_saved_joules", "The saved time, at the power of --watts", "joules"),
+        Metric("mainstem_saved_cost", "The saved time, at the price of --price-per-hour", "cost"),
+    )  # fmt: skip
 
 
 class Savings:
@@ -209,17 +65,11 @@ class Savings:
         return SavingStats(saved_s * (assumed.watts or 0.0), saved_s * (assumed.price_per_hour or 0.0) / 3600)
 
 
-@dataclass(frozen=True, slots=True)
-class Readings:
-    """The statistics that one scrape reads; None: there is no such part."""
+class Part(Protocol):
+    """A part of a server that counts."""
 
-    engine: EngineStats
-    recorder: RecordStats | None = None
-    answers: AnswerStats | None = None
-    turns: TurnStats | None = None
-    spans: SpanStats | None = None
-    savings: SavingStats | None = None
-    prefills: Mapping[str, int] | None = None
+    def stats(self) -> Any:
+        """Returns its statistics, whose class has `METRICS`, as may those in its fields."""
 
 
 def read(stats: object, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -236,56 +86,47 @@ def _at(stats: Any, name: str) -> list[tuple[tuple[str, ...], Any]]:
     return [((key,), value) for key, value in stats.items()] if name == "*" else [((), getattr(stats, name))]
 
 
-class TableCollector:
-    """Turns the statistics into metric families at scrape time, by the table.
+class PartsCollector:
+    """Turns statistics into metric families at scrape time; nothing is kept between scrapes."""
 
-    Args:
-        sources: return the statistics of each part of the `Readings`; nothing is kept between scrapes.
-    """
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
 
-    def __init__(self, sources: Mapping[str, Callable[[], Any]]) -> None:
-        self._sources = sources
-
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         """Yields the metrics of one reading."""
-        readings = Readings(**{part: read() for part, read in self._sources.items()})
-        for part, rows in TABLE.items():
-            stats = attrgetter(part)(readings)
-            for row in rows if stats is not None else ():
-                family = row.kind(row.name, row.text, labels=row.labels)
-                for labels, path in row.paths.items():
-                    for keys, number in read(stats, path):
-                        found = iter(keys)
-                        family.add_metric([next(found) if label == "*" else label for label in labels], number)
-                yield family
+        for part in self._parts:
+            whole = part.stats()
+            for path, row in rows(whole.__class__):
+                stats = attrgetter(path)(whole) if path else whole
+                if stats is not None:
+                    yield _family(row, stats)
+
+
+def _family(row: Metric, stats: Any) -> PrometheusMetric:
+    kind = GaugeMetricFamily if row.kind == "gauge" else CounterMetricFamily
+    family = kind(row.name, row.text, labels=row.labels)
+    for labels, path in row.paths.items():
+        for keys, number in read(stats, path):
+            key = iter(keys)
+            family.add_metric([next(key) if label == "*" else label for label in labels], number)
+    return family
 
 
 class Metrics:
     """All metrics of one server.
 
     Args:
-        engine: the engine whose statistics are exported.
+        parts: the engine, and what else counts.
         clock: returns seconds, monotonic; for the time between tokens.
-        recorder, answers, turns, spans, savings, prefills: whose counts are exported, too, if there are any.
+
+    Attributes:
+        reuse: measures how soon something is asked for again.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Callable[[], float] = time.monotonic,
-        recorder: Recorder | None = None,
-        answers: Answers | None = None,
-        turns: Precompute | None = None,
-        spans: Tracing | None = None,
-        savings: Savings | None = None,
-        prefills: Prefills | None = None,
-    ) -> None:
+    def __init__(self, parts: Iterable[Part], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
-        parts: dict[str, Any] = {"engine": engine, "recorder": recorder, "answers": answers}
-        parts |= {"turns": turns, "spans": spans, "savings": savings, "prefills": prefills}
-        sources = {name: part.stats for name, part in parts.items() if part is not None}
-        self._registry.register(TableCollector(sources))
+        self._registry.register(PartsCollector([*parts]))
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
@@ -298,7 +139,7 @@ class Metrics:
         self._wait = self._histogram(
             "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
         )
-        self._reuse = Reuse(self._registry)
+        self.reuse = Reuse(self._registry)
         text = "Requests with a field that is taken and does nothing, by its path"
         self._ignored = Counter("mainstem_ignored_fields", text, ["field"], registry=self._registry)
 
@@ -314,16 +155,11 @@ class Metrics:
     def meter(self) -> RequestMeter:
         """Returns a meter for one generation."""
         latencies = Latencies(self._ttft, self._gap, self._e2e, self._tpot, self._wait)
-        return RequestMeter(self._clock, self._requests, latencies, self._reuse)
+        return RequestMeter(self._clock, self._requests, latencies, self.reuse)
 
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
         return generate_latest(self._registry)
-
-    def sample(self, at_s: float) -> Sample:
-        """Returns every value as it is now."""
-        found = [one for family in self._registry.collect() for one in family.samples]
-        return Sample(at_s, {(one.name, frozenset(one.labels.items())): one.value for one in found})
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)
@@ -334,9 +170,13 @@ class Reuse:
 
     Args:
         registry: of the metrics.
+
+    Attributes:
+        regret_tokens: prompt tokens that had been evicted.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.regret_tokens = 0
         text = "Prompt tokens that had been evicted, by the tier that they left and why; only with --explain"
         self._tokens = Counter("mainstem_regret_tokens", text, ["tier", "why"], registry=registry)
         text = "Time from an eviction until it was asked for again"
@@ -388,39 +228,29 @@ class Latencies:
             self.storage.observe(max(min(ended_s, usage.queue_s) - asked_s, 0.0))
 
 
-class RequestMeter:
-    """Watches the events of one generation. Made by `Metrics.meter`."""
+class RequestMeter(EndWatcher):
+    """Measures one generation. Made by `Metrics.meter`."""
 
     def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, reuse: Reuse) -> None:
         self._clock = clock
         self._requests = requests
         self._latencies, self._reuse = latencies, reuse
         self._last_s: float | None = None
-        self._ended = False
 
     def see(self, delta: Delta) -> None:
         """Takes one event into account."""
         if delta.tokens:
-            self._tokens(len(delta.tokens))
-        if delta.finish_reason is not None:
-            self._end(delta.finish_reason)
-            if delta.usage is not None:
-                self._reuse.observe(delta.usage.explanation or ())
-            if delta.usage is not None and delta.finish_reason != "cancelled":
-                self._latencies.observe(delta.usage)
+            now_s, count = self._clock(), len(delta.tokens)
+            if self._last_s is not None:
+                for _ in range(count):
+                    self._latencies.gap.observe((now_s - self._last_s) / count)
+            self._last_s = now_s
+        super().see(delta)
 
-    def close(self) -> None:
-        """Ends the watch: without a last event the generation counts as cancelled. A second call does nothing."""
-        self._end("cancelled")
-
-    def _tokens(self, count: int) -> None:
-        now_s = self._clock()
-        if self._last_s is not None:
-            for _ in range(count):
-                self._latencies.gap.observe((now_s - self._last_s) / count)
-        self._last_s = now_s
-
-    def _end(self, outcome: str) -> None:
-        if not self._ended:
-            self._requests.labels(outcome).inc()
-        self._ended = True
+    def ended(self, finish: str, usage: Usage | None) -> None:
+        """Counts the request by its outcome."""
+        self._requests.labels(finish).inc()
+        if usage is not None:
+            self._reuse.observe(usage.explanation or ())
+            if finish != "cancelled":
+                self._latencies.observe(usage)

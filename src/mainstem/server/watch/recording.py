@@ -55,7 +55,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -66,7 +66,9 @@ from mainstem.cache.keys import Image
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import BadArgument
 from mainstem.here import check_output
+from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
+from mainstem.server.run import EndWatcher
 from mainstem.settings.server import RecordConfig
 
 log = logging.getLogger(__name__)
@@ -118,6 +120,11 @@ class RecordStats:
     dropped: int
     failed: int
 
+    METRICS: ClassVar = (
+        Metric("mainstem_recorded_requests", "Requests to be recorded, by outcome",
+            each("{}", "written", "dropped", "failed"), ("outcome",)),
+    )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
@@ -142,32 +149,25 @@ class _Ended:
     answer: str
 
 
-class Note:
-    """Watches the events of one generation and records it when it ends. Made by `Recorder.note`."""
+class Note(EndWatcher):
+    """Records one generation when it ends. Made by `Recorder.note`."""
 
     def __init__(self, put: Callable[[_Ended], None], prompt: _Prompt, text: bool) -> None:
         self._put = put
         self._prompt = prompt
         self._answer: list[str] | None = [] if text else None
         self._tokens = 0
-        self._ended = False
 
     def see(self, delta: Delta) -> None:
         """Takes one event into account."""
         self._tokens += len(delta.tokens)
         if self._answer is not None:
             self._answer.append(delta.text)
-        if delta.finish_reason is not None:
-            self._end(delta.finish_reason, delta.usage)
+        super().see(delta)
 
-    def close(self) -> None:
-        """Ends the watch: without a last event the request was cut off. A second call does nothing."""
-        self._end("cancelled", None)
-
-    def _end(self, finish: str, usage: Usage | None) -> None:
-        if not self._ended:
-            self._ended = True
-            self._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
+    def ended(self, finish: str, usage: Usage | None) -> None:
+        """Queues the line."""
+        self._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
 
 
 def check_recording(config: RecordConfig) -> None:

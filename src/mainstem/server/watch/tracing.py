@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from mainstem import __version__
 from mainstem.imports import needs
-from mainstem.runtime.request import Delta, Request, Usage
-from mainstem.server.run import Watcher
+from mainstem.metric import Metric, each
+from mainstem.runtime.request import Request, Usage
+from mainstem.server.run import EndWatcher, Watcher
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -59,6 +60,11 @@ class SpanStats:
     sent: int = 0
     failed: int = 0
     dropped: int = 0
+
+    METRICS: ClassVar = (
+        Metric("mainstem_spans", "Spans of requests for the collector of traces, by outcome",
+            each("{}", "sent", "failed", "dropped"), ("outcome",)),
+    )  # fmt: skip
 
 
 class Tracing:
@@ -335,23 +341,12 @@ class _End(NamedTuple):
     usage: Usage | None
 
 
-class _Choice:
+class _Choice(EndWatcher):
     """Watches one choice of a request."""
 
     def __init__(self, trace: Trace, number: int) -> None:
         self._trace, self._number = trace, number
-        self._ended = False
 
-    def see(self, delta: Delta) -> None:
-        """Takes one event into account."""
-        if delta.finish_reason is not None:
-            self._end(delta.finish_reason, delta.usage)
-
-    def close(self) -> None:
-        """Ends the watch: without a last event the request was cut off. A second call does nothing."""
-        self._end("cancelled", None)
-
-    def _end(self, finish: str, usage: Usage | None) -> None:
-        if not self._ended:
-            self._ended = True
-            self._trace.ended(self._number, _End(finish, usage))
+    def ended(self, finish: str, usage: Usage | None) -> None:
+        """Tells the trace."""
+        self._trace.ended(self._number, _End(finish, usage))

@@ -19,8 +19,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -38,6 +38,7 @@ from mainstem.storage.base import (
     parse_text,
     read_options,
 )  # fmt: skip
+from mainstem.storage.framed import ClientThread
 from mainstem.units import parse_timeout
 
 T = TypeVar("T")
@@ -86,8 +87,7 @@ class AIBrixBackend(Backend):
         self._writers = [asyncio.Lock() for _ in range(256)]
         self._closed = False
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, name="mainstem-aibrix-loop", daemon=True).start()
+        self._thread = ClientThread("AIBrix")
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -172,7 +172,7 @@ class AIBrixBackend(Backend):
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(self._end_loop(), self._loop)
+        self._thread.end(asyncio.sleep(0))
         closing = self._workers.submit(self._connector.close)
         self._workers.shutdown(wait=False)
         try:
@@ -194,25 +194,11 @@ class AIBrixBackend(Backend):
             return list(await asyncio.gather(*begin()))
 
         self._check_open()
-        call = all_at_once()
-        future: Future[list[T]] = self._submit(call)
         try:
-            return future.result(self._timeout_s)
-        except TimeoutError as error:
-            future.cancel()
-            raise StorageError("timeout", f"AIBrix: no answer in {self._timeout_s:g} s") from error
-        except CancelledError as error:
-            raise _closed() from error
-        except RuntimeError as error:  # its workers take no more jobs after close
-            self._check_open()
-            raise StorageError("io", f"AIBrix: {error}") from error
-
-    def _submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        try:
-            return asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError as error:  # the loop has ended
-            call.close()
-            raise _closed() from error
+            return self._thread.run(all_at_once(), self._timeout_s)
+        except StorageError:
+            self._check_open()  # its workers take no more jobs after close
+            raise
 
     async def _put(self, key: bytes, region: _Region) -> Any:
         async with self._writers[key[0]]:
@@ -226,22 +212,11 @@ class AIBrixBackend(Backend):
             return await self._connector.delete(key)
 
     async def _in_worker(self, work: Callable[[Any], T]) -> T:
-        return await self._loop.run_in_executor(self._workers, work, self._connector)
-
-    def _run_loop(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
-
-    async def _end_loop(self) -> None:
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        self._loop.stop()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work, self._connector)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _closed()
+            raise StorageError("closed", "the AIBrix store is closed")
 
     def _raise_if_all_failed(self, statuses: Sequence[Any]) -> None:
         failed = [status for status in statuses if _failed(status)]
@@ -316,10 +291,6 @@ def _length(status: Any, region: _Region) -> int:
         return region.found
     other = _other_length(status)
     return ABSENT if other is None else other
-
-
-def _closed() -> StorageError:
-    return StorageError("closed", "the AIBrix store is closed")
 
 
 # ---------------------------------------------------------------- connectors

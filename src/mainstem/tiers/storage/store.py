@@ -157,8 +157,8 @@ class Store:
         )
         self._wall_clock = wall_clock
         self._faults: Counter[str] = Counter()
-        self._closed = False
-        self._slow = False
+        self._closed = self._slow = False
+        self._explained = ""  # what was logged about pages that are not found
         self._vain_s = 0.0
         self._readers, self._writers = readers, writers
         self._under_way: list[StoreCall[Any]] = []
@@ -166,20 +166,25 @@ class Store:
     @property
     def breaker(self) -> Breaker:
         """Stops calls after repeated failures."""
-        self._settle()
+        self.settle()
         return self._breaker
 
     @property
     def slow(self) -> bool:
         """Whether a request has waited in vain, and no call has been quicker since then."""
-        self._settle()
+        self.settle()
         return self._slow
 
     @property
     def faults(self) -> Counter[str]:
         """How many faults there were so far, by cause."""
-        self._settle()
+        self.settle()
         return self._faults
+
+    def stats(self) -> dict[str, Any]:
+        """Returns its counts up to the last `settle`, by the names of `TierStats`. Callable from any thread."""
+        breaker = self._breaker
+        return {"faults": dict(self._faults), "breaker_open": breaker.open, "breaker_openings": breaker.openings}
 
     @property
     def peer_faults(self) -> dict[str, int]:
@@ -342,6 +347,14 @@ class Store:
         """Enters the identity of the pages in the list of the store. The value is the list before that."""
         return self._submit(self._writers, lambda causes: identities.enter(self.backend, self.sealer, causes), [])
 
+    def explain(self, listed: Sequence[identities.Summary]) -> None:
+        """Logs why the store has no pages of this identity, if that list says so; the same once."""
+        identity = self.sealer.identity
+        why = None if identity is None else identities.explain(identities.summarize(identity), listed)
+        if why is not None and why != self._explained:
+            self._explained = why
+            log.warning("storage: %s", why)
+
     def gave_up(self, waited_s: float) -> None:
         """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""
         self._vain_s = min(waited_s, self._vain_s) if self._slow else waited_s
@@ -461,7 +474,7 @@ class Store:
     def _submit(
         self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T, *, queued: bool = False
     ) -> StoreCall[T]:
-        self._settle()
+        self.settle()
         if self._closed or not self._breaker.allow():
             self.count("closed" if self._closed else "breaker")
             return StoreCall(self, None, nothing, lambda: 0.0)
@@ -487,7 +500,7 @@ class Store:
         self._under_way.append(call)
         return call
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Notes which calls have ended or are late, also those that nobody asks for any more."""
         self._under_way = [call for call in self._under_way if not call.done()]
 

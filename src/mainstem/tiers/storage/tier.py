@@ -1,0 +1,74 @@
+"""The storage tier, `StorageTier`: a store, and the parts that move pages to it and from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mainstem.tiers.costs import Costs
+from mainstem.tiers.host.backup import Backups
+from mainstem.tiers.host.tier import HostPages
+from mainstem.tiers.pending import PendingList, Polled
+from mainstem.tiers.prefetch.prefetch import Prefetches
+from mainstem.tiers.prefetch.waits import LATE
+from mainstem.tiers.prefetch.warm import Warming
+from mainstem.tiers.storage.store import Store
+from mainstem.tiers.storage.write import Writes
+
+
+class StorageTier:
+    """The parts of one store.
+
+    Args:
+        writes: the queue of writes.
+        backups: copies the pages before those that are prefetched.
+
+    Attributes:
+        store, writes, prefetches, warming: the parts.
+
+    Raises:
+        StorageError: the memory of the host cannot be registered.
+    """
+
+    def __init__(
+        self, store: Store, writes: Writes, host: HostPages, backups: Backups, costs: Costs, pending: PendingList
+    ) -> None:
+        self.store, self.writes, self._pending = store, writes, pending
+        self.prefetches = Prefetches(host, backups, store, writes.names, writes.rows, costs, pending)
+        self.warming = Warming(host, store, self.prefetches, pending)
+        store.register(host.memory.regions())
+        for row in writes.rows:
+            store.check_length(row, host.memory.payload_bytes(row.number))
+            if store.shelf is not None:
+                host.pools[row.number].freed_with(store.shelf.forgets(host.memory, row.number))
+
+    def poll(self) -> None:
+        """Begins what is due."""
+        self.prefetches.go_on()
+        self.writes.begin()
+        self.warming.go_on()
+
+    def enter_identity(self) -> None:
+        """Starts to enter the identity of the pages in the list of the store, and logs why others are not found."""
+        call = self.store.enter_identity()
+        self._pending.add(Polled(lambda: int(call.done()), lambda _: self.store.explain(call.value)))
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what is queued, and ends the store."""
+        self.writes.begin(everything=True)
+        self.store.close(timeout_s)
+
+    def counts(self) -> dict[str, Any]:
+        """Returns its part of `TierStats`."""
+        store = self.store
+        counts: dict[str, Any] = {
+            "queued": self.writes.queued,
+            "late": {cause: self.prefetches.late[cause] for cause in LATE},
+            "prefetch_short": dict(self.prefetches.short),
+            **store.stats(),
+        }
+        if store.shelf is not None:
+            requests = store.shelf.counts
+            counts["peer_given_bytes"] = requests.pop("bytes", 0)
+            requests.pop("values", None)
+            counts |= {"peer_requests": requests, "peer_faults": store.peer_faults}
+        return counts
