@@ -127,7 +127,7 @@ def test_a_prefetch_brings_the_deepest_point_from_which_all_can_go_on(kind: str)
 
 
 def test_what_stands_in_the_way_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mainstem.tiers.prefetch.prefetch")
+    caplog.set_level(logging.INFO, "mainstem.tiers.prefetch.reader")
     backend = stored("full state", Q, list(reversed(Q)))
     rig = Rig("full state", backend=backend)
     for tokens in (Q, list(reversed(Q))):

@@ -352,5 +352,5 @@ class Tiers:
         Raises:
             CorruptTree: names the rule that is broken.
         """
-        held = (lambda row: 0) if self._storage is None else self._storage.prefetches.private_pages
+        held = (lambda row: 0) if self._storage is None else self._storage.prefetches.reader.private_pages
         self._pages.check([held(row) for row in range(len(self.host_pools))])

@@ -15,36 +15,23 @@ may go on computing meanwhile (`lead`): from then on full attention is read from
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from mainstem.cache.tree import Ids
-from mainstem.tiers.costs import Costs
-from mainstem.tiers.host.backup import Backups
-from mainstem.tiers.host.tier import HostPages
-from mainstem.tiers.pending import PendingList, Polled
+from mainstem.tiers.pending import Polled
 from mainstem.tiers.prefetch.attach_point import AttachPoint
 from mainstem.tiers.prefetch.bidirectional import BidirectionalLoad
 from mainstem.tiers.prefetch.plan import Plan
+from mainstem.tiers.prefetch.reader import Reader
 from mainstem.tiers.prefetch.waits import ANY, Cause, Missed, Wait
-from mainstem.tiers.storage.names import PageNames
-from mainstem.tiers.storage.rows import Row
-from mainstem.tiers.storage.store import Store, StoreCall
+from mainstem.tiers.storage.store import StoreCall
 
-log = logging.getLogger(__name__)
-
-_MOST_TIMES = 16  # the configured minimum: how many tokens may be too few to look them up
 _LEAST_READ = 4  # pages, where a request computes meanwhile
-
-Missing = tuple[bytes, bytes]
-"""A namespace, and the symbols up to the end of the first page that neither device nor host has."""
 
 
 class Phase(Enum):
@@ -119,19 +106,20 @@ class Prefetch:
 
     def __init__(
         self,
-        prefetches: Prefetches,
-        missing: Missing,
+        reader: Reader,
+        namespace: bytes,
         point: AttachPoint,
         wait: Wait,
         plan: Plan,
         min_pages: int,
         bidirectional: bool,
+        on_end: Callable[[], object],
     ) -> None:
         self.users, self.loaded = 1, 0
         self.shared = self.wanted = False
-        self._prefetches, self._missing, self._point, self._wait = prefetches, missing, point, wait
-        self._store, self._plan, self._min_pages = prefetches.store, plan, min_pages
-        self._page_size = prefetches.host.tree.page_size
+        self._reader, self._namespace, self._point, self._wait = reader, namespace, point, wait
+        self._store, self._plan, self._min_pages, self._on_end = reader.store, plan, min_pages, on_end
+        self._page_size = reader.host.tree.page_size
         self.bidirectional = (
             bidirectional and plan.any_end and point.connected and self._store.config.prefetch == "timeout"
         )
@@ -147,12 +135,12 @@ class Prefetch:
         self._obstacle: Literal["fault", "host_room"] | None = None  # why less is read than storage has
         self._fault: str | None = None  # of the last page that did not arrive
         self._missed: list[Missed] = []
-        self._asked = [(row, plan.asked(row.number)) for row in prefetches.rows]
-        every_end = not (prefetches.pending.alone or plan.any_end)
+        self._asked = [(row, plan.asked(row.number)) for row in reader.rows]
+        every_end = not (reader.pending.alone or plan.any_end)
         search = partial(plan.search, every_end=every_end)
         self._lookup = lookup = point.look_up(self._store, self._asked, search)
-        prefetches.pending.add(Polled(lambda: self._answer() if lookup.done() else 0, self._found))
-        prefetches.pending.add(Polled(self._late, self._expire))
+        reader.pending.add(Polled(lambda: self._answer() if lookup.done() else 0, self._found))
+        reader.pending.add(Polled(self._late, self._expire))
 
     @property
     def ended(self) -> bool:
@@ -198,7 +186,7 @@ class Prefetch:
 
     def _turn_around(self) -> BidirectionalLoad:
         if self._load is None:
-            self._load = BidirectionalLoad(self._point, self._prefetches.host, self._prefetches.backups)
+            self._load = BidirectionalLoad(self._point, self._reader.host, self._reader.backups)
         return self._load
 
     def reached(self, computed: int) -> None:
@@ -218,7 +206,7 @@ class Prefetch:
         if load is None or self.ended:
             return None
         load.front = front = computed // size
-        load.positions = self._prefetches.pending.agreed(self._worth_computing(front))
+        load.positions = self._reader.pending.agreed(self._worth_computing(front))
         end, pages = computed + load.positions, load.ahead(front)
         if pages is not None:
             end = min(end, (front + pages) * size)
@@ -235,7 +223,7 @@ class Prefetch:
         assert load is not None
         load.led = False
         if self.wanted and not self._counted:
-            self._prefetches.late[self._why_computed] += load.meanwhile
+            self._reader.late[self._why_computed] += load.meanwhile
             load.meanwhile = 0
             if self._phase is Phase.LOOKUP:
                 self._store.gave_up(self._wait.waited_s)
@@ -266,17 +254,17 @@ class Prefetch:
 
     def _join(self, load: BidirectionalLoad) -> None:
         ours = load.join()
-        self._prefetches.pending.counts["prefetched"] += ours
+        self._reader.pending.counts["prefetched"] += ours
         self.loaded += ours * self._page_size
         if load.broken:
             self._obstacle = self._obstacle or "host_room"
             self._left.clear()
-            self._prefetches.pending.counts["prefetch_dropped"] += load.release()
+            self._reader.pending.counts["prefetch_dropped"] += load.release()
 
     def _take(self, load: BidirectionalLoad, read: _Read) -> None:
         """Keeps what has arrived until the front meets it. The pages after a lost one are read again."""
         lost = read.begin + read.good
-        self._prefetches.host.pools[0].release(read.page_ids[read.good :])
+        self._reader.host.pools[0].release(read.page_ids[read.good :])
         if read.good:
             load.add(read.begin, read.page_ids[: read.good])
         if lost < read.end:
@@ -291,15 +279,15 @@ class Prefetch:
         soon = load.positions // self._page_size if load.led and load.positions < ANY else 0
         share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
         while self.users > 0 and not load.broken and len(self._reads) < config.batches:
-            room = self._prefetches.room(self)
+            room = self._reader.room(self)
             begin, end = load.next_read(self._left, load.front + soon, self._depth, room)
-            page_ids = self._prefetches.allocate(self._missing[0], 0, min(end - begin, share))
+            page_ids = self._reader.allocate(self._namespace, 0, min(end - begin, share))
             if not len(page_ids):
                 break
             self._cut(end - len(page_ids), end)
             self._begin_read(0, end - len(page_ids), page_ids)
         if not self._reads and (self.users <= 0 or not load):
-            self._prefetches.pending.counts["prefetch_dropped"] += load.release()
+            self._reader.pending.counts["prefetch_dropped"] += load.release()
             self._end()
 
     def _cut(self, begin: int, end: int) -> None:
@@ -326,7 +314,7 @@ class Prefetch:
             self._missed.append(Missed(begin, end, cause, self._fault if cause == "fault" else None))
 
     def _count_late(self, begin: int, end: int, cause: Cause) -> None:
-        self._prefetches.late[cause] += end - begin
+        self._reader.late[cause] += end - begin
         self._miss(begin, end, cause)
 
     def _late(self) -> bool:
@@ -402,15 +390,15 @@ class Prefetch:
         """Aims at the deepest end of at most `most` pages that every rank can reach."""
         self._enter(Phase.AGREEING)
         offer = self._plan.deepest(most)
-        if self._prefetches.pending.alone:
+        if self._reader.pending.alone:
             self._aim(offer)
         else:
-            self._prefetches.pending.add(Polled(lambda: 1 + offer, partial(self._agreed, most)))
+            self._reader.pending.add(Polled(lambda: 1 + offer, partial(self._agreed, most)))
 
     def _agreed(self, most: int, outcome: int) -> None:
         """Aims at the lowest offer of the ranks. If it is below `most`, a rank that offered more may lack it."""
         depth = outcome - 1
-        if self._prefetches.pending.alone or self._plan.any_end or depth in (most, self._plan.have):
+        if self._reader.pending.alone or self._plan.any_end or depth in (most, self._plan.have):
             self._aim(depth)
         else:
             self._propose(depth)
@@ -419,7 +407,7 @@ class Prefetch:
         """Begins to read what an end needs."""
         if self._promised is None:
             self._promised = depth = self._worth_reading(depth)
-            if self.bidirectional and self._prefetches.pending.agreed(self._wait.gains(depth - self._plan.have)):
+            if self.bidirectional and self._reader.pending.agreed(self._wait.gains(depth - self._plan.have)):
                 self._turn_around()
         self._depth = depth
         self._point.back_to(depth)
@@ -435,7 +423,7 @@ class Prefetch:
     def _worth_reading(self, depth: int) -> int:
         """Returns the end that storage has, or none if that is too near. Notes which component limits it."""
         have = self._plan.have
-        pages, component = self._prefetches.note_short(self._plan, depth)
+        pages, component = self._reader.note_short(self._plan, depth)
         if pages:
             self._missed.append(Missed(depth, depth + pages, "component", component))
         if depth - have >= self._min_pages:
@@ -451,7 +439,7 @@ class Prefetch:
         config = self._store.config
         while self.users > 0 and self._left and len(self._reads) < config.batches:
             row, begin, end = self._left[0]
-            page_ids = self._prefetches.allocate(self._missing[0], row, end - begin)
+            page_ids = self._reader.allocate(self._namespace, row, end - begin)
             if len(page_ids):
                 self._cut_first(len(page_ids))
                 self._begin_read(row, begin, page_ids)
@@ -473,14 +461,14 @@ class Prefetch:
     def _end(self) -> None:
         self._enter(Phase.ENDED)
         self._point.release()
-        self._prefetches.end(self._missing)
+        self._on_end()
 
     def _begin_read(self, row: int, begin: int, page_ids: Ids) -> None:
         self._wait.asked(all(read.done for read in self._reads))
-        call = self._prefetches.read(row, self._point.names(begin, begin + len(page_ids)), page_ids)
+        call = self._reader.read(row, self._point.names(begin, begin + len(page_ids)), page_ids)
         read = _Read(row, begin, page_ids, call)
         self._reads.append(read)
-        self._prefetches.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
+        self._reader.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
 
     def _vote(self, read: _Read) -> int:
         """Votes once a batch has been read and its pages can be added to the tree."""
@@ -503,7 +491,7 @@ class Prefetch:
 
     def _place_in_order(self) -> None:
         """Adds to the tree what has arrived up to the first read under way; nothing after a page that did not."""
-        host, counts = self._prefetches.host, self._prefetches.pending.counts
+        host, counts = self._reader.host, self._reader.pending.counts
         while self._reads and self._reads[0].ended:
             read = self._reads.popleft()
             good = read.good if self._phase is Phase.FORWARD else 0
@@ -539,155 +527,3 @@ class Prefetch:
             self._count_late(most, self._depth, "host_room")
         self._promised, self._obstacle = most, self._obstacle or "host_room"
         self._propose(most)
-
-
-class Prefetches:
-    """Begins prefetches, limits their number and the host pages that they hold.
-
-    Args:
-        backups: copies the pages before those that are read.
-
-    Attributes:
-        late: pages that were computed although storage has them, or may have them, by cause.
-        short: pages that the first component alone could have gone further, by the component that stood in the way.
-        declined: why the last request to `ask` got no prefetch: what of its prompt is missing; None: nothing is.
-        host, backups, store, rows, pending: as given, for its prefetches.
-    """
-
-    def __init__(
-        self,
-        host: HostPages,
-        backups: Backups,
-        store: Store,
-        names: PageNames,
-        rows: Sequence[Row],
-        costs: Costs,
-        pending: PendingList,
-    ) -> None:
-        self.late: Counter[Cause] = Counter()
-        self.short: Counter[str] = Counter()
-        self.declined: Missed | None = None
-        self.host, self.store, self.rows, self.pending = host, store, tuple(rows), pending
-        self.backups = backups
-        self._tree, self._names, self._costs = host.tree, names, costs
-        self._stored = {row.number: row for row in rows}
-        self._under_way: dict[Missing, Prefetch] = {}
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    @property
-    def full(self) -> bool:
-        """Whether as many are under way as may be."""
-        return len(self) >= self.store.config.max_prefetches
-
-    def ask(self, namespace: bytes, key: bytes, bidirectional: bool) -> Prefetch | None:
-        """Begins a prefetch for a request, or returns one under way; see `Tiers.prefetch`."""
-        page_bytes = self._tree.page_bytes
-        pages = max(len(key) - self._tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
-        min_pages = max(1, -(-self._min_tokens() // self._tree.page_size))
-        prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages, bidirectional)
-        if prefetch is not None:
-            prefetch.wanted = True
-        return prefetch
-
-    def begin(self, namespace: bytes, key: bytes, min_pages: int, bidirectional: bool = False) -> Prefetch | None:
-        """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
-        missing, have = self._missing(namespace, key)
-        pages = len(key) // self._tree.page_bytes
-        self.declined = None
-        if pages - have < min_pages:
-            self.declined = Missed(have, pages, "unasked") if have < pages else None
-            return None
-        # A prefetch of the same missing page serves both.
-        if (same := self._under_way.get(missing)) is not None:
-            same.users += 1
-            same.shared = True
-            return same
-        if self.full:
-            self.pending.counts["prefetch_skipped"] += 1
-            self.late["limit"] += pages - have
-            self.declined = Missed(have, pages, "limit")
-            return None
-        known = have if len(self._tree.components) == 1 else self._tree.core.extent(namespace, key)
-        point = AttachPoint(self.host, self._names, namespace, key, known)
-        if point.node:
-            self.backups.begin(point.node)
-        self.pending.counts["prefetches"] += 1
-        contents = [row in self._stored for row in range(len(self._tree.components))]
-        plan = Plan(self._tree.components, contents, self._tree.page_size, have, pages)
-        point.mark_held(plan)
-        page_bytes = self.host.memory.payload_bytes(0)
-        wait = Wait(self.store, self._costs, self._tree.page_size, page_bytes, have, pages)
-        self._under_way[missing] = prefetch = Prefetch(self, missing, point, wait, plan, min_pages, bidirectional)
-        return prefetch
-
-    def go_on(self) -> None:
-        """Adds to the tree what requests have met, and begins more reads for them."""
-        for prefetch in list(self._under_way.values()):
-            prefetch.go_on()
-
-    def overlaps(self, namespace: bytes, key: bytes) -> bool:
-        """Whether a prefetch is under way of the first page of a prefix that neither device nor host has."""
-        return self._missing(namespace, key)[0] in self._under_way
-
-    def private_pages(self, row: int) -> int:
-        """Returns the number of host pages of a component that prefetches own."""
-        return sum(prefetch.private_pages(row) for prefetch in self._under_way.values())
-
-    def allocate(self, namespace: bytes, row: int, n: int) -> Ids:
-        """Allocates private pages of a component for a batch of a namespace.
-
-        At most n, as many as a call reads, and as many as prefetches may hold; none without room.
-        """
-        limit = self._share(row) - self.private_pages(row)
-        needed = [0] * len(self.host.pools)
-        needed[row] = max(0, min(n, limit, self.store.config.batch_pages if row in self._stored else n))
-        allocated = self.host.allocate(needed, namespace)
-        return np.empty(0, np.int32) if allocated is None else allocated[row]
-
-    def room(self, prefetch: Prefetch) -> int:
-        """Returns how many host pages of the first component a prefetch may hold, beside the others."""
-        return self._share(0) - self.private_pages(0) + prefetch.private_pages(0)
-
-    def _min_tokens(self) -> int:
-        """Returns how many tokens are worth a look-up. All ranks ask at the same point."""
-        tokens = self.store.config.prefetch_min_tokens
-        if self.store.config.prefetch == "wait_complete":
-            return tokens
-        most = _MOST_TIMES * tokens  # so that longer prompts renew the estimates
-        found = self._costs.prefetch_min_tokens(self.host.memory.payload_bytes(0), most)
-        return self.pending.agreed(tokens if found is None else found)
-
-    def _share(self, row: int) -> int:
-        return max(1, int(self.host.pools[row].total * self.store.config.prefetch_host_share))
-
-    def read(self, row: int, names: Sequence[bytes], page_ids: Ids) -> StoreCall[int] | None:
-        """Begins to read pages of a component; None: they have no content."""
-        stored = self._stored.get(row)
-        if stored is None:
-            return None
-        return self.store.read(stored, names, self.host.memory.slots(row, page_ids.tolist()))
-
-    def note_short(self, plan: Plan, depth: int) -> tuple[int, str]:
-        """Counts what stood in the way where the first component alone would have gone further.
-
-        Returns how many pages further, and the component in the way.
-        """
-        pages, row = plan.in_the_way(depth)
-        if not pages:
-            return 0, ""
-        name = self._tree.names[row]
-        if name not in self.short:
-            log.info("storage has %d pages further than its %s allows; more of this is only counted", pages, name)
-        self.short[name] += pages
-        return pages, name
-
-    def end(self, missing: Missing) -> None:
-        del self._under_way[missing]
-
-    def _missing(self, namespace: bytes, key: bytes) -> tuple[Missing, int]:
-        """Returns the first page of a prefix that neither device nor host has, and the number of pages before it."""
-        here, _, below = self._tree.core.peek(namespace, key, 0, False)
-        have = (here + below) // self._tree.page_size
-        return (namespace, key[: (have + 1) * self._tree.page_bytes]), have

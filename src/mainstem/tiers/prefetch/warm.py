@@ -12,7 +12,7 @@ from mainstem.cache.tree import HOST
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.prefetch import hottest
-from mainstem.tiers.prefetch.prefetch import Prefetches
+from mainstem.tiers.prefetch.prefetches import Prefetches
 from mainstem.tiers.storage.store import Store
 
 _MARKS = 1 << 60  # above every mark of a list

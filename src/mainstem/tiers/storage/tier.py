@@ -8,7 +8,7 @@ from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList, Polled
-from mainstem.tiers.prefetch.prefetch import Prefetches
+from mainstem.tiers.prefetch.prefetches import Prefetches
 from mainstem.tiers.prefetch.waits import LATE
 from mainstem.tiers.prefetch.warm import Warming
 from mainstem.tiers.storage.store import Store
@@ -62,8 +62,8 @@ class StorageTier:
         store = self.store
         counts: dict[str, Any] = {
             "queued": self.writes.queued,
-            "late": {cause: self.prefetches.late[cause] for cause in LATE},
-            "prefetch_short": dict(self.prefetches.short),
+            "late": {cause: self.prefetches.reader.late[cause] for cause in LATE},
+            "prefetch_short": dict(self.prefetches.reader.short),
             **store.stats(),
         }
         if store.shelf is not None:
