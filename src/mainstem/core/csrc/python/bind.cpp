@@ -28,17 +28,6 @@ namespace {
 constexpr std::int64_t kEverything = std::int64_t{1} << 62;
 constexpr std::size_t kLongKey = 1 << 16;  // bytes; hashing at least this much releases the GIL
 
-std::vector<IdArray> to_arrays(const std::vector<Ids>& by_component) {
-  std::vector<IdArray> arrays;
-  for (const Ids& ids : by_component)
-    arrays.push_back(to_array(ids));
-  return arrays;
-}
-
-auto to_tuple(const NodeStats& s) {
-  return std::tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
-}
-
 // Ids by component.
 IdCounts to_counts(const Tree& tree, const std::vector<std::uint64_t>& given) {
   const std::size_t rows = tree.rows().size();
@@ -178,7 +167,7 @@ nb::list nodes(const Tree& tree, const nb::bytes& ns) {
     nb::list cells;
     for (const CellView& c : n.cells)
       cells.append(nb::make_tuple(static_cast<int>(c.presence), c.locks, to_array(c.ids)));
-    out.append(nb::make_tuple(to_tuple(n.stats), n.parent, n.children, n.removed, to_bytes(n.key), cells));
+    out.append(nb::make_tuple(to_python(n.stats), n.parent, n.children, n.removed, to_bytes(n.key), cells));
   }
   return out;
 }
@@ -309,16 +298,10 @@ NB_MODULE(_core, m) {
                    "tier: int, ready: bool, past_flights: bool = False) -> "
                    "tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
            "The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.")
-      .def(
-          "remove",
-          [](Tree& t, const nb::bytes& ns, const nb::bytes& symbols) {
-            return t.remove(view(ns), View(symbols).bytes());
-          },
-          "ns"_a, "symbols"_a,
-          "Removes the page that a key ends in, and everything after it. Returns the number of pages removed.")
-      .def(
-          "evict_removed", [](Tree& t, std::uint32_t tier) { return to_arrays(t.evict_removed(tier)); }, "tier"_a,
-          "Evicts removed nodes that are neither locked nor in flight; their ids, by component.")
+      .def("remove", bound<&Tree::remove>, "ns"_a, "symbols"_a,
+           "Removes the page that a key ends in, and everything after it. Returns the number of pages removed.")
+      .def("evict_removed", bound<&Tree::evict_removed>, "tier"_a,
+           "Evicts removed nodes that are neither locked nor in flight; their ids, by component.")
       .def("removed", &Tree::removed, "node"_a, "Whether a node was removed.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
@@ -330,8 +313,7 @@ NB_MODULE(_core, m) {
           },
           "ns"_a, "key"_a, "tier"_a, "room"_a,
           "Retains, on a tier, what it has by itself of a key and `room` is enough for. Returns the node where that "
-          "ends "
-          "(0: nothing), its pages, and the ids by component that no other retention keeps.")
+          "ends (0: nothing), its pages, and the ids by component that no other retention keeps.")
       .def(
           "retain_node",
           [](Tree& t, Handle node, std::uint32_t tier, const std::vector<std::uint64_t>& room) {
@@ -342,15 +324,9 @@ NB_MODULE(_core, m) {
           "end_retention",
           [](Tree& t, Handle node, std::uint32_t tier) { return to_list(t, t.end_retention(node, tier)); }, "node"_a,
           "tier"_a, "Ends one; returns the ids by component that no other keeps. Raises NotLocked.")
-      .def(
-          "demote",
-          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t tiers) {
-            return t.demote(view(ns), View(key).bytes(), tiers);
-          },
-          "ns"_a, "key"_a, "tiers"_a,
-          "What begins with a key, and of the key what no other sequence has, is evicted first on the first tiers "
-          "until "
-          "it is used again. Returns its nodes.")
+      .def("demote", bound<&Tree::demote>, "ns"_a, "key"_a, "tiers"_a,
+           "What begins with a key, and of the key what no other sequence has, is evicted first on the first tiers "
+           "until it is used again. Returns its nodes.")
       .def(
           "expect",
           [](Tree& t, const nb::bytes& ns, const nb::bytes& key, nb::handle account, double now, double due) {
@@ -360,13 +336,10 @@ NB_MODULE(_core, m) {
           "ns"_a, "key"_a, "account"_a, "now"_a, "due"_a,
           nb::sig("def expect(self, ns: bytes, key: bytes, account: int, now: float, due: float) -> int"),
           "The sequence that begins with a key is expected to be used next at `due`; it is `now`, by any clock that "
-          "never goes back. "
-          "`account`: who says so. Returns the pages of the key that are there.")
+          "never goes back. `account`: who says so. Returns the pages of the key that are there.")
       .def("tell_time", &Tree::tell_time, "now"_a, "The time, by the clock of expect().")
-      .def(
-          "path",
-          [](const Tree& t, const nb::bytes& ns, const nb::bytes& key) { return t.path(view(ns), View(key).bytes()); },
-          "ns"_a, "key"_a, "The nodes along a key, from the top, as far as the tree has whole ones.")
+      .def("path", bound<&Tree::path>, "ns"_a, "key"_a,
+           "The nodes along a key, from the top, as far as the tree has whole ones.")
       .def(
           "attach",
           [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, IdArray ids, bool ready) {
@@ -376,15 +349,13 @@ NB_MODULE(_core, m) {
           },
           "node"_a, "component"_a, "tier"_a, "ids"_a, "ready"_a)
       .def("commit", &Tree::commit, "node"_a, "tier"_a)
-      .def(
-          "cancel", [](Tree& t, Handle node, std::uint32_t tier) { return to_arrays(t.cancel(node, tier)); }, "node"_a,
-          "tier"_a)
+      .def("cancel", bound<&Tree::cancel>, "node"_a, "tier"_a)
       .def(
           "evict",
           [](Tree& t, nb::handle ids, std::uint32_t component, nb::handle tier, const std::optional<nb::bytes>& ns) {
             const auto want = static_cast<std::uint64_t>(integer(ids, "pages", 0, kEverything));
             const auto from = static_cast<std::uint32_t>(integer(tier, "tier", 0, t.tiers() - 1));
-            return to_arrays(t.evict(want, component, from, ns ? std::optional(view(*ns)) : std::nullopt));
+            return to_python(t.evict(want, component, from, ns ? std::optional(view(*ns)) : std::nullopt));
           },
           "ids"_a.none(), "component"_a, "tier"_a.none(), "ns"_a = nb::bytes(""),
           nb::sig("def evict(self, ids: int, component: int, tier: int, ns: bytes | None = b\"\") -> "
@@ -402,48 +373,21 @@ NB_MODULE(_core, m) {
           nb::sig("def share_out(self, others: collections.abc.Sequence[tuple[int, int]], named: "
                   "collections.abc.Sequence[tuple[bytes, collections.abc.Sequence[tuple[int, int]]]]) -> None"),
           "Gives owners their shares, by component and then by tier: guaranteed and at most so many ids. See tree.h.")
-      .def(
-          "owner", [](const Tree& t, Handle node) { return to_bytes(t.owner(node)); }, "node"_a,
-          "Who owns a node; see `owner_of`.")
-      .def(
-          "owners",
-          [](const Tree& t) {
-            std::vector<nb::bytes> names;
-            for (const std::string& name : t.owners())
-              names.push_back(to_bytes(name));
-            return names;
-          },
-          "The owners that have anything or a share of their own, where there are shares; see `owner_of`.")
-      .def(
-          "owned",
-          [](const Tree& t, const nb::bytes& ns) {
-            std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>> counts;
-            for (const CellCounts& c : t.owned(view(ns)))
-              counts.emplace_back(c.present, c.locked, c.in_flight);
-            return counts;
-          },
-          "ns"_a, "The counts, as of `counts`, of what the owner of a namespace has, by component and then by tier.")
-      .def(
-          "available",
-          [](const Tree& t, std::uint32_t c, std::uint32_t tier, const nb::bytes& ns) {
-            return t.available(c, tier, view(ns));
-          },
-          "component"_a, "tier"_a, "ns"_a = nb::bytes(""),
-          nb::sig("def available(self, component: int, tier: int, ns: bytes = b\"\") -> int"),
-          "How many ids can be evicted for the owner of a namespace.")
-      .def(
-          "beyond_maximum",
-          [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
-            const auto [owner, ids] = t.beyond_maximum(c, tier);
-            return std::tuple(nb::bytes(owner.data(), owner.size()), ids);
-          },
-          "component"_a, "tier"_a,
-          "An owner that has more than its maximum, and how many ids of that can be evicted; 0: nobody has.")
+      .def("owner", bound<&Tree::owner>, "node"_a, "Who owns a node; see `owner_of`.")
+      .def("owners", bound<&Tree::owners>,
+           "The owners that have anything or a share of their own, where there are shares; see `owner_of`.")
+      .def("owned", bound<&Tree::owned>, "ns"_a,
+           "The counts, as of `counts`, of what the owner of a namespace has, by component and then by tier.")
+      .def("available", bound<&Tree::available>, "component"_a, "tier"_a, "ns"_a = nb::bytes(""),
+           nb::sig("def available(self, component: int, tier: int, ns: bytes = b\"\") -> int"),
+           "How many ids can be evicted for the owner of a namespace.")
+      .def("beyond_maximum", bound<&Tree::beyond_maximum>, "component"_a, "tier"_a,
+           "An owner that has more than its maximum, and how many ids of that can be evicted; 0: nobody has.")
       .def(
           "waiting",
           [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
             NodeStats stats;
-            return t.waiting(c, tier, &stats) ? std::optional(to_tuple(stats)) : std::nullopt;
+            return t.waiting(c, tier, &stats) ? std::optional(to_python(stats)) : std::nullopt;
           },
           "component"_a, "tier"_a,
           "The first candidate without a rank: node, created, accessed, hits, priority, start and number of pages.")
@@ -459,56 +403,25 @@ NB_MODULE(_core, m) {
       .def("lacking", &Tree::lacking, "node"_a, "above"_a, "below"_a, "hits"_a,
            "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where "
            "`below` would get a gap, or at such a node with fewer than `hits` hits.")
-      .def(
-          "locate",
-          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t pages) {
-            const std::string_view bytes = view(key);
-            return t.locate(view(ns), {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, pages);
-          },
-          "ns"_a, "key"_a, "pages"_a,
-          "The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.")
-      .def(
-          "extent",
-          [](const Tree& t, const nb::bytes& ns, const nb::bytes& key) {
-            const std::string_view bytes = view(key);
-            return t.extent(view(ns), {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()});
-          },
-          "ns"_a, "key"_a,
-          "How many pages of a key some tier has of the first component; where that may begin late, how many have "
-          "nodes.")
+      .def("locate", bound<&Tree::locate>, "ns"_a, "key"_a, "pages"_a,
+           "The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.")
+      .def("extent", bound<&Tree::extent>, "ns"_a, "key"_a,
+           "How many pages of a key some tier has of the first component; where that may begin late, how many have "
+           "nodes.")
       .def("ends_or_parts", &Tree::ends_or_parts, "node"_a, "Whether a sequence ends at a node, or others part there.")
-      .def(
-          "presence",
-          [](const Tree& t, Handle node, std::uint32_t c, std::uint32_t tier) {
-            return static_cast<int>(t.presence(node, c, tier));
-          },
-          "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
+      .def("presence", bound<&Tree::presence>, "node"_a, "component"_a, "tier"_a,
+           "0: absent, 1: in flight, 2: present.")
       .def("hot_spans", &hot_spans, "tier"_a,
            "Everything present on a tier, each page once, the hottest first; see PathSpan in tree.h.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
            "The node that names the transfer of the nearest pages in flight above a node; 0: none.")
-      .def(
-          "own_ids",
-          [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
-            return to_array(t.own_ids(node, component, tier));
-          },
-          "node"_a, "component"_a, "tier"_a, "The node's own ids; empty unless present.")
-      .def(
-          "next_victim",
-          [](Tree& t, std::uint32_t c, std::uint32_t tier, std::uint64_t want, const nb::bytes& ns) {
-            return t.next_victim(c, tier, want, view(ns));
-          },
-          "component"_a, "tier"_a, "want"_a = 1, "ns"_a = nb::bytes(""),
-          nb::sig("def next_victim(self, component: int, tier: int, want: int = 1, ns: bytes = b\"\") -> int"),
-          "The node that evict() takes first of `want` ids for a namespace, or 0.")
-      .def(
-          "path_key",
-          [](const Tree& t, Handle node, std::uint32_t begin) {
-            const auto [ns, key] = t.path_key(node, begin);
-            return std::tuple(to_bytes(ns), to_bytes(key));
-          },
-          "node"_a, "begin"_a = 0,
-          "The name of a node's namespace, and the symbols from page `begin` to the node's end.")
+      .def("own_ids", bound<&Tree::own_ids>, "node"_a, "component"_a, "tier"_a,
+           "The node's own ids; empty unless present.")
+      .def("next_victim", bound<&Tree::next_victim>, "component"_a, "tier"_a, "want"_a = 1, "ns"_a = nb::bytes(""),
+           nb::sig("def next_victim(self, component: int, tier: int, want: int = 1, ns: bytes = b\"\") -> int"),
+           "The node that evict() takes first of `want` ids for a namespace, or 0.")
+      .def("path_key", bound<&Tree::path_key>, "node"_a, "begin"_a = 0,
+           "The name of a node's namespace, and the symbols from page `begin` to the node's end.")
       .def(
           "ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
@@ -518,13 +431,7 @@ NB_MODULE(_core, m) {
             return array;
           },
           "node"_a, "component"_a, "tier"_a, "Ids from the root to the node's end; -1 where the cell is absent.")
-      .def("namespaces",
-           [](const Tree& t) {
-             std::vector<nb::bytes> names;
-             for (const std::string& name : t.namespaces())
-               names.push_back(to_bytes(name));
-             return names;
-           })
+      .def("namespaces", bound<&Tree::namespaces>)
       .def("nodes", &nodes, "ns"_a,
            nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, "
                    "bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
@@ -539,17 +446,10 @@ NB_MODULE(_core, m) {
           "first"_a, "count"_a,
           "The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of "
           "mainstem.cache.tree.SURVEYED, 8 bytes each, native.")
-      .def(
-          "name_at", [](const Tree& t, std::size_t place) { return to_bytes(t.name_at(place)); }, "place"_a,
-          "The name of the namespace whose root is at a place.")
+      .def("name_at", bound<&Tree::name_at>, "place"_a, "The name of the namespace whose root is at a place.")
       .def("places", &Tree::places, "Places that nodes have or had; that of number 0 is nobody's.")
-      .def(
-          "counts",
-          [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
-            const CellCounts counts = t.counts(c, tier);
-            return std::tuple(counts.present, counts.locked, counts.in_flight);
-          },
-          "component"_a, "tier"_a, "Ids present, locked (of those present), and in flight.")
+      .def("counts", bound<&Tree::counts>, "component"_a, "tier"_a,
+           "Ids present, locked (of those present), and in flight.")
       .def(
           "stats", [](const Tree& t) { return t.stats(); }, "The counts, which are kept up to date.")
       .def(
@@ -559,15 +459,12 @@ NB_MODULE(_core, m) {
           },
           "key"_a, "places"_a, "limit"_a,
           "Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages "
-          "that "
-          "nobody has taken. `places` is, by tier, the number above all page ids. The tree must be empty.")
+          "that nobody has taken. `places` is, by tier, the number above all page ids. The tree must be empty.")
       .def("take_moves", &take_moves,
            nb::sig("def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None"),
            "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, "
-           "path): 8 "
-           "bytes a page, native; the tier, or 2 for storage; path is None for pages that left, else the first page, "
-           "the "
-           "hash of the page before, the namespace and the symbols.")
+           "path): 8 bytes a page, native; the tier, or 2 for storage; path is None for pages that left, else the "
+           "first page, the hash of the page before, the namespace and the symbols.")
       .def(
           "all_moves",
           [](Tree& t) {
@@ -625,8 +522,7 @@ NB_MODULE(_core, m) {
               "def freed_with(self, freed: collections.abc.Callable[[numpy.typing.NDArray[numpy.int32]], object]) -> "
               "None"),
           "Calls freed(ids) from now on when pages have become free, before anybody gets them. It must not refer to "
-          "the "
-          "pool: nothing would end that cycle.")
+          "the pool: nothing would end that cycle.")
       .def("owner", &Pool::owner, "page"_a, "'free', 'cached' or 'private'. Raises WrongOwner outside the pool.")
       .def(
           "check",

@@ -4,6 +4,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "python/python.h"
 #include "tree/tree.h"
@@ -36,6 +39,78 @@ inline std::string_view view(const nb::bytes& bytes) {
 inline nb::bytes to_bytes(std::string_view bytes) {
   return nb::bytes(bytes.data(), bytes.size());
 }
+
+// What Python passes where the core takes a T.
+template <class T>
+struct Passed {
+  using Type = T;
+  static T to_core(T value) { return value; }
+};
+template <>
+struct Passed<std::string_view> {
+  using Type = const nb::bytes&;
+  static std::string_view to_core(const nb::bytes& bytes) { return view(bytes); }
+};
+template <>
+struct Passed<Bytes> {
+  using Type = const nb::bytes&;
+  static Bytes to_core(const nb::bytes& bytes) {
+    return {reinterpret_cast<const std::uint8_t*>(bytes.c_str()), bytes.size()};
+  }
+};
+
+// What Python gets where the core returns a value.
+template <class T>
+T to_python(T value) {
+  return value;
+}
+inline nb::bytes to_python(const std::string& bytes) {
+  return to_bytes(bytes);
+}
+inline nb::bytes to_python(std::string_view bytes) {
+  return to_bytes(bytes);
+}
+inline IdArray to_python(const Ids& ids) {
+  return to_array(ids);
+}
+inline int to_python(Presence presence) {
+  return static_cast<int>(presence);
+}
+inline auto to_python(const NodeStats& s) {
+  return std::tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
+}
+inline auto to_python(const CellCounts& counts) {
+  return std::tuple(counts.present, counts.locked, counts.in_flight);
+}
+template <class A, class B>
+auto to_python(const std::pair<A, B>& both) {
+  return std::tuple(to_python(both.first), to_python(both.second));
+}
+template <class T>
+auto to_python(const std::vector<T>& values) {
+  std::vector<decltype(to_python(values[0]))> all;
+  for (const T& value : values)
+    all.push_back(to_python(value));
+  return all;
+}
+
+template <auto method>
+struct Bound;
+template <class T, class Result, class... Arguments, Result (T::*method)(Arguments...)>
+struct Bound<method> {
+  static auto call(T& self, typename Passed<Arguments>::Type... passed) {
+    return to_python((self.*method)(Passed<Arguments>::to_core(passed)...));
+  }
+};
+template <class T, class Result, class... Arguments, Result (T::*method)(Arguments...) const>
+struct Bound<method> {
+  static auto call(const T& self, typename Passed<Arguments>::Type... passed) {
+    return to_python((self.*method)(Passed<Arguments>::to_core(passed)...));
+  }
+};
+// A method of the core for Python: bytes for names and keys, arrays for ids, tuples for records.
+template <auto method>
+constexpr auto bound = &Bound<method>::call;
 
 // Binds a struct of counters (structure/counters.h). Python gets a copy, which it cannot change.
 template <class Counters>

@@ -272,8 +272,7 @@ void bind_cache(nb::module_& m) {
           "window of `begin`. Does nothing without a window.\n\n"
           "Raises:\n"
           "    OutOfPages: no room for more window pages; pages before the window were freed all the same: nothing "
-          "reads "
-          "them.\n"
+          "reads them.\n"
           "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.\n"
           "    LeaseClosed: the lease has ended.")
       .def(
@@ -290,8 +289,7 @@ void bind_cache(nb::module_& m) {
           "    position: a page boundary, not before what is published.\n"
           "    room: evict another state if no slot is free.\n"
           "    mark: other sequences are expected to part from this one here, as at the end of a system prompt: a "
-          "newer "
-          "state of this sequence does not supersede this one.\n\n"
+          "newer state of this sequence does not supersede this one.\n\n"
           "Returns whether there was a slot for it.\n\n"
           "Raises:\n"
           "    BadArgument: not a page boundary, before what is published, or beyond what is reserved.\n"

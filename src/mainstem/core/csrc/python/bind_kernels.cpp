@@ -263,8 +263,7 @@ void bind_kernels(nb::module_& m) {
   m.attr("int4_rows") = kInt4Rows;
   m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "bfloat16"_a, "threads"_a,
         nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
-                "int, int], int]], "
-                "out: int, bfloat16: bool, threads: int) -> None"),
+                "int, int], int]], out: int, bfloat16: bool, threads: int) -> None"),
         "Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.\n\n"
         "Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets "
         "[rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the "
@@ -291,12 +290,11 @@ void bind_kernels(nb::module_& m) {
           nb::sig("def attend(self, queries: int, keys: int, values: int, out: int, sizes: tuple[int, int, int, int], "
                   "strides: tuple[int, int], positions: int, scale: float, softcap: float, sinks: int, bfloat16: bool, "
                   "threads: int) -> None"),
-          "Computes `out` [rows, heads, numbers of a value], without the GIL. Tensors are addresses, as for "
-          "`linear`.\n\n"
+          "Computes `out` [rows, heads, numbers of a value], without the GIL. Tensors are addresses, as for `linear`."
+          "\n\n"
           "`sizes` are heads, KV heads, and numbers of a key and a value. `keys` and `values` have `positions` rows, "
           "`strides` numbers apart. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is not "
-          "below "
-          "`positions`, or a size is not a multiple of 32.");
+          "below `positions`, or a size is not a multiple of 32.");
   nb::class_<AnyDecoder>(m, "DecoderLayer", "A layer of a decoder, at the addresses of its weights.")
       .def("__init__", &make_decoder, "sizes"_a, "norms"_a, "matrices"_a, "scale"_a, "activation"_a, "bfloat16"_a,
            nb::sig(
@@ -313,9 +311,8 @@ void bind_kernels(nb::module_& m) {
           nb::sig("def run(self, x: int, cosines: int, sines: int, plan: AttentionPlan, keys: int, values: int, slots: "
                   "numpy.typing.NDArray[numpy.int64], positions: int, threads: int) -> None"),
           "Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to "
-          "their "
-          "slots.\n\n`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below "
-          "`positions`.")
+          "their slots.\n\n"
+          "`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below `positions`.")
       .def("turn", &turn, "q"_a, "k"_a, "cosines"_a, "sines"_a, "rows"_a, "threads"_a,
            "Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place, without the GIL.")
       .def("join", &join, "x"_a, "found"_a, "normed"_a, "rows"_a, "threads"_a,

@@ -243,9 +243,8 @@ void bind_replay(nb::module_& m) {
            nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
                    "numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> "
-                   "tuple[numpy.typing.NDArray[numpy.int32], "
-                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
-                   "numpy.typing.NDArray[numpy.int32]]"),
+                   "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
            "Serves requests, one after another; a store that all replicas share has the first `stored` blocks of each. "
            "Returns the blocks that each hit, [requests * tiers], the replica that "
            "served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.")
@@ -253,9 +252,8 @@ void bind_replay(nb::module_& m) {
            nb::sig("def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
                    "numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> "
-                   "tuple[numpy.typing.NDArray[numpy.int32], "
-                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
-                   "numpy.typing.NDArray[numpy.int32]]"),
+                   "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
            "Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.")
       .def("serve", &PyReplay::serve, "part"_a,
            "Serves the requests that were routed last to the replicas of a part, each part once; from any thread.")
