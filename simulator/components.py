@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Chunked, Component, Full, Local, State, Window
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.policies import BUILT_IN
 from mainstem.cache.pool import Pool
@@ -152,7 +152,7 @@ class Components:
             return np.zeros(1, np.int32) if random.random() < 0.8 else np.empty(0, np.int32)
         column = np.zeros(end, np.int32)
         column[:begin] = -1
-        if isinstance(component, (Window, Chunked)) and random.random() < 0.5:
+        if isinstance(component, Local) and random.random() < 0.5:
             column[: random.randint(begin, end - 1)] = -1
         return column
 

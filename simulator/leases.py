@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache.components import Chunked, Full, Window
+from mainstem.cache.components import Full, Local
 from mainstem.cache.namespaces import Namespace
 from mainstem.cache.prefix_cache import Lease
 from mainstem.errors import OutOfPages
@@ -189,7 +189,7 @@ class Request:
     def _slide(self, begin: int, end: int) -> bool:
         """Reserves window pages for what is computed next."""
         lease, world = self._open(), self.process.world
-        if not any(isinstance(row, (Window, Chunked)) for row in self.process.components):
+        if not any(isinstance(row, Local) for row in self.process.components):
             return True
         try:
             lease.slide(begin, end)

@@ -11,7 +11,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Attended, Chunked, Component, Full, State, Window
 from mainstem.cache.identity import Identity
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.cache.policies import BUILT_IN, NodeStats, Policy, Rank
@@ -195,7 +195,7 @@ class Process:
     def read(self, what: str, tables: Sequence[Ids], state: int, numbers: Numbers, layers: slice = slice(None)) -> None:
         """Reads what computing the position after these numbers needs: pages by the tables, the state in its slot."""
         end, size = len(numbers), self.cache.page_size
-        for row, component in self._rows(Full, Window, Chunked):
+        for row, component in self._rows(*get_args(Attended)):
             first = kept_from(component, end) // size
             page_ids = tables[row][first : -(-end // size)]
             require(bool((page_ids >= 0).all()), "the table lacks a page that is read", what, component, page_ids)
@@ -207,7 +207,7 @@ class Process:
     def write(self, tables: Sequence[Ids], state: int, begin: int, numbers: Numbers) -> None:
         """Writes what was computed for positions [begin, len(numbers)), and the state after them."""
         size, pools = self.cache.page_size, self.pools(_DEVICE)
-        for row, _ in self._rows(Full, Window, Chunked):
+        for row, _ in self._rows(*get_args(Attended)):
             table = tables[row]
             for page in table[begin // size : -(-len(numbers) // size)].tolist():
                 owner = pools[row].owner(page)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from mainstem.cache.components import Chunked, Component, Full, State, Window
+from mainstem.cache.components import Component, Full, Local, State
 from mainstem.runtime.memory.sizing import window_pages
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.schedule.scheduler import Scheduler
@@ -221,7 +221,7 @@ class Requests:
         pages: dict[Component, tuple[int, int]] = {}
         for row, (here, there) in sizes.items():
             least = 1
-            if isinstance(row, (Window, Chunked)):
+            if isinstance(row, Local):
                 least = window_pages(row.tokens, chunk, self.page_size, states=states)
             pages[row] = max(here, least), there
         return pages

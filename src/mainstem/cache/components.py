@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,23 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, check_integer
 
 
+class _Attention:
+    """What kinds of attention share unless they say otherwise."""
+
+    __slots__ = ()
+
+    @property
+    def window(self) -> int | None:
+        """How many positions each query sees at most, up to its own; None: all that its neighbours see."""
+        return None
+
+    def restarts(self, start: int, end: int) -> range:
+        """Returns the positions in (start, end) whose query sees nothing of what the one before sees."""
+        return range(0)
+
+
 @dataclass(frozen=True, slots=True)
-class Full:
+class Full(_Attention):
     """Full attention: one id per page; a match needs every page from the root on."""
 
     name: ClassVar[str] = "full"
@@ -37,7 +52,7 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Window(_Attention):
     """Sliding-window attention over the last `tokens` symbols; earlier pages may be absent.
 
     Raises:
@@ -54,6 +69,11 @@ class Window:
         """Returns the first position that the query at `position` sees."""
         return max(0, position + 1 - self.tokens)
 
+    @property
+    def window(self) -> int | None:
+        """How many positions each query sees at most, up to its own."""
+        return self.tokens
+
     def begins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns `seen_from` of each of these positions."""
         return np.maximum(positions + 1 - self.tokens, 0)
@@ -68,7 +88,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
+class Chunked(_Attention):
     """Chunked local attention: a query at position p reads positions [p - p % tokens, p] only.
 
     Pages before the last boundary may be absent. A match that ends at a boundary, a multiple of `tokens`, needs none.
@@ -86,6 +106,10 @@ class Chunked:
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return position - position % self.tokens
+
+    def restarts(self, start: int, end: int) -> range:
+        """Returns the positions in (start, end) whose query sees nothing of what the one before sees."""
+        return range(self.seen_from(start) + self.tokens, end, self.tokens)
 
     def begins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns `seen_from` of each of these positions."""
@@ -133,6 +157,8 @@ Attended = Full | Local
 """A component of attention: it says which keys a query sees."""
 
 Component = Attended | State
+KINDS: tuple[type[Component], ...] = get_args(Component)
+"""All kinds, in the order of a model's rows."""
 _Row = TypeVar("_Row", bound=Component)
 
 

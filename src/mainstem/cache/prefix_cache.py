@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mainstem import _core
 from mainstem._core import Lease, LeaseCounters, TreeStats
-from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
+from mainstem.cache.components import KINDS, Component, Full, State, Window, by_name
 from mainstem.cache.expected import Expected
 from mainstem.cache.explain import Explanation, Stretch, within
 from mainstem.cache.keys import Encoded, KeyKind, KeySequence, TokenKeys, TokenLike, TypedKeys
@@ -474,10 +474,10 @@ class PrefixCache:
 def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
     """Returns the number of pages or slots of each component, in the order of the tree's rows."""
     given: Mapping[Component, int] = pages if isinstance(pages, Mapping) else {Full(): pages}
-    order = (Full, Window, Chunked, State)
-    if not all(isinstance(row, order) for row in given):
-        raise BadArgument("pages", pages, "a number, or one for each of Full(), Window(...), Chunked(...) and State()")
-    rows = sorted(given, key=lambda row: order.index(type(row)))
+    if not all(isinstance(row, KINDS) for row in given):
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise BadArgument("pages", pages, f"a number, or one for each component: objects of {kinds}")
+    rows = sorted(given, key=lambda row: KINDS.index(type(row)))
     if not rows or not isinstance(rows[0], (Full, Window)) or len({row for row in rows if isinstance(row, State)}) > 1:
         raise BadArgument("pages", pages, "for Full() or Window(...), and for at most one State()")
     return {row: check_integer(f"pages of {name}", given[row], 1, 2**31 - 1) for name, row in by_name(rows).items()}

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from mainstem.cache.components import Attended, Chunked, Full, Window
+from mainstem.cache.components import Attended, Full
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention.latent import Latents
 from mainstem.runtime.memory.kv import KVPool, Plane, run_of
@@ -194,9 +194,7 @@ def tile_starts(extent: Extent, component: Attended) -> list[int]:
     No tile goes past the end of a chunk: its queries see one.
     """
     starts = set(range(extent.start, extent.end, TILE_ROWS))
-    if isinstance(component, Chunked):
-        starts |= set(range(component.seen_from(extent.start) + component.tokens, extent.end, component.tokens))
-    return sorted(starts)
+    return sorted(starts.union(component.restarts(extent.start, extent.end)))
 
 
 def _tile(extent: Extent, first: int, last: int, shift: int, origin: int, component: Attended) -> Tile:
@@ -226,7 +224,7 @@ class Masks:
 
     def __init__(self, longest: int, component: Attended, pool: KVPool) -> None:
         self._longest = longest
-        self._window = component.tokens if isinstance(component, Window) else None  # every query sees so many, or all
+        self._window = component.window  # every query sees so many, or all
         self._pool = pool
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -632,7 +630,7 @@ def _refuse(
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal")
     asked = others.pop("sliding_window", None)
-    window = component.tokens if isinstance(component, Window) else None
+    window = component.window
     if asked is not None and asked != window and (window is not None or asked < max_context):
         expected = "all" if window is None else window
         raise UnsupportedModel(f"{name} attends to a sliding window of {asked} positions, not {expected}")

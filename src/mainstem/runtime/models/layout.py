@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mainstem.cache.components import Attended, Chunked, Component, Full, Local, State, Window, by_name
+from mainstem.cache.components import KINDS, Attended, Chunked, Component, Full, Local, State, Window, by_name
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.models.places import new_cache
 
@@ -67,7 +67,7 @@ class Layout:
         if ranks > 1:
             _check_ranks(text, ranks, list(attended))
         local = {row for row in attended.values() if isinstance(row, Local)}
-        order = sorted(local, key=lambda row: (isinstance(row, Chunked), -row.tokens))
+        order = sorted(local, key=lambda row: (KINDS.index(type(row)), -row.tokens))
         full = Full() in attended.values() or not any(isinstance(row, Window) for row in local)
         paged = by_name([*([Full()] if full else []), *order])
         kv_layers = {name: tuple(i for i, kept in attended.items() if kept == row) for name, row in paged.items()}

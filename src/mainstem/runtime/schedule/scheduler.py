@@ -54,7 +54,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.cache.components import Chunked, Full, Local, State, Window, by_name
+from mainstem.cache.components import Full, Local, State, by_name
 from mainstem.cache.keys import Encoded, Spliced
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.errors import BadArgument, BadTokens, OutOfPages, RequestTooLong
@@ -163,7 +163,7 @@ class Scheduler:
         self._held = cache.pool.total * cache.page_size if "full" in cache.pools else max_context  # positions
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
         components = by_name(cache.tree.components).items()
-        self._local = {name: row for name, row in components if isinstance(row, (Window, Chunked))}
+        self._local = {name: row for name, row in components if isinstance(row, Local)}
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
