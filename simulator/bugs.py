@@ -503,7 +503,7 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- events
     _mutant(
         "the first page of a sequence is told with the hash of its namespace as parent", "-", "events/source.py",
-        "parent = before if start else None", "parent = before",
+        "before if start else None", "before",
     ),
     _mutant(
         "what was dropped is stored anew, but nothing is cleared", "-", "events/source.py",
@@ -516,7 +516,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "who comes too late for a replay gets what is left of it", "-", "events/feed.py",
-        "if self._kept and self._kept[0][0] <= first:", "if self._kept:",
+        "if oldest <= first or (state is None and oldest == self._first):", "if self._kept:",
     ),
     _mutant(
         "a batch that comes again is followed again", "-", "events/feed.py",
@@ -533,9 +533,14 @@ PYTHON: tuple[Mutant, ...] = (
         "not (block.media or self._continued[hash_])", "not self._continued[hash_]",
     ),
     _mutant(
-        "a state leaves out what its pages continue", "here", "events/replica.py",
-        "if all(block.media for block in blocks):", "if True:",
-        "tests/test_events_feed.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
+        "a state leaves out what its pages continue", "here", "events/source.py",
+        "while at in known and at not in done:", "while at in stored and at not in done:",
+        "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
+    ),
+    _mutant(
+        "what pages in storage continue is never told", "-", "core/csrc/tree/journal.cpp",
+        "if (below && start > nodes_[above].start &&", "if (false && start > nodes_[above].start &&",
+        "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
     ),
     # ---------------------------------------------------------------- fleets
     _mutant(

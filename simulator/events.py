@@ -14,7 +14,7 @@ from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.tree import Tree
 from mainstem.events.feed import Feed, Follower
 from mainstem.events.replica import Block, Replica
-from mainstem.events.source import PUBLIC_SECRET, BlockStored, Medium, Source, salt_id
+from mainstem.events.source import PUBLIC_SECRET, BlockStored, Event, Medium, Source, salt_id
 from simulator.world import World, require
 
 Page = tuple[str | None, str | None, Medium, tuple[int, ...]]
@@ -27,7 +27,7 @@ _RESTART_S = 0.01
 def followed(replica: Replica) -> Counter[Page]:
     """Returns what a replica knows of device and host."""
     return Counter(
-        (block.lora_name, block.cache_salt, medium, replica.path(hash_))
+        (block.stored.lora_name, block.stored.cache_salt, medium, replica.path(hash_))
         for hash_, block in replica.blocks.items()
         for medium in block.media
         if medium != "STORAGE"
@@ -40,7 +40,7 @@ def pages_of(replica: Replica) -> set[Page]:
     for hash_, block in replica.blocks.items():
         if all(above and above.media for above in _path(replica, hash_)):
             path = replica.path(hash_)
-            pages.update((block.lora_name, block.cache_salt, medium, path) for medium in block.media)
+            pages.update((block.stored.lora_name, block.stored.cache_salt, medium, path) for medium in block.media)
     return pages
 
 
@@ -49,7 +49,7 @@ def _path(replica: Replica, hash_: int | None) -> Iterator[Block | None]:
     while hash_ is not None:
         block = replica.blocks.get(hash_)
         yield block
-        hash_ = block.parent if block else None
+        hash_ = block.stored.parent_block_hash if block else None
 
 
 def reaches(pages: set[Page], adapter: str | None, salt: str | None, path: tuple[int, ...]) -> tuple[int, int, int]:
@@ -175,6 +175,10 @@ class Listener:
                 if self._random.random() < loss:
                     self._channel.append(batch)
 
+    def _state(self) -> Iterator[Event]:
+        assert self._source is not None
+        return self._source.state()
+
     def _receive(self, most: int, loss: float) -> None:
         for _ in range(min(most, len(self._channel))):
             batch = self._channel.popleft()
@@ -182,7 +186,7 @@ class Listener:
             if first is None:
                 self._follower.follow(*batch)
             elif self._random.random() >= loss:  # else no answer: the next batch will show the gap again
-                for replayed in self._feed.replay(first, self._now_s()):
+                for replayed in self._feed.replay(first, self._now_s(), self._state()):
                     self._follower.follow(*replayed)
 
 

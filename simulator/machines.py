@@ -112,7 +112,7 @@ class Engine(Server):
 
     def replay(self, first: int) -> list[tuple[int, bytes]]:
         """Returns batches from a number on."""
-        return self._feed.replay(first, self.machine.wall_s())
+        return self._feed.replay(first, self.machine.wall_s(), self._source.state())
 
     # ---------------------------------------------------------------- its steps
 

@@ -7,7 +7,6 @@ import pytest
 
 from mainstem.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from mainstem.events.feed import Feed, Follower
-from mainstem.events.replica import Replica
 from mainstem.events.wire import Batch, decode, encode
 
 FIRST = BlockStored((1, 2), None, (10, 11, 12, 13), 2, "GPU", None, None)
@@ -22,16 +21,21 @@ class Line:
     def __init__(self, kept_bytes: int = 1 << 20, now_s: float = 100.0) -> None:
         self.feed, self.now_s = Feed(now_s, kept_bytes), now_s
         self.batches: list[tuple[int, bytes]] = []
+        self.state: list[Event] = [AllBlocksCleared()]  # all that was sent makes a state, too
+
+    def replay(self, first: int) -> list[tuple[int, bytes]]:
+        return self.feed.replay(first, self.now_s, self.state)
 
     def send(self, *events: Event) -> tuple[int, bytes]:
         self.now_s += 1
+        self.state += events
         self.batches.append(self.feed.publish(events, self.now_s))
         return self.batches[-1]
 
 
 def hear(follower: Follower, line: Line, batch: tuple[int, bytes]) -> None:
     first = follower.missing(batch[0])
-    for replayed in () if first is None else line.feed.replay(first, line.now_s):
+    for replayed in () if first is None else line.replay(first):
         follower.follow(*replayed)
     follower.follow(*batch)
 
@@ -66,55 +70,24 @@ def test_a_gap_is_noticed_and_closed(kept_bytes: int) -> None:
     assert known(follower) == {1: {"GPU", "CPU"}, 2: {"GPU", "CPU"}}
 
 
-def test_who_comes_too_late_gets_everything_that_is_there_parents_first() -> None:
+def test_who_comes_too_late_gets_everything_that_is_there() -> None:
     line = Line(kept_bytes=0)
-    for events in ((FIRST,), (NEXT,), (ON_HOST,), (BlockRemoved((1, 2, 3), "GPU"),), (FIRST,)):
-        line.send(*events)
-    ((number, payload),) = line.feed.replay(0, line.now_s)
+    for event in (FIRST, NEXT):
+        line.send(event)
+    ((number, payload),) = line.replay(0)
     assert number == line.batches[-1][0]
-    assert decode(payload).events == [AllBlocksCleared(), FIRST, ON_HOST]
+    assert decode(payload).events == [AllBlocksCleared(), FIRST, NEXT]
 
 
-def test_a_replica_is_stored_as_few_events_each_after_its_parent() -> None:
-    replica = Replica()
-    branch = BlockStored((4,), 1, (16, 17), 2, "GPU", None, None)
-    replica.apply([FIRST, NEXT, branch, BlockStored((2, 3), 1, (12, 13, 14, 15), 2, "STORAGE", None, None)])
-    cleared, *stored = replica.state()
-    assert isinstance(cleared, AllBlocksCleared)
-    seen: set[int | None] = {None}
-    for event in stored:
-        assert isinstance(event, BlockStored) and event.parent_block_hash in seen
-        seen |= set(event.block_hashes)
-    again = Replica()
-    again.apply(replica.state())
-    assert {hash_: block.media for hash_, block in again.blocks.items()} == {
-        hash_: block.media for hash_, block in replica.blocks.items()
-    }
-    assert len(stored) < 5
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_what_continues_pages_that_are_nowhere_keeps_its_place(kept: int) -> None:
-    """Who follows from now on has to find it: `kept` pages of the first two are on the host, none on the device."""
-    replica, again = Replica(), Replica()
-    in_storage = BlockStored((3, 4), 2, (14, 15, 16, 17), 2, "STORAGE", None, None)
-    below = BlockStored((5,), 4, (18, 19), 2, "STORAGE", None, None)
-    replica.apply([FIRST, NEXT, in_storage, below])
-    if kept:
-        replica.apply([BlockStored((1,), None, (10, 11), 2, "CPU", None, None)])
-    replica.apply([BlockRemoved((1, 2, 3), "GPU"), BlockRemoved((4,), "STORAGE")])
-    events = list(replica.state())
-    seen: set[int | None] = {None}
-    for event in events:
-        if isinstance(event, BlockStored):
-            assert event.parent_block_hash in seen, "nobody can say what it continues"
-            seen |= set(event.block_hashes)
-    again.apply(events)
-    media = {hash_: block.media for hash_, block in again.blocks.items() if block.media}
-    assert media == {3: {"STORAGE"}, 5: {"STORAGE"}} | ({1: {"CPU"}} if kept else {})
-    assert again.path(5) == tuple(range(10, 20))
-    again.apply([BlockRemoved((3, 5), "STORAGE"), BlockRemoved((1,), "CPU")])
-    assert again.blocks == {} and list(again.state()) == [AllBlocksCleared()]
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_without_a_state_there_are_the_batches_if_they_are_all_there(kept_bytes: int) -> None:
+    line = Line(kept_bytes)
+    for event in (FIRST, NEXT):
+        line.send(event)
+    replayed = line.feed.replay(0, line.now_s)
+    events = [event for _, payload in replayed for event in decode(payload).events]
+    assert events == [AllBlocksCleared(), FIRST, NEXT] if kept_bytes else [AllBlocksCleared()]
+    assert replayed[-1][0] == line.batches[-1][0]
 
 
 def test_the_whole_state_is_made_in_steps_that_other_threads_run_between() -> None:
@@ -123,9 +96,9 @@ def test_the_whole_state_is_made_in_steps_that_other_threads_run_between() -> No
         hashes = tuple(range(path * 100, path * 100 + 100))
         line.send(BlockStored(hashes, None, tuple(range(200)), 2, "GPU"))
     pauses: list[None] = []
-    (paused,) = line.feed.replay(0, 5.0, lambda: pauses.append(None))
+    (paused,) = line.feed.replay(0, 5.0, line.state, lambda: pauses.append(None))
     assert len(pauses) == 3, "after every 256 pages or a little more"
-    assert [paused] == line.feed.replay(0, 5.0)
+    assert [paused] == line.feed.replay(0, 5.0, line.state)
     assert len(list(decode(paused[1]).events)) == 11
 
 
@@ -133,16 +106,8 @@ def test_a_replay_has_the_batches_themselves_while_they_are_kept() -> None:
     line = Line()
     for event in (FIRST, NEXT, GONE):
         line.send(event)
-    assert line.feed.replay(line.batches[1][0], line.now_s) == line.batches[1:]
-    assert line.feed.replay(line.batches[-1][0] + 1, line.now_s) == []
-
-
-def test_without_replays_nothing_is_kept() -> None:
-    feed = Feed(100.0, replays=False)
-    batches = [feed.publish([event], 100.0) for event in (FIRST, GONE)]
-    assert [decode(payload).events for _, payload in batches] == [[AllBlocksCleared(), FIRST], [GONE]]
-    ((_, payload),) = feed.replay(0, 100.0)
-    assert decode(payload).events == [AllBlocksCleared()]
+    assert line.replay(line.batches[1][0]) == line.batches[1:]
+    assert line.replay(line.batches[-1][0] + 1) == []
 
 
 def test_a_batch_that_comes_again_changes_nothing() -> None:
@@ -158,7 +123,7 @@ def test_a_late_live_batch_does_not_undo_a_replay() -> None:
     line, follower = Line(kept_bytes=0), Follower()
     late = line.send(FIRST, NEXT)
     line.send(GONE)
-    for replayed in line.feed.replay(0, line.now_s):
+    for replayed in line.replay(0):
         follower.follow(*replayed)
     hear(follower, line, late)
     assert known(follower) == {1: {"GPU"}, 2: {"GPU"}}

@@ -137,8 +137,7 @@ def test_a_long_answer_gives_way_to_the_scheduler(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "_give_way", gave_way.set)
     with closing(Publisher(ANY, ANY)) as publisher, connected(zmq.REQ, publisher.replay) as router:
         pages = tuple(range(300))
-        publisher.put(BlockStored(pages, None, pages, 1, "GPU"))
-        eventually(lambda: publisher.stats(0).published)
+        publisher.state = lambda: [AllBlocksCleared(), BlockStored(pages, None, pages, 1, "GPU")]
         assert not gave_way.is_set()
         router.send((0).to_bytes(8, "big"))
         _, payload = router.recv_multipart()

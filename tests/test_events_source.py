@@ -203,6 +203,68 @@ def test_a_namespace_is_shown_as_its_adapter_and_an_opaque_id() -> None:
     assert "a" != shown[1][1] != salt_id(NAMESPACES[1], b"another secret")
 
 
+def test_a_state_makes_a_replica_equal_parents_first() -> None:
+    tree, source = listening(page_size=1, tiers=2)
+    followed_all, joined_late = Replica(), Replica()
+    for number, name in enumerate(NAMESPACES):
+        node = tree.insert([1, 2, 3, number], range(10 * number, 10 * number + 4), name).node
+        tree.attach(node, range(4 * number, 4 * number + 4), tier=HOST, ready=True)
+        tree.insert([1, 2, 9], [10 * number, 10 * number + 1, 10 * number + 4], name)
+    followed_all.apply(source.take())
+    cleared, *stored = source.state()
+    assert isinstance(cleared, AllBlocksCleared)
+    seen: set[int | None] = {None}
+    for event in stored:
+        assert isinstance(event, BlockStored) and event.parent_block_hash in seen
+        seen |= set(event.block_hashes)
+    joined_late.apply([cleared, *stored])
+    assert followed(joined_late) == followed(followed_all) == listed(tree, NAMESPACES, SECRET)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_continues_pages_that_are_nowhere_keeps_its_place(kept: int) -> None:
+    """A late router has to find it: of five pages the last three were written, and `kept` are left in the tree."""
+    tree, source = listening(page_size=1, tiers=2)
+    tokens = [1, 2, 3, 4, 5]
+    node = tree.insert(tokens, range(5)).node
+    tree.attach(node, range(5), tier=HOST, ready=True)
+    tree.core.note_written(node, 2)
+    first, late = Replica(), Replica()
+    first.apply(source.take())
+    tree.evict(5)
+    tree.evict(5 - kept, tier=HOST)
+    first.apply(source.take())
+    events = list(source.state())
+    known: set[int | None] = {None}
+    for event in events:
+        if isinstance(event, BlockStored):
+            assert event.parent_block_hash in known, "nobody can say what it continues"
+            known |= set(event.block_hashes)
+    late.apply(events)
+    media = {late.path(hash_): block.media for hash_, block in late.blocks.items() if block.media}
+    assert media == {tuple(tokens[:end]): {"STORAGE"} for end in (3, 4, 5)} | ({(1,): {"CPU"}} if kept else {})
+    assert {hash_: block.media for hash_, block in first.blocks.items()} == {
+        hash_: block.media for hash_, block in late.blocks.items()
+    }
+
+
+def test_pages_in_storage_are_given_up_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.events.source._MAX_STORED", 3)
+    tree, source = listening(page_size=1, tiers=2)
+    replica, late = Replica(), Replica()
+    for number in range(3):
+        node = tree.insert([number, 8], [2 * number, 2 * number + 1]).node
+        tree.attach(node, [2 * number, 2 * number + 1], tier=HOST, ready=True)
+        tree.core.note_written(node, 0)
+    replica.apply(source.take())
+    late.apply(source.state())
+    for each in (replica, late):
+        assert sum("STORAGE" in block.media for block in each.blocks.values()) == 3
+    assert {hash_: block.media for hash_, block in replica.blocks.items()} == {
+        hash_: block.media for hash_, block in late.blocks.items()
+    }
+
+
 def test_more_than_is_noted_is_dropped_and_stored_anew(caplog: pytest.LogCaptureFixture) -> None:
     tree, source = listening(page_size=1, limit=4)
     replica = Replica()

@@ -307,12 +307,12 @@ class Tree:
 
     def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None:
         """
-        What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, path): 8 bytes a page, native; the tier, or 2 for storage; path is None for pages that left, else the first page, the hash of the page before, the namespace and the symbols.
+        What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, path): 8 bytes a page, native; the tier, 2 for storage, or 3 for what pages in storage continue and was not told to be there; path is None for pages that left, else the first page, the hash of the page before, the namespace and the symbols.
         """
 
     def all_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]:
         """
-        Everything that a match can find now, in the form of `take_moves`, parents first. Forgets what was noted.
+        Everything that a match can find now, in the form of `take_moves`, parents first.
         """
 
     def note_written(self, node: int, begin: int) -> None:

@@ -12,7 +12,7 @@ one thread at a time, as a scheduler does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -436,6 +436,10 @@ class PrefixCache:
             self._on_event(self._undelivered[0])
             self._undelivered.popleft()
         return self._events.waiting
+
+    def event_state(self) -> Iterator[Event]:
+        """Yields events that tell one who knows nothing what is there now; see `Source.state`. Any thread may ask."""
+        return iter(()) if self._events is None else self._events.state()
 
     @property
     def events_dropped(self) -> int:

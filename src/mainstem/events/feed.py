@@ -17,7 +17,7 @@ from mainstem.events.replica import Replica
 from mainstem.events.source import AllBlocksCleared, BlockStored, Event
 from mainstem.events.wire import Batch, decode, encode
 
-_KEPT_BYTES = 64 << 20  # of batches, for replays
+KEPT_BYTES = 64 << 20  # of batches, for replays
 _BATCH_BYTES = 128  # what keeping a batch takes besides
 _NUMBERS = 1024  # a millisecond
 _STEP_PAGES = 256  # of the whole state
@@ -30,15 +30,14 @@ class Feed:
         now_s: seconds since 1970.
         kept_bytes: of the last batches.
         rank: the data-parallel rank of the server.
-        replays: whether batches are replayed; if not, neither they nor the whole state are kept.
     """
 
-    def __init__(self, now_s: float, kept_bytes: int = _KEPT_BYTES, rank: int = 0, *, replays: bool = True) -> None:
-        self._replica = Replica()
+    def __init__(self, now_s: float, kept_bytes: int = KEPT_BYTES, rank: int = 0) -> None:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes, self._most_bytes = 0, kept_bytes
-        self._rank, self._replays = rank, replays
+        self._rank = rank
         self._next = int(now_s * 1000) * _NUMBERS
+        self._first = self._next
         self._before: list[Event] = [AllBlocksCleared()]  # the first batch begins with it
 
     def publish(self, events: Sequence[Event], now_s: float) -> tuple[int, bytes]:
@@ -51,28 +50,35 @@ class Feed:
         events, self._before = [*self._before, *events], []
         batch = self._next, self._encode(events, now_s)
         self._next += 1
-        if not self._replays:
-            return batch
-        self._replica.apply(events)
         self._kept.append(batch)
         self._kept_bytes += len(batch[1]) + _BATCH_BYTES
         while self._kept_bytes > self._most_bytes:
             self._kept_bytes -= len(self._kept.popleft()[1]) + _BATCH_BYTES
         return batch
 
-    def replay(self, first: int, now_s: float, give_way: Callable[[], None] = lambda: None) -> list[tuple[int, bytes]]:
+    def replay(
+        self,
+        first: int,
+        now_s: float,
+        state: Iterable[Event] | None = None,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> list[tuple[int, bytes]]:
         """Returns the batches from a number on. If they are not kept any more: one that clears all and stores all.
 
         Args:
             first: the number.
             now_s: seconds since 1970.
+            state: events that clear all and store all, of now: `Source.state`. Default: all batches if they are kept
+                since the beginning, else nothing is known.
             give_way: called between the steps of making that batch, each of which takes about a millisecond.
         """
         if first >= self._next:
             return []
-        if self._kept and self._kept[0][0] <= first:
+        oldest = self._kept[0][0] if self._kept else self._next
+        if oldest <= first or (state is None and oldest == self._first):
             return [batch for batch in self._kept if batch[0] >= first]
-        return [(self._next - 1, self._encode(_in_steps(self._replica.state(), give_way), now_s))]
+        events = [AllBlocksCleared()] if state is None else state
+        return [(self._next - 1, self._encode(_in_steps(events, give_way), now_s))]
 
     def _encode(self, events: Iterable[Event], now_s: float) -> bytes:
         return encode(Batch(now_s, events, self._rank))

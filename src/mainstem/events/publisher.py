@@ -19,14 +19,14 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mainstem.errors import BackendUnavailable, BadArgument
-from mainstem.events.feed import Feed
+from mainstem.events.feed import KEPT_BYTES, Feed
 from mainstem.events.source import BlockStored, Event
 from mainstem.imports import needs
 from mainstem.metric import Metric, gauge
@@ -82,6 +82,8 @@ class Publisher:
 
     Attributes:
         endpoint, replay: the addresses, with the ports taken.
+        state: returns events that store everything, such as `PrefixCache.event_state`; None until somebody sets it: who
+            comes too late for a replay then learns only of what comes.
 
     Raises:
         BackendUnavailable: pyzmq is not installed.
@@ -101,7 +103,8 @@ class Publisher:
         self._queue: deque[Event] = deque()
         self._closing = self._failed = False
         self._published = self._replays = 0
-        self._feed = Feed(clock(), replays=replay is not None)
+        self.state: Callable[[], Iterable[Event]] | None = None
+        self._feed = Feed(clock(), KEPT_BYTES if replay else 0)
         with ExitStack() as stack:
             self._open(stack, endpoint, replay, keys)
             self._reader, self._writer = socket.socketpair()
@@ -197,7 +200,8 @@ class Publisher:
         client, *_, wanted = router.recv_multipart()
         self._replays += 1
         first = int.from_bytes(wanted[:_NUMBER_BYTES], "big")
-        for number, batch in self._feed.replay(first, self._clock(), _give_way):
+        state = None if self.state is None else map(self._named, self.state())
+        for number, batch in self._feed.replay(first, self._clock(), state, _give_way):
             router.send_multipart((client, b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
         router.send_multipart((client, b"", _END, b""))
 

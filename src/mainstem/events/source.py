@@ -12,12 +12,12 @@ Knows the tree and its namespaces; nothing of queues, sockets or formats.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -34,6 +34,7 @@ PUBLIC_SECRET = b"mainstem: without a secret, who reads events can guess salts"
 """The default when no secret is given."""
 
 _MEDIA: tuple[Medium, ...] = get_args(Medium)  # device, host, storage
+_STORAGE, _ABOVE = 2, 3  # as the core numbers them; the last is what pages in storage continue
 _SYMBOL_BYTES = 4
 _NOTED_BYTES = 8 << 20  # of tokens that are noted and not taken
 _SALT_BYTES = 16
@@ -42,7 +43,8 @@ _MAX_NAMESPACES = 1024  # whose names are kept
 _STEP_PAGES = 1024  # about a millisecond
 _STEPS = 128  # at most, until all that is there was taken: with more pages, a step has more
 
-Move = tuple[bytes, int, tuple[int, int, bytes, bytes] | None]
+Path = tuple[int, int, bytes, bytes]
+Move = tuple[bytes, int, Path | None]
 _HASH_BYTES = 8
 
 
@@ -83,6 +85,19 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Run(NamedTuple):
+    """Consecutive pages: the hash of the page before them, their encoded namespace, and their symbols."""
+
+    parent: int | None
+    namespace: bytes
+    symbols: bytes
+
+    @classmethod
+    def of(cls, path: Path) -> _Run:
+        start, before, namespace, symbols = path
+        return cls(before if start else None, namespace, symbols)
 
 
 def salt_id(namespace: NamespaceLike, secret: bytes = PUBLIC_SECRET) -> str | None:
@@ -145,6 +160,8 @@ class Source:
         )
 
         self._stored: OrderedDict[int, None] = OrderedDict()  # pages in storage
+        self._known: dict[int, _Run] = {}  # these, and what they continue
+        self._continued: Counter[int] = Counter()  # by how many of them
         self._moves: deque[Move] = deque()  # without events so far
         self._step_pages, self._room = step_pages, 0
 
@@ -168,7 +185,8 @@ class Source:
         moves = self._core.take_moves()
         if moves is None:
             log.warning("KV events were dropped: more pages moved than are noted; everything is published anew")
-            self._stored.clear()
+            for each in (self._stored, self._known, self._continued):
+                each.clear()
             self._moves.clear()
             events.append(AllBlocksCleared())
             self._moves.extend(self._core.all_moves())
@@ -182,31 +200,84 @@ class Source:
             room -= _pages([move])
         return events
 
-    def _events(self, hashes: bytes, number: int, path: tuple[int, int, bytes, bytes] | None) -> Iterator[Event]:
-        blocks, medium = tuple(np.frombuffer(hashes, np.uint64).tolist()), _MEDIA[number]
+    def state(self) -> Iterator[Event]:
+        """Yields events that tell everything to one who knows nothing: all is cleared, and stored, parents first.
+
+        Any thread may ask. Events that were not taken yet may be in it; to follow them again changes nothing. The
+        parents of pages in storage may be nowhere. They are stored all the same, and removed at the end: nobody could
+        say else what continues them.
+        """
+        yield AllBlocksCleared()
+        for hashes, number, path in self._core.all_moves():
+            if path is not None:
+                yield self._event(_numbers(hashes), _Run.of(path), _MEDIA[number])
+        known, stored = self._known.copy(), set(self._stored)
+        done: set[int] = set()
+        for last in known:
+            run: list[int] = []
+            at: int | None = last
+            while at in known and at not in done:
+                done.add(at)
+                run.append(at)
+                at = known[at].parent
+            for hash_ in reversed(run):
+                yield self._event((hash_,), known[hash_], "STORAGE")
+        if nowhere := tuple(hash_ for hash_ in known if hash_ not in stored):
+            yield BlockRemoved(nowhere, "STORAGE")
+
+    def _events(self, hashes: bytes, number: int, path: Path | None) -> Iterator[Event]:
+        """Yields the events of a move, and notes what is in storage."""
+        blocks = _numbers(hashes)
         if path is None:
-            self._forget(blocks, medium)
-            yield BlockRemoved(blocks, medium)
+            yield BlockRemoved(blocks, _MEDIA[number])
+            if number == _STORAGE:
+                self._give_up(blocks)
             return
-        start, before, namespace, symbols = path
-        tokens = tuple(np.frombuffer(symbols, "<u4").tolist())
-        parent = before if start else None
-        yield BlockStored(blocks, parent, tokens, self._page_size, medium, *self._space(namespace))
-        if medium == "STORAGE":
+        run = _Run.of(path)
+        if number >= _STORAGE:
+            self._learn(blocks, run)
+        if number != _ABOVE:
+            yield self._event(blocks, run, _MEDIA[number])
+        if number == _STORAGE:
             yield from self._keep(blocks)
+
+    def _event(self, blocks: tuple[int, ...], run: _Run, medium: Medium) -> BlockStored:
+        tokens = tuple(np.frombuffer(run.symbols, "<u4").tolist())
+        return BlockStored(blocks, run.parent, tokens, self._page_size, medium, *self._space(run.namespace))
+
+    def _learn(self, blocks: Sequence[int], run: _Run) -> None:
+        parent, size = run.parent, self._page_size * _SYMBOL_BYTES
+        for at, block in enumerate(blocks):
+            if block not in self._known:
+                self._known[block] = _Run(parent, run.namespace, run.symbols[at * size : (at + 1) * size])
+                if parent is not None:
+                    self._continued[parent] += 1
+            parent = block
 
     def _keep(self, blocks: Sequence[int]) -> Iterator[BlockRemoved]:
         """Notes pages in storage, and gives up those that were written longest ago if there are too many."""
         for block in blocks:
             self._stored[block] = None
             self._stored.move_to_end(block)
-        surplus = [self._stored.popitem(last=False)[0] for _ in range(len(self._stored) - _MAX_STORED)]
+        surplus = [block for block, _ in zip(self._stored, range(len(self._stored) - _MAX_STORED), strict=False)]
         if surplus:
+            self._give_up(surplus)
             yield BlockRemoved(tuple(surplus), "STORAGE")
 
-    def _forget(self, blocks: Sequence[int], medium: Medium) -> None:
-        for block in blocks if medium == "STORAGE" else ():
+    def _give_up(self, blocks: Iterable[int]) -> None:
+        """Forgets pages in storage that none of the others continues, and what was kept for them alone."""
+        for block in blocks:
             self._stored.pop(block, None)
+            at: int | None = block
+            while at in self._known and not (at in self._stored or self._continued[at]):
+                del self._continued[at]
+                at = self._known.pop(at).parent
+                if at is not None:
+                    self._continued[at] -= 1
+
+
+def _numbers(hashes: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(hashes, np.uint64).tolist())
 
 
 def _pages(moves: Iterable[Move]) -> int:

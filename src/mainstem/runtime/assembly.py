@@ -73,11 +73,14 @@ def make_cache(
     keys = TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size)
     try:
         put = None if publisher is None else publisher.put
-        return build_cache(loaded, config, model, keys, sizes, clock, put, backend)
+        cache = build_cache(loaded, config, model, keys, sizes, clock, put, backend)
     except BaseException:
         if publisher is not None:
             publisher.close()
         raise
+    if publisher is not None:
+        publisher.state = cache.event_state
+    return cache
 
 
 def make_scheduler(

@@ -189,8 +189,8 @@ nb::list moves(const MovedPages& moved, std::uint32_t page_bytes) {
 
 nb::object take_moves(Tree& tree) {
   Journal& journal = tree.journal();
-  if (journal.lost()) return nb::none();
-  nb::object taken = moves(journal.noted(), tree.page_bytes());
+  nb::object taken = nb::none();
+  if (!journal.lost()) taken = moves(journal.noted(), tree.page_bytes());
   journal.clear();
   return taken;
 }
@@ -460,20 +460,17 @@ NB_MODULE(_core, m) {
           "key"_a, "places"_a, "limit"_a,
           "Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages "
           "that nobody has taken. `places` is, by tier, the number above all page ids. The tree must be empty.")
-      .def("take_moves", &take_moves,
-           nb::sig("def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None"),
-           "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, "
-           "path): 8 bytes a page, native; the tier, or 2 for storage; path is None for pages that left, else the "
-           "first page, the hash of the page before, the namespace and the symbols.")
       .def(
-          "all_moves",
-          [](Tree& t) {
-            nb::list all = moves(t.journal().listed(), t.page_bytes());
-            t.journal().clear();
-            return all;
-          },
+          "take_moves", &take_moves,
+          nb::sig("def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None"),
+          "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, medium, "
+          "path): 8 bytes a page, native; the tier, 2 for storage, or 3 for what pages in storage continue and was not "
+          "told to be there; path is None for pages that left, else the first page, the hash of the page before, the "
+          "namespace and the symbols.")
+      .def(
+          "all_moves", [](Tree& t) { return moves(t.journal().listed(), t.page_bytes()); },
           nb::sig("def all_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]"),
-          "Everything that a match can find now, in the form of `take_moves`, parents first. Forgets what was noted.")
+          "Everything that a match can find now, in the form of `take_moves`, parents first.")
       .def("note_written", &Tree::note_written, "node"_a, "begin"_a,
            "Pages from `begin` to the end of a node, which the host has, are in storage from now on.")
       .def("note_deleted", &Tree::note_deleted, "node"_a, "The pages of a node were deleted from storage.")

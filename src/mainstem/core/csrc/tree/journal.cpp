@@ -8,7 +8,6 @@ namespace mainstem {
 namespace {
 
 constexpr std::size_t kKeyBytes = 32;
-constexpr std::uint32_t kStorage = 2;
 constexpr std::size_t kSpaceBytes = 64;  // room for the name of a namespace with each page
 
 SipKey key_at(std::string_view key, std::size_t at) {
@@ -30,6 +29,7 @@ Journal::Journal(const Structure& nodes, const Residency& cells, std::string_vie
   of_spaces_ = key_at(key, kKeyBytes / 2);
   for (const std::uint32_t ids : places)
     hashes_.emplace_back(ids);
+  if (places.size() > kHost) told_.resize(places[kHost]);
   // Room for everything that may be noted, so that noting cannot fail.
   noted_.moves.reserve(limit);
   noted_.hashes.reserve(limit);
@@ -48,6 +48,7 @@ void Journal::came(Index node, std::size_t column) noexcept {
     hash = SipHash::of(of_pages_, hash, n.key.data() + std::size_t{page} * nodes_.page_bytes, nodes_.page_bytes);
     assert(static_cast<std::size_t>(cell.ids[page]) < hashes_[tier].size());
     hashes_[tier][static_cast<std::size_t>(cell.ids[page])] = hash;
+    if (tier == kHost) told_[static_cast<std::size_t>(cell.ids[page])] = false;
   }
   if (cell.present()) arrived(node, column);
 }
@@ -65,16 +66,66 @@ void Journal::left(Index node, std::size_t column, IdSpan ids) noexcept {
 }
 
 void Journal::written(Index node, std::uint32_t begin) noexcept {
+  bool below = false;  // whether pages from `start` on were noted, and the one before may have to be told
+  std::uint32_t start = 0;
+  const auto tell_above = [&](Index above) {
+    if (below && start > nodes_[above].start && !is_told(above, start - nodes_[above].start - 1))
+      note_above(above, start);
+    below = false;
+  };
   for (; !nodes_[node].root() && nodes_[node].end() > begin; node = nodes_[node].parent) {
     const Node& n = nodes_[node];
-    if (n.removed || !cells_.cell(node, kHost).present()) continue;
+    const Cell& cell = cells_.cell(node, kHost);
+    if (n.removed || !cell.present()) {
+      tell_above(node);
+      continue;
+    }
     const std::uint32_t from = std::max(begin, n.start) - n.start;
-    if (has_room(n.pages - from, nodes_[nodes_.root_of(node)].key.size() + n.key.size()))
+    if (has_room(n.pages - from, nodes_[nodes_.root_of(node)].key.size() + n.key.size())) {
       note_stored(&noted_, node, kHost, kStorage, from);
+      for (std::uint32_t page = from; page < n.pages; ++page)
+        told_[static_cast<std::size_t>(cell.ids[page])] = true;
+    }
+    below = true;
+    start = n.start + from;
+    if (from) tell_above(node);
+  }
+  if (!nodes_[node].root()) tell_above(node);
+}
+
+bool Journal::is_told(Index node, std::uint32_t page) const {
+  const Cell& cell = cells_.cell(node, kHost);
+  return !cell.absent() && told_[static_cast<std::size_t>(cell.ids[page])];
+}
+
+// All pages of a path up to `end`, which is in a node or at its end.
+void Journal::note_above(Index node, std::uint32_t end) noexcept {
+  const Structure::Key& space = nodes_[nodes_.root_of(node)].key;
+  const std::size_t size = std::size_t{end} * nodes_.page_bytes;
+  if (!has_room(end, space.size() + size)) return;
+  const std::size_t at = noted_.bytes.size() + space.size();
+  noted_.moves.push_back({true, kAbove, 0, 0, noted_.bytes.size(), at, noted_.hashes.size(), end});
+  noted_.bytes.insert(noted_.bytes.end(), space.data(), space.data() + space.size());
+  noted_.bytes.resize(at + size);
+  for (; !nodes_[node].root(); node = nodes_[node].parent) {
+    const Node& n = nodes_[node];
+    const std::size_t own = std::size_t{std::min(n.end(), end) - n.start} * nodes_.page_bytes;
+    std::copy_n(n.key.data(), own, noted_.bytes.data() + at + std::size_t{n.start} * nodes_.page_bytes);
+  }
+  std::uint64_t hash = hash_of_end(node);
+  for (std::uint32_t page = 0; page < end; ++page) {
+    hash = SipHash::of(of_pages_, hash, noted_.bytes.data() + at + std::size_t{page} * nodes_.page_bytes,
+                       nodes_.page_bytes);
+    noted_.hashes.push_back(hash);
   }
 }
 
 void Journal::deleted(Index node) noexcept {
+  if (cells_.tiers > kHost) {
+    const Cell& cell = cells_.cell(node, kHost);
+    for (const std::int32_t id : IdSpan{cell.ids.data(), cell.ids.size()})
+      told_[static_cast<std::size_t>(id)] = false;
+  }
   for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
     const Cell& cell = cells_.cell(node, tier);
     if (cell.absent()) continue;
@@ -109,6 +160,7 @@ bool Journal::has_room(std::size_t pages, std::size_t bytes) noexcept {
     return true;
   dropped_ += noted + pages;
   noted_.clear();
+  told_.assign(told_.size(), false);
   lost_ = true;
   return false;
 }

@@ -20,10 +20,12 @@
 
 namespace mainstem {
 
+inline constexpr std::uint32_t kStorage = 2, kAbove = 3;
+
 // Consecutive pages of one path that came to a tier, or pages that left it.
 struct Moved {
   bool stored;
-  std::uint32_t medium;       // a tier, or storage
+  std::uint32_t medium;       // a tier, or storage; kAbove: nowhere new, but what follows in storage continues it
   std::uint32_t start;        // of the first page, from the root; these four for pages that came
   std::uint64_t before;       // the hash of the page before the first one, or of the namespace
   std::size_t space, tokens;  // where the bytes of the namespace and of the symbols begin
@@ -53,6 +55,7 @@ class Journal {
   void arrived(Index node, std::size_t column) noexcept;  // they are present now
   void left(Index node, std::size_t column, IdSpan ids) noexcept;
   // Pages from `begin` to the end of a node were written to storage, from the host; those of a node were deleted there.
+  // The pages before them are told, too, unless they were: nobody could say later what those in storage continue.
   void written(Index node, std::uint32_t begin) noexcept;
   void deleted(Index node) noexcept;
   void require_place(std::uint32_t tier, IdSpan ids) const;
@@ -74,11 +77,14 @@ class Journal {
   std::uint64_t hash_of_end(Index node) const;
   void note_stored(MovedPages* to, Index node, std::uint32_t tier, std::uint32_t medium, std::uint32_t from) const;
   void note_left(std::uint32_t tier, std::uint32_t medium, IdSpan ids) noexcept;
+  bool is_told(Index node, std::uint32_t page) const;
+  void note_above(Index node, std::uint32_t end) noexcept;
 
   const Structure& nodes_;
   const Residency& cells_;
   SipKey of_pages_, of_spaces_;
   std::vector<std::vector<std::uint64_t>> hashes_;  // by tier, then by page id
+  std::vector<bool> told_;                          // by page id of the host: whether it was told to be in storage
   MovedPages noted_;
   bool lost_ = false;
   std::uint64_t dropped_ = 0;
