@@ -295,13 +295,13 @@ class PrefixCache:
         end = len(encoded.symbols) // self.tree.keys.symbol_bytes
         if not self.enabled:
             return Explanation((Stretch(0, end, cause="disabled"),) if end else ())
-        found = self.peek(encoded, namespace)
+        hit = self.peek(encoded, namespace)
         boundary, positions, host = self.tree.core.peek(
             encode_namespace(namespace), encoded.symbols, 0, self._copy_page is not None, -1
         )
-        device = min(found, boundary + (0 if host and host >= positions else positions))
+        device = min(hit, boundary + (0 if host and host >= positions else positions))
         whole = self.tree.explain(encoded.symbols, namespace, encoded=True, distances=distances)
-        return within(whole, device, found, end)
+        return within(whole, device, hit, end)
 
     def poll(self, now_s: float, *, deliver: bool = True) -> bool:
         """Moves the cache on; a scheduler calls it once a step. Does not block, but for copies with "write_back".
@@ -343,9 +343,9 @@ class PrefixCache:
         if not isinstance(keys, (TokenKeys, TypedKeys)):
             raise BadArgument("keys", keys, "TokenKeys or TypedKeys")
         key = np.asarray(symbols, np.int32).tobytes()
-        found = np.frombuffer(self.tree.continuation(key, most, namespace, encoded=True), "<u4")
-        other = np.flatnonzero(found >= keys.limit)  # symbols of images
-        return found[: other[0] if len(other) else len(found)].astype(np.int32)
+        ids = np.frombuffer(self.tree.continuation(key, most, namespace, encoded=True), "<u4")
+        other = np.flatnonzero(ids >= keys.limit)  # symbols of images
+        return ids[: other[0] if len(other) else len(ids)].astype(np.int32)
 
     def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """Removes the page that holds the last token of a prefix, and everything after it, from device and host.
@@ -477,14 +477,14 @@ class PrefixCache:
 
 def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
     """Returns the number of pages or slots of each component, in the order of the tree's rows."""
-    given: Mapping[Component, int] = pages if isinstance(pages, Mapping) else {Full(): pages}
-    if not all(isinstance(row, KINDS) for row in given):
+    sizes: Mapping[Component, int] = pages if isinstance(pages, Mapping) else {Full(): pages}
+    if not all(isinstance(row, KINDS) for row in sizes):
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise BadArgument("pages", pages, f"a number, or one for each component: objects of {kinds}")
-    rows = sorted(given, key=lambda row: KINDS.index(type(row)))
+    rows = sorted(sizes, key=lambda row: KINDS.index(type(row)))
     if not rows or not isinstance(rows[0], (Full, Window)) or len({row for row in rows if isinstance(row, State)}) > 1:
         raise BadArgument("pages", pages, "for Full() or Window(...), and for at most one State()")
-    return {row: check_integer(f"pages of {name}", given[row], 1, 2**31 - 1) for name, row in by_name(rows).items()}
+    return {row: check_integer(f"pages of {name}", sizes[row], 1, 2**31 - 1) for name, row in by_name(rows).items()}
 
 
 def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int, ns: bytes) -> None:

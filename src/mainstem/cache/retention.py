@@ -304,13 +304,13 @@ class Retention:
         """Locks a prefix on the tier that keeps more of it, the lower one if they are equal."""
         best: _Entry | None = None
         for tier in reversed(range(len(self._sum))):
-            found = self._take(self._core.retain(name, key, tier, self._room(owner, tier)), owner, tier)
-            if found is None:
+            kept = self._take(self._core.retain(name, key, tier, self._room(owner, tier)), owner, tier)
+            if kept is None:
                 continue
-            if best is None or found.pages > best.pages:
-                best, found = found, best
-            if found is not None:
-                self._drop(found)
+            if best is None or kept.pages > best.pages:
+                best, kept = kept, best
+            if kept is not None:
+                self._drop(kept)
         return best
 
     def _lock_node(self, node: int, owner: bytes, tier: int) -> _Entry | None:

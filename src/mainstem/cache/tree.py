@@ -320,8 +320,8 @@ class Tree:
             BadTokens: see `KeyKind.encode`; or the tokens make no symbol yet.
         """
         key = self.keys.encode(tokens)
-        given = tokens.ids if isinstance(tokens, Spliced) else tokens
-        if not key and len(given):
+        ids = tokens.ids if isinstance(tokens, Spliced) else tokens
+        if not key and len(ids):
             raise BadTokens(
                 f"{tokens!r} make no symbol: must make at least one, or be empty to remove the whole namespace"
             )

@@ -16,8 +16,8 @@ from mainstem.settings.owner import OwnerConfig
 
 def main() -> int:
     """Serves, and reports to the starter whether it can. Returns the exit code."""
-    given = json.load(sys.stdin)
-    lock, ready = given["lock"], given["ready"]
+    order = json.load(sys.stdin)
+    lock, ready = order["lock"], order["ready"]
     for descriptor in (lock, ready):
         os.set_inheritable(descriptor, False)  # processes that the store starts must not keep the lock
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
@@ -31,7 +31,7 @@ def main() -> int:
             ready = -1
 
     try:
-        serve(given["spec"], OwnerConfig(**given["config"]), lambda place: report(READY), lock)
+        serve(order["spec"], OwnerConfig(**order["config"]), lambda place: report(READY), lock)
     except (MainstemError, OSError, ImportError) as error:
         logging.error("%s", error)
         report(" ".join(str(error).split()).encode()[:4096])

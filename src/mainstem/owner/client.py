@@ -137,7 +137,7 @@ class SharedBackend(Backend):
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Asks the owner, in one round trip for each 2048 keys."""
-        found: list[bool] = []
+        answers: list[bool] = []
         with self._session() as connection:
             for at in range(0, len(keys), MAX_KEYS):
                 some = keys[at : at + MAX_KEYS]
@@ -145,8 +145,8 @@ class SharedBackend(Backend):
                 body = connection.ask(Kind.EXISTS, pack_keys(some), Kind.BOOLS)
                 if len(body) != len(some):
                     raise Malformed(f"{len(body)} answers for {len(some)} keys")
-                found += map(bool, body)
-        return found
+                answers += map(bool, body)
+        return answers
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Copies values from shared memory. One round trip, if the batch fits the host tier beside what is in use."""

@@ -75,12 +75,12 @@ def status(
         json: Print one JSON object per owner.
     """
     count = 0
-    for found in _found(spec, socket):
+    for counts in _found(spec, socket):
         count += 1
         if json:
-            print(dumps(found, ensure_ascii=False))
+            print(dumps(counts, ensure_ascii=False))
             continue
-        for name, value in found.items():
+        for name, value in counts.items():
             print(f"{name:15} {_shown(name, value)}")
     if not count and (spec or socket):
         raise MainstemError(f"there is no owner of {redacted(spec) if spec else socket}")

@@ -105,7 +105,7 @@ class HeldValues:
             For each key what was found; for as many keys, from the first, as there is room at once (at least one).
             The caller releases the values.
         """
-        found: list[Found] = []
+        answers: list[Found] = []
         fills: dict[tuple[bytes, int], _Fill] = {}
         with self._changed:
             if self._filling:  # another client reads one of these values: that read serves both
@@ -116,7 +116,7 @@ class HeldValues:
                 fill = fills.get((key, length))
                 if value is not None:
                     self._counts["host_hits"] += 1
-                    found.append(self._hit(value, length))
+                    answers.append(self._hit(value, length))
                     continue
                 if fill is None:
                     room = self._allocate(length, wait=at == 0) if length else None
@@ -127,12 +127,12 @@ class HeldValues:
                 elif fill.room is not None:
                     self._arena.pin(fill.room)
                 fill.places.append(at)
-                found.append(Found(ABSENT, fill.room))
+                answers.append(Found(ABSENT, fill.room))
         if fills:
-            self._fill(list(fills.values()), found)
+            self._fill(list(fills.values()), answers)
         with self._changed:
-            self._leases += sum(value is not None for _, value in found)
-        return found
+            self._leases += sum(value is not None for _, value in answers)
+        return answers
 
     def release(self, values: Sequence[Value]) -> None:
         """Ends the pins of a `get`."""
@@ -147,7 +147,7 @@ class HeldValues:
         self._arena.pin(value)
         return Found(length, value)
 
-    def _fill(self, fills: Sequence[_Fill], found: list[Found]) -> None:
+    def _fill(self, fills: Sequence[_Fill], answers: list[Found]) -> None:
         """Reads values, and publishes those that no put or delete has overtaken."""
         keys, buffers = [fill.key for fill in fills], [fill.buffer for fill in fills]
         lengths = self._ask(lambda: _whole(self._backend.get(keys, buffers), keys)) or [ABSENT] * len(keys)
@@ -162,7 +162,7 @@ class HeldValues:
                         self._arena.publish(fill.key, fill.room)
                 self._counts["store_hits" if length != ABSENT else "misses"] += len(fill.places)
                 for at in fill.places:
-                    found[at] = Found(length, fill.room if whole else None)
+                    answers[at] = Found(length, fill.room if whole else None)
                     if fill.room is not None and not whole:
                         self._arena.unpin([fill.room])
             self._changed.notify_all()

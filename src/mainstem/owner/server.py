@@ -288,10 +288,10 @@ class _Connection:
         return Kind.OK, b""
 
     def _get(self, keys: list[bytes], lengths: list[int]) -> tuple[Kind, bytes]:
-        found = self._held.get(keys, lengths)
-        self._leased = [value for _, value in found if value is not None]
+        answers = self._held.get(keys, lengths)
+        self._leased = [value for _, value in answers if value is not None]
         return Kind.PLACES, pack_places(
-            [(NO_PLACE if value is None else value.offset, length) for length, value in found]
+            [(NO_PLACE if value is None else value.offset, length) for length, value in answers]
         )
 
     def _put(self, keys: list[bytes], lengths: list[int]) -> tuple[Kind, bytes]:

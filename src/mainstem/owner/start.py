@@ -38,7 +38,7 @@ _DETACH = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1],
 
 def absolute(spec: str) -> str:
     """Returns the spec with the real paths of `file:` stores, so that one folder has one name."""
-    return re.sub(r"((?:^|[+,])file:)([^?,]+)", lambda found: found[1] + os.path.realpath(found[2]), spec)
+    return re.sub(r"((?:^|[+,])file:)([^?,]+)", lambda match: match[1] + os.path.realpath(match[2]), spec)
 
 
 def default_folder() -> Path:
@@ -152,11 +152,11 @@ def _spawn(place: Place, config: OwnerConfig, lock: int, ready: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     log = os.open(place.log, flags, 0o600)
     own = {**asdict(config), "socket": str(place.path)}
-    given = json.dumps({"spec": place.spec, "config": own, "lock": lock, "ready": ready})
+    order = json.dumps({"spec": place.spec, "config": own, "lock": lock, "ready": ready})
     try:
         subprocess.run(  # the spec may hold a password, and everybody can read the arguments of a process
             [sys.executable, "-I", "-S", "-c", _DETACH, sys.executable, "-m", "mainstem.owner"],
-            check=True, pass_fds=(lock, ready), input=given.encode(), stdout=log, stderr=log, start_new_session=True,
+            check=True, pass_fds=(lock, ready), input=order.encode(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     finally:
         os.close(log)
@@ -179,8 +179,8 @@ def _read_all(reader: int, timeout_s: float) -> bytes | None:
 
 def _check_folder(folder: Path) -> None:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise BackendUnavailable(f"the folder of a socket, {folder}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise BackendUnavailable(f"the folder of a socket, {folder}, must be this user's alone (mode 0700)")

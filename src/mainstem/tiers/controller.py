@@ -239,8 +239,8 @@ class Tiers:
         It is where both are expected to take equally long, once that is known; all ranks ask at the same point.
         """
         page_bytes = self.host.memory.payload_bytes(0)
-        found = self.costs.load_min_pages(page_bytes, self.tree.page_size)
-        tokens = self.host.policy.load_min_tokens if found is None else found * self.tree.page_size
+        pages = self.costs.load_min_pages(page_bytes, self.tree.page_size)
+        tokens = self.host.policy.load_min_tokens if pages is None else pages * self.tree.page_size
         return self.pending.agreed(tokens)
 
     def prefetch(

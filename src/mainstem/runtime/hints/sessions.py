@@ -121,8 +121,8 @@ class Sessions:
         if sequence.arrived_s >= session.ended_s:
             session.pauses.append(sequence.arrived_s - session.ended_s)
         if session.pages and session.promotion is None:
-            found = self._cache.tree.peek(sequence.key, session.namespace)
-            self._count(session, "used" if found > session.before else "vain")
+            on_device = self._cache.tree.peek(sequence.key, session.namespace)
+            self._count(session, "used" if on_device > session.before else "vain")
         elif session.promotion is not None or (session.planned and self._below(session)):
             self._count(session, "late")
         session.ended_s = None
@@ -246,16 +246,16 @@ class Sessions:
         assert self._tiers is not None
         on_device = self._cache.tree.peek(session.tokens, session.namespace)
         lacking = (session.length - 1 - on_device) // self._cache.page_size
-        found = self._below(session) or self._tiers.can_prefetch
+        reachable = self._below(session) or self._tiers.can_prefetch
         most = min(self._most - sum(each.pages for each in self._known.values()), room())
-        if found and 0 < lacking <= most and len(self._moving) < _MOST_UNDER_WAY:
+        if reachable and 0 < lacking <= most and len(self._moving) < _MOST_UNDER_WAY:
             session.promotion = Promotion(self._cache, session.tokens, session.namespace)
             session.before, session.pages = on_device, lacking
             self._moving.append(session)
             self._look_at(session.until_s, session)
         elif session.due_s - now_s > _LOOK_AGAIN_S:
             self._look_at((now_s + session.due_s) / 2, session)
-        elif found and lacking > 0:
+        elif reachable and lacking > 0:
             self._count(session, "skipped")
 
     def _brought(self, session: _Session) -> None:

@@ -54,11 +54,11 @@ class AttachPoint:
         named_from, rows = self._named_from, {row.number: row for row, _ in asked}
         pages = [(row, (part - named_from).tolist()) for row, part in asked]
 
-        def found(find: Find) -> list[list[bool]]:
+        def search_pages(find: Find) -> list[list[bool]]:
             marks = search(lambda row, part: find(rows[row], (part - named_from).tolist()))
             return [marks[row.number][part].tolist() for row, part in asked]
 
-        return store.look_up(self._names.last(self._namespace, at), symbols, page_bytes, pages, found)
+        return store.look_up(self._names.last(self._namespace, at), symbols, page_bytes, pages, search_pages)
 
     def take(self, names: list[bytes]) -> None:
         """Takes the names of the pages that were looked up."""

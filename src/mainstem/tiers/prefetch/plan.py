@@ -175,8 +175,8 @@ class Plan:
                 continue
             last_gap = np.maximum.accumulate(np.where(there[:most], -1, np.arange(most)))
             allowed &= last_gap[self.have :] < self._needed_from(row, ends)
-        found = np.flatnonzero(allowed)
-        return int(ends[found[-1]]) if len(found) else self.have
+        usable = np.flatnonzero(allowed)
+        return int(ends[usable[-1]]) if len(usable) else self.have
 
     def _first(self, row: int, depth: int) -> int:
         if isinstance(self._components[row], State):

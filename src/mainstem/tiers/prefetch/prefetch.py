@@ -371,9 +371,9 @@ class Prefetch:
     def _answer(self) -> int:
         """Votes for the deepest end, once storage has answered."""
         if self._offer is None:
-            found = self._lookup.value
-            self._point.take(found.names)
-            for (row, pages), there in zip(self._asked, found.there, strict=False):  # nothing, if the call failed
+            answer = self._lookup.value
+            self._point.take(answer.names)
+            for (row, pages), there in zip(self._asked, answer.there, strict=False):  # nothing, if the call failed
                 self._plan.stored[row.number][pages] = there
             self._offer = self._plan.deepest(self._plan.pages)
         return 1 + self._offer

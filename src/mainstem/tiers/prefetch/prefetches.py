@@ -117,8 +117,8 @@ class Prefetches:
         if self._store.config.prefetch == "wait_complete":
             return tokens
         most = _MOST_TIMES * tokens  # so that longer prompts renew the estimates
-        found = self._costs.prefetch_min_tokens(self._host.memory.payload_bytes(0), most)
-        return self._pending.agreed(tokens if found is None else found)
+        estimate = self._costs.prefetch_min_tokens(self._host.memory.payload_bytes(0), most)
+        return self._pending.agreed(tokens if estimate is None else estimate)
 
     def _missing(self, namespace: bytes, key: bytes) -> tuple[Missing, int]:
         """Returns the first page of a prefix that neither device nor host has, and the number of pages before it."""

@@ -128,8 +128,8 @@ class Wait:
         rest = self._end * self._page_size - computed
         if rest <= 0:
             return ANY
-        found = self._costs.computed_within(soon_s, computed, rest)
-        return found if found >= min(rest, _WORTH_A_FORWARD) else 0
+        positions = self._costs.computed_within(soon_s, computed, rest)
+        return positions if positions >= min(rest, _WORTH_A_FORWARD) else 0
 
     def _expected_s(self, under_way: int, left: int) -> tuple[float, float]:
         """Returns when what is under way is expected to have ended, and when everything will have arrived."""
@@ -151,10 +151,10 @@ class Wait:
         return seconds - latency_s if more or self._read_bytes else seconds
 
     def _limit_s(self) -> float:
-        config, found = self._store.config, self._pages if self._answered_s is not None else 0
+        config, pages = self._store.config, self._pages if self._answered_s is not None else 0
         if config.prefetch == "wait_complete":
-            return config.call_timeout_s * (1 + found)
+            return config.call_timeout_s * (1 + pages)
         cost_s = self._costs.prefill.seconds(self._pages * self._page_size, self._have * self._page_size)
         if cost_s is None:
-            return config.prefetch_timeout_s + config.prefetch_timeout_per_page_s * found
+            return config.prefetch_timeout_s + config.prefetch_timeout_per_page_s * pages
         return cost_s + (0.0 if self._answered_s is None else self._answered_s - self._began_s)

@@ -209,9 +209,9 @@ class Usage:
         _read_all(self.store, batch, look)
         self._add([(value, headers.get(value.key)) for value in batch])
 
-    def _add(self, found: Sequence[tuple[Listed, Header | None]]) -> None:
+    def _add(self, values: Sequence[tuple[Listed, Header | None]]) -> None:
         with self._lock:
-            for value, header in found:
+            for value, header in values:
                 share = self.shares.setdefault(self._group(header), Share())
                 share.values += 1
                 share.bytes += value.length

@@ -207,13 +207,13 @@ class Writes:
     def _present(self, node: int, row: int, begin: int) -> Ids:
         """Returns the host's ids of the pages from `begin` to a node's end; -1 where they are not present."""
         core, end = self._core, self._core.end(node)
-        found = np.full(end - begin, -1, np.int32)
+        page_ids = np.full(end - begin, -1, np.int32)
         while node and core.end(node) > begin:
             own, start = core.own_ids(node, row, HOST), core.start(node)
             if len(own):
-                found[max(start, begin) - begin : core.end(node) - begin] = own[max(begin - start, 0) :]
+                page_ids[max(start, begin) - begin : core.end(node) - begin] = own[max(begin - start, 0) :]
             node = core.parent(node)
-        return found
+        return page_ids
 
     # ---------------------------------------------------------------- states
 
