@@ -62,6 +62,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Makes the tests of heavy lanes slow: where a lane's environment is there, a quick run leaves them to the lane."""
+    for item in items:
+        if any("make test-" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")):
+            item.add_marker("slow")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Records what passed on a GPU."""
     if DEVICE != "cpu":
