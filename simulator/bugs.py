@@ -1253,7 +1253,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a router does not see queues", "-", _CORE + "routing/ranking.cpp",
-        "std::max(0.0, of.free_s - now_s) + best.service_s", "best.service_s",
+        "std::max(0.0, of.free_s - now_s) + one.service_s", "one.service_s",
         "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
     ),
     # ---------------------------------------------------------------- explanations

@@ -254,6 +254,17 @@ SHARED = "mainstem.owner.client:SharedBackend"
 """`shared+spec`: the wrapped back end is opened by another process, the owner."""
 
 
+def read_fault(expected: int, length: int) -> str | None:
+    """Returns why a buffer of this size does not hold a value, "absent" or "length"; None: it does.
+
+    Args:
+        length: what `get` returned.
+    """
+    if length == expected:
+        return None
+    return "absent" if length == ABSENT else "length"
+
+
 def open_backend(spec: str, *, existing: bool = False) -> Backend:
     """Opens the back end that a spec names.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from mainstem.errors import StorageError
-from mainstem.storage.base import ABSENT, Backend, Listed
+from mainstem.storage.base import ABSENT, Backend, Listed, read_fault
 
 BATCH_BYTES = 16 << 20
 """Values of a batch together, unless it is a single one."""
@@ -194,7 +194,7 @@ class Migration:
         good: list[tuple[Listed, memoryview]] = []
         left: list[tuple[Listed, str]] = []
         for value, buffer, length in zip(values, buffers, lengths, strict=True):
-            cause = read_fault(value, length) or (self.check and self.check(value.key, buffer))
+            cause = read_fault(value.length, length) or (self.check and self.check(value.key, buffer))
             if cause is None:
                 good.append((value, buffer))
             else:
@@ -202,14 +202,3 @@ class Migration:
         taken = self.target.put([value.key for value, _ in good], [buffer for _, buffer in good]) if good else []
         left += [(value, "full") for (value, _), stored in zip(good, taken, strict=True) if not stored]
         return [value for (value, _), stored in zip(good, taken, strict=True) if stored], left
-
-
-def read_fault(value: Listed, length: int) -> str | None:
-    """Returns why a buffer of the listed length does not hold the value: "absent", "length"; None if it does.
-
-    Args:
-        length: what `get` returned.
-    """
-    if length == value.length:
-        return None
-    return "absent" if length == ABSENT else "length"

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from mainstem.storage.base import Backend, Listed
-from mainstem.storage.moving import BATCH_VALUES, Progress, each_batch, read_fault
+from mainstem.storage.base import Backend, Listed, read_fault
+from mainstem.storage.moving import BATCH_VALUES, Progress, each_batch
 from mainstem.tiers.storage import identities
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Header, Sealer
 
@@ -117,7 +117,7 @@ def _read_all(
     buffers = [memoryview(bytearray(value.length)) for value in batch]
     lengths = store.get([value.key for value in batch], buffers)
     return {
-        value.key: read_fault(value, length) or judge(value.key, buffer)
+        value.key: read_fault(value.length, length) or judge(value.key, buffer)
         for value, buffer, length in zip(batch, buffers, lengths, strict=True)
     }
 

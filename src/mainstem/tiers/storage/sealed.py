@@ -8,7 +8,7 @@ These calls block and raise what the back end raises: `Store` makes them on its 
 
 from __future__ import annotations
 
-from mainstem.storage.base import ABSENT, Backend
+from mainstem.storage.base import Backend, read_fault
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Label, Sealer
 
 _MARK_BYTES = 32  # that hiding adds
@@ -20,9 +20,7 @@ def fault(sealer: Sealer, key: bytes, slot: memoryview, length: int) -> str | No
     Args:
         length: what the back end returned for this slot.
     """
-    if length != len(slot):
-        return "absent" if length == ABSENT else "length"
-    return sealer.verify(slot, key)
+    return read_fault(len(slot), length) or sealer.verify(slot, key)
 
 
 def keep_note(backend: Backend, sealer: Sealer, key: bytes, content: bytes, room_bytes: int) -> bool:
