@@ -29,7 +29,7 @@ Journal::Journal(const Structure& nodes, const Residency& cells, std::string_vie
   of_spaces_ = key_at(key, kKeyBytes / 2);
   for (const std::uint32_t ids : places)
     hashes_.emplace_back(ids);
-  if (places.size() > kHost) told_.resize(places[kHost]);
+  if (places.size() > kHost) in_storage_.resize(places[kHost]);
   // Room for everything that may be noted, so that noting cannot fail.
   noted_.moves.reserve(limit);
   noted_.hashes.reserve(limit);
@@ -48,7 +48,7 @@ void Journal::came(Index node, std::size_t column) noexcept {
     hash = SipHash::of(of_pages_, hash, n.key.data() + std::size_t{page} * nodes_.page_bytes, nodes_.page_bytes);
     assert(static_cast<std::size_t>(cell.ids[page]) < hashes_[tier].size());
     hashes_[tier][static_cast<std::size_t>(cell.ids[page])] = hash;
-    if (tier == kHost) told_[static_cast<std::size_t>(cell.ids[page])] = false;
+    if (tier == kHost) in_storage_[static_cast<std::size_t>(cell.ids[page])] = false;
   }
   if (cell.present()) arrived(node, column);
 }
@@ -66,10 +66,10 @@ void Journal::left(Index node, std::size_t column, IdSpan ids) noexcept {
 }
 
 void Journal::written(Index node, std::uint32_t begin) noexcept {
-  bool below = false;  // whether pages from `start` on were noted, and the one before may have to be told
+  bool below = false;  // whether pages from `start` on were noted, and the one before may have to be noted, too
   std::uint32_t start = 0;
-  const auto tell_above = [&](Index above) {
-    if (below && start > nodes_[above].start && !is_told(above, start - nodes_[above].start - 1))
+  const auto add_above = [&](Index above) {
+    if (below && start > nodes_[above].start && !is_in_storage(above, start - nodes_[above].start - 1))
       note_above(above, start);
     below = false;
   };
@@ -77,25 +77,25 @@ void Journal::written(Index node, std::uint32_t begin) noexcept {
     const Node& n = nodes_[node];
     const Cell& cell = cells_.cell(node, kHost);
     if (n.removed || !cell.present()) {
-      tell_above(node);
+      add_above(node);
       continue;
     }
     const std::uint32_t from = std::max(begin, n.start) - n.start;
     if (has_room(n.pages - from, nodes_[nodes_.root_of(node)].key.size() + n.key.size())) {
       note_stored(&noted_, node, kHost, kStorage, from);
       for (std::uint32_t page = from; page < n.pages; ++page)
-        told_[static_cast<std::size_t>(cell.ids[page])] = true;
+        in_storage_[static_cast<std::size_t>(cell.ids[page])] = true;
     }
     below = true;
     start = n.start + from;
-    if (from) tell_above(node);
+    if (from) add_above(node);
   }
-  if (!nodes_[node].root()) tell_above(node);
+  if (!nodes_[node].root()) add_above(node);
 }
 
-bool Journal::is_told(Index node, std::uint32_t page) const {
+bool Journal::is_in_storage(Index node, std::uint32_t page) const {
   const Cell& cell = cells_.cell(node, kHost);
-  return !cell.absent() && told_[static_cast<std::size_t>(cell.ids[page])];
+  return !cell.absent() && in_storage_[static_cast<std::size_t>(cell.ids[page])];
 }
 
 // All pages of a path up to `end`, which is in a node or at its end.
@@ -124,7 +124,7 @@ void Journal::deleted(Index node) noexcept {
   if (cells_.tiers > kHost) {
     const Cell& cell = cells_.cell(node, kHost);
     for (const std::int32_t id : IdSpan{cell.ids.data(), cell.ids.size()})
-      told_[static_cast<std::size_t>(id)] = false;
+      in_storage_[static_cast<std::size_t>(id)] = false;
   }
   for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
     const Cell& cell = cells_.cell(node, tier);
@@ -160,7 +160,7 @@ bool Journal::has_room(std::size_t pages, std::size_t bytes) noexcept {
     return true;
   dropped_ += noted + pages;
   noted_.clear();
-  told_.assign(told_.size(), false);
+  in_storage_.assign(in_storage_.size(), false);
   lost_ = true;
   return false;
 }

@@ -55,7 +55,7 @@ class Journal {
   void arrived(Index node, std::size_t column) noexcept;  // they are present now
   void left(Index node, std::size_t column, IdSpan ids) noexcept;
   // Pages from `begin` to the end of a node were written to storage, from the host; those of a node were deleted there.
-  // The pages before them are told, too, unless they were: nobody could say later what those in storage continue.
+  // The pages before them are noted, too, unless they were: nobody could say later what those in storage continue.
   void written(Index node, std::uint32_t begin) noexcept;
   void deleted(Index node) noexcept;
   void require_place(std::uint32_t tier, IdSpan ids) const;
@@ -77,14 +77,14 @@ class Journal {
   std::uint64_t hash_of_end(Index node) const;
   void note_stored(MovedPages* to, Index node, std::uint32_t tier, std::uint32_t medium, std::uint32_t from) const;
   void note_left(std::uint32_t tier, std::uint32_t medium, IdSpan ids) noexcept;
-  bool is_told(Index node, std::uint32_t page) const;
+  bool is_in_storage(Index node, std::uint32_t page) const;
   void note_above(Index node, std::uint32_t end) noexcept;
 
   const Structure& nodes_;
   const Residency& cells_;
   SipKey of_pages_, of_spaces_;
   std::vector<std::vector<std::uint64_t>> hashes_;  // by tier, then by page id
-  std::vector<bool> told_;                          // by page id of the host: whether it was told to be in storage
+  std::vector<bool> in_storage_;                    // by page id of the host: whether it was noted to be in storage
   MovedPages noted_;
   bool lost_ = false;
   std::uint64_t dropped_ = 0;
