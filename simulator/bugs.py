@@ -600,7 +600,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a page that a peer sends is not verified", "-", "tiers/storage/sealed.py",
-        "    return sealer.verify(slot, key)\n", "    return None\n", "fleet",
+        "read_fault(len(slot), length) or sealer.verify(slot, key)", "read_fault(len(slot), length)", "fleet",
     ),
     # ---------------------------------------------------------------- attention over the tree
     _mutant(
