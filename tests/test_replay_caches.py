@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.replays import Lru, Path, named, prefixes, some_paths
 
 from mainstem import _core
 from mainstem.cache.policies import NodeStats
@@ -21,25 +22,8 @@ from mainstem.replay.simulate.sweep import replay, sweep, tiers_of
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Setup
 
-Path = tuple[int, ...]
 BLOCK = 4  # tokens
 COSTS = RouterCosts(token_s=1 / 64, attended_s=1 / 4096, host_s=1 / 512, peer_s=1 / 256)
-
-
-class Lru:
-    """One tier of a replica: paths, the least recently used first. Of one request the deepest goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.paths: list[Path] = []
-
-    def found(self, path: Path) -> int:
-        return sum(path[: i + 1] in self.paths for i in range(len(path)))
-
-    def serve(self, path: Path) -> None:
-        prefixes = [path[: i + 1] for i in range(len(path))]
-        self.paths = [each for each in self.paths if each not in prefixes] + prefixes[::-1]
-        self.paths = self.paths[max(0, len(self.paths) - self.capacity) :]
 
 
 class Fleet:
@@ -78,41 +62,32 @@ class Fleet:
         return chosen, best if self.peers and best > own and sooner else 0, reach
 
     def serve(self, replica: int, path: Path) -> list[int]:
-        found = [tier.found(path) for tier in self.replicas[replica]]
+        names = prefixes(path)
+        found = [tier.found(names) for tier in self.replicas[replica]]
         for medium, tier in enumerate(self.replicas[replica]):
-            before = set(tier.paths)
-            tier.serve(path)
-            for each in (path[: i + 1] for i in range(len(path))):
+            before = set(tier.held)
+            tier.serve(names)
+            for each in names:
                 if each not in before:
                     self._store(replica, medium, each)
-            gone = (before | {path[: i + 1] for i in range(len(path))}) - set(tier.paths)
-            self.events.append(partial(self.front.remove, replica, medium, list(map(_name, gone))))
+            gone = [hash(each) % 2**62 for each in before.union(names).difference(tier.held)]
+            self.events.append(partial(self.front.remove, replica, medium, gone))
         return [max(found[: i + 1]) - max([0, *found[:i]]) for i in range(len(found))]
 
     def _store(self, replica: int, medium: int, path: Path) -> None:
-        parent = _name(path[:-1]) if len(path) > 1 else None
+        *_, parent, own = [None, *named(path)]
         tokens = _tokens(path[-1:]).tolist()
-        self.events.append(partial(self.front.store, replica, medium, b"", parent, [_name(path)], tokens))
+        self.events.append(partial(self.front.store, replica, medium, b"", parent, [own], tokens))
 
 
 def _tokens(path: Path) -> NDArray[np.int32]:
     return np.repeat(np.array(path, np.int32), BLOCK)
 
 
-def _name(path: Path) -> int:
-    return hash(path) % 2**63
-
-
-def some_trace(seed: int, requests: int = 150) -> tuple[Trace, list[Path]]:
-    choose = random.Random(seed)
-    paths: list[Path] = []
-    for _ in range(requests):
-        begin = choose.choice(paths)[: choose.randrange(8)] if paths and choose.random() < 0.6 else ()
-        path = begin + tuple(choose.randrange(3) for _ in range(choose.randrange(1, 6)))
-        paths.append(choose.choice(paths) if paths and choose.random() < 0.2 else path)
+def some_trace(seed: int) -> tuple[Trace, list[Path]]:
+    choose, paths = random.Random(seed), some_paths(seed, 150)
     times = np.cumsum([choose.choice([0.0, 0.0, 0.25, 0.5, 1.0]) for _ in paths])
-    names = [[_name(path[: i + 1]) for i in range(len(path))] for path in paths]
-    batch = Batch.of(names, block_size=BLOCK, time_s=times)
+    batch = Batch.of([named(path) for path in paths], block_size=BLOCK, time_s=times)
     return Trace.of(batch, block_size=BLOCK, name="some"), paths
 
 

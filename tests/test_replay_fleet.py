@@ -13,51 +13,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rigs.replays import BLOCK, DEVICE, SHAPE, Lru, named, some_paths
 
 from mainstem.errors import BadArgument
 from mainstem.replay.generate import Agents, Chat, Mix, generate
 from mainstem.replay.plan.configs import read_shape
-from mainstem.replay.plan.costs import Layer, ModelShape
 from mainstem.replay.plan.fleet import FleetPlan, FleetRow, plan_fleet
 from mainstem.replay.plan.fleet_words import fleet_as_dict, fleet_assumptions, fleet_notes, show_fleet
-from mainstem.replay.plan.hardware import DEVICES, Device, find_device
+from mainstem.replay.plan.hardware import DEVICES, find_device
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Assumptions, Fleet, Memory
 
-# One layer: 8 numbers a token in bf16 are 16 bytes; 100 parameters; no cost of attention; logits of 2 x 4 x 5 FLOPs.
-SHAPE = ModelShape("tiny", (Layer(kv_numbers=8, parameters=100, active_parameters=100),), 4, 5, tied=True)
-# 240 bytes hold the weights; 640 are left for KV: 4 blocks of 10 tokens.
-DEVICE = Device("toy", 880.0, 1e12, 1000.0, None, 160.0, "made up", 100.0, 2.0)
-BLOCK = 160  # bytes
 GIVEN = Assumptions(mfu=1.0, memory_share=1.0, link_share=1.0, routing="round-robin", steps=1)
 NETWORK, STORE = 320.0, 80.0  # bytes per second
 
 
-class Lru:
-    """Names of blocks, the least recently used first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.names: list[int] = []
-
-    def found(self, path: list[int]) -> int:
-        return next((i for i, block in enumerate(path) if block not in self.names), len(path))
-
-    def serve(self, path: list[int]) -> None:
-        self.names = [name for name in self.names if name not in path] + path[::-1]
-        self.names = self.names[max(0, len(self.names) - self.capacity) :]
-
-
-def some_trace(seed: int, requests: int = 80) -> tuple[Trace, list[list[int]]]:
-    choose = random.Random(seed)
-    paths: list[tuple[int, ...]] = []
-    for _ in range(requests):
-        begin = choose.choice(paths)[: choose.randrange(8)] if paths and choose.random() < 0.7 else ()
-        paths.append(begin + tuple(choose.randrange(3) for _ in range(choose.randrange(1, 4))))
-    names = [[hash(path[: i + 1]) % 2**62 for i in range(len(path))] for path in paths]
-    times = np.cumsum([choose.choice([0.5, 1.0, 7.0]) for _ in paths])
-    batch = Batch.of(names, block_size=10, time_s=times)
-    return Trace.of(batch, block_size=10, name="made up"), names
+def some_trace(seed: int) -> tuple[Trace, list[list[int]]]:
+    choose, names = random.Random(seed), [named(path) for path in some_paths(seed, 80)]
+    times = np.cumsum([choose.choice([0.5, 1.0, 7.0]) for _ in names])
+    return Trace.of(Batch.of(names, block_size=10, time_s=times), block_size=10, name="made up"), names
 
 
 def slow(trace: Trace, names: list[list[int]], machines: int, host: int, store: int, peers: bool) -> dict[str, Any]:

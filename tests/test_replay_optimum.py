@@ -7,17 +7,12 @@ from functools import cache
 from itertools import combinations
 
 import pytest
+from rigs.replays import Path, prefixes
 
 from mainstem.errors import BadArgument
 from mainstem.replay.simulate.optimum import Optimum
 from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
-
-Path = tuple[int, ...]
-
-
-def prefixes(path: Path) -> list[Path]:
-    return [path[: i + 1] for i in range(len(path))]
 
 
 def best_hits(paths: list[Path], capacity: int) -> int:

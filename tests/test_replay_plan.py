@@ -7,13 +7,13 @@ import math
 import re
 import subprocess
 import sys
-from collections import OrderedDict
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rigs.replays import BLOCK, DEVICE, SHAPE, Lru
 
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.configs import read_shape, well_known
@@ -26,12 +26,7 @@ from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Assumptions, Fleet, Memory, Setup
 from mainstem.units import show_bytes
 
-# One layer: 8 numbers a token in bf16 are 16 bytes; 100 parameters; no cost of attention; logits of 2 x 4 x 5 FLOPs.
-SHAPE = ModelShape("tiny", (Layer(kv_numbers=8, parameters=100, active_parameters=100),), 4, 5, tied=True)
-# 240 bytes hold the weights, 2 x 120 bytes; 640 are left for KV: 4 blocks of 10 tokens.
-DEVICE = Device("toy", 880.0, 1e12, 1000.0, None, 160.0, "made up")
 PLAIN: dict[str, Any] = {"mfu": 1.0, "memory_share": 1.0, "link_share": 1.0}
-BLOCK = 160  # bytes
 
 
 def traced(paths: list[list[int]], **columns: Any) -> Trace:
@@ -39,20 +34,14 @@ def traced(paths: list[list[int]], **columns: Any) -> Trace:
 
 
 def slow_lru(trace: Trace) -> Hits:
-    """Models the cache as a list of names, the most recent last."""
     batch = trace.whole
     paths = [batch.blocks[a:b].tolist() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
 
     def hits(capacity: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        held: OrderedDict[int, None] = OrderedDict()
-        found = []
+        cache, found = Lru(capacity), []
         for path in paths:
-            found.append(next((i for i, block in enumerate(path) if block not in held), len(path)))
-            for block in reversed(path):
-                held[block] = None
-                held.move_to_end(block)
-            while len(held) > capacity:
-                held.popitem(last=False)
+            found.append(cache.found(path))
+            cache.serve(path)
         return np.array(found, np.int64)
 
     return hits

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.replays import Path, prefixes, some_paths
 
 from mainstem import _core
 from mainstem.cache.keys import HashKeys
@@ -23,7 +24,6 @@ from mainstem.replay.simulate.sweep import Row, hit_blocks, parse_capacities, pa
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Setup
 
-Path = tuple[int, ...]
 ALONE: tuple[int, tuple[float, float, float, float, float | None], int] = (1, (0.0, 0.0, 0.0, 0.0, None), 1)
 
 # Ranks by creation, hits and last use of a block, in requests.
@@ -70,13 +70,13 @@ class Model:
         self.expire(time_s)
         self.requests += 1
         self.accesses += len(path)
-        prefixes = [path[: i + 1] for i in range(len(path))]
-        held = [sum(prefix in tier for prefix in prefixes) for tier in self.tiers]
+        names = prefixes(path)
+        held = [sum(prefix in tier for prefix in names) for tier in self.tiers]
         found = max(held)
         self.count(held, len(path))
-        for prefix in prefixes[:found]:
+        for prefix in names[:found]:
             self.blocks[prefix].hits += 1
-        for prefix in prefixes:
+        for prefix in names:
             block = self.blocks.setdefault(prefix, Block(self.requests))
             block.used, block.used_s = self.requests, time_s
             self.used[prefix] = self.accesses
@@ -118,20 +118,9 @@ class Model:
             del self.blocks[path]
 
 
-def some_paths(seed: int, requests: int = 60) -> list[Path]:
-    """Generates prompts that share prefixes; some of them extend earlier ones."""
-    choose = random.Random(seed)
-    paths: list[Path] = []
-    for _ in range(requests):
-        begin = choose.choice(paths)[: choose.randrange(8)] if paths and choose.random() < 0.6 else ()
-        path = begin + tuple(choose.randrange(3) for _ in range(choose.randrange(1, 6)))
-        paths.append(choose.choice(paths) if paths and choose.random() < 0.2 else path)
-    return paths
-
-
 def some_trace(seed: int, block_size: int = 4, **columns: Any) -> tuple[Trace, list[Path], list[float]]:
     choose = random.Random(seed)
-    paths = some_paths(seed)
+    paths = some_paths(seed, 60)
     times = [0.0]
     for _ in paths[1:]:
         times.append(times[-1] + choose.choice([0.0, 0.5, 1.0, 3.25]))
