@@ -6,7 +6,7 @@
 A machine is a replica: its devices, its host memory, its link. Real trees of all machines serve the trace, behind a
 router with one of its rules; a peer is whichever machine holds most of the prompt, as the router knows it, and is asked
 where that is sooner than to compute. The store gets every block of every prompt, once, so one replay of its size says
-what it has. The times are those of `mainstem.replay.plan.plan`, with two more terms for the ways over the network.
+what it has. The times are those of `mainstem.replay.plan.engine`, with two more terms for the ways over the network.
 
 Tried are numbers of machines, then host memory, network and store at the smallest number that carries the load. Bytes
 that cross the network and the store are counted in intervals, so that a peak is seen. Money and energy are for a month
@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.costs import Floats, ModelShape
+from mainstem.replay.plan.engine import Engine, Int64s, Outcome, Planned, outcome, planned
 from mainstem.replay.plan.hardware import Device
-from mainstem.replay.plan.plan import Engine, Int64s, Planned, planned
 from mainstem.replay.simulate.caches import Caches, RouterCosts
 from mainstem.replay.simulate.sweep import hit_blocks, tiers_of
 from mainstem.replay.trace import Batch, Trace
@@ -57,20 +57,14 @@ class Flow:
     peak_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class FleetRow:
-    """One fleet. Rates and shares are from 0 to 1; hit rates are shares of the input tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRow(Outcome):
+    """One fleet; the device and the host are those of the machine that serves.
 
     Args:
         size: what it has.
-        device_hit_rate, host_hit_rate: found on the machine that serves, and on no tier above.
         peer_hit_rate: fetched from another machine.
         store_hit_rate: fetched from the shared store.
-        token_hit_rate: sum of the four.
-        ttft_mean_s, ttft_p90_s: time to first token.
-        slo_share: share of requests with the first token in time; None without a limit.
-        flops: FLOPs of all prefills.
-        flops_saved_share: share saved relative to no cache.
         busy: fraction of the span that a machine computes prefill, on average; above 1 it cannot keep up.
         busiest: that of the busiest machine.
         needed: machines so that the average one is not busier than allowed, at these hits.
@@ -82,16 +76,8 @@ class FleetRow:
     """
 
     size: Size
-    device_hit_rate: float
-    host_hit_rate: float
     peer_hit_rate: float
     store_hit_rate: float
-    token_hit_rate: float
-    ttft_mean_s: float
-    ttft_p90_s: float
-    slo_share: float | None
-    flops: float
-    flops_saved_share: float
     busy: float
     busiest: float
     needed: int
@@ -415,22 +401,13 @@ class _Sums:
         ttft = np.concatenate(self._ttft_s)
         load = self.computing_s / study.facts.span_s
         busy = load / size.machines
-        hits = self._hits / tokens
         network, read, written = (self._flow(row) for row in self._moved)
-        limit = study.facts.slo_ttft_s
         money, energy = _bill(study, size, busy)
         return FleetRow(
             size=size,
-            device_hit_rate=float(hits[0]),
-            host_hit_rate=float(hits[1]),
-            peer_hit_rate=float(hits[2]),
-            store_hit_rate=float(hits[3]),
-            token_hit_rate=float(hits.sum()),
-            ttft_mean_s=float(ttft.mean(dtype=np.float64)),
-            ttft_p90_s=float(np.quantile(ttft, 0.9)),
-            slo_share=None if limit is None else float((ttft <= limit).mean()),
-            flops=self._flops,
-            flops_saved_share=0.0 if bare is None else 1 - self._flops / bare.flops,
+            **outcome(self._hits, tokens, ttft, self._flops, limit_s=study.facts.slo_ttft_s, bare=bare),
+            peer_hit_rate=float(self._hits[2] / tokens),
+            store_hit_rate=float(self._hits[3] / tokens),
             busy=busy,
             busiest=float(self._busy_s.max()) / study.facts.span_s if bare is not None else busy,
             needed=max(1, math.ceil(load / study.facts.given.most_busy - _EVEN)),

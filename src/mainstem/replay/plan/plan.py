@@ -25,91 +25,33 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.costs import Floats, ModelShape
+from mainstem.replay.plan.engine import Engine, Int64s, Load, Outcome, Planned, outcome, planned
 from mainstem.replay.plan.hardware import Device
 from mainstem.replay.trace import Trace
-from mainstem.settings.replay import MAX_GPUS, Assumptions, Memory
-from mainstem.units import dtype_bytes
+from mainstem.settings.replay import Assumptions, Memory
 
-Int64s: TypeAlias = NDArray[np.int64]
 Hits: TypeAlias = Callable[[int], Int64s]
 """Returns the blocks that each request of a trace hits in a cache with a capacity of this many blocks."""
 
 _CURVE_POINTS = 24  # each larger by a factor of the square root of 2
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """A model on its devices, in the figures that the plan computes with. Rates are achieved rates.
-
-    Args:
-        gpus: devices per replica.
-        kv_copies: devices of a replica that keep the same KV.
-        cache_bytes: memory for KV on all devices together, counting each copy once.
-        flops_per_s: FLOPs per second of a replica.
-        weight_bytes: bytes per parameter.
-        weights_bytes_per_s: read rate from device memory, all devices of a replica together.
-        host_bytes_per_s: read rate from host memory, all devices of a replica together, counting each copy once.
-        storage_bytes_per_s: read rate from storage; 0 without storage.
-        token_bytes: bytes to load per cached token.
-        end_bytes: bytes to load once per prompt, for windows and states.
-        block_bytes: bytes of a cached block, including its share of windows and states.
-    """
-
-    gpus: int
-    kv_copies: int
-    cache_bytes: float
-    flops_per_s: float
-    weight_bytes: float
-    weights_bytes_per_s: float
-    host_bytes_per_s: float
-    storage_bytes_per_s: float
-    token_bytes: float
-    end_bytes: float
-    block_bytes: float
-
-    def prefill(self, model: ModelShape, tokens: Int64s, known: Int64s) -> tuple[Floats, Floats]:
-        """Returns the FLOPs and the seconds of each prefill. The last token is always computed, for its logits."""
-        known = np.minimum(known, tokens - 1)
-        flops = model.prefill_flops(tokens - known, known)
-        weights = model.met_parameters(tokens - known) * self.weight_bytes / self.weights_bytes_per_s
-        return flops, np.maximum(flops / self.flops_per_s, weights)
-
-    def moved_bytes(self, above: Int64s, below: Int64s, deepest: Int64s) -> Floats:
-        """Returns the bytes between two reaches; windows and states come from where the prompt's last hit is."""
-        ends_here = (below > above) & (below == deepest)
-        moved: Floats = (below - above) * self.token_bytes + ends_here * self.end_bytes
-        return moved
-
-    def storage_rate(self, network_bytes_per_s: float = math.inf) -> float:
-        """Bytes per second from storage to the devices, through a network, if there is one, and host memory."""
-        return min(self.storage_bytes_per_s or math.inf, network_bytes_per_s, self.host_bytes_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """One mix of tiers. Rates and shares are from 0 to 1; hit rates are shares of the input tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow(Outcome):
+    """One mix of tiers.
 
     Args:
         host_bytes: host memory bought.
         storage_bytes: storage bought.
-        device_hit_rate: found on the device.
-        host_hit_rate: found in host memory and not above.
         storage_hit_rate: found in storage and not above.
-        token_hit_rate: sum of the three.
         block_hit_rate: share of block accesses, as in `mainstem replay`.
-        ttft_mean_s: mean time to first token.
-        ttft_p90_s: 90th percentile of the time to first token.
-        slo_share: share of requests with the first token in time; None without a limit.
         slo_met: whether that share is as large as required.
-        flops: FLOPs of all prefills.
-        flops_saved_share: share saved relative to no cache.
         gpu_hours: GPU-hours of all prefills, at the achieved rate.
         gpu_hours_saved: GPU-hours saved relative to no cache.
         busy: fraction of the trace's span that a replica computes; above 1 it cannot keep up. None: the span is 0.
@@ -120,17 +62,9 @@ class PlanRow:
 
     host_bytes: int
     storage_bytes: int
-    device_hit_rate: float
-    host_hit_rate: float
     storage_hit_rate: float
-    token_hit_rate: float
     block_hit_rate: float
-    ttft_mean_s: float
-    ttft_p90_s: float
-    slo_share: float | None
     slo_met: bool | None
-    flops: float
-    flops_saved_share: float
     gpu_hours: float
     gpu_hours_saved: float
     busy: float | None
@@ -160,35 +94,6 @@ class Knee:
     most_saved_share: float
     endless_saved_share: float
     curve: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What every plan has: its inputs, and what follows from them alone.
-
-    Args:
-        trace: name of the trace.
-        requests, input_tokens, distinct_blocks, block_size, span_s: properties of the trace.
-        model, device, memory, given, slo_ttft_s: the inputs.
-        engine: the model on the devices of one replica, or of all.
-    """
-
-    trace: str
-    requests: int
-    input_tokens: int
-    distinct_blocks: int
-    block_size: int
-    span_s: float
-    model: ModelShape
-    device: Device
-    memory: Memory
-    given: Assumptions
-    slo_ttft_s: float | None
-    engine: Engine
-
-    def load_s(self, bytes_per_s: float) -> float:
-        """Returns the seconds to load a token at this rate; 0: there is nothing to load from."""
-        return self.engine.token_bytes / bytes_per_s if bytes_per_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,35 +158,6 @@ def plan(
     return Plan(**facts, bare=bare, rows=rows, knee=knee, buy=_worth_most(rows, given.gain))
 
 
-def planned(
-    trace: Trace, model: ModelShape, device: Device, memory: Memory, given: Assumptions, slo_ttft_s: float | None
-) -> tuple[Load, Engine, dict[str, Any]]:
-    """Returns the columns of a trace, the model on its devices, and the fields of a `Planned`.
-
-    Raises:
-        BadArgument: the weights do not fit the devices, or the limit is not above 0.
-    """
-    if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
-        raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
-    load = Load.of(trace)
-    engine = engine_of(load, model, device, memory, given)
-    facts = {
-        "trace": trace.name,
-        "requests": len(trace),
-        "input_tokens": int(load.tokens.sum()),
-        "distinct_blocks": load.distinct_blocks,
-        "block_size": load.block_size,
-        "span_s": load.span_s,
-        "model": model,
-        "device": device,
-        "memory": memory,
-        "given": given,
-        "slo_ttft_s": slo_ttft_s,
-        "engine": engine,
-    }
-    return load, engine, facts
-
-
 def everything(distinct_blocks: int, engine: Engine, given: Assumptions) -> float:
     """Returns the bytes that hold every block of a trace: once, or once per replica."""
     return distinct_blocks * engine.block_bytes * _parts(given)
@@ -316,40 +192,6 @@ def _worth_most(rows: tuple[PlanRow, ...], gain: float) -> PlanRow:
 
 def _price(size: int, gain: float) -> float:
     return gain / 100 * size / 1e9
-
-
-# ---- the trace
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The requests of a trace as columns."""
-
-    time_s: Floats
-    tokens: Int64s
-    blocks: Int64s
-    block_size: int
-    distinct_blocks: int
-
-    @classmethod
-    def of(cls, trace: Trace) -> Load:
-        batches = list(trace.batches())
-        return cls(
-            np.concatenate([batch.time_s for batch in batches]),
-            np.maximum(np.concatenate([batch.input_tokens for batch in batches]), 1),
-            np.concatenate([np.diff(batch.offsets) for batch in batches]),
-            trace.block_size,
-            trace.distinct_blocks,
-        )
-
-    @property
-    def span_s(self) -> float:
-        """The time from the first request to the last."""
-        return float(self.time_s[-1] - self.time_s[0])
-
-    def tokens_of(self, blocks: Int64s) -> Int64s:
-        """Returns the tokens of the first `blocks` blocks of each request; the last block may be partial."""
-        return np.minimum(blocks * self.block_size, self.tokens)
 
 
 # ---- memory
@@ -439,67 +281,6 @@ class _Reaches:
         return self._found[capacity]
 
 
-# ---- the engine
-
-
-def engine_of(load: Load, model: ModelShape, device: Device, memory: Memory, given: Assumptions) -> Engine:
-    """Returns the model on its devices.
-
-    Raises:
-        BadArgument: the weights do not fit, or more devices have the same KV than a replica has.
-    """
-    weights = model.weights_bytes(given.weights_dtype)
-    usable = (given.device_memory or device.memory_bytes) * given.memory_share
-    gpus = given.gpus or _fewest(weights, usable, model.name, device.name)
-    if gpus * usable <= weights:
-        raise BadArgument("gpus", gpus, f"enough for {weights / 1e9:.0f} GB of weights: {usable / 1e9:.0f} GB fit each")
-    dtype = given.weights_dtype or model.weights_dtype
-    peak = given.flops or device.flops_per_s(dtype)
-    copies = given.kv_copies or model.kv_copies(gpus)
-    if copies > gpus:
-        raise BadArgument("kv_copies", copies, f"at most the devices of a replica, which are {gpus}")
-    token_bytes, end_bytes, block_bytes = _cached_bytes(load, model, given)
-    return Engine(
-        gpus=gpus,
-        kv_copies=copies,
-        cache_bytes=given.replicas * (gpus * usable - weights) / copies,
-        flops_per_s=peak * given.mfu * gpus,
-        weight_bytes=dtype_bytes("weights_dtype", dtype),
-        weights_bytes_per_s=(given.bandwidth_device or device.memory_bytes_per_s) * gpus,
-        host_bytes_per_s=(given.bandwidth_host or device.host_bytes_per_s * given.link_share) * gpus / copies,
-        storage_bytes_per_s=memory.storage_bytes_per_s,
-        token_bytes=token_bytes,
-        end_bytes=end_bytes,
-        block_bytes=block_bytes,
-    )
-
-
-def _fewest(weights: float, usable: float, model: str, device: str) -> int:
-    """Returns the fewest devices that hold the weights and leave a tenth as much for KV."""
-    gpus = 1
-    while gpus * usable < 1.1 * weights:
-        gpus *= 2
-    if gpus > MAX_GPUS:
-        raise BadArgument("model", model, f"one whose weights fit {MAX_GPUS} of {device}")
-    return gpus
-
-
-def _cached_bytes(load: Load, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
-    """Returns the bytes of a token, of a prompt's end, and of a block with its share of ends.
-
-    The end of each request keeps its windows and a checkpoint of the states. A block has as many ends as the trace has
-    requests per distinct block, at most one.
-    """
-    if given.bytes_per_token is not None:
-        return given.bytes_per_token, 0.0, given.bytes_per_token * load.block_size
-    token = model.kv_bytes_per_token(given.kv_dtype)
-    windows = model.window_bytes(int(load.tokens.mean()), given.kv_dtype)
-    states = model.state_bytes(given.kv_dtype, given.state_dtype)
-    ends = min(1.0, len(load.tokens) / max(load.distinct_blocks, 1))
-    window_share = min(ends * windows, load.block_size * model.window_bytes_per_token(given.kv_dtype))
-    return token, windows + states, max(load.block_size * token + window_share + ends * states, 1.0)
-
-
 # ---- cost of requests
 
 
@@ -531,28 +312,22 @@ class _Study:
         ttft = self.given.overhead + loading + computing
         if self.given.queue:
             ttft = ttft + waits(self.load.time_s, ttft, self.given.replicas)
-        total, tokens = float(flops.sum()), float(self.load.tokens.sum())
+        tokens = float(self.load.tokens.sum())
+        hits = [float(each.sum()) for each in (device, host - device, storage - host)]
+        shared = outcome(hits, tokens, ttft, float(flops.sum()), limit_s=self.slo_ttft_s, bare=bare)
         hours = float(computing.sum()) * self.engine.gpus / 3600
-        saved = 0.0 if bare is None else 1 - total / bare.flops
         span = self.load.span_s
         bought = (mix.host_bytes + mix.storage_bytes) / 1e9
         busy = float(computing.sum()) / span if span > 0 else None
-        in_time = None if self.slo_ttft_s is None else float((ttft <= self.slo_ttft_s).mean())
+        saved, in_time = shared["flops_saved_share"], shared["slo_share"]
         rate = self.engine.storage_bytes_per_s
         return PlanRow(
+            **shared,
             host_bytes=mix.host_bytes,
             storage_bytes=mix.storage_bytes,
-            device_hit_rate=float(device.sum()) / tokens,
-            host_hit_rate=float((host - device).sum()) / tokens,
-            storage_hit_rate=float((storage - host).sum()) / tokens,
-            token_hit_rate=float(storage.sum()) / tokens,
+            storage_hit_rate=hits[2] / tokens,
             block_hit_rate=float(found[2].sum()) / max(float(self.load.blocks.sum()), 1.0),
-            ttft_mean_s=float(ttft.mean()),
-            ttft_p90_s=float(np.quantile(ttft, 0.9)),
-            slo_share=in_time,
             slo_met=None if in_time is None else in_time >= self.given.slo_share,
-            flops=total,
-            flops_saved_share=saved,
             gpu_hours=hours,
             gpu_hours_saved=0.0 if bare is None else bare.gpu_hours - hours,
             busy=None if busy is None else busy / self.given.replicas,

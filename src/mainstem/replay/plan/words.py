@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
-from mainstem.replay.plan.plan import Knee, Plan, Planned, PlanRow, everything
+from mainstem.replay.plan.engine import Planned
+from mainstem.replay.plan.plan import Knee, Plan, PlanRow, everything
 from mainstem.settings.replay import Assumptions
 from mainstem.units import counted, show_bytes, show_seconds
 
