@@ -373,7 +373,6 @@ MESSAGES: list[Any] = [
 ]
 
 OTHERS: list[Any] = [
-    ("GET", "/openapi.json"),
     ("GET", "/v1/nothing"),
     ("GET", "/v1/completions"),
     ("/v1/embeddings", {"input": [SAY, "b"]}),

@@ -144,13 +144,15 @@ def _frames() -> Run:
 
 def _bodies() -> Run:
     """The first byte chooses the route."""
+    from mainstem.server.apis.bodies import decode
     from mainstem.server.apis.messages.request import read_count
     from mainstem.server.apis.table import APIS
     from mainstem.server.errors import ApiError
-    from mainstem.server.management import parse_hint, parse_load_adapter, parse_remove
+    from mainstem.server.management import LoadAdapter, parse_hint, parse_remove
 
     read = [partial(api.read, unheeded=None) for api in APIS.values()]
-    routes: tuple[Callable[[bytes], object], ...] = (*read, read_count, parse_hint, parse_remove, parse_load_adapter)
+    adapter = partial(decode, kind=LoadAdapter)
+    routes: tuple[Callable[[bytes], object], ...] = (*read, read_count, parse_hint, parse_remove, adapter)
 
     def run(data: bytes) -> None:
         if data:

@@ -96,7 +96,7 @@ def create_app(
         *([] if reach is None else [Middleware(Guard, reach)]),
         *_prefill(config, service, prefiller, prefills),
     ]
-    app = Starlette(routes=service.routes(), middleware=middleware, exception_handlers=HANDLERS)
+    app = Starlette(routes=service.routes, middleware=middleware, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     app.state.service = service
     return app
@@ -138,7 +138,8 @@ class Service:
     Attributes:
         draining: whether new generations are refused.
         names: of the model; the first one is shown.
-        generating: the routes that generate.
+        routes: all of them.
+        generating: those that generate.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Service:
         )  # fmt: skip
         about = About(engine, access, preparation, int(now()), draining)
         page = live.Live(engine, self._metrics.reuse, self.names[0], name_of, clock, now, explain)
-        self._routes = [
+        self.routes = [
             *self.generating.routes(),
             *KeptRoutes(self.generating.responses, StoredChats(kept), access, bodies.read).routes(),
             *about.routes(),
@@ -194,10 +195,6 @@ class Service:
             *TokenRoutes(engine, access, preparation, bodies).routes(),
             Route("/metrics", self._scrape, methods=["GET"]),
         ]
-
-    def routes(self) -> list[Route]:
-        """Returns all routes."""
-        return self._routes
 
     async def _scrape(self, http: HttpRequest) -> Response:
         text = await anyio.to_thread.run_sync(self._metrics.exposition)

@@ -21,6 +21,7 @@ from mainstem.errors import BadArgument
 from mainstem.server import errors, management
 from mainstem.server.access.api_keys import Access
 from mainstem.server.access.tenants import Tenancy
+from mainstem.server.apis.bodies import decode
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.preparation import Preparation
 from mainstem.server.prompting import Tokens
@@ -81,7 +82,7 @@ class CacheRoutes:
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        ask = await self._bodies.parsed(http, management.parse_load_adapter)
+        ask = await self._bodies.parsed(http, lambda body: decode(body, management.LoadAdapter))
         with client_names(_LORA):
             if ask.lora_name in self._preparation.names:
                 raise BadArgument("name", ask.lora_name, "a name other than the model's own")
@@ -90,7 +91,7 @@ class CacheRoutes:
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        ask = await self._bodies.parsed(http, management.parse_unload_adapter)
+        ask = await self._bodies.parsed(http, lambda body: decode(body, management.UnloadAdapter))
         if ask.lora_name not in self._engine.adapters:
             message = f"The adapter {ask.lora_name!r} is not loaded."
             raise ApiError(404, message, param="lora_name", code="model_not_found")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from mainstem.server.apis.bodies import TokenId, decode, decode_known
+from mainstem.server.apis.bodies import TokenId, decode_known
 from mainstem.server.apis.chat.request import Messages
 from mainstem.server.apis.chat.tools import ToolSpec
 from mainstem.server.errors import ApiError
@@ -27,24 +27,6 @@ class UnloadAdapter(Struct, forbid_unknown_fields=True):
     """The body of POST /v1/unload_lora_adapter."""
 
     lora_name: str
-
-
-def parse_load_adapter(body: bytes) -> LoadAdapter:
-    """Parses the request in a body.
-
-    Raises:
-        ApiError: 400; malformed JSON or a wrong type.
-    """
-    return decode(body, LoadAdapter)
-
-
-def parse_unload_adapter(body: bytes) -> UnloadAdapter:
-    """Parses the request in a body.
-
-    Raises:
-        ApiError: 400; malformed JSON or a wrong type.
-    """
-    return decode(body, UnloadAdapter)
 
 
 class Named(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,42 +33,15 @@ from mainstem.settings.server import ServerConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mainstem.runtime.text.vision import Vision
+    from mainstem.runtime.engine import Engine
+
 
 Tokens = NDArray[np.int32]
 
 
-class Speaker(Protocol):
-    """A model, as far as its prompts need it: an engine, or a tokenizer."""
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer."""
-
-    @property
-    def max_context(self) -> int:
-        """Positions of one request at most."""
-
-    @property
-    def adapters(self) -> Sequence[str]:
-        """The names of its adapters."""
-
-    @property
-    def has_states(self) -> bool:
-        """Whether its cache keeps recurrent states."""
-
-    @property
-    def vision(self) -> Vision | None:
-        """What reads its images; None: it takes text only."""
-
-
 @dataclass(frozen=True)
 class Reader:
-    """A `Speaker` that takes text only; see there."""
+    """A model that takes text only, as far as its prompts need it: an engine's attributes, without one."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -95,7 +68,7 @@ class Prompting:
         BadArgument: an adapter has one of the names in `config.served_model_name`.
     """
 
-    def __init__(self, speaker: Speaker, config: ServerConfig) -> None:
+    def __init__(self, speaker: Engine | Reader, config: ServerConfig) -> None:
         self._speaker = speaker
         self.names = config.served_model_name or (speaker.name,)
         taken = next((name for name in self.names if name in speaker.adapters), None)

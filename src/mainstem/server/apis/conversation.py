@@ -213,3 +213,20 @@ def check_type(part: Struct, kind: str, fields: Mapping[str, Sequence[str]], at:
     for name in part.__struct_fields__:
         if name not in ("type", *fields[kind]) and getattr(part, name) is not None:
             raise wrong(f"{at}.{name}", f"not a field of the type {kind!r}")
+
+
+_KINDS: Mapping[type, str] = {str: "a text", list: "a list of blocks"}
+
+
+def needed(part: Struct, name: str, at: str, kind: type = object) -> Any:
+    """Returns a field that the part of a body at a path must have, of some type.
+
+    Raises:
+        ApiError: 400; it is not there, or is of another type.
+    """
+    value, where = getattr(part, name), f"where the type is {getattr(part, 'type', None) or 'message'!r}"
+    if value is None:
+        raise wrong(f"{at}.{name}", f"this field is required {where}")
+    if not isinstance(value, kind):
+        raise wrong(f"{at}.{name}", f"must be {_KINDS.get(kind, 'an object')} {where}")
+    return value

@@ -105,15 +105,6 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     return ask
 
 
-def parse_detokenize(body: bytes) -> DetokenizeRequest:
-    """Parses the request in a body.
-
-    Raises:
-        ApiError: 400; malformed JSON, or a wrong type or name.
-    """
-    return decode(body, DetokenizeRequest)
-
-
 class TokenRoutes:
     """The routes.
 
@@ -153,7 +144,7 @@ class TokenRoutes:
         return Tokenized(len(made), self._engine.max_context, made.tolist(), spelled)
 
     async def _detokenize(self, http: HttpRequest) -> Response:
-        return await self._answer(http, lambda body: self._detokenized(parse_detokenize(body)))
+        return await self._answer(http, lambda body: self._detokenized(decode(body, DetokenizeRequest)))
 
     def _detokenized(self, ask: DetokenizeRequest) -> Detokenized:
         self._preparation.check_model(ask.model)

@@ -27,6 +27,7 @@ from mainstem.server.fields import openapi
 from mainstem.server.kept import listing
 from mainstem.server.management import Health
 from mainstem.server.preparation import Preparation
+from mainstem.server.transport import json_response
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -109,17 +110,17 @@ class About:
         self._access.tenant(http.headers)
         names = [*self._preparation.names, *self._engine.adapters]
         if not message_reply.speaks(http.url.path, http.headers):
-            return _json(replies.ModelList([self.model(name) for name in names]))
+            return json_response(replies.ModelList([self.model(name) for name in names]))
         shown, has_more = listing.between(names, http.query_params)
         first, last = (shown[0], shown[-1]) if shown else (None, None)
-        return _json(ModelPage([self._info(name) for name in shown], has_more, first, last))
+        return json_response(ModelPage([self._info(name) for name in shown], has_more, first, last))
 
     async def _model(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
         name = http.path_params["name"]
         self._preparation.check_model(name)
         anthropic = message_reply.speaks(http.url.path, http.headers)
-        return _json(self._info(name) if anthropic else self.model(name))
+        return json_response(self._info(name) if anthropic else self.model(name))
 
     async def _home(self, http: HttpRequest) -> Response:
         try:
@@ -131,7 +132,7 @@ class About:
         return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'"})
 
     async def _version(self, http: HttpRequest) -> Response:
-        return _json(tokenization.Version(__version__))
+        return json_response(tokenization.Version(__version__))
 
     async def _openapi(self, http: HttpRequest) -> Response:
         document = await anyio.to_thread.run_sync(openapi.document)
@@ -139,8 +140,4 @@ class About:
 
     async def _health(self, http: HttpRequest) -> Response:
         word = "failed" if self._engine.failure is not None else "draining" if self._draining() else "ok"
-        return _json(Health(word), 200 if word == "ok" else 503)
-
-
-def _json(body: Struct, status: int = 200) -> Response:
-    return Response(replies.encode(body), status, media_type="application/json")
+        return json_response(Health(word), 200 if word == "ok" else 503)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mainstem.server.apis.conversation import ConversationBuilder, check_type
+from mainstem.server.apis.conversation import ConversationBuilder, check_type, needed
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.breakpoints import CacheControl
 from mainstem.server.fields.rules import Field, Rules
@@ -187,25 +187,25 @@ def _add_block(
         _enter(built, role, at)
     match block.type:
         case "text":
-            built.text(_needed(block, "text", at))
+            built.text(needed(block, "text", at))
         case "image":
             _add_image(built, block, at)
         case "document":
             _add_document(built, role, block, at)
         case "search_result":
-            built.text(_needed(block, "title", at))
-            built.text(_needed(block, "source", at, str))
-            _add_content(built, role, _needed(block, "content", at, list), f"{at}.content", _TEXT_BLOCK)
+            built.text(needed(block, "title", at))
+            built.text(needed(block, "source", at, str))
+            _add_content(built, role, needed(block, "content", at, list), f"{at}.content", _TEXT_BLOCK)
         case "tool_reference":
-            built.text(_needed(block, "tool_name", at))
+            built.text(needed(block, "tool_name", at))
         case "compaction":
-            built.text("" if block.content is None else _needed(block, "content", at, str))
+            built.text("" if block.content is None else needed(block, "content", at, str))
         case "thinking":
-            built.reasoning(_needed(block, "thinking", at))
+            built.reasoning(needed(block, "thinking", at))
         case "tool_use":
-            built.call(_needed(block, "id", at), _needed(block, "name", at), _needed(block, "input", at), at)
+            built.call(needed(block, "id", at), needed(block, "name", at), needed(block, "input", at), at)
         case "tool_result":
-            built.result(_needed(block, "tool_use_id", at), at, "tool_use_id")
+            built.result(needed(block, "tool_use_id", at), at, "tool_use_id")
             if block.is_error:
                 built.text("Error:")
             _add_content(built, "tool", block.content or "", f"{at}.content")
@@ -214,17 +214,17 @@ def _add_block(
 
 
 def _add_image(built: ConversationBuilder, block: ContentBlock, at: str) -> None:
-    source: Source = _needed(block, "source", at, Source)
+    source: Source = needed(block, "source", at, Source)
     at = f"{at}.source"
     check_type(source, source.type, _IMAGES, at)
     if source.type == "base64":
-        built.image(f"data:{_needed(source, 'media_type', at)};base64,{_needed(source, 'data', at)}", f"{at}.data")
+        built.image(f"data:{needed(source, 'media_type', at)};base64,{needed(source, 'data', at)}", f"{at}.data")
     else:
-        built.image(_needed(source, "url", at), f"{at}.url")
+        built.image(needed(source, "url", at), f"{at}.url")
 
 
 def _add_document(built: ConversationBuilder, role: str, block: ContentBlock, at: str) -> None:
-    source: Source = _needed(block, "source", at, Source)
+    source: Source = needed(block, "source", at, Source)
     at = f"{at}.source"
     if source.type not in _DOCUMENTS:
         message = (
@@ -237,18 +237,4 @@ def _add_document(built: ConversationBuilder, role: str, block: ContentBlock, at
         if text:
             built.text(text)
     name = "data" if source.type == "text" else "content"
-    _add_content(built, role, _needed(source, name, at), f"{at}.{name}", _BLOCKS["document"])
-
-
-def _needed(part: ContentBlock | Source, name: str, at: str, kind: type = object) -> Any:
-    value = getattr(part, name)
-    if value is None:
-        problem = f"this field is required where the type is {part.type!r}"
-    elif not isinstance(value, kind):
-        problem = f"must be {_KINDS[kind]} where the type is {part.type!r}"
-    else:
-        return value
-    raise ApiError(400, f"{at}.{name}: {problem}", param=f"{at}.{name}")
-
-
-_KINDS: Mapping[type, str] = {str: "a text", list: "a list of blocks", Source: "an object"}
+    _add_content(built, role, needed(source, name, at), f"{at}.{name}", _BLOCKS["document"])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mainstem.server.apis.conversation import ConversationBuilder, check_type
+from mainstem.server.apis.conversation import ConversationBuilder, check_type, needed
 from mainstem.server.apis.responses.tools import Tool, qualified
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.breakpoints import Breakpoint
@@ -241,20 +241,6 @@ def _add_reasoning(built: ConversationBuilder, item: Item, at: str) -> list[str]
         _begin_turn(built, at, after=())
         built.reasoning(text)
     return [f"{at}.encrypted_content"] if item.encrypted_content and sealed is None else []
-
-
-def needed(part: Struct, name: str, at: str) -> Any:
-    """Returns a field that a part of a body must have.
-
-    Raises:
-        ApiError: 400; it is not there.
-    """
-    value = getattr(part, name)
-    if value is None:
-        kind = getattr(part, "type", None) or "message"
-        message = f"{at}.{name}: this field is required where the type is {kind!r}"
-        raise ApiError(400, message, param=f"{at}.{name}")
-    return value
 
 
 def offered(item: Item) -> Sequence[Tool]:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mainstem.server.apis.bodies import check_known, decode, subset, wrong
-from mainstem.server.apis.conversation import ConversationBuilder, check_type
+from mainstem.server.apis.conversation import ConversationBuilder, check_type, needed
 from mainstem.server.apis.generation import Conversation, Generation, Keep, Linked
 from mainstem.server.apis.responses import items, tools
 from mainstem.server.apis.responses.items import Item
@@ -198,7 +198,7 @@ def _read(
     if isinstance(request.input, str):
         given = [{"type": "message", "role": "user", "content": request.input}]
     references = {
-        i: items.needed(item, "id", f"input[{i}]") for i, item in enumerate(listed) if item.type == "item_reference"
+        i: needed(item, "id", f"input[{i}]") for i, item in enumerate(listed) if item.type == "item_reference"
     }
 
     def join(earlier: Sequence[dict[str, Any]], found: Mapping[int, dict[str, Any]]) -> Generation:
