@@ -12,7 +12,7 @@ one thread at a time, as a scheduler does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -115,6 +115,7 @@ class PrefixCache:
         retention: what is kept for a time, or pinned.
         tenants: who shares the cache, and how much of it each has.
         expected: when prefixes are used next, as their users say.
+        events: where events come from; None without `on_event`.
 
     Raises:
         BadArgument: an argument out of range; with `on_event`, symbols that are no token ids, or no full attention.
@@ -164,11 +165,11 @@ class PrefixCache:
         self._token_limit = self.tree.keys.token_limit
         pools = tuple(self.pools.values())
         self._on_event = on_event
-        self._events: Source | None = None
+        self.events: Source | None = None
         self._undelivered: deque[Event] = deque()
         if on_event is not None:
             ids = [self.pool.total] + ([] if host is None else [(host.pages or (host.memory.pages,))[0]])
-            self._events = Source(self.tree, ids, event_secret)
+            self.events = Source(self.tree, ids, event_secret)
         self._core = _core.Cache(self.tree.core, pools, self._token_limit, bool(enabled))
         if copy_state is not None:
             self._core.copy_state_with(copy_state)
@@ -429,22 +430,18 @@ class PrefixCache:
         Returns:
             Whether further calls deliver more, even if nothing happens.
         """
-        if self._on_event is None or self._events is None:
+        if self._on_event is None or self.events is None:
             return False
-        self._undelivered.extend(self._events.take())
+        self._undelivered.extend(self.events.take())
         while self._undelivered:  # an event stays until the call has returned
             self._on_event(self._undelivered[0])
             self._undelivered.popleft()
-        return self._events.waiting
-
-    def event_state(self) -> Iterator[Event]:
-        """Yields events that tell one who knows nothing what is there now; see `Source.state`. Any thread may ask."""
-        return iter(()) if self._events is None else self._events.state()
+        return self.events.waiting
 
     @property
     def events_dropped(self) -> int:
         """Pages that came or left without an event of their own."""
-        return 0 if self._events is None else self._events.dropped
+        return 0 if self.events is None else self.events.dropped
 
     def stats(self) -> CacheStats:
         """Returns the counts, which are kept up to date."""

@@ -82,7 +82,7 @@ class Publisher:
 
     Attributes:
         endpoint, replay: the addresses, with the ports taken.
-        state: returns events that store everything, such as `PrefixCache.event_state`; None until somebody sets it: who
+        state: returns events that store everything: `PrefixCache.events.state`; None until somebody sets it: who
             comes too late for a replay then learns only of what comes.
 
     Raises:

@@ -79,7 +79,8 @@ def make_cache(
             publisher.close()
         raise
     if publisher is not None:
-        publisher.state = cache.event_state
+        assert cache.events is not None
+        publisher.state = cache.events.state
     return cache
 
 
