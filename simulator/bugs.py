@@ -276,8 +276,11 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "two requests prefetch for each other forever", "here", _SCHEDULER,
-        "            and prefetch.loaded\n            and sequence.prefetches < _PREFETCHES\n", "",
+        "two requests prefetch for each other forever", "here", "runtime/schedule/prompt_prefetch.py",
+        "again and self._begun < _MOST and self._tiers is not None\n        if again and prefetch is not None "
+        "and prefetch.ended and prefetch.shared and prefetch.loaded:",
+        "again and self._tiers is not None\n        if again and prefetch is not None "
+        "and prefetch.ended and prefetch.shared:",
         "scheduler",
     ),
     _mutant(
@@ -297,7 +300,7 @@ PYTHON: tuple[Mutant, ...] = (
         "hybrid-scheduler",
     ),
     _mutant(
-        "a rejected draft stays in the cache", "-", _SCHEDULER,
+        "a rejected draft stays in the cache", "-", "runtime/schedule/outputs.py",
         "drafted, kept = sequence.take_draft(), max(len(sampled) - 1, 0)",
         "drafted = kept = sequence.take_draft()\n        sequence.computed += drafted - len(sampled) + 1",
         "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",

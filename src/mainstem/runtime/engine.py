@@ -355,7 +355,7 @@ class Engine:
     @property
     def grammars(self) -> Grammars:
         """Those of requests, to compile one before `submit` does."""
-        return self._core.scheduler.grammars
+        return self._core.scheduler.intake.grammars
 
     @property
     def tier_bytes(self) -> tuple[int, ...]:

@@ -197,7 +197,7 @@ class EngineCore:
             adapters=len(self.model.adapters.names),
             totals=self.scheduler.totals.copy(),
             cache=self.cache.stats(),
-            compiled_grammars=self.scheduler.grammars.compiled,
+            compiled_grammars=self.scheduler.intake.grammars.compiled,
             tiers=None if self.tiers is None else self.tiers.stats(),
             vision=None if self.model.vision is None else self.model.vision.stats(),
             events=None if self.publisher is None else self.publisher.stats(self.cache.events_dropped),
@@ -205,7 +205,7 @@ class EngineCore:
 
     def close(self, failed: bool) -> None:
         """Ends all parts, the store after its pending writes; after a failure no other rank answers any more."""
-        self.scheduler.grammars.close()
+        self.scheduler.intake.grammars.close()
         self.advice.close()
         self.scheduler.close()
         try:

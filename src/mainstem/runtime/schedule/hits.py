@@ -76,7 +76,7 @@ class Hits:
             self._totals.stateless_tokens += 0 if sequence.reading else max(0, lease.reach - sequence.computed)
             if sequence.explained is not None and self._cache.tiers is not None and load is None:
                 sequence.explained.too_short = lease.loadable < self._cache.tiers.load_min_tokens()
-        elif sequence.met:  # the beginning of a page may have been copied before
+        elif sequence.prefetch.met:  # the beginning of a page may have been copied before
             begin = sequence.computed - loaded
             self._count_load(sequence, load, loaded - min(max(sequence.cached_end - begin, 0), loaded))
 
@@ -101,7 +101,7 @@ class Hits:
         explained = sequence.explained
         if explained is None:
             return
-        explained.missed, explained.scored = sequence.missed, sequence.request.params.reads_prompt
+        explained.missed, explained.scored = sequence.prefetch.missed, sequence.request.params.reads_prompt
         sequence.explanation = explained.explain()
         for cause, tokens in count_missed(sequence.explanation).items():
             self._totals.missed[cause] += tokens
@@ -114,8 +114,7 @@ class Hits:
 
     def _count_load(self, sequence: Sequence, load: Load | None, loaded: int) -> None:
         """Counts what is loaded as cached tokens, by tier: what storage brought is the end of it."""
-        stored = sequence.stored + (0 if sequence.prefetch is None else sequence.prefetch.loaded)
-        storage = min(stored - sequence.storage_tokens, loaded)
+        storage = min(sequence.prefetch.loaded - sequence.storage_tokens, loaded)
         sequence.counted = None if load is None else (loaded - storage, storage)
         self._add_cached(sequence, loaded - storage, storage)
         begin, end = sequence.computed - loaded, sequence.computed

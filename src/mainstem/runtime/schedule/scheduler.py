@@ -4,13 +4,8 @@ A step polls the tiers, allocates pages for the running requests, admits waiting
 forward, and samples one token for every request whose prompt is done. It is single-threaded; clock and randomness are
 passed in.
 
-**Admission order.** Higher priority first. Within a priority: preempted requests; then requests that have waited longer
-than `age_limit_s`, oldest first; then the rest, longest cached prefix first, then oldest. Each step looks up and ranks
-only the first 128 requests, by priority and arrival. The first request that finds no pages blocks all later ones. So no
+**Admission.** `waiting` ranks the requests that wait. The first one that finds no pages blocks all later ones. So no
 request starves within its priority: past the age limit, only older and preempted requests are admitted before it.
-
-**Shared prefixes are computed once.** While a running prefill of its namespace will soon publish a longer page-aligned
-prefix of a request than the cache has, the request is deferred, unless it is past the age limit.
 
 **Host and storage.** A prompt is looked up in storage when it arrives. It is admitted when its prefetch no longer asks
 it to wait. Where pages of a prefix can be used without those after them, it then computes from the front, while the
@@ -43,7 +38,6 @@ The scheduler knows no threads, streams or models, and no tensors other than the
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import random as random_module
 from collections import abc
@@ -54,51 +48,39 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.cache.components import Full, Local, State, by_name
-from mainstem.cache.keys import Encoded, Spliced
+from mainstem.cache.components import Full, State
+from mainstem.cache.keys import Encoded
 from mainstem.cache.prefix_cache import Lease, PrefixCache
-from mainstem.errors import BadArgument, BadTokens, OutOfPages, RequestTooLong
+from mainstem.errors import OutOfPages
 from mainstem.runtime.hints.sessions import Sessions
-from mainstem.runtime.memory.sizing import window_pages
 from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks, require_equal
-from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
-from mainstem.runtime.sampling.grammars import CompiledGrammar, Grammars
-from mainstem.runtime.sampling.processor import Ended, LogitsProcessor, check_rules
-from mainstem.runtime.sampling.sampler import Choice, Sampler, verify
+from mainstem.runtime.request import Request
+from mainstem.runtime.sampling.sampler import Choice, verify
 from mainstem.runtime.sampling.scores import keep_scores
-from mainstem.runtime.schedule.checkpoints import Checkpoint, last_boundary, plan_checkpoints
+from mainstem.runtime.schedule.checkpoints import Checkpoint, plan_checkpoints
 from mainstem.runtime.schedule.drafts import begin_with, look_up
 from mainstem.runtime.schedule.hits import Hits
+from mainstem.runtime.schedule.intake import Intake
 from mainstem.runtime.schedule.meter import NO_FLOPS, Flops, Meter, Totals
-from mainstem.runtime.schedule.sequence import Sequence, common_prefix, spliced_images
-from mainstem.runtime.schedule.timeline import Timeline
+from mainstem.runtime.schedule.outputs import NO_LOGITS, End, Event, Outputs
+from mainstem.runtime.schedule.sequence import Sequence
+from mainstem.runtime.schedule.waiting import WaitingQueue
 from mainstem.runtime.segments import Segment
-from mainstem.runtime.text.detokenizer import Detokenizer, Tokenizer, hiding, special_tokens
+from mainstem.runtime.text.detokenizer import Tokenizer
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host.load import Load
-from mainstem.tiers.prefetch.prefetch import Prefetch
 from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
-# Bounds the time of a step, however many requests wait.
-_RANKED = 128
-
-_PREFETCHES = 4  # of one request
 _MOST_LOGITS = 1 << 26  # of prompts in a step: 256 MiB, beside which a forward needs a few times as much
 _MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured; the number of such forwards
 
 _POLL_S = 0.001  # between polls of transfers that all waiting requests need
 _IDLE_POLL_S = 0.01  # the same, when no request waits
 
-_NOTHING = Delta("")
 _NOT_SAMPLED: list[Choice] = [(0, None)]
 _NO_CHOICE: list[Choice] = [None]
-_NO_LOGITS = "the model's logits hold NaN or infinity"
-
-Event = tuple[str, Delta | Progress]
-"""The id of a request, and what happened to it."""
 
 
 class Runner(Protocol):
@@ -131,7 +113,8 @@ class Scheduler:
         flops: of the model, to count what is saved.
 
     Attributes:
-        grammars: of requests; only rank 0 compiles any.
+        totals: what it counts.
+        intake: checks requests.
         hits: counts and explains what prompts find.
     """
 
@@ -150,20 +133,14 @@ class Scheduler:
         flops: Flops = NO_FLOPS,
     ) -> None:
         self.totals = Totals()
-        self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
+        self._cache, self._runner, self._limits = cache, runner, limits
         self._tiers: Tiers | None = cache.tiers
-        self._limits, self._max_context, self._eos = limits, max_context, eos
-        self._special = special_tokens(tokenizer)
-        self.grammars = Grammars(tokenizer, runner.vocab_size)
-        self._clock, self._random, self._ranks = clock, random, ranks
+        self._clock, self._ranks = clock, ranks
         self._now_s = clock()  # of this step, the same on all ranks
-        self._waiting: dict[str, Sequence] = {}
+        self.intake = Intake(cache, runner.vocab_size, tokenizer, limits, max_context, eos, clock, random, ranks)
+        self._queue = WaitingQueue(cache, limits, self._now_s)
         self._running: dict[str, Sequence] = {}  # in order of admission
-        self._events: list[Event] = []
-        self._held = cache.pool.total * cache.page_size if "full" in cache.pools else max_context  # positions
-        self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
-        components = by_name(cache.tree.components).items()
-        self._local = {name: row for name, row in components if isinstance(row, Local)}
+        self._outputs = Outputs(self.totals, eos, clock)
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
@@ -172,14 +149,15 @@ class Scheduler:
         self.totals.session_prefetches = self._sessions.counts
         prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
         self._meter = Meter(prefill, clock)
+        self._measured = min(_MEASURED, max_context, limits.token_budget)  # tokens, see `measure`
         self.hits = Hits(cache, self.totals, prefill, flops, explains=limits.explain)
 
     @property
     def idle_s(self) -> float | None:
         """Seconds until a step may find something to do, if no request is added; None: never."""
-        if self._events or (not self._idle and (self._running or self._waiting)):
+        if self._outputs.events or (not self._idle and (self._running or self._queue.sequences)):
             return 0.0
-        if self._running or self._waiting:
+        if self._running or self._queue.sequences:
             return _POLL_S
         if self._tiers is not None and self._tiers.busy:
             return _IDLE_POLL_S
@@ -188,7 +166,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that hold no pages."""
-        return len(self._waiting)
+        return len(self._queue.sequences)
 
     @property
     def running(self) -> int:
@@ -198,14 +176,14 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do or to report."""
-        return bool(self._waiting or self._running or self._events)
+        return bool(self._queue.sequences or self._running or self._outputs.events)
 
     def queued(self) -> int:
         """Returns about how many prompt tokens are to be computed: of a waiting request, those that are not cached."""
         running = sum(sequence.uncomputed for sequence in self._running.values() if sequence.prefilling)
-        ranked = self._rank_waiting()
+        ranked = self._queue.rank()
         lacking = sum(sequence.length - hit for sequence, hit in ranked)
-        return running + lacking * len(self._waiting) // max(1, len(ranked))
+        return running + lacking * self.waiting // max(1, len(ranked))
 
     def check(self, request: Request) -> Encoded:
         """Rejects a request that could never run, otherwise encodes its prompt for `add`. Callable from any thread.
@@ -217,33 +195,7 @@ class Scheduler:
                 does not compile; they ask how likely images are; or no pool holds the window of one of its images.
             UnsupportedModel: it has a grammar, which this model cannot follow.
         """
-        if request.images and request.params.reads_prompt:
-            name = "embedding" if request.params.embedding else "prompt_logprobs"
-            raise BadArgument(name, getattr(request.params, name), "left out for a prompt with images")
-        check_rules(request.params, self._eos, self._runner.vocab_size)
-        if (request.said >= self._runner.vocab_size).any():
-            raise BadTokens(f"said: token {request.said.max()}: must be below {self._runner.vocab_size}")
-        self._compiled(request)
-        prompt, new = len(request.tokens), request.params.max_tokens
-        longest = max((image.length for image in request.images), default=0)
-        # The last token is never computed, so it needs no page.
-        if prompt + new > self._max_context or prompt + max(new, 1) - 1 > self._held:
-            raise RequestTooLong("prompt", prompt, min(self._max_context, self._held), answer=new)
-        for name, row in self._local.items():
-            self._check_local(name, row, min(prompt, max(longest, self._limits.token_budget)))
-        images = spliced_images(request)
-        return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
-
-    def _compiled(self, request: Request) -> CompiledGrammar | None:
-        grammar = request.params.grammar
-        return None if grammar is None or self._ranks.rank > 0 else self.grammars.compile(grammar)
-
-    def _check_local(self, name: str, row: Local, chunk: int) -> None:
-        size, total = self._cache.page_size, self._cache.pools[name].total
-        pages = window_pages(row.tokens, chunk, size, states=self._plans_states)
-        if pages > total:
-            allowed = f"fewer positions at once: with the {row.tokens} that a query sees they need {pages} {name} pages"
-            raise BadArgument("prefill", chunk, f"{allowed} of {size} positions, and the memory for KV holds {total}")
+        return self.intake.check(request)
 
     def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
         """Adds a waiting request.
@@ -257,26 +209,19 @@ class Scheduler:
         Raises:
             RequestTooLong, BadTokens, BadArgument: as `check`.
         """
-        assert id not in self._waiting and id not in self._running
+        waiting = self._queue.sequences
+        assert id not in waiting and id not in self._running
         prompt = self.check(request) if prompt is None else prompt
-        arrived_s = self._clock() if arrived_s is None else arrived_s
-        params = request.params
-        rules = (params, request.tokens, self._eos, self._compiled(request)) if params.shapes_logits else None
-        sampler = Sampler(params, self._random, None if rules is None else LogitsProcessor(*rules))
-        skipped, hidden = hiding(params, self._special)
-        content = request.content() if request.content is not None and params.stop else None
-        shown = (skipped, params.include_stop_str_in_output, hidden, content)
-        text = Detokenizer(self._tokenizer, params.stop, request.tokens, *shown)
-        timeline, arrival = Timeline(self._clock, arrived_s), self.totals.requests
-        self._waiting[id] = sequence = Sequence(id, request, prompt, arrival, arrived_s, sampler, text, timeline)
+        waiting[id] = sequence = self.intake.sequence(id, request, prompt, self.totals.requests, arrived_s)
         self.totals.requests += 1
-        self.totals.grammar_requests += params.grammar is not None
+        self.totals.grammar_requests += request.params.grammar is not None
         self._idle = False
         if self._repeats(sequence):
             return
         for other in self._running.values():
-            self._request_checkpoint(other, sequence)
-        self._prefetch(sequence)
+            self._queue.request_checkpoint(other, sequence)
+        if not sequence.reading:
+            sequence.prefetch.begin()
         self._sessions.arrived(sequence)
 
     def _repeats(self, sequence: Sequence) -> bool:
@@ -287,12 +232,13 @@ class Scheduler:
         try:
             for token in sequence.request.said.tolist():
                 sequence.repeat(token)
-                self._report(sequence, token, (), sequence.sampler.ended)
-                if sequence.id not in self._waiting:
+                if (end := self._outputs.token(sequence, token, (), sequence.sampler.ended)) is not None:
+                    self._finish(sequence, end)
                     return True
         except Exception as error:  # noqa: BLE001  # it logs
             self._fail(sequence, "cannot be continued", error)
-        return sequence.id not in self._waiting
+            return True
+        return False
 
     def measure(self) -> None:
         """Times a few forwards, so that the first request knows what it costs not to wait for storage.
@@ -301,7 +247,7 @@ class Scheduler:
         """
         size, pools = self._cache.page_size, self._cache.pools
         room = min(pool.free * size for name, pool in pools.items() if name != State.name)
-        n = min(_MEASURED, self._max_context, self._limits.token_budget, room)
+        n = min(self._measured, room)
         taken = {name: pool.allocate(1 if name == State.name else -(-n // size)) for name, pool in pools.items()}
         tables = tuple(ids for name, ids in taken.items() if name != State.name)
         state = int(taken[State.name][0]) if State.name in taken else -1
@@ -318,9 +264,9 @@ class Scheduler:
 
     def cancel(self, id: str) -> None:
         """Ends a request; the next step returns its last event. Does nothing if it has ended."""
-        sequence = self._waiting.get(id) or self._running.get(id)
+        sequence = self._queue.sequences.get(id) or self._running.get(id)
         if sequence is not None:
-            self._finish(sequence, "cancelled")
+            self._finish(sequence, End("cancelled"))
 
     def step(self, now_s: float | None = None) -> list[Event]:
         """Runs at most one forward, and returns all events since the last step, in order.
@@ -332,7 +278,7 @@ class Scheduler:
             RankFailed: a rank has ended, or does not schedule what rank 0 does.
             Exception: with several ranks, any failure of a forward, since the others wait for this rank.
         """
-        self._now_s = self._clock() if now_s is None else now_s
+        self._now_s = self._queue.now_s = self._clock() if now_s is None else now_s
         self._rows = self._most_rows
         self._cache.poll(self._now_s, deliver=False)  # the engine delivers events after the step
         self._sessions.poll(self._now_s, self._spare)
@@ -344,8 +290,7 @@ class Scheduler:
         self._idle = not scheduled
         if scheduled:
             self._forward(scheduled)
-        events, self._events = self._events, []
-        return events
+        return self._outputs.take()
 
     def close(self) -> None:
         """Ends what was begun for requests that have not come."""
@@ -363,7 +308,7 @@ class Scheduler:
         sequence.close()
         sequence.was_preempted = True
         sequence.timeline.begin("queue")
-        self._waiting[sequence.id] = sequence
+        self._queue.sequences[sequence.id] = sequence
 
     def _schedule_running(self) -> list[tuple[Sequence, int]]:
         """Schedules running requests, with the number of tokens of each: decodes first, then prefills, oldest first.
@@ -371,8 +316,8 @@ class Scheduler:
         Allocates the pages that they need. Where there are none, the newest request is preempted.
         """
         for sequence in tuple(self._running.values()):
-            if sequence.prefetch is not None:
-                self._meet(sequence, sequence.prefetch)
+            if sequence.prefetch.meets(sequence.computed, loading=sequence.loading):
+                self._requeue(sequence)
         self._allocate_running()
         running = tuple(self._running.values())
         budget = self._limits.token_budget
@@ -406,11 +351,11 @@ class Scheduler:
         scheduled: list[tuple[Sequence, int]] = []
         if not self._has_room(budget):
             return scheduled
-        ranked = self._rank_waiting()
+        ranked, running = self._queue.rank(), self._running.values()
         for sequence, hit in ranked:
             if not self._has_room(budget):
                 break
-            if self._is_deferred(sequence, hit) or self._awaits_prefetch(sequence):
+            if self._queue.is_deferred(sequence, hit, running) or sequence.prefetch.waits(again=not sequence.reading):
                 continue
             if self._blocked == (sequence.id, self._room()):
                 break
@@ -420,10 +365,10 @@ class Scheduler:
                 if self._running or (self._tiers is not None and self._tiers.copying):
                     self._blocked = (sequence.id, self._room())
                     break
-                self._finish(sequence, "error", error=str(error))  # nothing runs, so no page will ever be freed
+                self._finish(sequence, End("error", error=str(error)))  # nothing runs, so no page will ever be freed
                 continue
             for other, _ in ranked:
-                self._request_checkpoint(sequence, other)
+                self._queue.request_checkpoint(sequence, other)
             if n := self._chunk(sequence, budget):
                 scheduled.append((sequence, n))
                 budget -= n
@@ -431,7 +376,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Returns how many tokens a request computes next; 0: it waits for pages from storage."""
-        ahead = None if sequence.prefetch is None else sequence.prefetch.ahead(sequence.computed)
+        ahead = sequence.prefetch.ahead(sequence.computed)
         budget = budget if ahead is None else min(budget, ahead)
         if not sequence.scoring:
             return sequence.chunk(budget) if budget > 0 else 0
@@ -474,113 +419,10 @@ class Scheduler:
     def _spare(self) -> int:
         """Returns the pages of the first component that no request needs; none while one waits."""
         size, running = self._cache.page_size, self._running.values()
-        return 0 if self._waiting else self._room()[0] - sum(-(-sequence.left // size) for sequence in running)
+        return 0 if self._queue.sequences else self._room()[0] - sum(-(-sequence.left // size) for sequence in running)
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
-
-    def _rank_waiting(self) -> list[tuple[Sequence, int]]:
-        """Returns the waiting requests in admission order, each with the length of its hit."""
-        keys = self._cache.tree.keys
-        oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=Sequence.precedence)
-
-        def hit(sequence: Sequence) -> int:
-            if sequence.reading:
-                return 0
-            return self._cache.peek(sequence.encoded(keys), sequence.request.namespace)
-
-        hits = [(sequence, hit(sequence)) for sequence in oldest]
-
-        def rank(entry: tuple[Sequence, int]) -> tuple[object, ...]:
-            sequence, hit = entry
-            fresh = not (sequence.was_preempted or self._is_aged(sequence))
-            priority, first, arrival = sequence.precedence()
-            return priority, first, fresh, -hit if fresh else 0, arrival
-
-        return sorted(hits, key=rank)
-
-    def _is_aged(self, sequence: Sequence) -> bool:
-        return self._now_s - sequence.arrived_s > self._limits.age_limit_s
-
-    def _is_deferred(self, sequence: Sequence, hit: int) -> bool:
-        """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
-        if not self._cache.enabled or sequence.reading or self._is_aged(sequence):
-            return False
-        for other in self._running.values():
-            if other.publishing and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
-                return True
-        return False
-
-    def _will_share(self, other: Sequence, sequence: Sequence, hit: int) -> bool:
-        """Whether a running prefill will publish, or has loaded, more of a prompt than `hit`."""
-        shared = self._shared(other, sequence)
-        if self._plans_states:
-            shared = other.last_planned(shared)
-        return shared > hit or shared > other.loading_from
-
-    def _shared(self, one: Sequence, other: Sequence) -> int:
-        """Returns the last page boundary up to which two prompts agree and at which `other` could start."""
-        # One token is always left to compute, so a hit never includes the last one.
-        page = self._cache.page_size
-        same = min(common_prefix(one.symbols, other.symbols, page), other.length - 1)
-        return last_boundary(same, page, other.atomic)
-
-    def _request_checkpoint(self, running: Sequence, sequence: Sequence) -> None:
-        """Makes a running prefill keep its state where a waiting request parts from it."""
-        wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.publishing
-        if wanted and running.namespace == sequence.namespace:
-            running.add_checkpoint(self._shared(running, sequence), self._limits.states_per_path)
-
-    def _prefetch(self, sequence: Sequence) -> None:
-        """Starts to prefetch what neither device nor host has of a prompt."""
-        if self._tiers is not None and self._cache.enabled and not sequence.reading:
-            key = sequence.encoded(self._cache.tree.keys)
-            prefetch = self._tiers.prefetch(key, sequence.request.namespace, bidirectional=True)
-            sequence.begin_prefetch(prefetch, self._tiers.declined)
-
-    def _awaits_prefetch(self, sequence: Sequence) -> bool:
-        """Whether to wait, since storage may soon bring more of this request's prompt."""
-        prefetch = sequence.prefetch
-        if (
-            prefetch is not None
-            and prefetch.ended
-            and prefetch.shared
-            and prefetch.loaded
-            and sequence.prefetches < _PREFETCHES
-        ):
-            sequence.drop_prefetch()  # it was shared with another prompt, which may part from this one further on
-            self._prefetch(sequence)
-        elif (
-            prefetch is None
-            and sequence.prefetches < _PREFETCHES
-            and self._tiers is not None
-            and self._tiers.can_prefetch
-        ):
-            self._prefetch(sequence)  # too many were under way
-        return sequence.prefetch is not None and sequence.prefetch.waiting
-
-    def _meet(self, sequence: Sequence, prefetch: Prefetch) -> None:
-        """Lets a request go on after the pages that have arrived: it is admitted again, before others."""
-        assert self._tiers is not None
-        if prefetch.usable > sequence.computed and not sequence.loading:
-            keys, namespace = self._cache.tree.keys, sequence.request.namespace
-            found = self._cache.peek(sequence.encoded(keys), namespace) - sequence.computed
-            if found > 0 and found >= self._tiers.load_min_tokens():
-                self._requeue(sequence)
-                sequence.met = True
-                return
-        if prefetch.ended:
-            sequence.drop_prefetch()
-
-    def _leads(self, sequence: Sequence, load: Load | None) -> bool:
-        """Whether an admitted request computes while its prefetch goes on reading."""
-        prefetch, met = sequence.prefetch, sequence.met
-        sequence.met = False
-        if prefetch is None or (met and load is None):
-            return False  # what has arrived cannot be used
-        key = sequence.encoded(self._cache.tree.keys).symbols
-        sequence.leads = sequence.leads or prefetch.lead(key, sequence.computed)
-        return sequence.leads
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
@@ -595,17 +437,16 @@ class Scheduler:
         except OutOfPages:
             sequence.drop()
             raise
-        del self._waiting[sequence.id]
+        del self._queue.sequences[sequence.id]
         self._running[sequence.id] = sequence
         sequence.timeline.admitted(loads=load is not None)
         self.hits.admitted(sequence, lease, load, self._clock())
-        if not self._leads(sequence, load):
-            sequence.drop_prefetch()
-        self._report_progress(sequence)
+        sequence.prefetch.begins_to_lead(sequence.computed, loads=load is not None)
+        self._outputs.progress(sequence)
 
     def _checkpoints(self, sequence: Sequence, lease: Lease) -> list[Checkpoint]:
         """Plans at which positions a request's state is copied."""
-        if not self._plans_states or not self._cache.enabled or sequence.request.hints.no_store:
+        if not self._queue.plans_states or not self._cache.enabled or sequence.request.hints.no_store:
             return []
         limits, page = self._limits, self._cache.page_size
         return plan_checkpoints(
@@ -643,31 +484,29 @@ class Scheduler:
                 raise
             log.exception("a forward over %d requests failed; ending them", len(scheduled))
             for sequence, _ in scheduled:
-                self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
+                self._finish(sequence, End("error", error=f"{type(error).__name__}: {error}"))
             return
         chosen = {**dict(zip(sampled, choices, strict=True)), **dict.fromkeys(unscored, _NO_CHOICE)}
         for sequence, n in scheduled:
             self.totals.computed_tokens += n + len(sequence.draft)
             if chosen.get(sequence, _NOT_SAMPLED)[0] is None:  # what it has computed is not worth keeping
-                self._finish(sequence, "error", error=_NO_LOGITS)
+                self._finish(sequence, End("error", error=NO_LOGITS))
                 continue
             was_prefilling = sequence.prefilling
             kept = sequence.advance(n)
             if kept is not None:
                 self.totals.checkpoints[kept] += 1
             if was_prefilling:
-                self._report_progress(sequence)
-            if sequence.prefetch is not None:
-                sequence.prefetch.reached(sequence.computed)
-                if not sequence.prefilling:
-                    sequence.drop_prefetch()
+                self._outputs.progress(sequence)
+            sequence.prefetch.reached(sequence.computed, prefilling=sequence.prefilling)
             if not sequence.prefilling:
                 self.hits.settle(sequence)
         for sequence, choices_of in chosen.items():
             if choices_of[0] is None:
                 continue
             try:
-                self._process_choices(sequence, choices_of)
+                if (end := self._outputs.process(sequence, choices_of)) is not None:
+                    self._finish(sequence, end)
             except Exception as error:  # noqa: BLE001  # e.g. the tokenizer cannot decode it; other requests go on
                 self._fail(sequence, "failed", error)
 
@@ -689,7 +528,7 @@ class Scheduler:
             return scheduled, sampled, logits
         for sequence in failed:
             self.hits.load_failed(sequence)
-            sequence.drop_prefetch()  # what it brings cannot be used either
+            sequence.prefetch.end()  # what it brings cannot be used either
         rows = torch.split(logits, [1 + len(sequence.draft) for sequence in sampled])
         good = [at for at, sequence in enumerate(sampled) if sequence not in failed]
         scheduled = [(sequence, n) for sequence, n in scheduled if sequence not in failed]
@@ -702,88 +541,19 @@ class Scheduler:
         size = self._cache.page_size
         return -(-sequence.length // size) - lease.hit // size <= self._room()[0]
 
-    def _report_progress(self, sequence: Sequence) -> None:
-        if not sequence.generated:
-            self._events.append((sequence.id, Progress(sequence.computed, sequence.length)))
-
-    def _process_choices(self, sequence: Sequence, choices: list[Choice]) -> None:
-        """Processes the next token, and those of the draft that were right, until the request ends."""
-        if sequence.scores and not sequence.generated:
-            self._events.append((sequence.id, Delta("", prompt_logprobs=tuple(sequence.scores))))
-        if sequence.pooling is not None:
-            vector = sequence.pooling.vector(sequence.length)
-            if vector is None:
-                self._finish(sequence, "error", error="the model's hidden states hold NaN or infinity")
-                return
-            self._events.append((sequence.id, Delta("", embedding=vector)))
-        if not sequence.request.params.max_tokens:
-            self._finish(sequence, "length")
-            return
-        last = choices[-1]
-        ended = last if isinstance(last, str) else None
-        sampled = [choice for choice in choices if not isinstance(choice, str)]
-        drafted, kept = sequence.take_draft(), max(len(sampled) - 1, 0)
-        if drafted:
-            sequence.pace.observe(drafted, kept)
-            self.totals.drafted_tokens += drafted
-            self.totals.accepted_tokens += kept
-        for at, choice in enumerate(sampled):
-            if choice is None:
-                self._finish(sequence, "error", error=_NO_LOGITS)
-                return
-            if at:
-                sequence.advance(1)
-            token, logprob = choice
-            final = ended if at == len(sampled) - 1 else None
-            self._process_token(sequence, token, () if logprob is None else (logprob,), final)
-            if sequence.id not in self._running:
-                return
-        if ended is not None:  # no token at all
-            self._finish(sequence, ended)
-
-    def _process_token(
-        self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...], ended: Ended | None
-    ) -> None:
-        """Appends a sampled token to its sequence, and reports it; ends the request if it was the last."""
-        self.totals.generated_tokens += 1
-        if sequence.first_token_s is None:
-            sequence.first_token_s = self._clock()
-        sequence.append(token)
-        self._report(sequence, token, logprobs, ended)
-
-    def _report(self, sequence: Sequence, token: int, scores: tuple[TokenLogprob, ...], ended: Ended | None) -> None:
-        """Reports the newest token of a sequence; ends the request if it was the last."""
-        params = sequence.request.params
-        if (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids:
-            shown = sequence.text.push(token) if params.include_stop_str_in_output else ""
-            self._finish(sequence, "stop", Delta(shown, (token,), scores))
-            return
-        delta = Delta(sequence.text.push(token), (token,), scores)
-        if sequence.text.stop is not None:
-            self._finish(sequence, "stop", delta)
-        elif ended is not None:
-            self._finish(sequence, ended, delta)
-        elif sequence.generated == params.max_tokens:
-            self._finish(sequence, "length", delta)
-        else:
-            self._events.append((sequence.id, delta))
-
     def _fail(self, sequence: Sequence, what: str, error: Exception) -> None:
         log.exception("request %s %s; ending it", sequence.id, what)
-        self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
+        self._finish(sequence, End("error", error=f"{type(error).__name__}: {error}"))
 
-    def _finish(self, sequence: Sequence, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
-        self._waiting.pop(sequence.id, None)
+    def _finish(self, sequence: Sequence, end: End) -> None:
+        self._queue.sequences.pop(sequence.id, None)
         self._running.pop(sequence.id, None)
-        sequence.drop_prefetch()
+        sequence.prefetch.end()
         self.hits.ended(sequence)
         sequence.close()
-        prefixes = sequence.settle(self._cache.retention, self._now_s, reason)
-        self.totals.errors += error is not None
+        prefixes = sequence.settle(self._cache.retention, self._now_s, end.reason)
+        self.totals.errors += end.error is not None
         usage = sequence.usage(self._clock(), prefixes)
-        if reason in ("stop", "length"):
+        if end.reason in ("stop", "length"):
             self._sessions.ended(sequence, self._now_s)
-        text = last.text + sequence.flush(reason == "length")
-        if (stop := sequence.text.stop) is not None and reason == "length":
-            reason = "stop"
-        self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error, stop)))
+        self._outputs.end(sequence, end, usage)

@@ -6,7 +6,7 @@ publishes what it has computed. It knows no other sequence. The scheduler decide
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mainstem.cache.explain import Stretches
 from mainstem.cache.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.cache.namespaces import encode_namespace
-from mainstem.cache.prefix_cache import Lease
+from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.cache.retention import Kept, Retention
 from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.pooling import Pooling
@@ -22,14 +22,11 @@ from mainstem.runtime.sampling.sampler import Sampler
 from mainstem.runtime.schedule.checkpoints import Checkpoint, Reason, Span, chunk_end
 from mainstem.runtime.schedule.drafts import Pace
 from mainstem.runtime.schedule.explaining import Circumstances
+from mainstem.runtime.schedule.prompt_prefetch import PromptPrefetch
 from mainstem.runtime.schedule.timeline import Timeline
 from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Detokenizer
 from mainstem.tiers.host.load import Load
-from mainstem.tiers.prefetch.prefetch import Prefetch
-from mainstem.tiers.prefetch.waits import Missed
-
-log = logging.getLogger(__name__)
 
 
 class Sequence:
@@ -45,6 +42,7 @@ class Sequence:
         self,
         id: str,
         request: Request,
+        cache: PrefixCache,
         prompt: Encoded,
         arrival: int,
         arrived_s: float,
@@ -72,15 +70,11 @@ class Sequence:
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
         self.cached_end = 0  # how far the device had it when it was first admitted
         self.was_preempted = False
-        self.prefetch: Prefetch | None = None
-        self.prefetches = 0  # number begun
-        self.stored = 0  # positions that they loaded
-        self.missed: list[Missed] = []  # what storage has, or may have, and they did not bring
+        encoded = partial(self.encoded, cache.tree.keys)
+        self.prefetch = PromptPrefetch(cache, encoded, request.namespace, timeline)
         self.explained: Circumstances | None = None  # why its prompt is computed, as far as it is known yet
         self.explanation: Stretches | None = None  # once it is
         self.settled = False  # whether its misses are counted
-        self.leads = False  # whether it computes while `prefetch` goes on
-        self.met = False  # whether it waits to be admitted again, after pages that have arrived
         self.counted: tuple[int, int] | None = None  # tokens of the load that count as cached: on the host, in storage
         self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
         self._arrival = arrival
@@ -198,25 +192,6 @@ class Sequence:
         self._lease.abort()
         self._lease = self._load = None
         self.computed = 0
-
-    def begin_prefetch(self, prefetch: Prefetch | None, declined: Missed | None) -> None:
-        """Takes over what reads storage for its prompt; None: nothing does, for the reason `declined`."""
-        self.prefetch = prefetch
-        self.missed += [] if prefetch is not None or declined is None else [declined]
-        self.prefetches += 1
-        if prefetch is not None:
-            self.timeline.begin("prefetch")
-
-    def drop_prefetch(self) -> None:
-        """Reads storage no further, if it did; what has arrived stays."""
-        if self.prefetch is not None:
-            if self.leads:
-                self.prefetch.stop_leading()
-            self.stored += self.prefetch.loaded
-            self.missed += self.prefetch.missed(self._encoded.symbols)
-            self.prefetch.revoke()
-            self.prefetch, self.leads = None, False
-            self.timeline.end("prefetch")
 
     def chunk(self, budget: int) -> int:
         """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
@@ -366,14 +341,6 @@ class Sequence:
     def _add(self, token: int) -> None:
         self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
-
-    def flush(self, cut: bool) -> str:
-        """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
-        try:
-            return self.text.flush(cut)
-        except Exception:
-            log.exception("the last text of request %s cannot be decoded", self.id)
-            return ""
 
     def close(self) -> None:
         """Ends the lease, if there is one. What was computed stays in the cache, but nothing of a failed step."""
