@@ -22,7 +22,7 @@ from rigs.fake_engine import FakeEngine
 
 from mainstem import cli
 from mainstem.errors import EngineClosed, ModelNotFound
-from mainstem.server import app as server_app
+from mainstem.server import serving
 from mainstem.settings.engine import EngineConfig, ModelConfig
 from mainstem.settings.fields import Settings
 from mainstem.storage import open_backend
@@ -299,7 +299,7 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"tokens": [1, 2]}')
     served: list[Any] = []
-    monkeypatch.setattr(server_app, "serve", lambda engine, config, listener: served.append((engine, config)))
+    monkeypatch.setattr(serving, "serve", lambda engine, config, listener: served.append((engine, config)))
     monkeypatch.setenv("MAINSTEM_API_KEY", "from-the-environment")
     engine_options = "--kv-bytes 1.5GiB --page-size 32 --token-budget 64 --max-running 2 --max-waiting 3 --no-cache"
     hybrid_options = (
@@ -339,7 +339,7 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
 def test_serve_says_what_it_is_doing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server_app, "serve", lambda *_: print("serving", file=sys.stderr))
+    monkeypatch.setattr(serving, "serve", lambda *_: print("serving", file=sys.stderr))
     assert run("serve", "a-model", "--port", "0", "--adapter", f"french={tmp_path}") == 0
     out, err = capsys.readouterr()
     first, *stages = err.splitlines()
@@ -362,7 +362,7 @@ def test_a_terminal_shows_bars_while_serve_starts_and_none_after(
     terminal = Terminal()
     served: list[str] = []
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(server_app, "serve", lambda *_: served.append(terminal.getvalue()))
+    monkeypatch.setattr(serving, "serve", lambda *_: served.append(terminal.getvalue()))
     assert run("serve", "--port", "0") == 0
     (shown,) = served
     assert "mainstem: starting to serve the-default" in shown.splitlines()[0]
@@ -395,7 +395,7 @@ sys.exit(cli.main(["serve", "--port", "0", "--host-ratio", "1"]))
 def test_serve_loads_adapters(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server_app, "serve", lambda *_: None)
+    monkeypatch.setattr(serving, "serve", lambda *_: None)
     adapters = [f"{name}={tmp_path}" for name in ("french", "legal")]
     assert run("serve", "--port", "0", "--adapter", adapters[0], "--adapter", adapters[1]) == 0
     assert machine.engine.adapters == ("french", "legal")
@@ -421,7 +421,7 @@ def test_a_dead_engine_is_a_failure(
     def dies(*_: object) -> None:
         raise EngineClosed("the engine failed: RuntimeError: out of memory")
 
-    monkeypatch.setattr(server_app, "serve", dies)
+    monkeypatch.setattr(serving, "serve", dies)
     assert run("serve", "--port", "0") == 1
     assert capsys.readouterr().err.splitlines()[-1] == "mainstem: the engine failed: RuntimeError: out of memory"
 
@@ -435,7 +435,7 @@ def test_the_help_says_how_keys_are_given(capsys: pytest.CaptureFixture[str]) ->
 
 def test_several_keys_in_the_environment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr(server_app, "serve", lambda engine, config, listener: served.append(config))
+    monkeypatch.setattr(serving, "serve", lambda engine, config, listener: served.append(config))
     monkeypatch.setenv("MAINSTEM_API_KEY", "one two")
     monkeypatch.setenv("MAINSTEM_ADMIN_KEY", "root")
     assert run("serve", "--port", "0") == 0

@@ -63,7 +63,7 @@ PATIENCE_S = patience(60)
 PRELOADED = [
     "mainstem.cli",
     "mainstem.runtime.parallel.launch",
-    "mainstem.server.app",
+    "mainstem.server.serving",
     "mainstem.storage.file",
     "torch.distributed.tensor",
     "transformers.distributed.tensor_parallel",

@@ -32,7 +32,7 @@ PATIENCE_S = patience(60)
 PRELOADED = [
     "mainstem.cli",
     "mainstem.runtime.engine",
-    "mainstem.server.app",
+    "mainstem.server.serving",
     "mainstem.storage.file",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
