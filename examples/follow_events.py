@@ -56,7 +56,8 @@ def follow_own_cache() -> None:
         publisher = Publisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
         stack.callback(publisher.close)
         cache = PrefixCache(pages=64, page_size=4, on_event=publisher.put)
-        publisher.state = cache.event_state  # for who joins late
+        assert cache.events is not None
+        publisher.state = cache.events.state  # for those that join late
         router = Router(stack, publisher.endpoint, publisher.replay or "")
         for prompt in (range(20), [*range(8), *range(50, 62)]):
             with cache.lease(list(prompt)) as lease:
