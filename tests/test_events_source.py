@@ -265,6 +265,25 @@ def test_pages_in_storage_are_given_up_where_there_are_too_many(monkeypatch: pyt
     }
 
 
+def test_what_continues_pages_in_storage_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each of many long prompts only the last page was written: what it continues must not add up."""
+    monkeypatch.setattr("mainstem.events.source._MAX_KNOWN", 12)
+    tree, source = listening(page_size=1, tiers=2)
+    replica, late = Replica(), Replica()
+    for number in range(4):
+        ids = range(6 * number, 6 * number + 6)
+        node = tree.insert([number, 1, 2, 3, 4, 5], ids).node
+        tree.attach(node, ids, tier=HOST, ready=True)
+        tree.core.note_written(node, 5)
+    replica.apply(source.take())
+    state = list(source.state())
+    late.apply(state)
+    for each in (replica, late):
+        assert sum("STORAGE" in block.media for block in each.blocks.values()) == 2, "those written last"
+    kept = [event for event in state if isinstance(event, BlockStored) and event.medium == "STORAGE"]
+    assert sum(len(event.block_hashes) for event in kept) == 12
+
+
 def test_more_than_is_noted_is_dropped_and_stored_anew(caplog: pytest.LogCaptureFixture) -> None:
     tree, source = listening(page_size=1, limit=4)
     replica = Replica()

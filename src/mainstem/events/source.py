@@ -39,6 +39,7 @@ _SYMBOL_BYTES = 4
 _NOTED_BYTES = 8 << 20  # of tokens that are noted and not taken
 _SALT_BYTES = 16
 _MAX_STORED = 1 << 17  # pages in storage that are known
+_MAX_KNOWN = 1 << 18  # these, and what they continue
 _MAX_NAMESPACES = 1024  # whose names are kept
 _STEP_PAGES = 1024  # about a millisecond
 _STEPS = 128  # at most, until all that is there was taken: with more pages, a step has more
@@ -259,9 +260,11 @@ class Source:
         for block in blocks:
             self._stored[block] = None
             self._stored.move_to_end(block)
-        surplus = [block for block, _ in zip(self._stored, range(len(self._stored) - _MAX_STORED), strict=False)]
+        surplus: list[int] = []
+        while len(self._stored) > _MAX_STORED or (self._stored and len(self._known) > _MAX_KNOWN):
+            surplus.append(next(iter(self._stored)))
+            self._give_up(surplus[-1:])
         if surplus:
-            self._give_up(surplus)
             yield BlockRemoved(tuple(surplus), "STORAGE")
 
     def _give_up(self, blocks: Iterable[int]) -> None:
