@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from mainstem.runtime.engine_core import EngineCore
 from mainstem.runtime.memory.pools import pool_sizes
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Request
+from mainstem.runtime.schedule.meter import Totals
 from mainstem.runtime.segments import Segment
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import EngineConfig, EventConfig, HostSize, SamplingParams, TierConfig
@@ -717,3 +719,44 @@ def test_events_are_published_to_the_end_though_nothing_happens_any_more(
     engine = rig(events=EventConfig(kv_events="tcp://127.0.0.1:0")).engine
     engine.tree()  # one round of its loop, which then has nothing to do
     eventually(lambda: len(steps) >= 10)
+
+
+def test_events_are_published_though_the_publisher_lagged_when_the_last_request_ended(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mainstem.events.publisher._QUEUED", 0)
+    engine = rig(events=EventConfig(kv_events="tcp://127.0.0.1:0")).engine
+    engine.submit(request()).result(WAIT_S)
+    engine.tree()  # after the step that ended it
+    assert engine.stats().events.published == 0  # type: ignore[union-attr]
+    monkeypatch.setattr("mainstem.events.publisher._QUEUED", 1)
+    eventually(lambda: engine.stats().events.published > 0)  # type: ignore[union-attr]
+
+
+def test_asking_for_the_counts_ends_no_lease(rig: Callable[..., Rig]) -> None:
+    """Another thread asks, at any time: what is dropped is ended by the engine's, at the same point on every rank."""
+    engine = rig().engine
+    lease = engine._core.cache.lease(prompt(1, 8))
+    with pytest.warns(ResourceWarning):
+        del lease
+    assert [engine.stats().cache.leases.open for _ in range(2)] == [1, 1]
+    assert engine._core.cache.stats().leases.open == 0
+
+
+def test_counts_are_copied_as_they_are_at_one_moment() -> None:
+    """Else what the device had, a difference, could go back, which a scraper takes for a restart."""
+    totals = Totals()
+
+    def meanwhile(*_: object) -> Any:
+        totals.cached_tokens += 1
+        totals.host_tokens += 1
+        return meanwhile
+
+    tracing = sys.gettrace()
+    sys.settrace(meanwhile)
+    try:
+        copy = totals.copy()
+    finally:
+        sys.settrace(tracing)
+    assert totals.host_tokens > 1
+    assert copy.device_tokens == 0

@@ -443,9 +443,14 @@ class PrefixCache:
         """Pages that came or left without an event of their own."""
         return 0 if self.events is None else self.events.dropped
 
-    def stats(self) -> CacheStats:
-        """Returns the counts, which are kept up to date."""
-        self._core.take_back()
+    def stats(self, *, settle: bool = True) -> CacheStats:
+        """Returns the counts, which are kept up to date.
+
+        Args:
+            settle: first end leases that were dropped. False: change nothing, so that any thread may ask.
+        """
+        if settle:
+            self._core.take_back()
         core, pools = self.tree.core, enumerate(self.pools.items())
         counts = {name: PoolStats.of(pool, core.counts(row, DEVICE)[1]) for row, (name, pool) in pools}
         return CacheStats(self._core.counters(), self.tree.stats(), counts, self.retention.stats())

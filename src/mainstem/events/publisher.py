@@ -147,6 +147,11 @@ class Publisher:
         """Whether events may be added now."""
         return len(self._queue) < _QUEUED and not self._failed
 
+    @property
+    def lags(self) -> bool:
+        """Whether there is no room now, but will be once more is sent."""
+        return len(self._queue) >= _QUEUED and not self._failed
+
     def put(self, event: Event) -> None:
         """Adds an event. Does not block."""
         self._queue.append(event)

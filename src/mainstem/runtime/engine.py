@@ -2,7 +2,7 @@
 
 Engine       checks what callers give, and names the weights and images that a request depends on
 EngineLoop   a thread: commands in, streams out
-EngineCore   model, cache, scheduler and tiers of one rank, which only that thread uses
+EngineCore   model, cache, scheduler and tiers of one rank, which only that thread changes; any may ask for its counts
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class EngineCore:
         refused, self._refused = self._refused, []
         events = refused + self.scheduler.step(self.now_s)
         self.advice.poll()
-        if self.publisher is not None and self.publisher.has_room:
-            self._unpublished = self.cache.deliver_events()
+        if self.publisher is not None:
+            self._unpublished = self.cache.deliver_events() if self.publisher.has_room else self.publisher.lags
         if not self.scheduler.busy or self.now_s >= self._counted_s + _QUEUE_S:  # it looks up every prompt that waits
             self.queued, self._counted_s = self.scheduler.queued(), self.now_s
         return self._handover.pass_on(events, self.now_s, everything=self.stopping)
@@ -196,7 +196,7 @@ class EngineCore:
             waiting=self.scheduler.waiting,
             adapters=len(self.model.adapters.names),
             totals=self.scheduler.totals.copy(),
-            cache=self.cache.stats(),
+            cache=self.cache.stats(settle=False),
             compiled_grammars=self.scheduler.intake.grammars.compiled,
             tiers=None if self.tiers is None else self.tiers.stats(),
             vision=None if self.model.vision is None else self.model.vision.stats(),

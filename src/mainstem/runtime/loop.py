@@ -5,8 +5,8 @@
    submit, cancel, ask  -> commands -> run -> step -> deliver -> Stream -> for delta in stream
                                        ^______________|                   async for delta in stream
 ```
-Only this thread uses the core. It sleeps while there is nothing to do. When it ends, by `close` or by a failure, every
-stream has ended and every call has returned or raised.
+Only this thread changes the core; others read its counts, and let it check requests. It sleeps while there is nothing
+to do. When it ends, by `close` or by a failure, every stream has ended and every call has returned or raised.
 
 With several ranks, each has a loop. Rank 0 takes the requests and shares the commands of each step; the others run the
 same commands and steps, and have no streams.
