@@ -144,6 +144,7 @@ LANES = (
         (
             "src/mainstem/integrations/sglang.py",
             "src/mainstem/tiers/keyed.py",
+            "src/mainstem/tiers/storage/slots.py",
             "tests/test_sglang.py",
             "tests/rigs/kept_store.py",
             "tests/rigs/sglang_*.py",
@@ -207,6 +208,7 @@ LANES = (
             "src/mainstem/integrations/options.py",
             "src/mainstem/integrations/vllm.py",
             "src/mainstem/integrations/vllm_plugin.py",
+            "src/mainstem/tiers/storage/slots.py",
             "tests/requirements-vllm.txt",
             "tests/rigs/vllm_*.py",
             "tests/test_events_vllm.py",
