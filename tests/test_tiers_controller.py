@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from rigs.ghost_memory import GhostMemory
@@ -17,6 +17,7 @@ from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.tier import HostTier
+from mainstem.tiers.pending import ARRIVED, Pending
 
 
 def test_a_tree_that_does_not_fit_is_rejected() -> None:
@@ -129,6 +130,27 @@ def test_drain_gives_up_after_its_time() -> None:
     alone.stuck = False
     assert alone.tiers.drain(1.0)
     assert Alone(stuck=True).tiers.drain(0.0), "nothing is under way"
+
+
+class Ended(Pending):
+    """Has ended, and asks another function for what is under way while it is settled."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self.ask, self.answer = ask, 0
+
+    def vote(self) -> int:
+        return ARRIVED
+
+    def settle(self, outcome: int) -> None:
+        self.answer = self.ask()
+
+
+def test_what_is_being_settled_counts_as_under_way_until_what_it_begins_has_begun() -> None:
+    """Another thread may ask in the middle of a poll: between a backup's end and its write, all would seem done."""
+    tiers = Alone().tiers
+    ended = tiers.pending.add(Ended(lambda: tiers.stats().under_way))
+    tiers.poll()
+    assert (ended.answer, tiers.stats().under_way) == (1, 0)
 
 
 class Lasting(FaultyBackend):

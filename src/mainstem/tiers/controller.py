@@ -165,6 +165,7 @@ class Tiers:
         self.costs = Costs()
         self.prefill = self.costs.prefill
         self.pending = PendingList(host.agree)
+        self._polled = 0  # what was under way when the poll of this moment began
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
@@ -198,6 +199,13 @@ class Tiers:
 
     def poll(self) -> None:
         """Settles what has ended and begins what is due. Does not block."""
+        self._polled = len(self.pending)  # a backup that has ended counts until its writes have begun
+        try:
+            self._poll()
+        finally:
+            self._polled = 0
+
+    def _poll(self) -> None:
         self.pending.settle()
         if self.store is not None:
             self.store.settle()
@@ -342,7 +350,7 @@ class Tiers:
             host_free=pool.free,
             host_cached=pool.cached,
             host_private=pool.private,
-            under_way=len(self.pending),
+            under_way=max(len(self.pending), self._polled),
             **counts,
         )
 
