@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import itertools
 import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -760,3 +762,17 @@ def test_counts_are_copied_as_they_are_at_one_moment() -> None:
         sys.settrace(tracing)
     assert totals.host_tokens > 1
     assert copy.device_tokens == 0
+
+
+def test_a_request_that_has_ended_holds_no_memory(rig: Callable[..., Rig]) -> None:
+    made, asked = rig(), request()
+    tokens = weakref.ref(asked.tokens)
+    gc.collect()
+    gc.disable()  # it runs too seldom for prompts, masks and images
+    try:
+        made.engine.submit(asked).result(WAIT_S)
+        del asked
+        made.engine.tree()  # the next round of its loop
+        assert tokens() is None
+    finally:
+        gc.enable()

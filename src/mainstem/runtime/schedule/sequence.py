@@ -7,6 +7,7 @@ publishes what it has computed. It knows no other sequence. The scheduler decide
 from __future__ import annotations
 
 from functools import partial
+from weakref import proxy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +71,7 @@ class Sequence:
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
         self.cached_end = 0  # how far the device had it when it was first admitted
         self.was_preempted = False
-        encoded = partial(self.encoded, cache.tree.keys)
+        encoded = partial(Sequence.encoded, proxy(self), cache.tree.keys)  # a cycle would outlive the request
         self.prefetch = PromptPrefetch(cache, encoded, request.namespace, timeline)
         self.explained: Circumstances | None = None  # why its prompt is computed, as far as it is known yet
         self.explanation: Stretches | None = None  # once it is
