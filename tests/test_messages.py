@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from mainstem.server.apis.messages.blocks import attribution
 from mainstem.server.apis.messages.request import RULES, ContentBlock, CountRequest, MessageRequest
+from mainstem.server.apis.table import APIS
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
 
@@ -226,6 +227,24 @@ def test_tools_and_their_results() -> None:
         "role": "user",
         "content": "Result of weather:\nrain\n\nResult of weather:\nError:\nno city\n\nAnd now?",
     }, "this template knows no tools"
+
+
+def test_a_template_gets_the_same_messages_as_of_a_chat() -> None:
+    """To the order of their fields, and without thoughts that say nothing: some templates write a message as it is."""
+    use = {"type": "tool_use", "id": "u", "name": "weather", "input": {}}
+    call = {"id": "u", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    for thought in ("Hm.", ""):
+        thinking = {"type": "thinking", "thinking": thought, "signature": "s"}
+        said = {"role": "assistant", "content": "I look.", "reasoning_content": thought, "tool_calls": [call]}
+        result = {"type": "tool_result", "tool_use_id": "u", "content": "rain"}
+        turns = [USER, blocks(thinking, text("I look."), use, role="assistant"), blocks(result)]
+        message = {"max_tokens": 1, "messages": turns}
+        chat = {"messages": [USER, said, {"role": "tool", "tool_call_id": "u", "content": "rain"}]}
+        read = (APIS[path].read(json.dumps({"model": "m", **body}).encode(), None)
+                for path, body in ((PATH, message), ("/v1/chat/completions", chat)))  # fmt: skip
+        ours, theirs = (json.dumps(asked.prompt.messages) for asked in read)  # type: ignore[union-attr]
+        assert ours == theirs
+        assert ("reasoning_content" in ours) == bool(thought)
 
 
 @pytest.mark.parametrize(("choice", "calls"), [("auto", True), ("none", False)])

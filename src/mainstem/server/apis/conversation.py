@@ -162,10 +162,7 @@ class ConversationBuilder:
         for message, at in zip(self.messages, self._paths, strict=True):
             if message["content"] is None and message["role"] != "assistant":
                 raise wrong(f"{at}.content", "this field is required")
-        marks = list(self._placed())
-        return [
-            {**each, "content": None if each["content"] is None else joined(each["content"])} for each in self.messages
-        ], marks
+        return [_as_template(each) for each in self.messages], list(self._placed())
 
     def _placed(self) -> Iterator[Mark]:
         for (index, part), ttl in sorted(self._marks.items(), key=lambda mark: mark[0]):
@@ -183,6 +180,15 @@ class ConversationBuilder:
 
 
 _WHOLE = 1 << 62
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Of a message, in the order in which a chat's have them: a template may write a message as it is."""
+
+
+def _as_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as templates take it: without thoughts that say nothing, as in a chat."""
+    content = None if message["content"] is None else joined(message["content"])
+    given = {**message, "content": content, "reasoning_content": message.get("reasoning_content") or None}
+    return {name: given[name] for name in _FIELDS if given.get(name) is not None or name == "content"}
 
 
 def after_part(message: int, parts: int, ttl: str | None, texts: Sequence[str]) -> Mark:
