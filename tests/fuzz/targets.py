@@ -145,14 +145,24 @@ def _frames() -> Run:
 def _bodies() -> Run:
     """The first byte chooses the route."""
     from mainstem.server.apis.bodies import decode
+    from mainstem.server.apis.generation import Linked
     from mainstem.server.apis.messages.request import read_count
-    from mainstem.server.apis.table import APIS
+    from mainstem.server.apis.table import APIS, Api
     from mainstem.server.errors import ApiError
     from mainstem.server.management import LoadAdapter, parse_hint, parse_remove
 
-    read = [partial(api.read, unheeded=None) for api in APIS.values()]
+    def read(body: bytes, api: Api) -> object:
+        request = api.read(body, None)
+        return request.join([], {}) if isinstance(request, Linked) else request
+
     adapter = partial(decode, kind=LoadAdapter)
-    routes: tuple[Callable[[bytes], object], ...] = (*read, read_count, parse_hint, parse_remove, adapter)
+    routes: tuple[Callable[[bytes], object], ...] = (
+        *(partial(read, api=api) for api in APIS.values()),
+        read_count,
+        parse_hint,
+        parse_remove,
+        adapter,
+    )
 
     def run(data: bytes) -> None:
         if data:
