@@ -157,3 +157,8 @@ def test_the_check_finds_what_does_not_fit() -> None:
         assert [*problems(wrong, schema)]
     del good["id"]
     assert [*problems(good, schema)] == [": no id"]
+
+
+def test_a_chat_that_is_forgotten_is_not_described_as_a_response() -> None:
+    described = DOCUMENT["components"]["schemas"]["Deleted"]["properties"]["object"]
+    assert "default" not in described, "both kinds of answers have it"

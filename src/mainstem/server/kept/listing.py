@@ -22,12 +22,12 @@ class Page(Struct):
     object: str = "list"
 
 
-class Deleted(Struct):
-    """What was forgotten."""
+class Deleted(Struct, kw_only=True):
+    """What was forgotten; `object` says of which kind."""
 
     id: str
     deleted: bool = True
-    object: str = "response"
+    object: str
 
 
 def page(

@@ -81,7 +81,7 @@ class StoredChats:
         """
         self._kept(owner, id)
         self._store.delete(owner, id)
-        return Deleted(id, object="chat.completion.deleted")
+        return Deleted(id=id, object="chat.completion.deleted")
 
     def _kept(self, owner: Owner, id: str) -> Kept:
         kept = self._store.get(owner, id) if id.startswith(ID_PREFIX) else None

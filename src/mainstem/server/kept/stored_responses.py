@@ -82,7 +82,7 @@ class StoredResponses:
         """
         self._kept(owner, id)
         self._store.delete(owner, id)
-        return Deleted(id, object="response")
+        return Deleted(id=id, object="response")
 
     def _items(self, owner: Owner, references: Mapping[int, str]) -> dict[int, dict[str, Any]]:
         """Returns the items that references stand for; each at most once, so that a body cannot grow by them."""
