@@ -34,6 +34,7 @@ from mainstem.runtime.memory.pools import pool_sizes
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Request
 from mainstem.runtime.schedule.meter import Totals
+from mainstem.runtime.schedule.scheduler import Scheduler
 from mainstem.runtime.segments import Segment
 from mainstem.runtime.stream import Stream
 from mainstem.settings.engine import EngineConfig, EventConfig, HostSize, SamplingParams, TierConfig
@@ -776,3 +777,14 @@ def test_a_request_that_has_ended_holds_no_memory(rig: Callable[..., Rig]) -> No
         assert tokens() is None
     finally:
         gc.enable()
+
+
+def test_a_request_that_is_admitted_while_the_counts_are_read_is_among_them(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an engine with work looks idle."""
+    admitted = iter([False, True])
+    monkeypatch.setattr(Scheduler, "waiting", property(lambda scheduler: int(not next(admitted))))
+    monkeypatch.setattr(Scheduler, "running", property(lambda scheduler: int(next(admitted))))
+    stats = rig().engine.stats()
+    assert stats.running + stats.waiting > 0

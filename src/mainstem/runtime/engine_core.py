@@ -191,9 +191,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Returns the counts as they are now. Callable from any thread; it changes nothing and waits for nothing."""
+        waiting = self.scheduler.waiting  # first: a request that is admitted meanwhile is counted twice, not never
         return EngineStats(
             running=self.scheduler.running,
-            waiting=self.scheduler.waiting,
+            waiting=waiting,
             adapters=len(self.model.adapters.names),
             totals=self.scheduler.totals.copy(),
             cache=self.cache.stats(settle=False),
