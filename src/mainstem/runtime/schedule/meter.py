@@ -98,7 +98,9 @@ class Totals:
     def copy(self) -> Totals:
         """Returns the counts as they are at one moment, so that differences of them never go back. For any thread."""
         counts: dict[str, Any] = vars(self).copy()  # at once: no other thread runs meanwhile
-        return Totals(**{name: dict(count) if isinstance(count, dict) else count for name, count in counts.items()})
+        for name in ("checkpoints", "session_prefetches", "missed"):
+            counts[name] = dict(counts[name])
+        return Totals(**counts)
 
     @property
     def device_tokens(self) -> int:
