@@ -540,11 +540,6 @@ PYTHON: tuple[Mutant, ...] = (
         "while at in known and at not in done:", "while at in stored and at not in done:",
         "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
     ),
-    _mutant(
-        "what pages in storage continue is never told", "-", "core/csrc/tree/journal.cpp",
-        "if (below && start > nodes_[above].start &&", "if (false && start > nodes_[above].start &&",
-        "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
-    ),
     # ---------------------------------------------------------------- fleets
     _mutant(
         "a gap in the numbers of batches is not noticed", "-", _FEED,
@@ -1092,6 +1087,11 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "after a loss, what follows is noted as if nothing were missing", "-", "core/csrc/tree/journal.cpp",
         "  lost_ = true;\n", "",
+    ),
+    _mutant(
+        "what pages in storage continue is never told", "-", "core/csrc/tree/journal.cpp",
+        "if (below && start > nodes_[above].start &&", "if (false && start > nodes_[above].start &&",
+        "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
     ),
     # ---------------------------------------------------------------- attention over pages
     _mutant(

@@ -197,6 +197,7 @@ def test_the_text_of_each_mutant_occurs_exactly_once() -> None:
     assert [
         (mutant.name, old) for mutant, old, new in patches if texts[mutant.file].count(old) != 1 or old == new
     ] == []
+    assert [mutant.name for mutant in PYTHON if not mutant.file.endswith(".py")] == [], "these belong to NATIVE"
 
 
 def test_the_page_has_each_mutant_with_what_finds_it() -> None:
