@@ -1218,11 +1218,6 @@ NATIVE: tuple[Mutant, ...] = (
         "    settle(entry, weight);", "    settle(entry, 0);",
         "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
-    _mutant(
-        "a page more than the stake goes at once", "-", _CORE + "eviction/expected.h",
-        "node == wager ? stake :", "node == wager ? stake + 1000 :",
-        "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
-    ),
     # ---------------------------------------------------------------- the index of a router
     _mutant(
         "a page that was removed still counts", "-", _CORE + "routing/index.cpp",
