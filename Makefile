@@ -168,7 +168,7 @@ test-clients: $(VENV)/dev $(CLIENTS)/ready
 	$(BIN)/python -m tests.lanes run clients
 
 test-hf: $(VENV)/dev
-	$(BIN)/pytest tests/test_hf.py $(ARGS)
+	$(BIN)/pytest tests/runtime/test_hf.py $(ARGS)
 
 # vLLM pins other versions, too (4 GB, about 10 minutes).
 $(VLLM)/ready: tests/requirements-vllm.txt
@@ -202,7 +202,7 @@ $(VENV)/gemma: $(VENV)/dev
 	@touch $@
 
 test-gemma: $(VENV)/gemma
-	$(BIN)/pytest tests/test_gemma.py $(ARGS)
+	$(BIN)/pytest tests/runtime/test_gemma.py $(ARGS)
 
 # On a machine with a GPU: nothing is installed, and the core is built with a compiler and nanobind alone. Two families
 # need transformers 5.20, and a restart and an identity need blake3.
@@ -210,8 +210,8 @@ GPU := PYTHONPATH=$(CURDIR)/src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
 test-gpu:
 	$(PYTHON) scripts/build_core.py
 	$(GPU) -m pytest -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart and not identity" \
-		tests/test_host.py tests/test_triton_attention.py tests/test_triton_copies.py tests/test_tree_attention.py \
-		tests/test_step_graphs.py tests/test_engine_hybrid.py
+		tests/runtime/memory/test_host.py tests/runtime/attention/test_triton_attention.py tests/runtime/kernels/test_triton_copies.py tests/runtime/attention/test_tree_attention.py \
+		tests/runtime/kernels/test_step_graphs.py tests/runtime/test_engine_hybrid.py
 
 bench-gpu:
 	$(PYTHON) scripts/build_core.py

@@ -65,12 +65,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the identity leaves out the weights", "sglang#26792", "cache/identity.py",
         'if field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size", "weights"):',
-        "tests/test_identity.py::test_equal_bytes_mean_equal_identities",
+        "tests/cache/test_identity.py::test_equal_bytes_mean_equal_identities",
     ),
     _mutant(
         "stored keys leave out the shard", "sglang#26670", _SEALER,
         'suffix = len(row).to_bytes(8, "little") + row + self._shard', 'suffix = len(row).to_bytes(8, "little") + row',
-        "tests/test_tiers_sealer.py::test_keys_and_pages_are_the_same_in_every_process_and_version",
+        "tests/tiers/storage/test_tiers_sealer.py::test_keys_and_pages_are_the_same_in_every_process_and_version",
     ),
     _mutant(
         "stored keys leave out the component", "-", _SEALER,
@@ -148,23 +148,23 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a state that storage did not take counts as stored for good", "-", "tiers/host/backup.py",
         "                    self._writes.again(node)", "                    pass",
-        "tests/test_tiers_hybrids.py::test_a_state_that_could_not_be_written_is_written_when_it_is_used_again",
+        "tests/tiers/test_tiers_hybrids.py::test_a_state_that_could_not_be_written_is_written_when_it_is_used_again",
     ),
     _mutant(
         "pages are stored after a gap", "-", _STORE,
         "            if needed and not next(there):\n                return Written(0, gap=True, whole=False)\n",
         "            if needed:\n                next(there)\n",
-        "tests/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
+        "tests/tiers/storage/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
     ),
     _mutant(
         "a state is encoded by a codec that loses", "-", _STORE,
         'if row.exact or self._codec.name == "none":', 'if self._codec.name == "none":',
-        "tests/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
+        "tests/tiers/storage/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
     ),
     _mutant(
         "a codec takes states for rows of attention", "-", "tiers/storage/rows.py",
         "Row(row, name, isinstance(tree.components[row], State))", "Row(row, name, False)",
-        "tests/test_tiers_hybrids.py::test_states_are_kept_exact",
+        "tests/tiers/test_tiers_hybrids.py::test_states_are_kept_exact",
     ),
     # ---------------------------------------------------------------- writes of windows and states
     _mutant(
@@ -175,12 +175,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a write holds the window of its last node only", "-", _WRITE,
         "locks = nodes if self._late else nodes[-1:]", "locks = nodes[-1:]",
-        "tests/test_tiers_components.py::test_a_write_holds_the_windows_of_all_its_nodes",
+        "tests/tiers/test_tiers_components.py::test_a_write_holds_the_windows_of_all_its_nodes",
     ),
     _mutant(
         "window pages that a write does not hold are written", "-", _WRITE,
         "mine = np.zeros(end, np.bool_)", "mine = np.ones(end, np.bool_)",
-        "tests/test_tiers_components.py::test_window_pages_that_a_write_does_not_hold_are_not_written",
+        "tests/tiers/test_tiers_components.py::test_window_pages_that_a_write_does_not_hold_are_not_written",
     ),
     _mutant(
         "pages that the host does not have, or not yet, are written", "here", _WRITE,
@@ -193,12 +193,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "states are written in the order in which they came", "-", _WRITE,
         "self._begin_state(max(self._states, key=self._worth))", "self._begin_state(self._states[0])",
-        "tests/test_tiers_hybrids.py::test_states_where_prompts_part_or_end_are_written_first",
+        "tests/tiers/test_tiers_hybrids.py::test_states_where_prompts_part_or_end_are_written_first",
     ),
     _mutant(
         "a removal deletes one component", "-", _WRITE,
         "self._store.delete(self.rows, names)", "self._store.delete(self.rows[:1], names)",
-        "tests/test_tiers_hybrids.py::test_a_removal_deletes_every_component",
+        "tests/tiers/test_tiers_hybrids.py::test_a_removal_deletes_every_component",
     ),
     # ---------------------------------------------------------------- back up
     _mutant(
@@ -242,7 +242,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a copy waits only for the copy above its first node", "here", _BACKUP,
         "self._core.in_flight_above(held[-1], HOST)", "self._core.in_flight_above(held[0], HOST)",
-        "tests/test_tiers_components.py::test_a_copy_waits_for_every_copy_above_its_last_node",
+        "tests/tiers/test_tiers_components.py::test_a_copy_waits_for_every_copy_above_its_last_node",
     ),
     # ---------------------------------------------------------------- load
     _mutant(
@@ -262,7 +262,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "attention does not wait for its layer", "vllm#46278", "runtime/attention/paged.py",
         "        ticket.wait_layer(index)\n", "        del ticket\n",
-        "tests/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
+        "tests/runtime/models/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
     ),
     _mutant(
         "what was computed after a failed load is kept", "vllm#49250", _SCHEDULER,
@@ -286,13 +286,13 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "evicted states are not backed up", "-", _BACKUP,
         "if self.begin(victim):", "if row == 0 and self.begin(victim):",
-        "tests/test_tiers_leases.py::test_states_that_are_evicted_are_written_back",
+        "tests/tiers/test_tiers_leases.py::test_states_that_are_evicted_are_written_back",
     ),
     _mutant(
         "where all layers slide, a load counts only the pages that it copies", "here", _LOAD,
         "        self._number, pairs = lease.begin_load()\n",
         "        self._number, pairs = lease.begin_load()\n        self.pages = len(pairs[0][0])\n",
-        "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
+        "tests/tiers/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
     ),
     _mutant(
         "after a failed load a request does not go back to its hit", "-", _SEQUENCE,
@@ -303,22 +303,22 @@ PYTHON: tuple[Mutant, ...] = (
         "a rejected draft stays in the cache", "-", "runtime/schedule/outputs.py",
         "drafted, kept = sequence.take_draft(), max(len(sampled) - 1, 0)",
         "drafted = kept = sequence.take_draft()\n        sequence.computed += drafted - len(sampled) + 1",
-        "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
+        "tests/runtime/schedule/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
     ),
     _mutant(
         "a draft is accepted although another token was drawn", "-", "runtime/sampling/sampler.py",
         "_token(chosen[i][at]) == drafts[i][at]", "chosen[i][at] is not None",
-        "tests/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
+        "tests/runtime/schedule/test_scheduler.py::test_drafts_that_are_wrong_are_overwritten_and_never_published",
     ),
     _mutant(
         "a sequence with a state, which cannot go back, has drafts", "-", _SEQUENCE,
         "if self.prefilling or self._page_size:", "if self.prefilling:",
-        "tests/test_scheduler_components.py::test_random_work_gives_what_it_would_give_without_a_cache",
+        "tests/runtime/schedule/test_scheduler_components.py::test_random_work_gives_what_it_would_give_without_a_cache",
     ),
     _mutant(
         "where all layers slide, a load needs pages for the whole prompt", "here", _SCHEDULER,
         "        if Full.name not in self._cache.pools:\n            return True  #", "        #",
-        "tests/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",
+        "tests/runtime/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",
     ),
     _mutant(
         "a hit ends inside a page that is not copied", "LMCache-Ascend#270", "cache/prefix_cache.py",
@@ -355,28 +355,28 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "pages are inserted where some of another component are in flight", "here", _ATTACH_POINT,
         "rows = range(len(self._tree.components)) if self.node else ()", "rows = range(1) if self.node else ()",
-        "tests/test_tiers_hybrids.py::test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight",
+        "tests/tiers/test_tiers_hybrids.py::test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight",
     ),
     _mutant(
         "a window is judged one position short", "-", "cache/components.py",
         "return np.maximum(ends - self.tokens, 0)", "return np.maximum(ends - self.tokens + 1, 0)",
-        "tests/test_tiers_plan.py",
+        "tests/tiers/prefetch/test_tiers_plan.py",
     ),
     _mutant(
         "a chunk is judged from the boundary before the end, or at it", "-", "cache/components.py",
         "return ends - ends % self.tokens\n", "return ends - (ends - 1) % self.tokens - 1\n",
-        "tests/test_tiers_plan.py",
+        "tests/tiers/prefetch/test_tiers_plan.py",
     ),
     _mutant(
         "a state is judged one page off", "-", "tiers/prefetch/plan.py",
         "allowed &= there[self.have : most]", "allowed &= np.roll(there, 1)[self.have : most]",
-        "tests/test_tiers_plan.py",
+        "tests/tiers/prefetch/test_tiers_plan.py",
     ),
     _mutant(
         "states are inserted before what they follow", "-", "tiers/prefetch/plan.py",
         "for row in range(len(self._components)):\n            first",
         "for row in reversed(range(len(self._components))):\n            first",
-        "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
+        "tests/tiers/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
     ),
     _mutant(
         "what arrived before its turn joins the tree a page too far", "-", _PREFETCH,
@@ -426,17 +426,17 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the wait ignores the speed of the machine", "here", "tiers/prefetch/waits.py",
         "if cost_s is None:", "if True:",
-        "tests/test_tiers_prefetch.py::test_timeout_waits_as_long_as_computing_takes_once_that_is_known",
+        "tests/tiers/prefetch/test_tiers_prefetch.py::test_timeout_waits_as_long_as_computing_takes_once_that_is_known",
     ),
     _mutant(
         "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _WARM,
         "if self._prefetches.overlaps(namespace, key):", "if False:",
-        "tests/test_tiers_warm.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
+        "tests/tiers/prefetch/test_tiers_warm.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
     ),
     _mutant(
         "a stuck store occupies the host", "sglang#33862", _HOST,
         "            self._writes.give_way()", "            return False",
-        "tests/test_tiers_host.py::test_a_stuck_store_does_not_occupy_the_host",
+        "tests/tiers/host/test_tiers_host.py::test_a_stuck_store_does_not_occupy_the_host",
     ),
     # ---------------------------------------------------------------- ranks
     _mutant(
@@ -447,7 +447,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "what somebody waits for is settled twice", "-", _PENDING,
         "        self._settle_ended()\n        while left", "        while left",
-        "tests/test_tiers_pending.py::test_what_somebody_waits_for_meanwhile_is_settled_once",
+        "tests/tiers/prefetch/test_tiers_pending.py::test_what_somebody_waits_for_meanwhile_is_settled_once",
     ),
     _mutant(
         "a rank uses its own gap in storage", "sglang#30760", _WRITE,
@@ -463,45 +463,45 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the shape of an image is not in its identity", "CVE-2025-46722", "runtime/text/vision.py",
         "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([mode, pixels.dtype.str])",
-        "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
+        "tests/runtime/text/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
     ),
     _mutant(
         "the mode of an image is not in its identity", "CVE-2025-46722", "runtime/text/vision.py",
         "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([pixels.dtype.str, pixels.shape])",
-        "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
+        "tests/runtime/text/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
     ),
     _mutant(
         "a hit ends inside an image", "-", "cache/keys.py",
         "return start if inside else min(position, self._length)", "return min(position, self._length)",
-        "tests/test_keys.py",
+        "tests/cache/test_keys.py",
     ),
     _mutant(
         "a chunk ends inside an image", "-", "runtime/schedule/checkpoints.py",
         "    if span is None:\n        return end\n", "    return end\n",
-        "tests/test_checkpoints.py",
+        "tests/runtime/schedule/test_checkpoints.py",
     ),
     _mutant(
         "an adapter's prefixes are the base model's", "here", "runtime/engine.py",
         "return replace(namespace, adapter=adapter.namespace), adapter",
         "return replace(namespace, adapter=None), adapter",
-        "tests/test_adapters.py",
+        "tests/runtime/models/test_adapters.py",
     ),
     # ---------------------------------------------------------------- the file store
     _mutant(
         "the index is trusted after a restart", "LMCache#562", "storage/file/index.py",
         "if self._checksum(body, _FORMAT) == checksum:", "if True:",
-        "tests/test_storage_file_damage.py",
+        "tests/storage/file/test_storage_file_damage.py",
     ),
     _mutant(
         "a value's digest is not compared", "sglang#39269", "storage/file/values.py",
         "if self._digest(piece.buffer) != piece.entry.digest", "if False",
-        "tests/test_storage_file_damage.py",
+        "tests/storage/file/test_storage_file_damage.py",
     ),
     _mutant(
         "space is returned to the disk before that is durable", "-", "storage/file/backend.py",
         '        if self._sync:\n            self._folder.sync("values")\n        self._catalog.shrink(cut)',
         "        self._catalog.shrink(cut)",
-        "tests/test_storage_file_crash.py",
+        "tests/storage/file/test_storage_file_crash.py",
     ),
     # ---------------------------------------------------------------- events
     _mutant(
@@ -515,7 +515,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "what was left of a state that is stored anew comes after the next one", "-", "events/source.py",
         "            self._moves.clear()\n", "",
-        "tests/test_events_source.py::test_who_does_not_follow_a_state_that_is_stored_anew_gets_it_again",
+        "tests/events/test_events_source.py::test_who_does_not_follow_a_state_that_is_stored_anew_gets_it_again",
     ),
     _mutant(
         "who comes too late for a replay gets what is left of it", "-", "events/feed.py",
@@ -524,12 +524,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a batch that comes again is followed again", "-", "events/feed.py",
         "        if number <= self._last:\n            return\n", "",
-        "tests/test_events_feed.py::test_a_late_live_batch_does_not_undo_a_replay",
+        "tests/events/test_events_feed.py::test_a_late_live_batch_does_not_undo_a_replay",
     ),
     _mutant(
         "a server that begins anew clears nothing", "-", "events/feed.py",
         "= [AllBlocksCleared()]  # the first", "= []  # the first",
-        "tests/test_events_feed.py::test_the_first_batch_makes_void_what_was_known_of_an_earlier_server",
+        "tests/events/test_events_feed.py::test_the_first_batch_makes_void_what_was_known_of_an_earlier_server",
     ),
     _mutant(
         "a page that leaves one medium is forgotten on all", "-", "events/replica.py",
@@ -538,7 +538,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a state leaves out what its pages continue", "here", "events/source.py",
         "while at in known and at not in done:", "while at in stored and at not in done:",
-        "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
+        "tests/events/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
     ),
     # ---------------------------------------------------------------- fleets
     _mutant(
@@ -584,7 +584,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a request that has ended counts as under way", "-", "fleet/front/routing.py",
         "                self._core.ended(self._replicas[replica].number, self._clock())\n", "                pass\n",
-        "tests/test_fleet_routing.py::test_a_queue_ends_with_time_and_with_the_last_request",
+        "tests/fleet/test_fleet_routing.py::test_a_queue_ends_with_time_and_with_the_last_request",
     ),
     _mutant(
         "a dead replica stays in the index", "-", "fleet/front/routing.py",
@@ -593,7 +593,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a queue that was reported begins anew with each list of replicas", "-", "fleet/front/routing.py",
         "if said != replica.said and ", "if ",
-        "tests/test_fleet_routing.py::"
+        "tests/fleet/test_fleet_routing.py::"
         "test_a_queue_that_was_reported_counts_once_until_something_else_is_said",
     ),
     _mutant(
@@ -604,123 +604,123 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "partial results are merged without their maximum", "-", _TREE_ATTENTION,
         "lse.softmax(0)", "lse.exp() / lse.exp().sum(0)",
-        "tests/test_tree_attention.py::test_large_scores_do_not_overflow",
+        "tests/runtime/attention/test_tree_attention.py::test_large_scores_do_not_overflow",
     ),
     _mutant(
         "a sink is in each part, not once", "-", _TREE_ATTENTION,
         ".expand(1, *lse.shape[1:])", ".expand(lse.shape)",
-        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a shared run is read one page too far", "-", _FOLDING,
         "queries[run.members[0]], bounds)", "queries[run.members[0]], [bounds[0], bounds[1] + size])",
-        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a shared run is read one page short", "-", _FOLDING,
         "queries[run.members[0]], bounds)", "queries[run.members[0]], [bounds[0], bounds[1] - size])",
-        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a run is shared one page after its members part", "-", _SHARING,
         "begin + int(equal.argmin())", "begin + int(equal.argmin()) + 1",
-        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a sharer is in the group of another prefix", "-", _SHARING,
         "(ids[group[1:], begin:] ==", "(ids[group[1:2], begin:] ==",
-        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a run is folded for queries that see only its end", "-", _FOLDING,
         "(int(begins.max()), min(", "(int(begins.min()), min(",
-        "tests/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a layer in one call forgets the adapter", "-", _DECODERS,
         "            and not paging.adapted\n", "",
-        "tests/test_decoders.py::test_an_adapter_is_computed_by_its_own_layers",
+        "tests/runtime/kernels/test_decoders.py::test_an_adapter_is_computed_by_its_own_layers",
     ),
     _mutant(
         "a layer that clamps is taken for one that does not", "-", _DECODERS,
         "_code(function) in known[name]", "bool(known[name])",
-        "tests/test_decoders.py::test_a_layer_with_other_code_is_not_exchanged",
+        "tests/runtime/kernels/test_decoders.py::test_a_layer_with_other_code_is_not_exchanged",
     ),
     _mutant(
         "a layer in one call is not compared by its keys", "-", _DECODERS,
         "zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)", "[(ours, own)]",
-        "tests/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
+        "tests/runtime/kernels/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
     ),
     _mutant(
         "a GPU merges partial results without their maximum", "-", _TRITON,
         "highest = tl.maximum(most, own)", "highest = tl.zeros([SOME], tl.float32)",
-        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a GPU reads a shared run one page too far", "-", _TRITON,
         "tables[run.members[0]], begin, end)", "tables[run.members[0]], begin, end + size)",
-        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a GPU reads a shared run one page short", "-", _TRITON,
         "tables[run.members[0]], begin, end)", "tables[run.members[0]], begin, end - size)",
-        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a GPU gives a tile the keys of its first row only", "-", _TRITON,
         "np.maximum.reduceat(bounds[:, 1], first))", "bounds[first, 1])",
-        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a GPU puts a result at the place of another row", "-", _TRITON,
         'np.argsort(rows, kind="stable")', "np.arange(len(rows))",
-        "tests/test_triton_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "who fills a pool alone is said to be beyond a quota", "-", "cache/quotas.py",
         "most if share.maximum < 1 else _NO_LIMIT", "most",
-        "tests/test_explain.py::test_an_owner_without_a_maximum_is_never_beyond_it",
+        "tests/cache/test_explain.py::test_an_owner_without_a_maximum_is_never_beyond_it",
     ),
     _mutant(
         "what a client missed that left is in some metrics only", "-", "server/run.py",
         "            await self._see_the_end(index)\n", "",
-        "tests/test_serve_explain.py::test_what_a_client_missed_that_left_counts_everywhere",
+        "tests/server/serve/test_serve_explain.py::test_what_a_client_missed_that_left_counts_everywhere",
     ),
     _mutant(
         "a recorded step writes keys of rows that have no request", "-", _TRITON,
         "constant_values=-1", "constant_values=0",
-        "tests/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
+        "tests/runtime/kernels/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
     ),
     _mutant(
         "a recorded step keeps the requests that it was recorded with", "-", _TRITON,
         "self._memory.fill(tables.padded(self._sizes))\n        return True", "return True",
-        "tests/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
+        "tests/runtime/kernels/test_step_graphs.py::test_recorded_steps_give_the_same_logits_and_keys",
     ),
     _mutant(
         "a recorded step is used though its logits differ", "-", "runtime/kernels/step_graphs.py",
         "if error <= self._limit:", "if True:",
-        "tests/test_step_graphs.py::test_a_repeated_step_that_differs_is_not_used",
+        "tests/runtime/kernels/test_step_graphs.py::test_a_repeated_step_that_differs_is_not_used",
     ),
     _mutant(
         "a step is recorded while pages before it are on their way", "-", "runtime/segments.py",
         "self.adapter, self.arriving, self", "self.adapter, self",
-        "tests/test_step_graphs.py::test_what_is_on_its_way_is_waited_for",
+        "tests/runtime/kernels/test_step_graphs.py::test_what_is_on_its_way_is_waited_for",
     ),
     _mutant(
         "a copy on a GPU leaves out the end of a row", "-", "runtime/kernels/triton_copies.py",
         "len(sources) * -(-words // WORDS)", "len(sources) * (words // WORDS)",
-        "tests/test_triton_copies.py::test_it_copies_the_rows_that_are_asked_for",
+        "tests/runtime/kernels/test_triton_copies.py::test_it_copies_the_rows_that_are_asked_for",
     ),
     # ---------------------------------------------------------------- quantized weights
     _mutant(
         "a quantized weight has more bits than a bfloat16", "-", "runtime/models/quantization.py",
         "_SCALE_BITS = 5", "_SCALE_BITS = 8",
-        "tests/test_quantization.py::test_codes_are_the_same_numbers_as_the_weight",
+        "tests/runtime/models/test_quantization.py::test_codes_are_the_same_numbers_as_the_weight",
     ),
     _mutant(
         "more rows are computed from the weight before it was quantized", "-", "runtime/models/quantization.py",
         "part.copy_((numbers * scale).view_as(part))", "pass",
-        "tests/test_quantization.py::test_every_number_of_rows_computes_with_the_same_weights",
+        "tests/runtime/models/test_quantization.py::test_every_number_of_rows_computes_with_the_same_weights",
     ),
     # ---------------------------------------------------------------- retention
     _mutant(
@@ -742,7 +742,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "nothing is left to running requests", "-", _RETENTION,
         "min(left, self._limit(quota, tier, row)", "min(10**9, self._limit(quota, tier, row)",
-        "tests/test_retention.py::test_owners_do_not_take_from_each_other_but_the_reserve_is_common",
+        "tests/cache/policies/test_retention.py::test_owners_do_not_take_from_each_other_but_the_reserve_is_common",
     ),
     _mutant(
         "what does not fit on the host is let go on the device", "-", _RETENTION,
@@ -752,22 +752,22 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the beginning of a removed prefix is let go with its end", "-", _RETENTION,
         "if above else None", "if False else None",
-        "tests/test_retention.py::test_a_removal_ends_a_retention_and_what_is_left_stays_retained",
+        "tests/cache/policies/test_retention.py::test_a_removal_ends_a_retention_and_what_is_left_stays_retained",
     ),
     _mutant(
         "a hit renews what has expired", "-", _RETENTION,
         "entry.renew_s and entry.until > self._now:", "entry.renew_s:",
-        "tests/test_retention.py::test_what_has_expired_is_not_renewed",
+        "tests/cache/policies/test_retention.py::test_what_has_expired_is_not_renewed",
     ),
     _mutant(
         "a hit renews nothing", "-", _RETENTION,
         "entry.until = max(entry.until, self._now + entry.renew_s)", "pass",
-        "tests/test_retention.py::test_a_hit_renews_what_it_has_all_of",
+        "tests/cache/policies/test_retention.py::test_a_hit_renews_what_it_has_all_of",
     ),
     _mutant(
         "a renewal is forgotten when the first time runs out", "-", _RETENTION,
         "                self._queue(entry)\n            elif", "                pass\n            elif",
-        "tests/test_retention.py::test_a_hit_renews_what_it_has_all_of",
+        "tests/cache/policies/test_retention.py::test_a_hit_renews_what_it_has_all_of",
     ),
     _mutant(
         "a retention that moves down is counted on both tiers", "-", _RETENTION,
@@ -777,7 +777,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "what others are guaranteed is retained", "-", _RETENTION,
         "self._most[tier][row] - self._guaranteed[tier][row] -", "self._most[tier][row] -",
-        "tests/test_quotas.py::test_retention_leaves_to_others_what_they_are_guaranteed",
+        "tests/cache/policies/test_quotas.py::test_retention_leaves_to_others_what_they_are_guaranteed",
     ),
     _mutant(
         "the host keeps what exceeds a maximum", "-", "tiers/host/tier.py",
@@ -786,48 +786,48 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the host makes room whatever is guaranteed", "-", "tiers/host/tier.py",
         "self.tree.evict_for(ns, missing,", "self.tree.evict_for(None, missing,",
-        "tests/test_quotas.py::test_guarantees_hold_on_the_host",
+        "tests/cache/policies/test_quotas.py::test_guarantees_hold_on_the_host",
     ),
     _mutant(
         "the end of a retention leaves what exceeds a maximum", "-", _RETENTION,
         "        if ended:\n            self._settle()\n", "",
-        "tests/test_quotas.py::test_what_is_retained_is_evicted_beyond_the_maximum_when_its_time_is_up",
+        "tests/cache/policies/test_quotas.py::test_what_is_retained_is_evicted_beyond_the_maximum_when_its_time_is_up",
     ),
     _mutant(
         "what was behind removed pages stays beyond its owner's maximum", "-", "cache/prefix_cache.py",
         "        self._settle()  # what was removed", "        # what was removed",
-        "tests/test_quotas.py::test_what_was_behind_removed_pages_goes_with_the_removal_that_frees_them",
+        "tests/cache/policies/test_quotas.py::test_what_was_behind_removed_pages_goes_with_the_removal_that_frees_them",
     ),
     _mutant(
         "pages that become free keep what was in them", "-", "runtime/memory/pools.py",
         "        pool.freed_with(partial(pools.clear, name))", "        pass",
-        "tests/test_tenants.py::test_what_leaves_a_page_is_overwritten_where_that_is_asked_for",
+        "tests/cache/test_tenants.py::test_what_leaves_a_page_is_overwritten_where_that_is_asked_for",
     ),
     _mutant(
         "a public prefix goes to whoever begins like it", "-", "runtime/hints/public.py",
         "if key.symbols.startswith(prefix.tobytes()):", "if key.symbols[:8] == prefix.tobytes()[:8]:",
-        "tests/test_public_prefixes.py::test_nothing_is_copied_that_is_not_public_whole_and_begun_with",
+        "tests/runtime/hints/test_public_prefixes.py::test_nothing_is_copied_that_is_not_public_whole_and_begun_with",
     ),
     _mutant(
         "a tenant's request is matched in the public namespace", "-", "server/prompting.py",
         "tenant=None if tenant is None else tenant.hex()", "tenant=None",
-        "tests/test_tenants.py::test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart",
+        "tests/cache/test_tenants.py::test_keys_of_tenants_are_keys_of_the_server_and_keep_them_apart",
     ),
     # ---------------------------------------------------------------- sessions that are brought up ahead
     _mutant(
         "sessions that are brought up have no bound", "-", _SESSIONS,
         "min(self._most - sum(each.pages for each in self._known.values()), room())", "room()",
-        "tests/test_sessions.py::test_nothing_is_brought_up_beyond_the_share",
+        "tests/runtime/hints/test_sessions.py::test_nothing_is_brought_up_beyond_the_share",
     ),
     _mutant(
         "a session takes the pages of running requests", "-", _SESSIONS,
         "for each in self._known.values()), room())", "for each in self._known.values()), 999)",
-        "tests/test_sessions.py::test_nothing_is_brought_up_where_a_request_may_need_the_pages",
+        "tests/runtime/hints/test_sessions.py::test_nothing_is_brought_up_where_a_request_may_need_the_pages",
     ),
     _mutant(
         "a session that was brought up in vain stays", "-", _SESSIONS,
         "self._cache.demote(session.tokens, session.namespace)", "pass",
-        "tests/test_sessions.py::test_a_session_that_does_not_come_goes_first",
+        "tests/runtime/hints/test_sessions.py::test_a_session_that_does_not_come_goes_first",
     ),
 )
 
@@ -835,8 +835,8 @@ _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
 _GHOSTS = _CORE + "tree/ghosts.cpp"
 _OWNERS = _CORE + "residency/owners.h"
 _ATTENTION, _LINEAR = _CORE + "kernels/attention.cpp", _CORE + "kernels/linear.cpp"
-_ROWS_OF_PAGES = "tests/test_page_attention.py::"
-_LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
+_ROWS_OF_PAGES = "tests/runtime/attention/test_page_attention.py::"
+_LEASES, _GITTINS = "tests/cache/test_lease_components.py::", "tests/cache/policies/test_policies_gittins.py::"
 NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "residency/residency.cpp",
@@ -869,7 +869,7 @@ NATIVE: tuple[Mutant, ...] = (
         "what is in flight is matched", "vllm#45704", _CORE + "residency/residency.cpp",
         "for (; at < path.size() && cell(path[at].node, 0).present(); ++at)",
         "for (; at < path.size() && !cell(path[at].node, 0).absent(); ++at)",
-        "tests/test_tree.py::test_a_match_stops_before_pages_in_flight",
+        "tests/cache/test_tree.py::test_a_match_stops_before_pages_in_flight",
     ),
     _mutant(
         "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546",
@@ -901,13 +901,13 @@ NATIVE: tuple[Mutant, ...] = (
         "a lock at the boundary of a chunk does not hold what is copied", "here", _CORE + "residency/component.h",
         "    const bool boundary = kind == Kind::chunked && position > 0",
         "    const bool boundary = false && position > 0",
-        "tests/test_tiers_components.py::test_random_operations_leave_every_page_correct",
+        "tests/tiers/test_tiers_components.py::test_random_operations_leave_every_page_correct",
     ),
     _mutant(
         "a match inside a chunk goes on from pages that are not there", "-", _CORE + "residency/component.h",
         "    if (kind == Kind::chunked) return position - position % span;",
         "    if (kind == Kind::chunked) return position;",
-        "tests/test_components.py::test_a_match_ends_where_every_component_allows_it",
+        "tests/cache/test_components.py::test_a_match_ends_where_every_component_allows_it",
     ),
     _mutant(
         "a lease computes with the tree's own state", "-", _CORE + "lease/holding.cpp",
@@ -938,7 +938,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "behind a load that failed the state is not what it was at the hit", "-", _CORE + "lease/holding.cpp",
         "  if (node) cache.copy_state(state_at(cache, node, owned), slot);\n", "",
-        "tests/test_tiers_leases.py::test_a_failed_load_leaves_everything_as_it_was_at_the_hit",
+        "tests/tiers/test_tiers_leases.py::test_a_failed_load_leaves_everything_as_it_was_at_the_hit",
     ),
     _mutant(
         "the state of a load is published as the forward has left it", "-", _CORE + "lease/lease.cpp",
@@ -951,7 +951,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "the state of a load that failed is published", "-", _CORE + "lease/holding.cpp",
         "  cache.free(component, {&copy, 1});\n  copy = -1;\n  if (node)", "  if (node)",
-        "tests/test_tiers_leases.py::test_a_failed_load_leaves_everything_as_it_was_at_the_hit",
+        "tests/tiers/test_tiers_leases.py::test_a_failed_load_leaves_everything_as_it_was_at_the_hit",
     ),
     _mutant(
         "window pages of a load that failed are kept", "-", _CORE + "lease/lease.cpp",
@@ -966,17 +966,17 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "where all layers slide, what the host has in part is loaded", "here", _CORE + "lease/lease.cpp",
         "if (held_.size() == 1 && held_.full) return true;", "if (held_.size() == 1) return true;",
-        "tests/test_tiers_leases.py::test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded",
+        "tests/tiers/test_tiers_leases.py::test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded",
     ),
     _mutant(
         "window pages that a load writes to are given back", "here", _CORE + "lease/lease.cpp",
         "if (!load_)\n      own.drop_before(", "own.drop_before(",
-        "tests/test_tiers_leases.py::test_pages_on_their_way_stay_though_the_window_goes_on",
+        "tests/tiers/test_tiers_leases.py::test_pages_on_their_way_stay_though_the_window_goes_on",
     ),
     _mutant(
         "a state is put aside where a load writes to", "here", _CORE + "lease/lease.cpp",
         "  require(!load_, \"position\", position, \"none while a state is in flight\");\n", "",
-        "tests/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
+        "tests/tiers/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
     ),
     _mutant(
         "a load leaves the first page of the window out", "-", _CORE + "lease/holding.cpp",
@@ -988,25 +988,25 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a cap takes the state from which others part", "here", _CORE + "tree/evict.cpp",
         "const bool shared = std::exchange(forks, false) || nodes_[at].forked;", "const bool shared = false;",
-        "tests/test_components.py::test_a_cap_leaves_states_that_others_part_from",
+        "tests/cache/test_components.py::test_a_cap_leaves_states_that_others_part_from",
     ),
     _mutant(
         "a state goes first though others part from it", "here", _CORE + "eviction/eviction.cpp",
         "  return nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked ? kNone : above;",
         "  return nodes_[above].root() ? kNone : above;",
-        "tests/test_components.py",
+        "tests/cache/test_components.py",
     ),
     _mutant(
         "pages in front of the window of an insertion go by their age", "here", _CORE + "eviction/eviction.cpp",
         "  return row.per_page() && nodes_[node].start < cells_.first_needed",
         "  return false && cells_.first_needed",
-        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
+        "tests/cache/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     _mutant(
         "with what is in front of a window the window goes", "here", _CORE + "eviction/eviction.cpp",
         "  return standing(node, column).worth && n.start < first ? first - n.start : n.pages;\n",
         "  return n.pages;\n",
-        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
+        "tests/cache/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     # ---------------------------------------------------------- what is removed, and what follows what is in flight
     _mutant(
@@ -1018,24 +1018,24 @@ NATIVE: tuple[Mutant, ...] = (
         "    const Run<std::int32_t> ids = vacate(at, cells_.column_of(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
         "  }\n",
-        "tests/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",
+        "tests/cache/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",
     ),
     _mutant(
         "a transfer locks what another has in flight", "here", _CORE + "tree/insert.cpp",
         "    if (cell(node, c).transfer == node && !others[c]) tree.lock_all(node, tier, +1);\n",
         "    if (cell(node, c).transfer == node) tree.lock_all(node, tier, +1);\n",
-        "tests/test_tree.py::test_a_transfer_that_adds_nothing_has_nothing_in_flight",
+        "tests/cache/test_tree.py::test_a_transfer_that_adds_nothing_has_nothing_in_flight",
     ),
     _mutant(
         "a user's unlock lets go of what a removed node holds", "here", _CORE + "tree/lock.cpp",
         "  if (cells_.locks_taken(node, tier) == 0) throw NotLocked{handle};\n",
         "  if (!cells_.pinned(node, tier)) throw NotLocked{handle};\n",
-        "tests/test_stateful.py",
+        "tests/cache/test_stateful.py",
     ),
     _mutant(
         "the end of a lease is no use of its prefix", "here", _CORE + "lease/cache.cpp",
         "  tree.refresh_use(node, kDevice);\n", "",
-        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_but_not_a_hit",
+        "tests/cache/test_cache.py::test_the_end_of_a_lease_is_a_use_but_not_a_hit",
     ),
     # ---------------------------------------------------------------- the policy that learns
     _mutant(
@@ -1091,7 +1091,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what pages in storage continue is never told", "-", "core/csrc/tree/journal.cpp",
         "if (below && start > nodes_[above].start &&", "if (false && start > nodes_[above].start &&",
-        "tests/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
+        "tests/events/test_events_source.py::test_what_continues_pages_that_are_nowhere_keeps_its_place",
     ),
     # ---------------------------------------------------------------- attention over pages
     _mutant(
@@ -1117,12 +1117,12 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "all groups of a quantized weight have the scale of the first", "-", _LINEAR,
         "const float scale = scales[i / kGroup];", "const float scale = scales[0];",
-        "tests/test_quantization.py::test_codes_and_weight_give_the_same_bits_in_bfloat16",
+        "tests/runtime/models/test_quantization.py::test_codes_and_weight_give_the_same_bits_in_bfloat16",
     ),
     _mutant(
         "one row more is computed from codes of 4 bits", "-", _CORE + "kernels/linear.h",
         "kInt4Rows = 7;", "kInt4Rows = 8;",
-        "tests/test_quantization.py::test_fewer_than_eight_rows_read_the_codes_and_more_the_weight",
+        "tests/runtime/models/test_quantization.py::test_fewer_than_eight_rows_read_the_codes_and_more_the_weight",
     ),
     # ---------------------------------------------------------------- advice
     _mutant(
@@ -1132,17 +1132,17 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "pages that several retentions keep count for each", "-", _CORE + "residency/residency.cpp",
         "if (std::max(times, times + by) == 1) alone[c]", "alone[c]",
-        "tests/test_retention.py::test_pages_that_several_retentions_share_count_once",
+        "tests/cache/policies/test_retention.py::test_pages_that_several_retentions_share_count_once",
     ),
     _mutant(
         "a demoted prefix stays so when it is used", "-", _CORE + "eviction/eviction.cpp",
         "    n.demoted = 0;\n    if (expected_)", "    if (expected_)",
-        "tests/test_retention.py::test_a_use_that_computes_nothing_ends_it_too",
+        "tests/cache/policies/test_retention.py::test_a_use_that_computes_nothing_ends_it_too",
     ),
     _mutant(
         "what others share is demoted with a prefix", "-", _CORE + "tree/advice.cpp",
         "    if (nodes_[at].children() != 1) break;\n", "",
-        "tests/test_retention.py::test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares",
+        "tests/cache/policies/test_retention.py::test_the_end_of_a_session_ends_its_retentions_not_those_of_what_it_shares",
     ),
     # ---------------------------------------------------------------- quotas
     _mutant(
@@ -1161,22 +1161,22 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what a copy held stays beyond its owner's maximum when room was made", "here", _CORE + "lease/cache.cpp",
         "  settle();  // with", "  // with",
-        "tests/test_quotas.py::test_what_a_copy_held_beyond_a_maximum_goes_with_the_eviction_that_waited_for_it",
+        "tests/cache/policies/test_quotas.py::test_what_a_copy_held_beyond_a_maximum_goes_with_the_eviction_that_waited_for_it",
     ),
     _mutant(
         "each component is settled once", "here", _CORE + "lease/cache.cpp",
         "freed = freed || free_ids(c) > free;", "",
-        "tests/test_quotas.py::test_what_a_copy_held_goes_when_the_eviction_of_another_component_waited_for_it",
+        "tests/cache/policies/test_quotas.py::test_what_a_copy_held_goes_when_the_eviction_of_another_component_waited_for_it",
     ),
     _mutant(
         "an owner at its maximum takes from others", "-", _CORE + "eviction/share_order.h",
         "(own != kNone && owners().beyond_maximum(asker, column, want))", "false",
-        "tests/test_quotas.py::test_an_owner_at_its_maximum_makes_room_itself",
+        "tests/cache/policies/test_quotas.py::test_an_owner_at_its_maximum_makes_room_itself",
     ),
     _mutant(
         "what was removed is guaranteed to its owner", "-", _CORE + "tree/shape.cpp",
         "if (cells_.owners()) disown(at);", "",
-        "tests/test_quotas.py::test_what_is_removed_is_guaranteed_to_nobody",
+        "tests/cache/policies/test_quotas.py::test_what_is_removed_is_guaranteed_to_nobody",
     ),
     _mutant(
         "the upper half of a split is nobody's", "-", _CORE + "residency/residency.cpp",
@@ -1190,69 +1190,69 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/foresight.cpp",
         "  all_->pass_up(node, order_.nodes_[node].parent);\n", "",
-        "tests/test_expected.py::test_what_goes_tells_the_page_before_it",
+        "tests/cache/policies/test_expected.py::test_what_goes_tells_the_page_before_it",
     ),
     _mutant(
         "a use does not end what was said", "-", _CORE + "eviction/expected.h",
         "all_[node].said && all_[node].since >= nodes_[node].accessed", "all_[node].said",
-        "tests/test_expected.py::test_what_is_said_during_a_use_ends_with_it",
+        "tests/cache/policies/test_expected.py::test_what_is_said_during_a_use_ends_with_it",
     ),
     _mutant(
         "what one user expects holds for what others share", "-", _CORE + "eviction/expected.h",
         " || nodes_[parent].hits > nodes_[child].hits + 1", "",
-        "tests/test_expected.py::test_shared_beginnings_do_not_go_with_one_of_their_users",
+        "tests/cache/policies/test_expected.py::test_shared_beginnings_do_not_go_with_one_of_their_users",
     ),
     _mutant(
         "what is late is spared for ever", "-", _CORE + "eviction/expected.h",
         "all_[node].until = due + std::max(due - now_, 0.0);", "all_[node].until = due + 1e9;",
-        "tests/test_expected.py::test_what_is_late_is_the_policys_again_after_as_long",
+        "tests/cache/policies/test_expected.py::test_what_is_late_is_the_policys_again_after_as_long",
     ),
     _mutant(
         "who has asked for nothing is believed", "-", _CORE + "eviction/expected.h",
         "const double left = (allowance(a) - a.lost) / chance(a);",
         "const double left = 100 + (allowance(a) - a.lost) / chance(a);",
-        "tests/test_stateful.py::test_the_cache_does_as_the_reference",
+        "tests/cache/test_stateful.py::test_the_cache_does_as_the_reference",
     ),
     _mutant(
         "bets that are lost do not count", "-", _CORE + "eviction/expected.h",
         "    settle(entry, weight);", "    settle(entry, 0);",
-        "tests/test_expected.py::test_wrong_advice_costs_at_most_a_little",
+        "tests/cache/policies/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
     # ---------------------------------------------------------------- the index of a router
     _mutant(
         "a page that was removed still counts", "-", _CORE + "routing/index.cpp",
         "    unset(at, medium, worker);\n    unexpect(&of, worker, at);", "    unexpect(&of, worker, at);",
-        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+        "tests/fleet/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
     ),
     _mutant(
         "what one worker removes, all have lost", "-", _CORE + "routing/index.cpp",
         "[worker / 64] &= ~(std::uint64_t{1} << worker % 64);\n}\n\nBlockIndex", "[worker / 64] = 0;\n}\n\nBlockIndex",
-        "tests/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
+        "tests/fleet/test_fleet_routing.py::test_a_page_that_was_removed_does_not_count",
     ),
     _mutant(
         "the index of a router leaves out the namespace", "-", _CORE + "routing/index.cpp",
         "SipHash::of(key_, Digest{}, name.data(), name.size())", "SipHash::of(key_, Digest{}, name.data(), 0)",
-        "tests/test_fleet_routing.py::test_namespaces_never_cross",
+        "tests/fleet/test_fleet_routing.py::test_namespaces_never_cross",
     ),
     _mutant(
         "the index of a router has no bound", "-", _CORE + "routing/index.cpp",
         "while (pairs_ > capacity_) {", "while (pairs_ > capacity_ + 1000) {",
-        "tests/test_fleet_routing.py::test_a_full_index_forgets_and_finds_no_more_than_there_is",
+        "tests/fleet/test_fleet_routing.py::test_a_full_index_forgets_and_finds_no_more_than_there_is",
     ),
     _mutant(
         "a page is found in a block that is free", "-", _CORE + "routing/index.cpp",
         "  block(at).digest = {};  // no page is found in a block that is free\n", "",
-        "tests/test_fleet_routing.py::test_a_page_is_found_where_it_is_now_and_not_where_it_was",
+        "tests/fleet/test_fleet_routing.py::test_a_page_is_found_where_it_is_now_and_not_where_it_was",
     ),
     _mutant(
         "the name of a page leaves out its number", "-", _CORE + "routing/prefixes.cpp",
         "state.take(Word{(pages.first + kLane)...});", "state.take(Word{(pages.first - pages.first + 0 * kLane)...});",
-        "tests/test_fleet_routing.py::test_the_same_pages_in_another_order_are_another_prefix",
+        "tests/fleet/test_fleet_routing.py::test_the_same_pages_in_another_order_are_another_prefix",
     ),
     _mutant(
         "a router does not see queues", "-", _CORE + "routing/ranking.cpp",
         "std::max(0.0, of.free_s - now_s) + one.service_s", "one.service_s",
-        "tests/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
+        "tests/fleet/test_fleet_routing.py::test_one_with_much_more_to_do_is_passed_over",
     ),
     # ---------------------------------------------------------------- explanations
     _mutant(
@@ -1291,7 +1291,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a page was evicted, whatever is above it", "-", _GHOSTS,
         "if (page == 0) return Leads::yes;", "if (page < 1u << 31) return Leads::yes;",
-        "tests/test_explain.py::test_a_page_was_evicted_only_after_all_pages_above",
+        "tests/cache/test_explain.py::test_a_page_was_evicted_only_after_all_pages_above",
     ),
     _mutant(
         "what is cut off does not know where it was", "-", _GHOSTS,
@@ -1300,12 +1300,12 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "of a long prompt only the beginning is forgotten", "-", _GHOSTS,
         "next = std::min(end, ((ghost.start + at) / together + 1) * together - ghost.start);", "next = end;",
-        "tests/test_explain.py::test_long_prompts_are_forgotten_page_by_page",
+        "tests/cache/test_explain.py::test_long_prompts_are_forgotten_page_by_page",
     ),
     _mutant(
         "what is forgotten is not told from what begins alike, though somebody asks", "-", _GHOSTS,
         "first_ < indexed_ ? 1 : kTogether", "kTogether",
-        "tests/test_explain.py::test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time",
+        "tests/cache/test_explain.py::test_what_follows_a_forgotten_page_is_new_if_somebody_asked_in_time",
     ),
     _mutant(
         "symbols beyond the end of the ring are not kept", "-", _GHOSTS,
@@ -1314,7 +1314,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "old evictions of a page that are passed over count as none", "-", _GHOSTS,
         "page >= clear && found[page].number <= passed_over", "false",
-        "tests/test_explain.py::test_what_went_before_many_evictions_of_its_first_page_is_forgotten",
+        "tests/cache/test_explain.py::test_what_went_before_many_evictions_of_its_first_page_is_forgotten",
     ),
 )
 # fmt: on

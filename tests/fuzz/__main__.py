@@ -3,7 +3,7 @@
     python -m fuzz --seconds 60                all targets, as many at a time as there are cores
     python -m fuzz --seconds 600 tree cache    some of them
 
-What is found is kept in `tests/fuzz/corpus`, where `tests/test_fuzz_corpus.py` replays it. What only reaches more
+What is found is kept in `tests/fuzz/corpus`, where `tests/core/test_fuzz_corpus.py` replays it. What only reaches more
 of the code is kept beside the fuzzer's packages, so that a later search goes on from there.
 """
 

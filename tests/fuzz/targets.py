@@ -1,6 +1,6 @@
 """What is fuzzed: each target takes any bytes, and may raise only the errors that its function names.
 
-`make fuzz` searches for others; `tests/test_fuzz_corpus.py` replays what it has found. A target imports what it
+`make fuzz` searches for others; `tests/core/test_fuzz_corpus.py` replays what it has found. A target imports what it
 drives when it is made, so that the fuzzer can instrument that, and that alone.
 """
 

@@ -955,7 +955,7 @@ class TreeWorld : Paging {
     } else {
       const auto cancel = [&] { return tree_.cancel(first.place.handle, first.tier); };
       if (bears(cells, false)) {
-        // Nodes on this tier alone are removed with it: tests/test_stateful.py knows how.
+        // Nodes on this tier alone are removed with it: tests/cache/test_stateful.py knows how.
         if (bears(cells, true)) thrown<BadValue>("a cancellation above nodes on both tiers", cancel);
         return;
       }

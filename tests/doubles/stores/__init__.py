@@ -6,7 +6,7 @@ Besides, each says:
     BAD        specs that are refused                   service    what the store holds, and its faults
     FRAMED     `Framed`, if the back end is a framed one
 
-A new one is tested by `tests/test_storage_unproven.py` without a line there.
+A new one is tested by `tests/storage/test_storage_unproven.py` without a line there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from bench.tiny_models import VOCAB, tiny
+from mainstem.runtime.kernels import decoders
+from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.segments import Segment
+from tests.runtime.kernels.test_kernels import NEEDS_ISA
+from tests.runtime.models.test_adapters import save
+from tests.runtime.models.test_runner import loaded
+
+pytestmark = [NEEDS_ISA, pytest.mark.usefixtures("one_thread")]
+
+WHOLE: dict[str, dict[str, Any]] = {"head_dim": 32, "hidden_size": 96}
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "more heads than hidden": ("llama", {"num_attention_heads": 6}),
+    "one KV head": ("llama", {"num_key_value_heads": 1}),
+    "mistral, windows": ("mistral", {"sliding_window": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {}),
+    "scaled rotation": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+}
+LIMIT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the spread of logits
+
+
+WAYS = ("compute_few", "compute_many")
+
+
+def count_rows(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
+    """Returns a list that gets the number of rows of each layer that the kernel computes in a way from now on."""
+    rows: list[int] = []
+    own = getattr(decoders._Kernel, way)
+
+    def counting(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+        rows.append(x.shape[1])
+        result: torch.Tensor = own(self, x, given)
+        return result
+
+    monkeypatch.setattr(decoders._Kernel, way, counting)
+    return rows
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of the layers that the kernel computes in one call from now on."""
+    return count_rows(monkeypatch, "compute_few")
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of the layers that the kernel computes in several calls from now on."""
+    return count_rows(monkeypatch, "compute_many")
+
+
+def runner_of(model: PreTrainedModel) -> ModelRunner:
+    return ModelRunner(replace(loaded(model), dtype=model.dtype), 64, 4)
+
+
+def table(first: int) -> Any:
+    """16 pages from `first` on, in scattered order."""
+    return np.random.default_rng(first).permutation(np.arange(first, first + 16)).astype(np.int32)
+
+
+def decoded(runner: ModelRunner, prompts: list[Any], adapter: Any = None) -> Iterator[torch.Tensor]:
+    """Yields the logits of the last tokens of all prompts, computed one by one, after one prefill of the others."""
+    size = len(prompts[0]) - 3
+    tables = [(table(16 * i),) for i in range(len(prompts))]
+    for prompt, pages in zip(prompts, tables, strict=True):
+        runner.forward([Segment(prompt[:size], 0, pages, 0, adapter=adapter)])
+    for at in range(size, size + 3):
+        yield runner.forward(
+            [
+                Segment(prompt[at : at + 1], at, own, 1, adapter=adapter)
+                for prompt, own in zip(prompts, tables, strict=True)
+            ]
+        )
+
+
+def random_prompts(count: int, length: int = 40) -> list[Any]:
+    return list(np.random.default_rng(3).integers(2, VOCAB, (count, length)).astype(np.int32))
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_computes_what_the_models_own_code_does(kind: str, dtype: torch.dtype, computed: list[int]) -> None:
+    family, changes = KNOWN[kind]
+    model = tiny(family, **{**WHOLE, **changes}).to(dtype)
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    prompts = random_prompts(3)
+    runner = runner_of(model)
+    assert runner.exchanged.layers == 3
+    computed.clear()
+    with torch.inference_mode():
+        expected = plain(input_ids=torch.from_numpy(np.stack(prompts)).long()).logits.float()[:, -3:]
+    found = torch.stack([*decoded(runner, prompts)], 1)
+    assert computed == [3] * 9  # three layers, three steps
+    spread = float(expected.max() - expected.min())
+    assert float((found - expected).abs().max()) / spread < LIMIT[dtype]
+
+
+def test_a_prompt_of_few_tokens_and_a_draft_are_few_rows(computed: list[int]) -> None:
+    model = tiny("llama", **WHOLE)
+    plain = copy.deepcopy(model)
+    runner = runner_of(model)
+    prompt = random_prompts(1)[0][:11]
+    computed.clear()
+    found = [
+        runner.forward([Segment(prompt[:6], 0, (table(0),), 6)]),
+        runner.forward([Segment(prompt[6:], 6, (table(0),), 5)]),
+    ]
+    with torch.inference_mode():
+        expected = plain(input_ids=torch.from_numpy(prompt).long()[None]).logits[0]
+    torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=0)
+    assert computed == [6] * 3 + [5] * 3
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_are_computed_in_parts(
+    kind: str, dtype: torch.dtype, threads: int, computed: list[int], in_parts: list[int]
+) -> None:
+    family, changes = KNOWN[kind]
+    # Wide enough for more than one part of the rows a thread.
+    model = tiny(family, **{**WHOLE, "hidden_size": 192, "intermediate_size": 320, **changes}).to(dtype)
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    prompts = random_prompts(3, 128)
+    runner = ModelRunner(replace(loaded(model), dtype=dtype), 96, 4)
+    computed.clear(), in_parts.clear()
+    torch.set_num_threads(threads)  # the fixture `one_thread` sets it back
+    tables = [
+        (np.random.default_rng(i).permutation(np.arange(32 * i, 32 * i + 32)).astype(np.int32),) for i in range(3)
+    ]
+    cuts = [(0, 50), (50, 128)]  # all prompts packed, twice
+    found = [
+        runner.forward(
+            [Segment(prompt[a:b], a, pages, b - a) for prompt, pages in zip(prompts, tables, strict=True)]
+        ).unflatten(0, (3, b - a))
+        for a, b in cuts
+    ]
+    layers = runner.exchanged.layers  # in bfloat16 one may round so differently that it is refused
+    assert layers >= 2
+    assert (computed, in_parts) == ([], [150] * layers + [234] * layers)
+    with torch.inference_mode():
+        expected = plain(input_ids=torch.from_numpy(np.stack(prompts)).long()).logits.float()
+    error = (torch.cat(found, 1).float() - expected) / float(expected.max() - expected.min())
+    assert float(error.abs().max()) < 2 * LIMIT[dtype]  # PyTorch's own attention in place of eager: 1.4 times
+    assert float(error.square().mean().sqrt()) < LIMIT[dtype] / 4
+
+
+def test_a_layer_is_one_call_up_to_as_many_rows_as_are_quicker_so(computed: list[int], in_parts: list[int]) -> None:
+    runner = runner_of(tiny("llama", **WHOLE))
+    computed.clear(), in_parts.clear()
+    rows = kernels.most_rows(torch.float32)
+    for count in (rows, rows + 1):
+        runner.forward([Segment(random_prompts(1)[0][:count], 0, (table(0),), 1)])
+    assert (computed, in_parts) == ([rows] * 3, [rows + 1] * 3)
+
+
+def test_an_adapter_is_computed_by_its_own_layers(tmp_path: Path, computed: list[int]) -> None:
+    model = tiny("llama", **WHOLE)
+    plain = copy.deepcopy(model)
+    runner = runner_of(model)
+    runner.adapters.load("a", save(tmp_path / "a", 1, changes=WHOLE))
+    from peft import PeftModel
+
+    computed.clear()
+    prompts = random_prompts(2)
+    found = torch.stack([*decoded(runner, prompts, runner.adapters.get("a"))], 1)
+    assert not computed
+    adapted = PeftModel.from_pretrained(plain, str(tmp_path / "a"))
+    with torch.inference_mode():
+        expected = adapted(input_ids=torch.from_numpy(np.stack(prompts)).long()).logits[:, -3:]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    assert len([*decoded(runner, prompts)]) == 3
+    assert computed == [2] * 9  # without it, the layers are as they were
+
+
+# ---- what is not exchanged
+
+
+def test_a_layer_with_other_code_is_not_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clipped(self: Any, x: torch.Tensor) -> torch.Tensor:  # as some families do; seen in few numbers
+        result: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x).clamp(-8, 8)) * self.up_proj(x))
+        return result
+
+    decoders._known_code()  # of Llama as it is
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", clipped)
+    assert runner_of(tiny("llama", **WHOLE)).exchanged.layers == 0
+
+
+def test_another_rotation_is_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders._known_code()
+    own = modeling_llama.rotate_half
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: own(x))
+    assert runner_of(tiny("llama", **WHOLE)).exchanged.layers == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 16}, {"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"intermediate_size": 100}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_the_kernel_cannot_compute_is_not_exchanged(changes: dict[str, Any]) -> None:
+    assert runner_of(tiny("llama", **{**WHOLE, **changes})).exchanged.layers == 0
+
+
+def test_a_layer_whose_parts_are_watched_is_not_exchanged() -> None:
+    model: Any = tiny("llama", **WHOLE)
+    seen: list[int] = []
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *given: seen.append(1))
+    runner = runner_of(model)
+    assert runner.exchanged.layers == 2
+    seen.clear()
+    assert len([*decoded(runner, random_prompts(1))]) == 3
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("part", ["keys", "results"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_computes_something_else_is_not_exchanged(
+    part: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = getattr(decoders._Kernel, way)
+
+    def off(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+        result: torch.Tensor = own(self, x, given)
+        if self._index == 1:
+            plan = given["paging"].plans["full"]
+            (plan.pool.k[1].flatten(0, 1)[plan.slot_ids[0]] if part == "keys" else result).mul_(1.001)
+        return result
+
+    monkeypatch.setattr(decoders._Kernel, way, off)
+    exchanged = runner_of(tiny("llama", **WHOLE)).exchanged
+    assert (exchanged.layers, exchanged.refused) == (2, 1)
+
+
+def test_a_model_gets_its_own_code_back() -> None:
+    model = tiny("llama", **WHOLE)
+    runner_of(model)
+    decoders.restore_layers(model)
+    assert not any("kernel" in vars(layer) for layer in model.get_decoder().layers)
+    runner_of(model)  # and again
+    assert runner_of(model).exchanged.layers == 3  # a second runner of the same model
+
+
+def test_a_copy_of_an_exchanged_model_computes_by_its_own_code_until_it_has_a_runner(computed: list[int]) -> None:
+    model = tiny("llama", **WHOLE)
+    other = copy.deepcopy(model)
+    runner_of(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight, changed in zip(other.parameters(), copied.parameters(), strict=True):
+            weight.mul_(1.2)  # so that the weights of the original would be noticed
+            changed.copy_(weight)
+    copied.set_attn_implementation("eager")
+    prompts = random_prompts(2)
+    computed.clear()
+    with torch.inference_mode():
+        inputs = torch.from_numpy(np.stack(prompts)).long()
+        expected = other(input_ids=inputs).logits
+        torch.testing.assert_close(copied(input_ids=inputs).logits, expected, atol=2e-4, rtol=0)
+    assert not computed
+    runner = runner_of(copied)
+    assert runner.exchanged.layers == 3
+    torch.testing.assert_close(torch.stack([*decoded(runner, prompts)], 1), expected[:, -3:], atol=2e-4, rtol=0)
