@@ -1218,6 +1218,11 @@ NATIVE: tuple[Mutant, ...] = (
         "    settle(entry, weight);", "    settle(entry, 0);",
         "tests/cache/policies/test_expected.py::test_wrong_advice_costs_at_most_a_little",
     ),
+    _mutant(
+        "a page more than the stake goes at once", "-", _CORE + "eviction/expected.h",
+        "node == wager ? stake :", "node == wager ? stake + 1000 :",
+        "tests/cache/policies/test_expected.py::test_advice_evicts_no_more_pages_than_its_owner_may_lose",
+    ),
     # ---------------------------------------------------------------- the index of a router
     _mutant(
         "a page that was removed still counts", "-", _CORE + "routing/index.cpp",

@@ -223,6 +223,18 @@ def test_a_policy_that_counts_uses_may_lose_a_little_more(policy: str, kind: str
     assert sum(cost) / len(cost) <= 2.0, cost
 
 
+@pytest.mark.parametrize("policy", RANKED)
+def test_advice_evicts_no_more_pages_than_its_owner_may_lose(policy: str) -> None:
+    """After 4,080 pages that were asked for, six may be lost: the policy chooses the other 24."""
+    client = Client(PrefixCache(200, PAGE, policy=policy))
+    for _ in range(40):
+        client.ask(session(1, 100), 5)
+    client.ask(session(2, 40))
+    client.ask(session(3, 40), 5000)
+    client.ask(session(4, 50), 5)
+    assert [client.cache.peek([*session(number, 100), 0]) for number in (1, 2, 3, 4)] == [76, 40, 34, 50]
+
+
 def test_who_was_right_for_long_is_not_believed_for_ever() -> None:
     found = {}
     for says in (True, False):
