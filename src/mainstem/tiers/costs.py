@@ -1,39 +1,151 @@
-"""What computing and loading cost, as far as is known: `Costs`, and `LoadCost`, the twin of `PrefillCost`.
+"""The estimates of what computing and loading take: `PrefillCost`, `LoadCost`, and `Costs`, which has all of a rank.
 
-    seconds = latency + bytes / rate
+    computing   seconds = a * tokens + b * tokens * (positions that a token attends to, on average)
+    loading     seconds = latency + bytes / rate
 
-A load is estimated from what has arrived so far: a least-squares fit, with weights that decay with each observation, so
-it follows a store or link that becomes slower. An observation is clamped to a multiple of the expected one: a stall is
-not a change of speed. Several in a row that are as far off, all in one direction, are: then the fit begins anew.
+Both are least-squares fits over what was observed, with weights that decay, so that they follow a machine, store or
+link that becomes slower. A forward's weight decays with the tokens computed since, and long forwards count for more
+than short ones. A load's weight decays with each further load. An observation is clamped to a multiple of the expected
+one: a compilation, a pause of the system or a stall is not a change of speed. Several loads in a row that are as far
+off, all in one direction, are: then the fit begins anew.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mainstem.tiers.fit import Fit
-from mainstem.tiers.prefill import PrefillCost
 
-_ENOUGH = 3  # observations
-_KEPT = 0.95  # what is left of the weight of an observation after another one
-_MAX_FACTOR = 2.0  # an observation counts as at most this many times slower or faster than expected
-_MOST_PAGES = 1 << 16
-_ALIKE = 1e-3  # sizes that vary less than this say nothing about the latency
+class _Fit:
+    """A line through observations, y = a + b * x with neither below 0, by least squares over decaying weights.
+
+    Args:
+        alike: xs whose relative variance is at most this say nothing about the slope.
+        max_factor: an observation counts as at most this many times slower or faster than expected.
+    """
+
+    def __init__(self, alike: float, max_factor: float) -> None:
+        self._alike, self._max_factor = alike, max_factor
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float, kept: float, weight: float = 1.0) -> None:
+        """Adds an observation; what is left of the weights of earlier ones is `kept`."""
+        self._weight = kept * self._weight + weight
+        self._x = kept * self._x + weight * x
+        self._y = kept * self._y + weight * y
+        self._xx = kept * self._xx + weight * x * x
+        self._xy = kept * self._xy + weight * x * y
+
+    def clamped(self, seconds: float, expected_s: float) -> float:
+        return min(max(seconds, expected_s / self._max_factor), expected_s * self._max_factor)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return self._weight > 0
+
+    @property
+    def mean(self) -> tuple[float, float]:
+        """The mean of x and of y."""
+        return self._x / self._weight, self._y / self._weight
+
+    def line(self) -> tuple[float, float] | None:
+        """Returns a and b; None: all xs are alike."""
+        spread = self._weight * self._xx - self._x * self._x
+        if spread <= self._alike * self._weight * self._xx:
+            return None
+        b = (self._weight * self._xy - self._x * self._y) / spread
+        if b < 0:
+            return self.mean[1], 0.0
+        a = (self._y - b * self._x) / self._weight
+        return (a, b) if a >= 0 else (0.0, self._xy / self._xx)
+
+
+class PrefillCost:
+    """What a prefill costs on this machine now. There is no estimate before a few forwards."""
+
+    _ENOUGH_FORWARDS, _ENOUGH_TOKENS = 3, 128
+    _HORIZON_TOKENS = 8192.0
+    """The weight of a forward falls to 1/e after this many tokens."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[float, float, float]] = []  # the forwards before the first estimate
+        self._furthest = 0.0  # most positions attended to per token; the estimate does not extrapolate beyond
+        self._fit = _Fit(alike=1e-6, max_factor=4.0)
+
+    def observe(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Adds a forward.
+
+        Args:
+            parts: for each of its sequences, the tokens computed and the positions before them.
+            seconds: its duration; 0 is ignored.
+        """
+        tokens = float(sum(n for n, _ in parts))
+        attended = float(sum(n * (context + n / 2) for n, context in parts))
+        if tokens <= 0 or not 0 < seconds < math.inf:
+            return
+        if self._fit.known:
+            self._add(tokens, attended, seconds, self._seconds(tokens, attended))
+            return
+        self._first.append((tokens, attended, seconds))
+        seen = sum(tokens for tokens, _, _ in self._first)
+        if len(self._first) >= self._ENOUGH_FORWARDS and seen >= self._ENOUGH_TOKENS:
+            self._begin(seen)
+
+    def seconds(self, tokens: int, context: int) -> float | None:
+        """Estimates the time to compute `tokens` after `context` positions; None before the first estimate."""
+        return self._seconds(tokens, tokens * (context + tokens / 2)) if self._fit.known else None
+
+    def line(self) -> tuple[float, float] | None:
+        """Returns the seconds for a token, and for each position that it attends to; None before the estimate."""
+        return self._line() if self._fit.known else None
+
+    def _begin(self, seen: float) -> None:
+        """Starts from the first forwards, each clamped around the median cost of a token."""
+        median, below = 0.0, 0.0
+        for tokens, _, seconds in sorted(self._first, key=lambda forward: forward[2] / forward[0]):
+            median, below = seconds / tokens, below + tokens
+            if below >= seen / 2:
+                break
+        for tokens, attended, seconds in self._first:
+            self._add(tokens, attended, seconds, median * tokens)
+        self._first = []
+
+    def _add(self, tokens: float, attended: float, seconds: float, expected: float) -> None:
+        pace_s = self._fit.clamped(seconds, expected) / tokens
+        self._fit.add(attended / tokens, pace_s, math.exp(-tokens / self._HORIZON_TOKENS), weight=tokens * tokens)
+        self._furthest = max(self._furthest, attended / tokens)
+
+    def _seconds(self, tokens: float, attended: float) -> float:
+        if tokens <= 0:
+            return 0.0
+        a, b = self._line()
+        return (a + b * min(attended / tokens, self._furthest)) * tokens
+
+    def _line(self) -> tuple[float, float]:
+        return self._fit.line() or (self._fit.mean[1], 0.0)
 
 
 class LoadCost:
-    """The estimate for one tier. It gives none before it has a few observations."""
+    """What a load from one tier costs. There is no estimate before a few loads."""
+
+    _ENOUGH = 3
+    _KEPT = 0.95
+    """What is left of the weight of a load after another one."""
 
     def __init__(self) -> None:
         self._new: list[tuple[float, float]] = []  # before the first estimate, or far from the present one
         self._slower = False  # in which direction
-        self._fit = Fit(_ALIKE)
+        self._fit = self._new_fit()
+
+    def _new_fit(self) -> _Fit:
+        return _Fit(alike=1e-3, max_factor=2.0)
 
     @property
     def known(self) -> bool:
         """Whether there is an estimate."""
-        return not self._fit.empty
+        return self._fit.known
 
     def observe(self, size: int, seconds: float) -> None:
         """Adds an observation.
@@ -45,13 +157,13 @@ class LoadCost:
         if size <= 0 or not 0 < seconds < math.inf:
             return
         expected = self._seconds(size) if self.known else 0.0
-        if expected / _MAX_FACTOR <= seconds <= expected * _MAX_FACTOR:
+        if self._fit.clamped(seconds, expected) == seconds:
             self._new = []
         elif self.known and (seconds > expected) != self._slower:
             self._new, self._slower = [(size, seconds)], seconds > expected
         else:
             self._new.append((size, seconds))
-        if len(self._new) == _ENOUGH:
+        if len(self._new) == self._ENOUGH:
             self._begin()
         elif self.known:
             self._add(size, seconds, expected)
@@ -66,15 +178,14 @@ class LoadCost:
 
     def _begin(self) -> None:
         """Starts from the newest observations, each clamped around the median time of a byte."""
-        self._fit = Fit(_ALIKE)
-        pace = sorted(seconds / size for size, seconds in self._new)[_ENOUGH // 2]
+        self._fit = self._new_fit()
+        pace = sorted(seconds / size for size, seconds in self._new)[self._ENOUGH // 2]
         for size, seconds in self._new:
             self._add(size, seconds, pace * size)
         self._new = []
 
     def _add(self, size: float, seconds: float, expected: float) -> None:
-        seconds = min(max(seconds, expected / _MAX_FACTOR), expected * _MAX_FACTOR)
-        self._fit.add(size, seconds, _KEPT)
+        self._fit.add(size, self._fit.clamped(seconds, expected), self._KEPT)
 
     def _seconds(self, size: float) -> float:
         latency, pace = self._line()
@@ -83,6 +194,9 @@ class LoadCost:
     def _line(self) -> tuple[float, float]:
         size, seconds = self._fit.mean
         return self._fit.line() or (0.0, seconds / size)
+
+
+_MOST_PAGES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

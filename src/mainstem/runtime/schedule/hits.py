@@ -17,8 +17,8 @@ from mainstem.runtime.request import Request
 from mainstem.runtime.schedule.explaining import Circumstances, Found, Unstored, known_to
 from mainstem.runtime.schedule.meter import Flops, Totals
 from mainstem.runtime.schedule.sequence import Sequence
+from mainstem.tiers.costs import PrefillCost
 from mainstem.tiers.host.load import Load
-from mainstem.tiers.prefill import PrefillCost
 
 
 class Hits:

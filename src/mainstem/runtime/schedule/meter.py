@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args
 from mainstem.metric import Metric, each
 from mainstem.runtime.schedule.checkpoints import Reason
 from mainstem.runtime.schedule.sequence import Sequence
-from mainstem.tiers.prefill import PrefillCost
+from mainstem.tiers.costs import PrefillCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ from mainstem.runtime.segments import Segment
 from mainstem.runtime.text.detokenizer import Tokenizer
 from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.prefill import PrefillCost
+from mainstem.tiers.costs import PrefillCost
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,8 @@ Pages come and go as they are stored, sealed, and the reader verifies them: a pe
 """
 
 from mainstem.storage.peer.beside import Beside
-from mainstem.storage.peer.client import NO_SECRET, PeerBackend
+from mainstem.storage.peer.client import NO_SECRET, PeerBackend, Peering
 from mainstem.storage.peer.lines import Line, Lines
-from mainstem.storage.peer.peering import Peering
 from mainstem.storage.peer.server import Giving, PeerServer, Share, Source
 
 BACKEND = PeerBackend

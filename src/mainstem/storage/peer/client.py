@@ -56,6 +56,21 @@ _FOLLOW_S = 5.0  # how often names are looked up
 _SEEN = 1 << 16  # keys of which it is known who has them
 
 
+@dataclass(frozen=True, slots=True)
+class Peering:
+    """An engine among its peers.
+
+    Args:
+        address: HOST:PORT at which they read its pages; None: they do not.
+        follow: takes the addresses of all whose pages it reads; see `PeerBackend.follow`. None: it reads none.
+        identity: names all that its pages depend on; engines with another one have nothing for it.
+    """
+
+    address: str | None
+    follow: Callable[[Sequence[str]], None] | None
+    identity: str = ""
+
+
 @dataclass(eq=False)
 class _Peer:
     """A peer.
