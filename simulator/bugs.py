@@ -567,15 +567,15 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a stream whose replica dies begins again on another one", "-", _FRONT,
-        "begun=sender.said)", "begun=None)", "fleet",
+        "progress=sender.progress)", "progress=None)", "fleet",
     ),
     _mutant(
         "what was sent last of a stream is not known to who goes on with it", "-", _FRONT,
-        "            self.said.take(piece.said)\n", "            pass\n", "fleet",
+        "            self.progress.add(piece.sent)\n", "            pass\n", "fleet",
     ),
     _mutant(
         "one full replica refuses for all", "-", _FRONT,
-        "(head.status == _FULL and (others or sender.begun))", "(head.status == _FULL and sender.begun)", "fleet",
+        "(head.status == _FULL and (others or sender.started))", "(head.status == _FULL and sender.started)", "fleet",
     ),
     _mutant(
         "a replica that drains refuses for all", "-", "fleet/front/asking.py",

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from mainstem.cache.components import Full
 from mainstem.fleet.front.routing import CostRouter
-from mainstem.fleet.front.sessions import Chooser
 from mainstem.settings.engine import Limits
 from mainstem.tiers.host.shelf import Shelf
 from simulator.fronts import Call, Router
@@ -50,7 +49,7 @@ class Fleet:
     """A run of the profile "fleet"."""
 
     sizes: ClassVar = (2, 2, 3, 3, 4, 5, 8, 16)
-    choosers: ClassVar[tuple[Callable[[World, int], Chooser], ...]] = (cost_router,)
+    choosers: ClassVar[tuple[Callable[[World, int], CostRouter], ...]] = (cost_router,)
 
     def __init__(self, world: World) -> None:
         random = world.random

@@ -6,19 +6,19 @@ import asyncio
 import json
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from starlette.datastructures import Headers
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.events.feed import Follower
-from mainstem.events.source import Event, salt_id
+from mainstem.events.source import salt_id
 from mainstem.events.wire import decode
 from mainstem.fleet.front.app import Front, Homes
 from mainstem.fleet.front.asking import Ask, Head, Piece, Prompt, ReplicaLost
-from mainstem.fleet.front.sessions import Chooser
+from mainstem.fleet.front.routing import CostRouter
 from simulator.events import Page, adapter_of, compare, followed, pages_of, reaches
 from simulator.loop import Loop
 from simulator.machines import Engine, Part, Sent
@@ -73,7 +73,7 @@ class Call:
         require(self.body["stream"] or not self.received, "a request is sent again after its answer", self.number)
         events = [event.removeprefix(b"data: ") for event in self.received.split(b"\n\n")[:-1]]
         known = [token for event in events if event != b"[DONE]" for token in json.loads(event)]
-        said = [] if ask.begun is None else ask.begun.answers[0].tokens
+        said = [] if ask.progress is None else ask.progress.choices[0].tokens
         require(known == said, "a request is sent again from elsewhere than the client's last token", known, said)
         self.sent += 1
         self.continued += bool(said)
@@ -122,17 +122,6 @@ async def _here(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-@runtime_checkable
-class Index(Protocol):
-    """A chooser that follows events."""
-
-    def apply(self, replica: str, events: Iterable[Event]) -> None:
-        """Follows events of a replica."""
-
-    def match(self, prompt: Prompt) -> dict[str, tuple[int, int, int]]:
-        """Returns how many tokens of a prompt each replica has: on its device; there or below; there or in storage."""
-
-
 class Router:
     """A front and its router: one process, which may end, and begin anew in the middle.
 
@@ -153,7 +142,7 @@ class Router:
         network: Network,
         name: str,
         loop: Loop,
-        chooser: Chooser,
+        chooser: CostRouter,
         engine_of: Callable[[str], Engine | None],
         calls: Mapping[int, Call],
         wait_s: float,
@@ -217,7 +206,7 @@ class Router:
         """Applies a batch, unless it was applied before."""
         before = follower.missing(sys.maxsize)
         follower.follow(number, payload)
-        if isinstance(self.chooser, Index) and follower.missing(sys.maxsize) != before:
+        if follower.missing(sys.maxsize) != before:
             self.chooser.apply(name, decode(payload).events)
 
     def _ask_again(self, name: str, follower: Follower, first: int) -> None:
@@ -254,8 +243,6 @@ class Router:
 
     def compare_index(self, namespaces: Sequence[Namespace | str | None]) -> None:
         """Checks that its chooser finds of every prefix what each replica has, tier by tier, and nothing else."""
-        if not isinstance(self.chooser, Index):
-            return
         held = {name: pages_of(follower.replica) for name, follower in self.followers.items()}
         asked = dict.fromkeys((*page[:2], page[3]) for pages in held.values() for page in pages)
         names = {(adapter_of(each), salt_id(each)): each for each in namespaces}
@@ -270,9 +257,8 @@ class Router:
         """Checks, once nothing is under way, that no replica counts as busy."""
         names = sorted(self._awake)
         order = self.chooser.order(None, names[::-1])
-        estimates = getattr(self.chooser, "estimates", None)
-        if estimates is not None:  # which has an order of its own among equals
-            order = names if len({each.seconds for each in estimates(None, names)}) <= 1 else order[::-1]
+        estimates = self.chooser.estimates(None, names)  # which have an order of their own among equals
+        order = names if len({each.seconds for each in estimates}) <= 1 else order[::-1]
         require(order == names, "requests count as under way that have ended", order)
 
     # ---------------------------------------------------------------- requests

@@ -16,7 +16,7 @@ from mainstem.events.replica import Replica
 from mainstem.events.source import BlockStored, Source
 from mainstem.fleet.front.asking import Ask, Head, Piece
 from mainstem.runtime.request import Delta, Request
-from mainstem.server.kept.continuing import Answer, Begun, Said
+from mainstem.server.kept.continuing import ChoiceProgress, SentTokens, StreamProgress
 from mainstem.settings.engine import Limits, SamplingParams
 from mainstem.tiers.host.shelf import Shelf
 from simulator.network import Link, Network
@@ -137,8 +137,8 @@ class Engine(Server):
             self._begin(reply)
             new = event.tokens[max(0, reply.repeated - len(reply.tokens) + len(event.tokens)) :]
             if new:
-                said = Said(0, tuple(new), ended=event.finish_reason is not None)
-                reply.link.send(Piece(in_stream(new), said))
+                sent = SentTokens(0, tuple(new), ended=event.finish_reason is not None)
+                reply.link.send(Piece(in_stream(new), sent))
             if event.finish_reason is not None:
                 reply.link.send(Piece(in_stream("[DONE]"), last=True))
                 reply.link.send(None)
@@ -193,11 +193,12 @@ class Engine(Server):
                 link.send(part)
             return
         body = json.loads(ask.body)
-        request, begun = request_of(body), None
-        if body["stream"] and ask.follows:
-            begun = ask.begun or Begun(name, 0, [Answer(request.tokens, request.params.max_tokens)])
-            request = replace(request, said=np.array(begun.answers[0].tokens, np.int32))
-        head = Head(200, (), self.name, begun)
+        request, progress = request_of(body), None
+        if body["stream"] and ask.tracked:
+            first = ChoiceProgress(request.tokens, request.params.max_tokens)
+            progress = ask.progress or StreamProgress(name, 0, [first])
+            request = replace(request, said=np.array(progress.choices[0].tokens, np.int32))
+        head = Head(200, (), self.name, progress)
         reply = self._replies[name] = Reply(link, body["stream"], head, len(request.said))
         if reply.stream and body["early"]:
             self._begin(reply)

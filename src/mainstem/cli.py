@@ -238,7 +238,7 @@ def serve(
     """
     import logging
 
-    from mainstem.server.opening import bind
+    from mainstem.server.serving import bind
     from mainstem.server.serving import serve as serve_http
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")

@@ -55,7 +55,7 @@ def test_a_router_that_starts_in_the_middle_knows_what_is_there(stack: ExitStack
     a, b = Engine(stack), Engine(stack)
     a.serve(TOKENS)
     router = CostRouter(time.monotonic)
-    following = Following(router)
+    following = Following(router.apply)
     stack.callback(following.close)
     said = {"a": a.said, "b": b.said, "c": {}}
     router.follow(said)
@@ -72,7 +72,7 @@ def test_a_router_that_starts_in_the_middle_knows_what_is_there(stack: ExitStack
 def test_a_replica_that_begins_anew_has_nothing_left(stack: ExitStack) -> None:
     a = Engine(stack)
     router = CostRouter(time.monotonic)
-    following = Following(router)
+    following = Following(router.apply)
     stack.callback(following.close)
     for engine in (a, Engine(stack)):  # the second one has other addresses, as one does that took its place
         said = {"a": engine.said}
@@ -92,7 +92,7 @@ def test_one_that_sends_what_is_no_batch_is_counted_and_the_others_go_on(stack: 
     bad = stack.enter_context(context.socket(zmq.PUB))
     port = bad.bind_to_random_port("tcp://127.0.0.1")
     router = CostRouter(time.monotonic)
-    following = Following(router)
+    following = Following(router.apply)
     stack.callback(following.close)
     said = {
         "a": a.said,

@@ -16,7 +16,7 @@ from rigs.fake_engine import FakeEngine, FakeTokenizer
 from mainstem.fleet.front.app import Front, Homes
 from mainstem.fleet.front.asking import Ask, Head, Part, ReplicaLost
 from mainstem.fleet.front.reading import Reading
-from mainstem.fleet.peers import Introductions
+from mainstem.fleet.peers import PeerLists
 from mainstem.fleet.replica import PEERS, answered
 from mainstem.server.app import create_app
 from mainstem.settings.fleet import FleetConfig
@@ -263,7 +263,7 @@ def test_a_response_that_went_on_elsewhere_is_found_there() -> None:
 
 def test_one_that_drains_or_is_full_is_passed_over() -> None:
     rig = Rig()
-    rig.apps["a"].state.service.draining = True
+    rig.apps["a"].state.draining = True
     assert post(front(rig), "/v1/chat/completions", CHAT).headers["x-mainstem-replica"] == "b"
     rig = Rig()
     rig.engines["a"].max_waiting = 0
@@ -412,11 +412,11 @@ class Told:
 
 def test_each_replica_is_told_of_the_others_once() -> None:
     told = Told()
-    introductions = Introductions(told)
+    lists = PeerLists(told)
 
     def tell(**stats: Any) -> list[tuple[str, list[str]]]:
         told.heard.clear()
-        anyio.run(introductions.tell, {name: {"peer": peer} for name, peer in stats.items()})
+        anyio.run(lists.update, {name: {"peer": peer} for name, peer in stats.items()})
         return told.heard
 
     assert tell(a="h:1") == []
@@ -434,10 +434,10 @@ def test_replicas_of_different_models_or_layouts_are_no_peers_and_it_is_said_onc
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = Told()
-    introductions = Introductions(told)
+    lists = PeerLists(told)
     stats = {name: {"peer": f"h:{name}", "identity": identity} for name, identity in zip("abc", "xyx", strict=True)}
     for _ in range(2):
-        anyio.run(introductions.tell, stats)
+        anyio.run(lists.update, stats)
     assert told.heard == [("a", ["h:c"]), ("c", ["h:a"])]
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "replicas have different models or layouts, and share no pages"

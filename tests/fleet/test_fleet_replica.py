@@ -209,7 +209,7 @@ def test_a_router_counts_what_a_replica_could_read_from_another_one_if_it_says_t
 ) -> None:
     said = {"b": replica.where(), "new": replica.where() | {"store": None, "events": None}}
     router = CostRouter(time.monotonic, page_size=16)
-    with closing(Following(router)) as following:
+    with closing(Following(router.apply)) as following:
 
         def new(**wrong: Any) -> Estimate:
             router.follow({name: each | wrong for name, each in said.items()})

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
-from mainstem.server.opening import bind
+from mainstem.server.serving import bind
 from mainstem.settings.server import ServerConfig
 
 

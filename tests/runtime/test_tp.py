@@ -700,8 +700,7 @@ def test_a_rank_that_does_not_vote_has_failed() -> None:
 
 def _serve(model: str, port: int, options: dict[str, Any], log: str) -> None:
     """A server's process, whose other rank is forked from it before it computes anything."""
-    from mainstem.server.opening import bind
-    from mainstem.server.serving import serve
+    from mainstem.server.serving import bind, serve
     from mainstem.settings.server import ServerConfig
 
     tempfile.tempdir = str(Path(log).parent / "temporary")

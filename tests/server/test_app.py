@@ -543,7 +543,7 @@ def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
     key: str | None, admin: bool, draining: bool, status: int
 ) -> None:
     app = create_app(FakeEngine(), ServerConfig(api_key=("right",), admin_key="admin"))
-    app.state.service.draining = draining
+    app.state.draining = draining
     closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/cache/remove"]
     for path in (
         closed_to_them
@@ -860,7 +860,7 @@ def test_draining_refuses_and_fails_the_health_check() -> None:
     app = create_app(FakeEngine())
     server = TestClient(app)
     assert server.get("/health").json() == {"status": "ok"}
-    app.state.service.draining = True
+    app.state.draining = True
     assert server.get("/health").status_code == 503
     assert error_of(complete(server), 503)["code"] == "draining"
     assert server.get("/metrics").status_code == 200
@@ -876,7 +876,7 @@ def test_a_closed_engine_is_a_503() -> None:
 def test_a_failed_engine_fails_the_health_check_at_once(draining: bool) -> None:
     engine = FakeEngine()
     app = create_app(engine)
-    app.state.service.draining = draining
+    app.state.draining = draining
     engine.failure = RuntimeError("a secret of the engine")
     response = TestClient(app).get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "failed"})
@@ -1066,8 +1066,7 @@ SERVER = """
 import logging, sys
 from rigs.fake_engine import FakeEngine
 from mainstem.errors import EngineClosed
-from mainstem.server.serving import serve
-from mainstem.server.opening import bind
+from mainstem.server.serving import bind, serve
 from mainstem.settings.server import ServerConfig
 
 class Mortal(FakeEngine):
@@ -1119,9 +1118,11 @@ class RealServer:
 
 
 @pytest.mark.deadline
-def test_the_official_client() -> None:
+def test_the_official_client_and_the_end_of_the_server_with_its_engine() -> None:
     messages: Any = [{"role": "user", "content": PROMPT}]
     with RealServer(step_s=0) as server:
+        wanted = r"float32, \d+ threads?, 100 KV pages for 1600 tokens, 9 state slots"
+        assert re.search(f"{wanted}$", server.served_at.rstrip())
         api = server.client
         assert [model.id for model in api.models.list()] == ["fake"]
 
@@ -1155,6 +1156,11 @@ def test_the_official_client() -> None:
         with pytest.raises(openai.APIError, match="The server had an error"):
             list(api.completions.create(model="fake", prompt="fail!", stream=True))
 
+        api.completions.create(model="fake", prompt="die!")
+        assert server.process.wait(patience(10)) == 1
+        assert server.process.stderr is not None
+        assert server.process.stderr.read().count("ended badly: the engine failed: RuntimeError: out of memory") == 1
+
 
 @pytest.mark.deadline
 def test_sigterm_drains() -> None:
@@ -1183,22 +1189,6 @@ def test_sigterm_drains() -> None:
         assert server.process.wait(patience(10)) == 0
         assert server.process.stdout is not None
         assert "ended well" in server.process.stdout.read()
-
-
-@pytest.mark.deadline
-def test_what_is_served_is_logged() -> None:
-    with RealServer(step_s=0) as server:
-        wanted = r"float32, \d+ threads?, 100 KV pages for 1600 tokens, 9 state slots"
-        assert re.search(f"{wanted}$", server.served_at.rstrip())
-
-
-@pytest.mark.deadline
-def test_a_dead_engine_ends_the_server() -> None:
-    with RealServer(step_s=0) as server:
-        server.client.completions.create(model="fake", prompt="die!")
-        assert server.process.wait(patience(10)) == 1
-        assert server.process.stderr is not None
-        assert server.process.stderr.read().count("ended badly: the engine failed: RuntimeError: out of memory") == 1
 
 
 def _health(port: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from rigs.fake_engine import FakeEngine, FakeStream
+from starlette.testclient import TestClient
 
 from mainstem.runtime.request import Delta
 from mainstem.server.app import create_app
@@ -155,7 +156,7 @@ def test_no_metric_takes_a_ping_for_a_token() -> None:
     time = Time()
     app = application(time)
     pieces_of(time, app, "/v1/chat/completions", stream=True)
-    text = app.state.service._metrics.exposition().decode()
+    text = TestClient(app).get("/metrics").text
     assert "mainstem_time_to_first_token_seconds_count 1.0" in text
     assert "mainstem_inter_token_latency_seconds_count 2.0" in text, "between three tokens"
     assert f"mainstem_inter_token_latency_seconds_sum {2 * STEP_S}" in text

@@ -116,8 +116,8 @@ def test_pages_are_read_while_the_other_server_computes() -> None:
 
     advise = rig.engine.advise
     rig.engine.advise = lambda *given, **rest: (advise(*given, **rest), looked.release())[0]  # type: ignore[method-assign]
-    service = rig.app.state.service
-    first = PrefillFirst(rig.app, PrefillServer(rig.settings, slowly), 4096, rig.clock, service.generating.ahead)
+    ahead = rig.app.state.generating.ahead
+    first = PrefillFirst(rig.app, PrefillServer(rig.settings, slowly), 4096, rig.clock, ahead)
     with TestClient(first) as http:
         body = {"model": "fake", "prompt": PROMPT, "max_tokens": 5, "cache_salt": "a"}
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "Hello"
@@ -134,7 +134,7 @@ def test_what_cannot_be_read_ahead_is_answered_like_any_other() -> None:
         return elsewhere(*asked)
 
     elsewhere_ = PrefillServer(rig.settings, slowly)
-    first = PrefillFirst(rig.app, elsewhere_, 4096, rig.clock, rig.app.state.service.generating.ahead)
+    first = PrefillFirst(rig.app, elsewhere_, 4096, rig.clock, rig.app.state.generating.ahead)
     with TestClient(first) as http:
         assert http.post("/v1/completions", json={"model": "other", "prompt": PROMPT}).status_code == 404
         rig.engine.advise = lambda *given, **rest: 1 / 0  # type: ignore[method-assign]
@@ -224,7 +224,7 @@ def test_a_server_that_drains_has_nothing_computed() -> None:
     with TestClient(app) as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
         assert 'mainstem_prefills_total{outcome="prefilled"} 1.0' in http.get("/metrics").text
-        app.state.service.draining = True
+        app.state.draining = True
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
     assert len(elsewhere.asked) == 1
 

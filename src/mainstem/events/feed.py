@@ -1,17 +1,16 @@
 """`Feed` and `Follower`: the two ends of a stream of batches that may lose some, without sockets or threads.
 
-    Feed       numbers batches, keeps the last ones for a replay, and the whole state for who asks for older ones
-    Follower   notices a gap, and a batch that comes again, and says what must be replayed
+    Feed       numbers batches, keeps the last ones for replays, and replays the whole state in place of older ones
+    Follower   notices a gap, skips a batch that comes again, and says what must be replayed
 
-The first number follows from the time: a server that begins anew goes on far above its last number, so that whoever
-followed it finds a gap, however much was lost in between, and asks for what no longer exists: it gets the whole state.
+The first number follows from the time: a server that restarts goes on far above its last number. Its followers then
+find a gap, however much was lost in between, ask for batches that no longer exist, and get the whole state.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from mainstem.events.replica import Replica
 from mainstem.events.source import AllBlocksCleared, BlockStored, Event
@@ -24,7 +23,7 @@ _STEP_PAGES = 256  # of the whole state
 
 
 class Feed:
-    """The sender's end. It begins with a batch that clears all, since who listens may have followed a server before.
+    """The sender's end. Its first batch clears all, since a listener may have followed an earlier server.
 
     Args:
         now_s: seconds since 1970.
@@ -95,26 +94,19 @@ def _in_steps(events: Iterable[Event], give_way: Callable[[], None]) -> Iterator
             pages = 0
 
 
-class Follows(Protocol):
-    """What follows events."""
-
-    def apply(self, events: Iterable[Event]) -> None:
-        """Follows events."""
-
-
 class Follower:
     """The receiver's end.
 
     Args:
-        follows: what follows the events; default: `replica`.
+        apply: takes the events; default: `replica` does.
 
     Attributes:
-        replica: what the server holds, as far as it is known.
+        replica: a copy of the server's index, from the events so far.
     """
 
-    def __init__(self, follows: Follows | None = None) -> None:
+    def __init__(self, apply: Callable[[Iterable[Event]], None] | None = None) -> None:
         self.replica = Replica()
-        self._follows = self.replica if follows is None else follows
+        self._apply = apply or self.replica.apply
         self._last = -1
 
     def missing(self, number: int) -> int | None:
@@ -129,5 +121,5 @@ class Follower:
         """
         if number <= self._last:
             return
-        self._follows.apply(decode(payload).events)
+        self._apply(decode(payload).events)
         self._last = number

@@ -22,60 +22,25 @@ if TYPE_CHECKING:
     from mainstem.fleet.place import Place, Record
     from mainstem.settings.fleet import FleetConfig
 
-_EXAMPLES = """\
-Examples:
 
-  mainstem fleet up --replicas 2
-  mainstem fleet up fleet.yaml
-  mainstem fleet status --json
-  mainstem fleet scale 4
-  mainstem fleet drain REPLICA
-  mainstem fleet down
+def _examples(*commands: str) -> str:
+    return "\n".join(["Examples:", "", *(f"  mainstem fleet {each}" for each in commands)])
 
-docs/fleet.md lists what fleet.yaml may hold. A second `up` changes the fleet that runs, replica by replica."""
 
-_UP_EXAMPLES = """\
-Examples:
-
-  mainstem fleet up --replicas 2
-  mainstem fleet up fleet.yaml --port 9000"""
-
-_STATUS_EXAMPLES = """\
-Examples:
-
-  mainstem fleet status
-  mainstem fleet status --json"""
-
-_SCALE_EXAMPLES = """\
-Examples:
-
-  mainstem fleet scale 4
-  mainstem fleet scale 2 --prefill"""
-
-_DRAIN_EXAMPLES = """\
-Examples:
-
-  mainstem fleet drain REPLICA
-  mainstem fleet drain --timeout-s 120"""
-
-_DOWN_EXAMPLES = """\
-Examples:
-
-  mainstem fleet down
-  mainstem fleet down --timeout-s 5"""
-
+_NOTE = "docs/fleet.md lists what fleet.yaml may hold. A second `up` changes the fleet that runs, replica by replica."
+_COMMANDS = ("up --replicas 2", "up fleet.yaml", "status --json", "scale 4", "drain REPLICA", "down")
 JsonFlag = Annotated[bool, Parameter(name="json", negative="", help="Print one JSON object.")]
 PrefillFlag = Annotated[bool, Parameter(negative="", help="Of those that compute prompts alone.")]
 
 fleet = cyclopts.App(
     name="fleet",
     help="Run many engines at one address, with Ray Serve.",
-    help_epilogue=_EXAMPLES,
+    help_epilogue=f"{_examples(*_COMMANDS)}\n\n{_NOTE}",
     help_format="plaintext",
 )
 
 
-@fleet.command(help_epilogue=_UP_EXAMPLES)
+@fleet.command(help_epilogue=_examples("up --replicas 2", "up fleet.yaml --port 9000"))
 def up(
     file: Path | None = None,
     *,
@@ -142,14 +107,14 @@ def up(
     _print({"url": record.url, "address": record.address, "replicas": config.replicas}, json)
 
 
-@fleet.command(help_epilogue=_STATUS_EXAMPLES)
+@fleet.command(help_epilogue=_examples("status", "status --json"))
 def status(*, json: JsonFlag = False) -> None:
     """Show the replicas, and how many requests each of them answered."""
     with _connected() as (record, serving, _):
         _print({"url": record.url, **serving.status()}, json)
 
 
-@fleet.command(help_epilogue=_SCALE_EXAMPLES)
+@fleet.command(help_epilogue=_examples("scale 4", "scale 2 --prefill"))
 def scale(replicas: int, *, prefill: PrefillFlag = False, timeout_s: float = 600.0, json: JsonFlag = False) -> None:
     """Change the number of replicas. Those that go finish their requests, and write to the store what it lacks.
 
@@ -168,7 +133,7 @@ def scale(replicas: int, *, prefill: PrefillFlag = False, timeout_s: float = 600
         _print({"url": record.url, **serving.status()}, json)
 
 
-@fleet.command(help_epilogue=_DRAIN_EXAMPLES)
+@fleet.command(help_epilogue=_examples("drain REPLICA", "drain --timeout-s 120"))
 def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
     """Let requests end: those of one replica, whose place another one takes, or all.
 
@@ -184,7 +149,7 @@ def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag
             _print({"drained": serving.drain(timeout_s)}, json)
 
 
-@fleet.command(help_epilogue=_DOWN_EXAMPLES)
+@fleet.command(help_epilogue=_examples("down", "down --timeout-s 5"))
 def down(*, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
     """End the fleet: requests under way end first, and what the store lacks is written.
 

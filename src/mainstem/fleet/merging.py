@@ -1,4 +1,4 @@
-"""One answer from those of all replicas, for routes that concern every one of them."""
+"""Merges the answers of all replicas into one, for routes that concern every replica."""
 
 from __future__ import annotations
 
@@ -25,60 +25,55 @@ Merge: TypeAlias = Callable[[Sequence[Whole]], Whole]
 """Makes one answer of several, of which there is at least one."""
 
 
-def alike(answers: Sequence[Whole]) -> Whole:
-    """Returns the first that failed, else the first."""
-    return next((answer for answer in answers if answer.head.status >= 400), answers[0])
-
-
 def best(answers: Sequence[Whole]) -> Whole:
     """Returns the first that did not fail, else the first."""
     return next((answer for answer in answers if answer.head.status < 400), answers[0])
 
 
+def _unless_failed(merge: Merge) -> Merge:
+    """Returns a merge that gives the first answer that failed, if there is one."""
+    return lambda answers: next((answer for answer in answers if answer.head.status >= 400), None) or merge(answers)
+
+
+@_unless_failed
+def alike(answers: Sequence[Whole]) -> Whole:
+    """Returns the first."""
+    return answers[0]
+
+
+@_unless_failed
 def summed(answers: Sequence[Whole]) -> Whole:
-    """Returns the sum of the numbers, or the first that failed."""
-    chosen = alike(answers)
-    if chosen.head.status >= 400:
-        return chosen
+    """Returns the sums of the numbers."""
     bodies = [json.loads(answer.body) for answer in answers]
-    total = {name: sum(body[name] for body in bodies) for name in bodies[0]}
-    return _as_json(chosen, total)
+    return _as_json(answers[0], {name: sum(body[name] for body in bodies) for name in bodies[0]})
 
 
+@_unless_failed
 def lists(answers: Sequence[Whole]) -> Whole:
-    """Returns the entries of all lists in one, the oldest first; or the first that failed."""
-    chosen = alike(answers)
-    if chosen.head.status >= 400:
-        return chosen
+    """Returns the entries of all lists in one, the oldest first."""
     bodies = [json.loads(answer.body) for answer in answers]
     entries = sorted((entry for body in bodies for entry in body["data"]), key=lambda entry: int(entry["created"]))
     ends = {f"{end}_id": entries[i]["id"] if entries else None for end, i in (("first", 0), ("last", -1))}
     more = any(body["has_more"] for body in bodies)
-    return _as_json(chosen, {"object": "list", "data": entries, **ends, "has_more": more})
+    return _as_json(answers[0], {"object": "list", "data": entries, **ends, "has_more": more})
 
 
+@_unless_failed
 def by_replica(answers: Sequence[Whole]) -> Whole:
-    """Returns all bodies by the names of the replicas, or the first that failed."""
-    chosen = alike(answers)
-    if chosen.head.status >= 400:
-        return chosen
-    return _as_json(chosen, {"replicas": {answer.head.replica: json.loads(answer.body) for answer in answers}})
+    """Returns all bodies by the names of the replicas."""
+    return _as_json(answers[0], {"replicas": {answer.head.replica: json.loads(answer.body) for answer in answers}})
 
 
+@_unless_failed
 def texts(answers: Sequence[Whole]) -> Whole:
-    """Returns all texts below the names of the replicas, or the first that failed."""
-    chosen = alike(answers)
-    if chosen.head.status >= 400:
-        return chosen
+    """Returns all texts below the names of the replicas."""
     parts = [f"replica {answer.head.replica}:\n{answer.body.decode()}".rstrip("\n") + "\n" for answer in answers]
-    return Whole(chosen.head, "\n".join(parts).encode())
+    return Whole(answers[0].head, "\n".join(parts).encode())
 
 
+@_unless_failed
 def metrics(answers: Sequence[Whole]) -> Whole:
     """Returns the metrics of all replicas, each sample with the label `replica`."""
-    chosen = alike(answers)
-    if chosen.head.status >= 400:
-        return chosen
     families: dict[str, tuple[list[str], list[str]]] = {}
     for answer in answers:
         family = families.setdefault("", ([], []))
@@ -90,15 +85,15 @@ def metrics(answers: Sequence[Whole]) -> Whole:
             elif sample := _SAMPLE.fullmatch(line):
                 family[1].append(_labelled(sample[1], sample[2], sample[3], answer.head.replica))
     lines = [line for comments, samples in families.values() for line in (*comments, *samples)]
-    return Whole(chosen.head, ("\n".join(lines) + "\n").encode())
+    return Whole(answers[0].head, ("\n".join(lines) + "\n").encode())
 
 
 def _labelled(name: str, labels: str | None, rest: str, replica: str) -> str:
     return f'{name}{{{f"{labels}," if labels else ""}replica="{replica}"}}{rest}'
 
 
-def _as_json(chosen: Whole, value: object) -> Whole:
-    return Whole(Head(chosen.head.status, _JSON, chosen.head.replica), json.dumps(value).encode())
+def _as_json(first: Whole, value: object) -> Whole:
+    return Whole(Head(first.head.status, _JSON, first.head.replica), json.dumps(value).encode())
 
 
 ROUTES: Mapping[tuple[str, str], Merge] = {

@@ -1,4 +1,4 @@
-"""Replicas as peers of each other: each hears where the others give their pages, whenever that changes."""
+"""Tells replicas where their peers serve pages, whenever that changes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mainstem.fleet.replica import PEERS
 log = logging.getLogger(__name__)
 
 
-class Introductions:
-    """Tells replicas of each other.
+class PeerLists:
+    """The list of peers that each replica has.
 
     Args:
         replicas: asked one by one.
@@ -26,12 +26,12 @@ class Introductions:
         self._known: dict[str, list[str]] = {}
         self._differ = False  # whether there are replicas whose pages differ
 
-    async def tell(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tells each replica of the others, unless it knows. One that cannot be reached hears it the next time.
+    async def update(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sends each replica its list if that has changed; one that cannot be reached gets it the next time.
 
         Args:
-            stats: what each replica says of itself, by its name; `peer`: where it gives its pages, `identity`: what
-                these depend on. Those with another one are no peers.
+            stats: statistics of each replica, by its name. `peer`: where it serves its pages; `identity`: what the
+                contents of these depend on. Replicas with different identities are no peers.
         """
         known = {name: each["peer"] for name, each in stats.items() if each.get("peer")}
         kinds = {name: stats[name].get("identity") for name in known}
@@ -44,10 +44,10 @@ class Introductions:
             others = sorted(
                 address for other, address in known.items() if other != name and kinds[other] == kinds[name]
             )
-            if self._known.get(name, []) != others and await self._say(name, others):
+            if self._known.get(name, []) != others and await self._send(name, others):
                 self._known[name] = others
 
-    async def _say(self, name: str, addresses: list[str]) -> bool:
+    async def _send(self, name: str, addresses: list[str]) -> bool:
         ask = Ask(PEERS, "/", body=json.dumps(addresses).encode(), to=name)
         with suppress(ReplicaLost):
             async with aclosing(self._replicas.ask(ask)) as pieces:

@@ -20,7 +20,7 @@ import anyio
 from mainstem.errors import EngineClosed
 from mainstem.fleet.front.asking import ELSEWHERE, Ask, Head, Part, Piece, ReplicaLost, Replicas
 from mainstem.fleet.scaling import Seen, Window
-from mainstem.server.kept.continuing import BEGUN, LOST, SAID, WISH, Wish
+from mainstem.server.kept.continuing import LOST, PROGRESS, RESUME, SENT
 from mainstem.settings.fleet import Autoscaling
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Replica:
         if ask.to is not None and ask.to != self.name:
             yield Head(_MISDIRECTED, (), self.name)  # the one that was meant has ended
         elif ask.method == DRAIN:
-            self._app.state.service.draining = True
+            self._app.state.draining = True
             yield Head(200, (), self.name)
         elif ask.method == PEERS:
             peering = self._engine.peering
@@ -106,7 +106,7 @@ class Replica:
     @property
     def draining(self) -> bool:
         """Whether it takes no more requests."""
-        return bool(self._app.state.service.draining)
+        return bool(self._app.state.draining)
 
     def check_health(self) -> None:
         """Checks that another one need not take its place.
@@ -139,7 +139,7 @@ class Replica:
 
     def close(self) -> None:
         """Lets requests end, and writes to the store what it does not have."""
-        self._app.state.service.draining = True
+        self._app.state.draining = True
         self._engine.drain(self._timeout_s)
         self._stack.close()
 
@@ -239,12 +239,12 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Part, No
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             headers = tuple((bytes(key), bytes(value)) for key, value in message["headers"])
-            await pieces.put(Head(message["status"], headers, name, message.get(BEGUN)))
+            await pieces.put(Head(message["status"], headers, name, message.get(PROGRESS)))
         elif message["type"] == "http.response.body" and message.get("body"):
-            said, lost, last = message.get(SAID), message.get(LOST, False), not message.get("more_body", False)
-            more = said is not None or lost or last
+            sent, lost, last = message.get(SENT), message.get(LOST, False), not message.get("more_body", False)
+            plain = sent is None and not lost and not last
             body = bytes(message["body"])
-            await pieces.put(Piece(body, said, lost, last and not lost) if more else body)
+            await pieces.put(body if plain else Piece(body, sent, lost, last and not lost))
 
     async def run() -> None:
         try:
@@ -265,9 +265,7 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Part, No
 
 
 def _scope(ask: Ask) -> dict[str, Any]:
-    state: dict[str, Any] = {PROMPT: ask.prompt}
-    if ask.follows:
-        state[WISH] = Wish(ask.begun)
+    state = {PROMPT: ask.prompt, **({RESUME: ask.progress} if ask.tracked else {})}
     return {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http",
         "method": ask.method, "path": ask.path, "raw_path": ask.path.encode(), "root_path": "",

@@ -3,8 +3,8 @@
     Serve's HTTP proxy -> front (an ingress deployment) -> router -> replicas (a deployment of engines)
                                                                        -> router -> those that compute prompts alone
 
-Serve starts processes, watches them, replaces those that end, and lets those that must go finish their requests. Which
-replica answers, what is tried again and what a client reads of it is ours.
+Serve starts processes, watches them, replaces those that end, and lets those that must go finish their requests. Ours
+are the choice of a replica, the retries, and the answers to clients.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from mainstem.events.source import PUBLIC_SECRET
 from mainstem.fleet.front import policy as policy_module
-from mainstem.fleet.front import sessions
+from mainstem.fleet.front import process
 from mainstem.fleet.front.app import Front, Homes
 from mainstem.fleet.front.asking import Ask, Head, Part, ReplicaLost
 from mainstem.fleet.front.following import Following
 from mainstem.fleet.front.reading import Reading
 from mainstem.fleet.front.routing import CostRouter
 from mainstem.fleet.loopback import listen_on_loopback, stay_on_loopback
-from mainstem.fleet.peers import Introductions
+from mainstem.fleet.peers import PeerLists
 from mainstem.fleet.place import FleetError
 from mainstem.fleet.replica import DRAIN, PrefillReplicas, Replica
 from mainstem.imports import needs
@@ -52,7 +52,7 @@ _LEAST_CPUS = 0.01  # of replicas that share the machine's cores
 _MOST_ONGOING = 10_000
 _END_S = 15.0  # for an engine that writes what it has, after its requests
 _POLL_S = 0.25
-_INTRODUCE_S = 1.0
+_PEERS_S = 1.0
 _ANSWER_S = 10.0
 
 
@@ -60,20 +60,19 @@ _ANSWER_S = 10.0
 
 
 class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be installed where types are checked
-    """Asks a `Chooser` which replica gets a request. Serve calls it in the process that has the handle."""
+    """Chooses replicas by a `CostRouter`. Serve calls it in the process that has the handle."""
 
     def initialize_state(self, **options: Any) -> None:
-        """Begins with nothing known."""
-        self._chooser = CostRouter(time.monotonic, secret=sessions.SECRET[-1])
-        self._following = Following(self._chooser)
-        sessions.ROUTERS[self._deployment_id.name] = self
+        self._cost_router = CostRouter(time.monotonic, secret=process.SECRET[-1])
+        self._following = Following(self._cost_router.apply)
+        process.ROUTERS[self._deployment_id.name] = self
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Takes the replicas there are."""
         super().update_replicas(replicas)
-        said = {each.replica_id.unique_id: each.routing_stats for each in replicas}
-        self._chooser.follow(said)
-        self._following.follow(said)
+        statistics = {each.replica_id.unique_id: each.routing_stats for each in replicas}
+        self._cost_router.follow(statistics)
+        self._following.follow(statistics)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Returns replicas, the best first."""
@@ -85,20 +84,20 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be insta
             return [[known[ask.to]]]
         awake = [name for name, each in known.items() if not each.routing_stats.get("draining")] or list(known)
         fresh = [name for name in awake if name not in ask.avoid] or awake
-        return [[known[name]] for name in self._chooser.order(ask.prompt, fresh)]
+        return [[known[name]] for name in self._cost_router.order(ask.prompt, fresh)]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Takes into account where a request went."""
         ask = _asked(pending_request)
-        self._chooser.sent(None if ask is None else ask.prompt, replica_id.unique_id)
+        self._cost_router.sent(None if ask is None else ask.prompt, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Takes into account that a request has ended."""
-        self._chooser.ended(replica_id.unique_id)
+        self._cost_router.ended(replica_id.unique_id)
 
     def index(self) -> dict[str, int]:
         """Returns what the index holds; see `CostRouter.stats`."""
-        return self._chooser.stats() | {"unreadable": self._following.bad}
+        return self._cost_router.stats() | {"unreadable": self._following.bad}
 
     def awake(self) -> list[str]:
         """Returns the names of the replicas that take requests."""
@@ -115,7 +114,7 @@ def _begin(config: FleetConfig) -> None:
     """Prepares a process of the fleet, before it does anything."""
     if config.on_this_machine:
         listen_on_loopback()
-    sessions.SECRET.append(config.engine.tiers.storage_secret or PUBLIC_SECRET)
+    process.SECRET.append(config.engine.tiers.storage_secret or PUBLIC_SECRET)
 
 
 class ServedReplica(Replica):
@@ -128,11 +127,9 @@ class ServedReplica(Replica):
         super().__init__(config, serve.get_replica_context().replica_id.unique_id, threads, host, role, aside)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Returns what routers get of it."""
         return {**self.where(), "pid": os.getpid()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what `ReplicaPolicy` gets of it."""
         return self.seen()
 
     async def __del__(self) -> None:
@@ -141,23 +138,20 @@ class ServedReplica(Replica):
 
 
 class _Served:
-    """The replicas of deployments, by their handles: see `Replicas`. Those of the first one take requests."""
+    """The `Replicas` of deployments, by their handles; those of the first one take requests."""
 
     def __init__(self, *handles: Any) -> None:
         self._handles = {each.deployment_name: each.options(stream=True) for each in handles}
         self._first = handles[0].deployment_name
 
     def names(self) -> Sequence[str]:
-        """See `Replicas`."""
         return _awake(self._first)
 
     def everyone(self) -> Sequence[str]:
-        """See `Replicas`."""
         return [name for deployment in self._handles for name in _awake(deployment)]
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
-        """See `Replicas`."""
-        homes = [deployment for deployment in self._handles if ask.to in _said(deployment)]
+        homes = [deployment for deployment in self._handles if ask.to in _statistics(deployment)]
         pieces = self._handles[homes[0] if homes else self._first].ask.remote(ask)
         try:
             async for piece in pieces:
@@ -172,7 +166,7 @@ class _Served:
 
 def _awake(deployment: str) -> Sequence[str]:
     """Returns the names of a deployment's replicas that take requests; Serve tells a process that has its handle."""
-    router = sessions.ROUTERS.get(deployment)
+    router = process.ROUTERS.get(deployment)
     return [] if router is None else router.awake()
 
 
@@ -195,26 +189,25 @@ class ServedFront:
         reading = Reading(config, *loaded, homes.get)
         self._front = Front(self._replicas, reading.read, homes, max_body_bytes=config.server.max_body_bytes)
         self._guard = Guard(self._front, reach_of(config.server, config.host))
-        self._introducing = asyncio.create_task(self._introduce(Introductions(self._replicas)))
+        self._updating = asyncio.create_task(self._update_peers(PeerLists(self._replicas)))
 
-    async def _introduce(self, introductions: Introductions) -> None:
-        """Tells replicas of each other, as long as the front lives."""
+    async def _update_peers(self, lists: PeerLists) -> None:
+        """Tells replicas of their peers as long as the front lives."""
         while True:
-            await asyncio.sleep(_INTRODUCE_S)
+            await asyncio.sleep(_PEERS_S)
             try:
-                await introductions.tell(_said())
+                await lists.update(_statistics())
             except Exception:
-                log.exception("replicas could not be introduced to each other")
+                log.exception("replicas could not be told of their peers")
 
     def __serve_build_asgi_app__(self) -> Guard:
-        """Returns the application; Serve calls it."""
         return self._guard
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the front sees and has done."""
+        """Returns the replicas, the size of the index, and the counts of the front."""
         counts = self._front.counts
-        replicas = {name: {**stats, "served": counts.served[name]} for name, stats in _said().items()}
-        router = sessions.ROUTERS.get(ENGINE)
+        replicas = {name: {**stats, "served": counts.served[name]} for name, stats in _statistics().items()}
+        router = process.ROUTERS.get(ENGINE)
         index = {} if router is None else router.index()
         done = {"again": counts.again, "continued": counts.continued, "broken": counts.broken}
         return {"replicas": replicas, "index": index, "running": self._front.running, **done}
@@ -232,9 +225,9 @@ class ServedFront:
         return False
 
 
-def _said(*deployments: str) -> Mapping[str, Mapping[str, Any]]:
-    """Returns what the replicas of deployments, or of all, say of themselves, by their names."""
-    routers = [router for name, router in sessions.ROUTERS.items() if not deployments or name in deployments]
+def _statistics(*deployments: str) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the routing statistics of the replicas of some deployments, or of all, by their names."""
+    routers = [router for name, router in process.ROUTERS.items() if not deployments or name in deployments]
     known = [(key, each) for router in routers for key, each in dict(router.curr_replicas).items()]
     return {key.unique_id: each.routing_stats for key, each in known}
 

@@ -1,6 +1,6 @@
 """The routes of the APIs that generate: from a request to the events or the body of its answer.
 
-who asks -> body -> Generation -> the engine's requests -> submit -> events -> chunks or one body
+key -> body -> Generation -> the engine's requests -> submit -> events -> chunks or one body
             '----- on a thread -----------------------'                    '-- cancelled when the client has gone
 """
 
@@ -35,10 +35,10 @@ from mainstem.server.apis.table import APIS, Api, Count
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.rules import Unheeded
 from mainstem.server.fields.sampling import Common
-from mainstem.server.kept.continuing import Answer, Begun, ContinuableStream, resumed, wish_of
+from mainstem.server.kept.continuing import RESUME, ChoiceProgress, ContinuableStream, StreamProgress, resumed
 from mainstem.server.kept.precompute import Precompute
 from mainstem.server.kept.response_store import Kept, Owner, ResponseStore
-from mainstem.server.kept.stored_responses import StoredResponses
+from mainstem.server.kept.stored import StoredResponses
 from mainstem.server.parsing.output import PlainText
 from mainstem.server.preparation import Preparation, Prepared
 from mainstem.server.run import NO_BUFFER, EventStream, Pings, Run, Watcher, best, scored
@@ -74,6 +74,7 @@ class Parts:
         clock: returns seconds, monotonic.
         now: returns seconds since the epoch.
         draining: returns whether new requests are refused.
+        name_of: returns the name of an owner of prefixes.
     """
 
     engine: Engine
@@ -89,28 +90,37 @@ class Parts:
     clock: Callable[[], float]
     now: Callable[[], float]
     draining: Callable[[], bool]
+    name_of: Callable[[bytes], str]
 
 
 class Generating:
     """The routes.
 
     Args:
-        parts: what they need.
-        kept: keeps answers.
+        parts: of the server.
+
+    Attributes:
+        kept: the answers that clients may come back to.
+        responses: those of them that are responses.
+        explain: the explanations of requests.
     """
 
-    def __init__(self, parts: Parts, kept: ResponseStore[Kept]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts) -> None:
+        self._parts, config = parts, parts.config
         self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
-        self._tolerant = parts.config.unknown_fields == "warn"
-        self._kept, self.responses = kept, StoredResponses(kept)
-        self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, parts.config.response_ttl_s, parts.clock)
+        self._tolerant = config.unknown_fields == "warn"
+        self.kept = ResponseStore[Kept](config.response_bytes, config.response_ttl_s, parts.clock)
+        self.responses = StoredResponses(self.kept)
+        self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, parts.clock)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
         self._embeddings = Embeddings(
             parts.engine, parts.access, parts.preparation, parts.bodies.parsed, self._begin_embeddings, parts.draining,
-            serves=parts.config.embeddings,
+            serves=config.embeddings,
         )  # fmt: skip
-        self.explain: Explanations
+        self.explain = Explanations(
+            parts.engine, parts.access, parts.preparation, parts.name_of, self.read, parts.bodies.parsed, parts.clock,
+            hides=config.public_prefix is not None,
+        )  # fmt: skip
 
     def routes(self) -> list[Route]:
         """Returns them."""
@@ -148,9 +158,9 @@ class Generating:
     # ---- one request
 
     async def _generate(self, http: HttpRequest) -> Response:
-        api, unheeded, wish = APIS[http.url.path], Unheeded(self._tolerant), wish_of(http.scope)
+        api, unheeded, state = APIS[http.url.path], Unheeded(self._tolerant), http.scope.get("state", {})
         trace = self._trace(http, api)
-        before = None if wish is None else wish.begun
+        before: StreamProgress | None = state.get(RESUME)
         id = f"{api.id_prefix}{uuid.uuid4().hex}" if before is None else before.id
         generation = None
         try:
@@ -169,15 +179,15 @@ class Generating:
                 return self._annotated(self._refused_in_stream(api, generation, id, refusal), unheeded)
             raise
         unheeded.ignored += self._preparation.ignored(generation)
-        prompts = [Answer(each.tokens, each.params.max_tokens) for each in made.requests]
-        begun = Begun(id, int(self._parts.now()), prompts) if before is None else before
-        reply = self._reply(api, begun, made, run, tenant)
+        choices = [ChoiceProgress(each.tokens, each.params.max_tokens) for each in made.requests]
+        progress = before or StreamProgress(id, int(self._parts.now()), choices)
+        reply = self._reply(api, progress, made, run, tenant)
         if trace is not None:
-            trace.answers(begun.id, self._model_of(generation.request))
+            trace.answers(id, self._model_of(generation.request))
         if generation.request.stream:
-            tells = wish is not None and made.requests[0].params.prompt_logprobs is None
+            resumable = RESUME in state and made.requests[0].params.prompt_logprobs is None
             parts = run, reply, self._parts.pings
-            return self._annotated(ContinuableStream(*parts, begun) if tells else EventStream(*parts), unheeded)
+            return self._annotated(ContinuableStream(*parts, progress) if resumable else EventStream(*parts), unheeded)
         return self._annotated(await self._whole(http, generation, run, reply), unheeded)
 
     async def _whole(self, http: HttpRequest, generation: Generation, run: Run, reply: Reply) -> Response:
@@ -188,18 +198,18 @@ class Generating:
             answers = best(answers, generation.choices, generation.kept)
         return await anyio.to_thread.run_sync(lambda: json_response(reply.whole(answers, run.usage)))
 
-    def _reply(self, api: Api, begun: Begun, made: Prepared, run: Run, owner: Owner) -> Reply:
+    def _reply(self, api: Api, progress: StreamProgress, made: Prepared, run: Run, owner: Owner) -> Reply:
         """Returns what writes the answer, compares the request with an earlier one, and keeps the answer."""
-        generation, extras, id = made.generation, made.extras, begun.id
+        generation, extras, id = made.generation, made.extras, progress.id
         if generation.comparison is not None and extras.fingerprint is not None:
             finding = generation.comparison.of(id, extras.fingerprint, self._fingerprints, owner)
             extras = replace(extras, finding=finding)
         if (kept := generation.keep) is not None:
-            extras = replace(extras, keep=lambda body: self._kept.put(owner, id, kept(body)))
+            extras = replace(extras, keep=lambda body: self.kept.put(owner, id, kept(body)))
         extras = replace(extras, now=self._parts.now)
         usage = ChunkUsage(generation.include_usage, run.prompt_tokens if generation.counts_chunks else None)
         names = (f"{id} {choice}" for choice in itertools.count())
-        head = Head(id, begun.created, self._model_of(generation.request))
+        head = Head(id, progress.created, self._model_of(generation.request))
         return api.reply(head, self._preparation.prompts.spell, usage, extras, lambda: made.parser(next(names)))
 
     def _refused_in_stream(self, api: Api, generation: Generation, id: str, error: ApiError) -> Response:
@@ -224,14 +234,14 @@ class Generating:
         tenant: Owner,
         id: str,
         trace: Trace | None,
-        begun: Begun | None,
+        before: StreamProgress | None,
     ) -> tuple[Prepared, Run]:
         """Prepares and submits a request."""
         limiter = self._parsing_images if generation.has_images else self._parts.bodies.limiter
         sharing = tenant if self._access.separates else None
         made = await anyio.to_thread.run_sync(self._preparation.prepare, generation, sharing, limiter=limiter)
-        if begun is not None:
-            made = replace(made, requests=resumed(made.requests, begun))
+        if before is not None:
+            made = replace(made, requests=resumed(made.requests, before))
         asked, choices = generation.request, generation.choices
         self.explain.check(asked.explain)
         made, watchers = self.explain.follow(id, http.headers, tenant, made)

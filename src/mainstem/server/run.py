@@ -59,25 +59,28 @@ class Watcher(Protocol):
 
 
 class EndWatcher:
-    """A `Watcher` of how one generation ends."""
+    """A `Watcher` that reports one generation when it has ended.
 
-    _open = True
+    Args:
+        ended: called once, with the reason, the usage and all events. A generation without a last event was cut off:
+            its reason is "cancelled", and it has no usage.
+    """
+
+    def __init__(self, ended: Callable[[str, Usage | None, Sequence[Delta]], object]) -> None:
+        self._ended, self._deltas, self._open = ended, list[Delta](), True
 
     def see(self, delta: Delta) -> None:
+        self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._end(delta.finish_reason, delta.usage)
 
     def close(self) -> None:
         self._end("cancelled", None)
 
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Is called once: without a last event the generation was cut off, and there is no usage."""
-        raise NotImplementedError
-
     def _end(self, finish: str, usage: Usage | None) -> None:
         if self._open:
             self._open = False
-            self.ended(finish, usage)
+            self._ended(finish, usage, self._deltas)
 
 
 class Run:

@@ -13,22 +13,42 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from mainstem.errors import EngineClosed
+from mainstem.here import listen
 from mainstem.server.access.origins import reach_of
+from mainstem.server.access.public_prefixes import parse_public_prefixes
 from mainstem.server.app import create_app
-from mainstem.server.watch.recording import Recorder
-from mainstem.server.watch.tracing import Tracing
+from mainstem.server.watch.recording import Recorder, check_recording
+from mainstem.server.watch.tracing import Tracing, check_installed
 from mainstem.settings.server import RecordConfig, ServerConfig
 from mainstem.units import counted
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+    from starlette.datastructures import State
 
     from mainstem.runtime.engine import Engine
-    from mainstem.server.app import Service
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Binds the port, and checks what the settings need of this machine, before a model is loaded, which takes long.
+
+    Connections are refused until `serve` listens, so no client waits while the model loads.
+
+    Raises:
+        BackendUnavailable: the settings ask for what is not installed.
+        BadArgument: the address cannot be bound, the recording not written, or a file not read; it names the setting.
+    """
+    if config.otlp is not None:
+        check_installed()
+    if config.record.record is not None:
+        check_recording(config.record)
+    if config.public_prefix is not None:
+        parse_public_prefixes(config.public_prefix)
+    return listen(config.host, config.port)
 
 
 def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
@@ -40,7 +60,7 @@ def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None
     Args:
         engine: the engine that generates; the caller closes it.
         config: the settings.
-        listener: the socket from `opening.bind`; it is closed at the end.
+        listener: the socket from `bind`; it is closed at the end.
 
     Raises:
         BadArgument: `config.record` names a file that is not a recording, or that another server writes to.
@@ -64,7 +84,7 @@ def _recorder(engine: Engine, config: RecordConfig) -> AbstractContextManager[Re
 def _tracing(engine: Engine, config: ServerConfig) -> AbstractContextManager[Tracing | None]:
     if config.otlp is None:
         return nullcontext()
-    return closing(Tracing(config.otlp, next(iter(config.served_model_name), engine.name)))
+    return closing(Tracing(config.otlp, _model_name(engine, config)))
 
 
 def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, app: Starlette) -> None:
@@ -75,8 +95,12 @@ def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, app: S
     listener.listen()
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"http://{host}:{listener.getsockname()[1]}/v1"
-    log.info("%s is served at %s: %s", app.state.service.names[0], url, _described(engine))
-    _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
+    log.info("%s is served at %s: %s", _model_name(engine, config), url, _described(engine))
+    _DrainingServer(settings, engine, app.state, config.drain_timeout_s).run(sockets=[listener])
+
+
+def _model_name(engine: Engine, config: ServerConfig) -> str:
+    return next(iter(config.served_model_name), engine.name)
 
 
 def _described(engine: Engine) -> str:
@@ -105,18 +129,18 @@ class _DrainingServer(uvicorn.Server):
     The socket stays open while the engine drains, so that clients receive 503.
     """
 
-    def __init__(self, settings: uvicorn.Config, engine: Engine, service: Service, timeout_s: float) -> None:
+    def __init__(self, settings: uvicorn.Config, engine: Engine, state: State, timeout_s: float) -> None:
         super().__init__(settings)
         self._engine = engine
-        self._service = service
+        self._state = state
         self._timeout_s = timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The base class would raise the signal again at the end, but a drained server exits with 0.
-        if self._service.draining:
+        if self._state.draining:
             self.should_exit = self.force_exit = True
             return
-        self._service.draining = True
+        self._state.draining = True
         threading.Thread(target=self._drain, name="mainstem-drain", daemon=True).start()
 
     async def on_tick(self, counter: int) -> bool:

@@ -142,7 +142,7 @@ def test_a_failure_is_an_error_and_cancels_the_others(text: str, status: int) ->
 
 def test_a_server_that_drains_refuses() -> None:
     app = create_app(FakeEngine(), ServerConfig(embeddings=True))  # type: ignore[arg-type]
-    app.state.service.draining = True
+    app.state.draining = True
     assert embed(TestClient(app), "Hello").status_code == 503
 
 

@@ -688,7 +688,7 @@ def test_every_error_has_anthropics_form() -> None:
     assert error_of(server.get(f"{PATH}/batches"), 404, "not_found_error")
     assert error_of(server.post(PATH, content=b"{", headers={"x-api-key": "key"}), 400)
     assert server.get("/v1/messagesx").json().keys() == {"error"}, "another path"
-    server.app.state.service.draining = True  # type: ignore[attr-defined]
+    server.app.state.draining = True  # type: ignore[attr-defined]
     assert error_of(ask(server, key="key"), 503, "overloaded_error")
 
 

@@ -66,12 +66,8 @@ def start(model: Any, one_thread: None) -> Start:
     return started
 
 
-def _model(server: TestClient) -> str:
-    return str(server.app.state.service.names[0])  # type: ignore[attr-defined]
-
-
 def complete(server: TestClient, prompt: Any, key: str = "", **fields: Any) -> Any:
-    body = {"model": _model(server), "prompt": prompt, "max_tokens": 1, "explain": True, **fields}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "explain": True, **fields}
     reply = server.post("/v1/completions", json=body, headers={"x-api-key": key})
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -367,7 +363,7 @@ async def left(server: TestClient, body: dict[str, Any]) -> str:
 def scripted(**config: Any) -> tuple[TestClient, FakeEngine]:
     engine = FakeEngine()
     engine.config = replace(engine.config, explain=True)
-    return TestClient(create_app(engine, ServerConfig(**config))), engine  # type: ignore[arg-type]
+    return TestClient(create_app(engine, ServerConfig(served_model_name=("fake", "tiny"), **config))), engine  # type: ignore[arg-type]
 
 
 LONG = "A prompt that is longer than some pages of sixteen letters each."

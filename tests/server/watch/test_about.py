@@ -98,7 +98,7 @@ def test_errors_about_models_have_the_form_of_the_clients_api() -> None:
 def test_probes(path: str, method: str) -> None:
     made = server(api_key=("k",))
     assert made.request(method, path).status_code == 200
-    made.app.state.service.draining = True  # type: ignore[attr-defined]
+    made.app.state.draining = True  # type: ignore[attr-defined]
     assert made.request(method, path).status_code == 503
     assert made.post("/ping").json() == {"status": "draining"}
 

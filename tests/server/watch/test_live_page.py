@@ -64,7 +64,7 @@ def large_tree(nodes: int) -> Tree:
 @pytest.mark.parametrize("path", ROUTES)
 def test_it_needs_the_admin_key(path: str) -> None:
     app = create_app(FakeEngine(), ServerConfig(api_key=("one", "two"), admin_key="root"))  # type: ignore[arg-type]
-    app.state.service.draining = True  # which ends a stream
+    app.state.draining = True  # which ends a stream
     http = TestClient(app)
     missing = http.get(path)
     assert missing.status_code == 401
@@ -205,7 +205,7 @@ def served(engine: Any, **config: Any) -> Iterator[str]:
         eventually(lambda: server.started, patience(20))
         yield f"127.0.0.1:{port}"
     finally:
-        app.state.service.draining = True
+        app.state.draining = True
         server.should_exit = True
         thread.join(patience(20))
 

@@ -436,7 +436,7 @@ import logging, sys
 from pathlib import Path
 from rigs.fake_engine import FakeEngine
 from mainstem.server.serving import serve
-from mainstem.server.opening import bind
+from mainstem.server.serving import bind
 from mainstem.settings.server import RecordConfig, ServerConfig
 
 logging.basicConfig(level=logging.INFO)

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.server.app import create_app
-from mainstem.server.opening import bind
+from mainstem.server.serving import bind
 from mainstem.server.watch.tracing import Tracing
 from mainstem.settings.server import ServerConfig
 

@@ -2,10 +2,11 @@
 
     body -> prompt -> replica -> head and body as they come
                          '-- lost before its first token: the request goes to another one
-                             lost later: another one goes on with the stream, from what was sent of it
+                             lost later: another one resumes the stream after the last token that was sent
 
-A request that generates goes to one replica, by its prompt. What concerns the cache of every replica goes to all, and
-their answers become one (`merging`). A response that a replica keeps is asked for there. All else any replica answers.
+A request that generates goes to one replica, by its prompt. A request that concerns every replica's cache goes to all,
+and `merging` makes one answer of theirs. A request for a kept response goes to the replica that keeps it. Any replica
+answers all other requests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mainstem.fleet.front.asking import ELSEWHERE, REPLICA, Ask, Head, Part, Pie
 from mainstem.fleet.merging import ROUTES, Merge, Whole, best
 from mainstem.server.apis.table import APIS, broken, error_body
 from mainstem.server.errors import ApiError, draining, internal_error, unavailable
-from mainstem.server.kept.continuing import Begun
+from mainstem.server.kept.continuing import StreamProgress
 from mainstem.server.management import Health
 from mainstem.server.transport import cancel_when_gone, read_body
 
@@ -53,13 +54,12 @@ Read = Callable[[str, Headers, bytes], Prompt | None]
 
 
 class Homes:
-    """Which replica keeps a response, by its id; the latest ones."""
+    """The replica that keeps each of the latest responses, by the id of the response."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, str] = OrderedDict()
 
     def put(self, id: str, replica: str) -> None:
-        """Notes where a response is kept."""
         self._homes[id] = replica
         while len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
@@ -71,13 +71,13 @@ class Homes:
 
 @dataclass
 class Counts:
-    """What the front did.
+    """Counts of the front.
 
     Args:
         served: answers by replica.
-        again: requests that were sent once more.
-        continued: streams that another replica went on with, each time.
-        broken: streams that ended with an error, because their replica did.
+        again: how often a request was sent to another replica before its first token.
+        continued: how often a replica resumed a stream of another one.
+        broken: streams that ended with an error because their replica had ended.
     """
 
     served: Counter[str]
@@ -91,7 +91,7 @@ class Front:
 
     Args:
         replicas: answer.
-        read: returns what a request is routed by; it may be slow.
+        read: returns what the router needs to know of a request; it may be slow.
         homes: where responses are kept.
         max_body_bytes: of a request.
         wait_s: how long a request waits for a replica that takes it.
@@ -102,7 +102,7 @@ class Front:
     Attributes:
         draining: whether new generations are refused.
         running: generations under way.
-        counts: what it did.
+        counts: since the start.
     """
 
     def __init__(
@@ -185,12 +185,12 @@ class Front:
         try:
             headers = Headers(raw=list(ask.headers))
             prompt = await self._thread(self._read, ask.path, headers, ask.body)
-            await self._one(replace(ask, prompt=prompt, follows=True), sender)
+            await self._one(replace(ask, prompt=prompt, tracked=True), sender)
         finally:
             self.running -= 1
 
     async def _one(self, ask: Ask, sender: _Sender) -> None:
-        """Lets one replica answer; another one if it is lost: from the begin, or from what was sent of a stream."""
+        """Relays the answer of one replica. If that is lost, another one answers, or resumes the stream."""
         end_s, deaths = self._clock() + self._wait_s, 0
         while True:
             try:
@@ -201,19 +201,19 @@ class Front:
                     await sender.end()
                     return
                 deaths += not lost.refused
-                if not lost.refused and sender.begun:
+                if not lost.refused and sender.started:
                     end_s = self._clock() + self._wait_s  # a stream may have run for long
-                if not sender.can_go_on or deaths >= _MOST_DEATHS or self._clock() >= end_s:
+                if not sender.can_resume or deaths >= _MOST_DEATHS or self._clock() >= end_s:
                     await self._give_up(sender)
                     return
-                self.counts.again += not sender.begun
-                ask = replace(ask, avoid=ask.avoid | {lost.replica or ""}, begun=sender.said)
+                self.counts.again += not sender.started
+                ask = replace(ask, avoid=ask.avoid | {lost.replica or ""}, progress=sender.progress)
                 if not self._others(ask):
                     ask = replace(ask, avoid=frozenset())
                     await self._sleep(_RETRY_S)
 
     async def _give_up(self, sender: _Sender) -> None:
-        if sender.begun:
+        if sender.started:
             self.counts.broken += 1
             await sender.fail(unavailable("The engine that answered has ended.", "replica_lost"))
         else:
@@ -226,7 +226,7 @@ class Front:
                 if isinstance(piece, Head):
                     self._check(piece, ask, sender, end_s)
                     self.counts.served[piece.replica] += 1
-                    self.counts.continued += sender.begun
+                    self.counts.continued += sender.started
                 await sender.take(piece)
         await sender.end()
 
@@ -238,14 +238,14 @@ class Front:
         """
         again = self._clock() < end_s and head.status in ELSEWHERE
         others = self._others(replace(ask, avoid=ask.avoid | {head.replica}))
-        if again or (head.status == _FULL and (others or sender.begun)):
+        if again or (head.status == _FULL and (others or sender.started)):
             raise ReplicaLost(head.replica, refused=True)
-        if sender.begun and head.status != 200:
-            sender.said = None  # e.g. it goes on from a response that only the lost one knew
+        if sender.started and head.status != 200:
+            sender.progress = None  # e.g. it goes on from a response that only the lost one knew
             raise ReplicaLost(head.replica, refused=True)
 
     async def _asked(self, ask: Ask) -> AsyncGenerator[Part, None]:
-        """Asks a replica; a loss names the replica if it has said its name."""
+        """Asks a replica; a `ReplicaLost` names the replica if that is known."""
         replica = ask.to
         try:
             async with aclosing(self._replicas.ask(ask)) as pieces:
@@ -270,7 +270,7 @@ class Front:
             await self._gather(ask, best, sender)
 
     async def _gather(self, ask: Ask, merge: Merge, sender: _Sender) -> None:
-        """Lets all replicas answer; those that end meanwhile have no cache that it could concern."""
+        """Merges the answers of all replicas; one that ends meanwhile has no cache left, and is left out."""
         answers = []
         for name in self._replicas.everyone():  # one by one: Serve confuses the calls of one request
             with suppress(ReplicaLost):
@@ -299,9 +299,9 @@ class _Sender:
     """Sends one answer to the client, and holds it back while another replica could still give it.
 
     Attributes:
-        begun: whether the client has some of it.
-        said: what has been sent of a stream that another replica can go on with; None: none can.
-        complete: whether the replica has given all of its answer.
+        started: whether the client has some of it.
+        progress: what the client has of a stream that another replica can resume; None: none can.
+        complete: whether the replica has sent all of its answer.
     """
 
     def __init__(self, send: Send, scope: Scope, homes: Homes) -> None:
@@ -309,28 +309,28 @@ class _Sender:
         self._headers = Headers(scope=scope)
         self._head: Head | None = None
         self._held: list[Piece | bytes] = []
-        self.begun = self.complete = False
-        self.said: Begun | None = None
+        self.started = self.complete = False
+        self.progress: StreamProgress | None = None
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether another replica can give the rest of the answer."""
-        return self.said is not None or not self.begun
+        return self.progress is not None or not self.started
 
     def reset(self) -> None:
         """Forgets what was held back."""
-        if not self.begun:
-            self._head, self._held, self.said = None, [], None
+        if not self.started:
+            self._head, self._held, self.progress = None, [], None
 
     async def take(self, piece: Part) -> None:
         """Takes the next part of an answer."""
         self.complete = isinstance(piece, Piece) and piece.last
         if isinstance(piece, Head):
-            if not self.begun:
-                self._head, self.said = piece, deepcopy(piece.begun)
-            elif self.said is not None and self._path in _HELD:
-                self._homes.put(self.said.id, piece.replica)
-        elif self.begun:
+            if not self.started:
+                self._head, self.progress = piece, deepcopy(piece.progress)
+            elif self.progress is not None and self._path in _HELD:
+                self._homes.put(self.progress.id, piece.replica)
+        elif self.started:
             await self._pass_on(piece)
         else:
             self._held.append(piece)
@@ -339,12 +339,12 @@ class _Sender:
 
     async def end(self) -> None:
         """Ends the answer."""
-        if not self.begun:
+        if not self.started:
             await self._begin()
         await self._body(b"", more=False)
 
     async def whole(self, answer: Whole) -> None:
-        """Sends an answer in full, which may be longer than any that it was made of."""
+        """Sends a complete answer."""
         kept = tuple(each for each in answer.head.headers if each[0].lower() != b"content-length")
         await self.take(replace(answer.head, headers=kept))
         self._held.append(answer.body)
@@ -356,21 +356,21 @@ class _Sender:
         await self.whole(_json(error.status, error_body(error, self._path, self._headers), error.headers))
 
     async def fail(self, error: ApiError) -> None:
-        """Ends a stream with one event that says why, in the form of its API."""
+        """Ends a stream with an error event of its API."""
         await self._body(broken(error, self._path), more=False)
 
     async def give_up(self) -> None:
-        """Ends with an error of the front, in the form that is still possible."""
-        if self.begun:
+        """Reports an internal error: as the answer, or as the last event of a stream that has begun."""
+        if self.started:
             await self.fail(internal_error())
         else:
             await self.refuse(internal_error())
 
     async def _begin(self) -> None:
         assert self._head is not None
-        self.begun = True
-        if self.said is not None:
-            self.said.opened = True
+        self.started = True
+        if self.progress is not None:
+            self.progress.opened = True
         if self._path in _HELD and (found := _ID.search(b"".join(map(_bytes, self._held)), 0, _ID_BYTES)):
             self._homes.put(found[1].decode(), self._head.replica)
         named = [(REPLICA, self._head.replica.encode())] if self._head.replica else []
@@ -380,8 +380,8 @@ class _Sender:
             await self._pass_on(piece)
 
     async def _pass_on(self, piece: Piece | bytes) -> None:
-        if isinstance(piece, Piece) and piece.said is not None and self.said is not None:
-            self.said.take(piece.said)
+        if isinstance(piece, Piece) and piece.sent is not None and self.progress is not None:
+            self.progress.add(piece.sent)
         await self._body(_bytes(piece), more=True)
 
     async def _body(self, piece: bytes, *, more: bool) -> None:

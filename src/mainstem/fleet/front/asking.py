@@ -1,4 +1,4 @@
-"""What the front asks of a replica, and what comes back: plain values that go from process to process."""
+"""Requests of the front to replicas and their answers, as plain values that go from process to process."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import MainstemError
-from mainstem.server.kept.continuing import Begun, Said
+from mainstem.server.kept.continuing import SentTokens, StreamProgress
 
 REPLICA = b"x-mainstem-replica"
 """The header of a response that names the replica which made it."""
 
 ELSEWHERE = (421, 503)
-"""What a replica answers that has ended, drains or failed: another one should answer, and nothing was computed."""
+"""Statuses of a replica that has ended, drains or failed: it computed nothing, and another one should answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request is routed by.
+    """What a router needs to know of a request.
 
     Args:
-        tokens: int32 [length]; the bytes of the body, where these could not be read as a prompt.
+        tokens: int32 [length]; the bytes of the body if the front cannot read it as a prompt.
         namespace: within which its KV is shared.
         session: requests of one session go to one replica while nothing else is known; None: it has none.
-        replica: the one that has what the request continues, such as a response; None: any.
+        replica: the one that keeps what the request continues, such as a response; None: any.
     """
 
     tokens: NDArray[np.int32]
@@ -45,11 +45,11 @@ class Ask:
         method, path, query: of the request.
         headers: names in lower case, and values.
         body: all of it.
-        prompt: what it is routed by; None: any replica will do.
+        prompt: for the router; None: any replica will do.
         to: the replica that must answer; None: the router chooses.
         avoid: replicas that could not answer it.
-        follows: whether the pieces of a stream say what is in them, so that another replica can go on with it.
-        begun: what another replica has sent of the stream; None: nothing.
+        tracked: whether the pieces of a stream say which tokens they show, so that another replica can resume it.
+        progress: what another replica has sent of the stream; None: nothing.
     """
 
     method: str
@@ -60,40 +60,40 @@ class Ask:
     prompt: Prompt | None = None
     to: str | None = None
     avoid: frozenset[str] = frozenset()
-    follows: bool = False
-    begun: Begun | None = None
+    tracked: bool = False
+    progress: StreamProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The begin of an answer. Its body follows as bytes.
+    """The status and headers of an answer. Its body follows as bytes.
 
     Args:
         status: of HTTP.
         headers: names in lower case, and values.
-        replica: who answers.
-        begun: of a stream that another replica can go on with; no client sees it.
+        replica: the one that answers.
+        progress: of a stream that another replica can resume; no client sees it.
     """
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     replica: str
-    begun: Begun | None = None
+    progress: StreamProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a body, of which more is known than its bytes.
+    """A piece of a body, with what the front has to know of it.
 
     Args:
         body: the bytes.
-        said: what they say, of a stream that another replica can go on with; no client sees it.
+        sent: the tokens in them, of a stream that another replica can resume; no client sees it.
         lost: the replica cannot end the stream.
-        last: nothing follows it.
+        last: the answer ends with it.
     """
 
     body: bytes
-    said: Said | None = None
+    sent: SentTokens | None = None
     lost: bool = False
     last: bool = False
 
@@ -107,7 +107,7 @@ class ReplicaLost(MainstemError):
 
     Args:
         replica: its name, if it is known.
-        refused: it answered that another one should.
+        refused: it answered, with a status that sends the request elsewhere.
     """
 
     def __init__(self, replica: str | None = None, *, refused: bool = False) -> None:
@@ -122,11 +122,11 @@ class Replicas(Protocol):
         """Returns the replicas that take requests."""
 
     def everyone(self) -> Sequence[str]:
-        """Returns all replicas that answer what concerns the cache: those that compute prompts alone, too."""
+        """Returns all replicas with a cache: also those that only compute prompts."""
 
     def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """Sends a request to a replica, and yields its answer: a head, then the body in pieces.
 
         Raises:
-            ReplicaLost: it ended before its answer did, or nobody can be reached.
+            ReplicaLost: it ended before its answer did, or no replica can be reached.
         """

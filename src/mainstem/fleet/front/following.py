@@ -4,8 +4,8 @@
     a batch -> the next in order?  -> router.apply
                after a gap, or none for a while: ask for what was missed, at most one question at a time
 
-A replica whose events do not come is known by what it was sent. Nothing here waits for a replica, and a replica that
-sends what is no batch is counted, and asked again.
+Of a replica without events, the router knows the requests that it was sent. Nothing here waits for a replica.
+Messages that are no batches are counted, and asked for again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mainstem.events.feed import Follower
 from mainstem.events.source import Event
@@ -32,32 +33,18 @@ _AT_ONCE = 64  # batches of one replica before it is the next one's turn
 _HINT = "routing by KV events needs pyzmq: pip install 'mainstem[events]'"
 
 
-class Applies(Protocol):
-    """What follows the events of replicas; see `CostRouter.apply`."""
-
-    def apply(self, replica: str, events: Iterable[Event]) -> None:
-        """Follows events of a replica."""
-
-
-class _Of:
-    """The events of one replica, for a follower."""
-
-    def __init__(self, router: Applies, name: str) -> None:
-        self._router, self._name = router, name
-
-    def apply(self, events: Iterable[Event]) -> None:
-        """See `Follows`."""
-        self._router.apply(self._name, events)
+Apply = Callable[[str, Iterable[Event]], None]
+"""Takes events of the replica of a name; see `CostRouter.apply`."""
 
 
 class _Connection:
     """The sockets to one replica. Only the thread uses it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: tuple[str, str], follows: _Of) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: tuple[str, str], follower: Follower) -> None:
         import zmq
 
         self.where = where
-        self._follower = Follower(follows)
+        self._follower = follower
         self.live, self.replays = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         for each in (self.live, self.replays):
             each.setsockopt(zmq.LINGER, 0)
@@ -102,16 +89,16 @@ class Following:
     """Follows replicas until it is closed.
 
     Args:
-        router: gets the events, from the thread.
+        apply: takes the events, on the thread.
 
     Raises:
         BackendUnavailable: pyzmq is not installed.
     """
 
-    def __init__(self, router: Applies) -> None:
+    def __init__(self, apply: Apply) -> None:
         with needs("zmq", _HINT):
             import zmq  # noqa: F401
-        self._router = router
+        self._apply = apply
         self._wanted: Mapping[str, tuple[str, str]] = {}
         self._closing = False
         self.bad = 0
@@ -119,11 +106,11 @@ class Following:
         self._thread.start()
 
     def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes the replicas there are; `events` and `replay` say where each of them publishes. Does not block."""
+        """Takes the replicas that there are; `events` and `replay`: where each publishes. Does not block."""
         self._wanted = {
-            name: (said["events"], said["replay"])
-            for name, said in replicas.items()
-            if isinstance(said.get("events"), str) and isinstance(said.get("replay"), str)
+            name: (stats["events"], stats["replay"])
+            for name, stats in replicas.items()
+            if isinstance(stats.get("events"), str) and isinstance(stats.get("replay"), str)
         }
 
     def close(self) -> None:
@@ -161,7 +148,7 @@ class Following:
             if name in known:
                 continue
             try:
-                made = _Connection(context, where, _Of(self._router, name))
+                made = _Connection(context, where, Follower(partial(self._apply, name)))
             except zmq.ZMQError as error:
                 self._note(name, error)
                 continue

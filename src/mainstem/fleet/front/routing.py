@@ -47,7 +47,7 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a replica's time goes to, as it estimates it; None: it does not know yet, or does not have it.
+    """What a replica takes for its work, by its own estimate; None: it does not know yet, or does no such work.
 
     Args:
         prefill: seconds to compute a token, and for each position that it attends to.
@@ -68,7 +68,7 @@ class Estimate:
 
     Args:
         replica: its name.
-        cost_s: what replicas are ordered by; it counts what a request takes for more than the queue, since others wait.
+        cost_s: the order of replicas. The request's own work counts more in it than the queue, since others wait.
         seconds: until the first token: queue, loading and computing.
         cached: tokens of the prompt that need not be computed.
     """
@@ -95,7 +95,9 @@ class _Replica:
 
 
 class CostRouter:
-    """A `Chooser` by what each replica has, and what its time costs. `apply` may be called from another thread.
+    """Chooses the replica of a request by what each replica has, and what its time costs.
+
+    One thread calls it; another one may call `apply`.
 
     Args:
         clock: returns seconds, monotonic.
@@ -136,11 +138,14 @@ class CostRouter:
         self._refused: set[str] = set()
         self._begin(page_size or _USUAL_PAGE, page_size is not None)
 
-    # ---------------------------------------------------------------- what replicas say
+    # ---------------------------------------------------------------- reports of replicas
 
     def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Chooser`. Of statistics, it reads `page_size`, `costs` (fields of `Costs`), `queued` (tokens that are to
-        be computed), `store` (a name: who has the same shares it) and `peers` (whether it reads from the others)."""
+        """Takes the replicas that there are now, and their statistics.
+
+        It reads `page_size`, `costs` (fields of `Costs`), `queued` (tokens that are to be computed), `store` (a name:
+        replicas with the same name share a store) and `peers` (whether the replica reads from the others).
+        """
         with self._lock:
             sizes = {name: said.get("page_size") for name, said in replicas.items()}
             known = [size for _, size in sorted(sizes.items()) if isinstance(size, int) and 0 < size <= _MOST_TOKENS]
@@ -159,7 +164,7 @@ class CostRouter:
                 self._note_queue(self._replicas[name], replicas[name])
 
     def apply(self, replica: str, events: Iterable[Event]) -> None:
-        """Follows events of a replica, of which some may be lost, repeated or wrong.
+        """Applies events of a replica, of which some may be lost, repeated or wrong.
 
         Args:
             replica: its name; events of one that `follow` does not list are ignored.
@@ -191,7 +196,7 @@ class CostRouter:
     # ---------------------------------------------------------------- requests
 
     def order(self, prompt: Prompt | None, replicas: Sequence[str]) -> list[str]:
-        """See `Chooser`."""
+        """Returns the replicas, the best first."""
         with self._lock:
             numbers = self._numbers(replicas)
             space, tokens, stay = self._read(prompt)
@@ -223,7 +228,7 @@ class CostRouter:
             }
 
     def sent(self, prompt: Prompt | None, replica: str) -> None:
-        """See `Chooser`."""
+        """Takes into account that a request went to a replica."""
         with self._lock:
             space, tokens, _ = self._read(prompt)
             self._core.sent(self._replica(replica).number, space, tokens, self._clock())
@@ -234,13 +239,13 @@ class CostRouter:
                     self._sessions.popitem(last=False)
 
     def ended(self, replica: str) -> None:
-        """See `Chooser`."""
+        """Takes into account that a request has ended."""
         with self._lock:
             if replica in self._replicas:
                 self._core.ended(self._replicas[replica].number, self._clock())
 
     def stats(self) -> dict[str, int]:
-        """Returns what the index holds and has seen; see `_core.IndexCounts`."""
+        """Returns the counts of the index; see `_core.IndexCounts`."""
         with self._lock:
             return self._core.counts().as_dict()
 
@@ -285,14 +290,14 @@ class CostRouter:
         return found
 
     def _update(self, replica: _Replica, said: Mapping[str, Any]) -> None:
-        """Takes what a replica says of itself."""
+        """Takes the statistics of a replica."""
         replica.costs, replica.reads_peers = _costs(said.get("costs")), said.get("peers") is True
         store = said.get("store")
         if isinstance(store, str):
             self._core.share_store(replica.number, self._stores.setdefault(store, len(self._stores) + 1))
 
     def _note_queue(self, replica: _Replica, said: Mapping[str, Any]) -> None:
-        """Takes what a replica has queued, once: its statistics come again whenever those of another one change."""
+        """Takes a new queue length once: old statistics come again whenever those of another replica change."""
         queued = said.get("queued")
         if said != replica.said and isinstance(queued, int) and queued > 0:
             self._core.set_queue(replica.number, queued, self._clock())
@@ -340,12 +345,12 @@ def _space(adapter: str | None, salt: str | None) -> bytes:
 
 
 def _texts(*given: object) -> bool:
-    """Whether each is what an event may have: it comes from another process."""
+    """Whether each is a text or None; events come from another process."""
     return all(each is None or isinstance(each, str) for each in given)
 
 
 def _costs(said: object) -> Costs:
-    """Reads the costs that a replica reports; what makes no sense counts as unknown."""
+    """Reads the costs that a replica reports; those that make no sense count as unknown."""
     if not isinstance(said, Mapping):
         return Costs()
     return Costs(**{each.name: line for each in fields(Costs) if (line := _line(said.get(each.name))) is not None})

@@ -28,7 +28,7 @@ from mainstem.server.apis.tokenization import (
 )
 from mainstem.server.errors import ErrorBody
 from mainstem.server.kept.listing import Deleted, Page
-from mainstem.server.kept.stored_chats import MetadataUpdate
+from mainstem.server.kept.stored import MetadataUpdate
 from mainstem.server.management import (
     Flushed,
     Health,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import RequestTooLong
 from mainstem.metric import Metric, gauge
-from mainstem.runtime.request import Delta, PreparedPrompt
+from mainstem.runtime.request import Delta, PreparedPrompt, Usage
 from mainstem.runtime.text.cuts import Tokenization, common_length, decoded, with_generated
 from mainstem.runtime.text.detokenizer import Tokenizer
 from mainstem.runtime.text.prompts import Prompts, Template, Variant
-from mainstem.server.run import Watcher
+from mainstem.server.run import EndWatcher, Watcher
 
 _STRIDE = 128  # characters from one digest of a prompt to the next
 _CONTEXT_TOKENS = 8  # kept of a prompt: its last tokens and the first of its answer may be cut differently
@@ -293,25 +293,13 @@ class Turn:
         if self._kept is None:
             return []
         place, context = self._kept
-        return [_Listener(lambda tokens: self._answers.remember(place, self._namespace, context, tokens))]
 
+        def remember(finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
+            tokens = [token for delta in deltas for token in delta.tokens]
+            if tokens:  # also of an answer that was cut short: its text may come back
+                self._answers.remember(place, self._namespace, context, tokens)
 
-class _Listener:
-    """Collects the tokens of one answer; a `Watcher`."""
-
-    def __init__(self, remember: Callable[[Sequence[int]], None]) -> None:
-        self._remember = remember
-        self._tokens: list[int] = []
-
-    def see(self, delta: Delta) -> None:
-        """See `Watcher.see`."""
-        self._tokens += delta.tokens
-
-    def close(self) -> None:
-        """See `Watcher.close`. An answer that was cut short is remembered, too: its text may come back."""
-        tokens, self._tokens = self._tokens, []
-        if tokens:
-            self._remember(tokens)
+        return [EndWatcher(remember)]
 
 
 def _digests(text: str, namespace: bytes) -> list[bytes]:

@@ -1,13 +1,14 @@
-"""Streams that another engine goes on with, when the one that began them has ended.
+"""Streams that another engine resumes, when the engine that began them has ended.
 
-Who asks an application in its own process, like the front of a fleet, can learn what each piece of a stream says, by a
-`Wish` in the state of the request's scope. The answer's first message then has a `Begun`, each later one a `Said`. With
-all that was said, the same request goes on elsewhere: the tokens are repeated, so that detokenizer, parsers, counts and
-random numbers are where they were, and of what they would show again nothing is sent.
+A caller in the application's own process, such as the front of a fleet, puts `RESUME` into the state of a request's
+scope. The stream then carries, beside its bytes, what a resumption needs: a `StreamProgress` with its first message,
+the `SentTokens` of an event with each later one. To resume, the same request goes to another engine with all that was
+sent. That engine repeats the tokens, so that detokenizer, parsers, counts and random numbers are where they were, and
+sends only what follows.
 
-    scope["state"][WISH] = Wish(begun)      begun: what another engine has sent; None: nothing
-    message[BEGUN], message[SAID]           of http.response.start and http.response.body
-    message[LOST]                           this engine cannot end the stream
+    scope["state"][RESUME] = progress        what another engine has sent; None: nothing
+    message[PROGRESS], message[SENT]         of http.response.start and http.response.body
+    message[LOST]                            this engine cannot end the stream
 
 No client can set the state of a scope.
 """
@@ -28,18 +29,18 @@ from mainstem.server.apis.replies import Reply
 from mainstem.server.errors import ApiError
 from mainstem.server.run import EventStream, Pings, Run
 
-WISH, BEGUN, SAID, LOST = "mainstem.wish", "mainstem.begun", "mainstem.said", "mainstem.lost"
+RESUME, PROGRESS, SENT, LOST = "mainstem.resume", "mainstem.progress", "mainstem.sent", "mainstem.lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What an event of a stream says.
+class SentTokens:
+    """The tokens that one event of a stream shows.
 
     Args:
-        choice: whose it is.
+        choice: whose they are.
         tokens: since the last event of this choice that was sent.
         logprobs: one for each of them, if requested.
-        ended: whether the choice has ended with them.
+        ended: whether the choice ends with them.
     """
 
     choice: int
@@ -49,13 +50,13 @@ class Said:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What was said of one choice.
+class ChoiceProgress:
+    """What the client has of one choice.
 
     Args:
         prompt: int32 [n], as it was computed.
         max_tokens: of the answer.
-        tokens, logprobs, ended: as in `Said`, since the begin.
+        tokens, logprobs, ended: as in `SentTokens`, since the beginning.
     """
 
     prompt: NDArray[np.int32]
@@ -66,102 +67,84 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Begun:
-    """A stream that can go on elsewhere.
+class StreamProgress:
+    """What another engine needs to resume a stream.
 
     Args:
         id, created: of the response.
-        answers: one for each choice.
-        opened: whether the client has the begin of the stream.
+        choices: one entry for each.
+        opened: whether the client has the beginning of the stream.
     """
 
     id: str
     created: int
-    answers: list[Answer]
+    choices: list[ChoiceProgress]
     opened: bool = False
 
-    def take(self, said: Said) -> None:
-        """Takes into account what was said, and sent to the client."""
-        answer = self.answers[said.choice]
-        answer.tokens += said.tokens
-        answer.logprobs += said.logprobs
-        answer.ended = said.ended
+    def add(self, sent: SentTokens) -> None:
+        """Adds tokens that were sent to the client."""
+        choice = self.choices[sent.choice]
+        choice.tokens += sent.tokens
+        choice.logprobs += sent.logprobs
+        choice.ended = sent.ended
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """That a stream says what it says.
-
-    Args:
-        begun: what another engine has sent of it; None: it begins here.
-    """
-
-    begun: Begun | None = None
-
-
-def wish_of(scope: Scope) -> Wish | None:
-    """Returns the wish of a request, if it has one."""
-    found = scope.get("state", {}).get(WISH)
-    return found if isinstance(found, Wish) else None
-
-
-def resumed(requests: Sequence[Request], begun: Begun) -> list[Request]:
-    """Returns the requests of a stream that another engine has begun.
+def resumed(requests: Sequence[Request], progress: StreamProgress) -> list[Request]:
+    """Returns the requests that resume a stream.
 
     Args:
         requests: as they would begin here, one for each choice.
-        begun: what was said.
+        progress: what another engine has sent.
 
     Raises:
         ApiError: they are not those of that stream.
     """
-    if len(requests) != len(begun.answers):
+    if len(requests) != len(progress.choices):
         raise ApiError(409, "The stream cannot be continued: it has another number of choices.")
-    return [_resumed(request, answer) for request, answer in zip(requests, begun.answers, strict=True)]
+    return [_resumed(request, choice) for request, choice in zip(requests, progress.choices, strict=True)]
 
 
-def _resumed(request: Request, answer: Answer) -> Request:
-    params = replace(request.params, max_tokens=answer.max_tokens)
-    said = np.asarray(answer.tokens, np.int32)
-    if np.array_equal(request.tokens, answer.prompt):
+def _resumed(request: Request, choice: ChoiceProgress) -> Request:
+    params = replace(request.params, max_tokens=choice.max_tokens)
+    said = np.asarray(choice.tokens, np.int32)
+    if np.array_equal(request.tokens, choice.prompt):
         return replace(request, params=params, said=said)
-    # An earlier answer in it has the tokens of the engine that generated it. What is known of places is of others.
+    # The other engine's prompt has the tokens that it generated for earlier answers; marks and prefixes made here are
+    # places in another text.
     hints = replace(request.hints, prefixes=())
-    return replace(request, tokens=answer.prompt, params=params, marks=(), hints=hints, said=said)
+    return replace(request, tokens=choice.prompt, params=params, marks=(), hints=hints, said=said)
 
 
 class ContinuableStream(EventStream):
-    """A run as server-sent events that say what they say; what another engine has sent of them is left out.
+    """A run as server-sent events that another engine can resume; it leaves out what another engine has sent.
 
     Args:
         run: the choices.
         reply: writes them.
         pings: see `EventStream`.
-        begun: the stream, with what another engine has sent.
+        progress: of the stream; empty if it begins here.
     """
 
-    def __init__(self, run: Run, reply: Reply, pings: Pings, begun: Begun) -> None:
+    def __init__(self, run: Run, reply: Reply, pings: Pings, progress: StreamProgress) -> None:
         super().__init__(run, reply, pings)
-        self._begun, self._goes_on = begun, begun.opened
-        self._known = deepcopy(begun.answers)  # what is sent from now on is added to those of `begun`, elsewhere
-        self._repeated = [0] * len(begun.answers)
-        self._unsent: list[list[Delta]] = [[] for _ in begun.answers]
+        self._progress, self._is_resumed = progress, progress.opened
+        self._known = deepcopy(progress.choices)  # the receiver of `progress` goes on adding to its own
+        self._repeated = [0] * len(self._known)
+        self._unsent: list[list[Delta]] = [[] for _ in self._known]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def telling(message: MutableMapping[str, Any]) -> None:
+        async def send_with_progress(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message[BEGUN] = self._begun
+                message[PROGRESS] = self._progress
             await send(message)
 
-        await super().__call__(scope, receive, telling)
+        await super().__call__(scope, receive, send_with_progress)
 
     def opening(self) -> bytes:
-        """See `EventStream`."""
         opening = super().opening()
-        return b"" if self._goes_on else opening
+        return b"" if self._is_resumed else opening
 
     def message(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """See `EventStream`."""
         known, at = self._known[index], self._repeated[index]
         if at < len(known.tokens) or known.ended:
             self._repeated[index] += len(delta.tokens)
@@ -174,9 +157,8 @@ class ContinuableStream(EventStream):
             deltas, self._unsent[index] = self._unsent[index], []
             tokens = tuple(token for each in deltas for token in each.tokens)
             logprobs = tuple(entry for each in deltas for entry in each.logprobs)
-            message[SAID] = Said(index, tokens, logprobs, delta.finish_reason is not None)
+            message[SENT] = SentTokens(index, tokens, logprobs, delta.finish_reason is not None)
         return message
 
     def failing(self, error: ApiError) -> dict[str, Any]:
-        """See `EventStream`."""
         return {**super().failing(error), LOST: error.status == 503}

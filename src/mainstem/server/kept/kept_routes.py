@@ -1,7 +1,4 @@
-"""The routes of answers that are kept: responses, and chats that were stored.
-
-Knows HTTP. What is kept, `StoredResponses` and `StoredChats` know.
-"""
+"""The routes of kept answers: responses, and chats that were stored. Knows HTTP; `stored` knows the answers."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from starlette.routing import Route
 from mainstem.server.access.api_keys import Access
 from mainstem.server.errors import ApiError
 from mainstem.server.kept.response_store import Owner
-from mainstem.server.kept.stored_chats import StoredChats
-from mainstem.server.kept.stored_responses import StoredResponses
+from mainstem.server.kept.stored import StoredChats, StoredResponses
 from mainstem.server.transport import json_response
 
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"

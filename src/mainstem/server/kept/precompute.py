@@ -19,18 +19,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import MainstemError
 from mainstem.metric import Metric, each
-from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.runtime.text.prompts import Prompts
 from mainstem.server.kept.answers import Turn
 from mainstem.server.parsing.output import Call, OutputParser, PlainText, Text
-from mainstem.server.run import Watcher
+from mainstem.server.run import EndWatcher, Watcher
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -91,7 +91,12 @@ class Precompute:
         """
         if turn.messages is None or turn.template is None or not turn.template.generation_prompt:
             return []
-        return [_Listener(lambda answer: self._worker.submit(self._run, turn, request, answer, parser()))]
+
+        def answered(finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
+            if finish in ("stop", "length"):
+                self._worker.submit(self._run, turn, request, deltas, parser())
+
+        return [EndWatcher(answered)]
 
     def give_way(self) -> None:
         """Ends what is computed, because a request comes."""
@@ -106,11 +111,11 @@ class Precompute:
         with self._lock:
             return replace(self._stats)
 
-    def _run(self, turn: Turn, request: Request, answer: Answer, parser: OutputParser) -> None:
+    def _run(self, turn: Turn, request: Request, answer: Sequence[Delta], parser: OutputParser) -> None:
         with self._lock:
             arrivals = self._arrivals
         try:
-            outcome = self._compute(turn, request, _said(answer, parser), arrivals)
+            outcome = self._compute(turn, request, answer, parser, arrivals)
         except MainstemError as error:
             log.debug("a next turn is not computed: %s", error)
             outcome = "skipped"
@@ -120,12 +125,15 @@ class Precompute:
         with self._lock:
             setattr(self._stats, outcome, getattr(self._stats, outcome) + 1)
 
-    def _compute(self, turn: Turn, request: Request, answer: Answer, arrivals: int) -> Outcome:
+    def _compute(
+        self, turn: Turn, request: Request, answer: Sequence[Delta], parser: OutputParser, arrivals: int
+    ) -> Outcome:
         stats = self._engine.stats()
         if stats.running or stats.waiting:
             return "skipped"
-        tokens = None if answer.text is None else self._next(turn, answer.text)
-        known = np.concatenate([request.tokens, np.asarray(answer.tokens, np.int32)])
+        text = _client_text(answer, parser)
+        tokens = None if text is None else self._next(turn, text)
+        known = np.concatenate([request.tokens, *(np.asarray(delta.tokens, np.int32) for delta in answer)])
         if tokens is None:
             return "unchanged"
         same = _same(tokens, known)
@@ -141,46 +149,21 @@ class Precompute:
             return "skipped"
         return "started"
 
-    def _next(self, turn: Turn, said: str) -> NDArray[np.int32] | None:
+    def _next(self, turn: Turn, text: str) -> NDArray[np.int32] | None:
         """Returns the next turn up to the text of the user, if it is known."""
         if turn.messages is None or turn.template is None:
             return None
-        text = self._prompts.before_next([*turn.messages, {"role": "assistant", "content": said}], turn.template)
-        return None if text is None else turn.tokenize(text)
+        answered = [*turn.messages, {"role": "assistant", "content": text}]
+        rendered = self._prompts.before_next(answered, turn.template)
+        return None if rendered is None else turn.tokenize(rendered)
 
 
-class Answer(NamedTuple):
-    """What was generated; without a text after a call of a tool."""
-
-    text: str | None
-    tokens: Sequence[int]
-
-
-class _Listener:
-    """Collects an answer, and passes it on if it came to its end; a `Watcher`."""
-
-    def __init__(self, ended: Callable[[Answer], object]) -> None:
-        self._ended = ended
-        self._deltas: list[Delta] = []
-
-    def see(self, delta: Delta) -> None:
-        """See `Watcher.see`."""
-        self._deltas.append(delta)
-
-    def close(self) -> None:
-        """See `Watcher.close`."""
-        deltas, self._deltas = self._deltas, []
-        if deltas and deltas[-1].finish_reason in ("stop", "length"):
-            tokens = [token for delta in deltas for token in delta.tokens]
-            self._ended(Answer("".join(delta.text for delta in deltas), tokens))
-
-
-def _said(answer: Answer, parser: OutputParser) -> Answer:
-    """Returns an answer with the text that its client sends back."""
-    pieces = [*parser.feed(answer.text or ""), *parser.close()]
+def _client_text(answer: Sequence[Delta], parser: OutputParser) -> str | None:
+    """Returns the text of an answer as its client sends it back; None if it calls a tool."""
+    pieces = [*parser.feed("".join(delta.text for delta in answer)), *parser.close()]
     if any(isinstance(piece, Call) for piece in pieces):
-        return answer._replace(text=None)
-    return answer._replace(text="".join(piece.text for piece in pieces if isinstance(piece, Text)))
+        return None
+    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
 
 
 def _same(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

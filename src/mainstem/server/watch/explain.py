@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
@@ -30,7 +31,7 @@ from starlette.routing import Route
 
 from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
-from mainstem.runtime.request import Request, Usage
+from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import encode
@@ -97,22 +98,6 @@ class Account:
         made = _Prompt(request.tokens, stretches)
         if prompt not in self.prompts or made.cached < self.prompts[prompt].cached:
             self.prompts[prompt] = made
-
-
-class _Watch(EndWatcher):
-    """Waits for the end of one choice, whose usage has its explanation."""
-
-    def __init__(
-        self, explanations: Explanations, account: Account, owner: Owner, prompt: int, request: Request
-    ) -> None:
-        self._explanations, self._account, self._owner = explanations, account, owner
-        self._prompt, self._request = prompt, request
-
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Explains the request; without a last event it is not explained."""
-        if usage is not None and usage.explanation is not None:
-            self._account.add(self._prompt, self._request, usage.explanation)
-            self._explanations.count(self._account, self._owner, self._request, usage.explanation)
 
 
 class Explanations:
@@ -184,10 +169,16 @@ class Explanations:
         extras = replace(
             made.extras, explained=lambda: self.shown(account, admin=admin), explains=bool(ask.request.explain)
         )
-        watchers = (_Watch(self, account, owner, i // ask.choices, request) for i, request in enumerate(made.requests))
+
+        def ended(prompt: int, request: Request, finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
+            if usage is not None and usage.explanation is not None:
+                account.add(prompt, request, usage.explanation)
+                self._count(account, owner, request, usage.explanation)
+
+        watchers = [EndWatcher(partial(ended, i // ask.choices, request)) for i, request in enumerate(made.requests)]
         return replace(made, extras=extras), [[watcher] for watcher in watchers]
 
-    def count(self, account: Account, owner: Owner, request: Request, stretches: Stretches) -> None:
+    def _count(self, account: Account, owner: Owner, request: Request, stretches: Stretches) -> None:
         """Keeps a request that has ended, and counts what it found."""
         prompt = _Prompt(request.tokens, stretches)
         tenant = owner_of(encode_namespace(request.namespace))

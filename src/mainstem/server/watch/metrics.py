@@ -52,8 +52,8 @@ class Savings:
     """Values the time that an engine saves.
 
     Args:
-        engine: whose time.
-        assumed: what time is worth.
+        engine: counts the time that it saved.
+        assumed: power and price of time.
     """
 
     def __init__(self, engine: Engine, assumed: SavingsConfig) -> None:
@@ -130,14 +130,14 @@ class Metrics:
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
-        self._ttft = self._histogram("time_to_first_token", "Time from submit to the first token", _TTFT_BUCKETS_S)
-        self._gap = self._histogram("inter_token_latency", "Time between one token and the next", _TOKEN_BUCKETS_S)
-        self._e2e = self._histogram("e2e_request_latency", "Time from submit to the last token", _E2E_BUCKETS_S)
-        self._tpot = self._histogram(
-            "time_per_output_token", "Mean time of an answer's tokens but the first", _TOKEN_BUCKETS_S
-        )
-        self._wait = self._histogram(
-            "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
+        self._latencies = Latencies(
+            self._histogram("time_to_first_token", "Time from submit to the first token", _TTFT_BUCKETS_S),
+            self._histogram("inter_token_latency", "Time between one token and the next", _TOKEN_BUCKETS_S),
+            self._histogram("e2e_request_latency", "Time from submit to the last token", _E2E_BUCKETS_S),
+            self._histogram("time_per_output_token", "Mean time of an answer's tokens but the first", _TOKEN_BUCKETS_S),
+            self._histogram(
+                "storage_wait", "Time that a request waited for storage before it was admitted", _WAIT_BUCKETS_S
+            ),
         )
         self.reuse = Reuse(self._registry)
         text = "Requests with a field that is taken and does nothing, by its path"
@@ -154,8 +154,7 @@ class Metrics:
 
     def meter(self) -> RequestMeter:
         """Returns a meter for one generation."""
-        latencies = Latencies(self._ttft, self._gap, self._e2e, self._tpot, self._wait)
-        return RequestMeter(self._clock, self._requests, latencies, self.reuse)
+        return RequestMeter(self._clock, self._requests, self._latencies, self.reuse)
 
     def exposition(self) -> bytes:
         """Returns the text that Prometheus scrapes."""
@@ -207,7 +206,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """The histograms of one request: to the first token, from token to token, to the last, a token, for storage."""
+    """Histograms of times: to the first token, between tokens, to the last, for each token, for storage."""
 
     ttft: Histogram
     gap: Histogram
@@ -232,13 +231,11 @@ class RequestMeter(EndWatcher):
     """Measures one generation. Made by `Metrics.meter`."""
 
     def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, reuse: Reuse) -> None:
-        self._clock = clock
-        self._requests = requests
-        self._latencies, self._reuse = latencies, reuse
+        super().__init__(self._count)
+        self._clock, self._requests, self._latencies, self._reuse = clock, requests, latencies, reuse
         self._last_s: float | None = None
 
     def see(self, delta: Delta) -> None:
-        """Takes one event into account."""
         if delta.tokens:
             now_s, count = self._clock(), len(delta.tokens)
             if self._last_s is not None:
@@ -247,8 +244,7 @@ class RequestMeter(EndWatcher):
             self._last_s = now_s
         super().see(delta)
 
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Counts the request by its outcome."""
+    def _count(self, finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
         self._requests.labels(finish).inc()
         if usage is not None:
             self._reuse.observe(usage.explanation or ())

@@ -3,7 +3,7 @@
 Knows requests and their results. Does not know HTTP, or the readers of the file (`mainstem.replay.readers.open`). Never
 blocks a request: finished requests are queued, and one thread hashes and writes them.
 
-    Note.see, Note.close  ->  queue, bounded in tokens  ->  writer thread: hash, encode, append
+    end of a generation  ->  queue, bounded in tokens  ->  writer thread: hash, encode, append
                               '- full: dropped, counted     '- disk full: counted, the file stays whole
 
 The format, version 1: UTF-8, one object per line. A header is the first line; each server that resumes the file adds a
@@ -149,27 +149,6 @@ class _Ended:
     answer: str
 
 
-class Note(EndWatcher):
-    """Records one generation when it ends. Made by `Recorder.note`."""
-
-    def __init__(self, put: Callable[[_Ended], None], prompt: _Prompt, text: bool) -> None:
-        self._put = put
-        self._prompt = prompt
-        self._answer: list[str] | None = [] if text else None
-        self._tokens = 0
-
-    def see(self, delta: Delta) -> None:
-        """Takes one event into account."""
-        self._tokens += len(delta.tokens)
-        if self._answer is not None:
-            self._answer.append(delta.text)
-        super().see(delta)
-
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Queues the line."""
-        self._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
-
-
 def check_recording(config: RecordConfig) -> None:
     """Tries the file of a recording before there is a model to record requests of.
 
@@ -237,8 +216,8 @@ class Recorder:
         scope: Namespace,
         api_key: str | None = None,
         cache_key: str | None = None,
-    ) -> Note:
-        """Returns a note for a request that arrives now.
+    ) -> EndWatcher:
+        """Returns the watcher that records a request that arrives now.
 
         Args:
             request: the request to the engine.
@@ -259,7 +238,12 @@ class Recorder:
             tenant=Namespace(salt=scope.salt, extra=owner),
             cache_key=cache_key,
         )
-        return Note(self._put, prompt, self._text)
+
+        def ended(finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
+            text = "".join(delta.text for delta in deltas) if self._text else ""
+            self._put(_Ended(prompt, finish, sum(len(delta.tokens) for delta in deltas), usage, text))
+
+        return EndWatcher(ended)
 
     def stats(self) -> RecordStats:
         """Returns the counts since the start."""

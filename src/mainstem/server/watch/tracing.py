@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from mainstem import __version__
 from mainstem.imports import needs
 from mainstem.metric import Metric, each
-from mainstem.runtime.request import Request, Usage
+from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.server.run import EndWatcher, Watcher
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class Trace:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
         self._attributes["mainstem.prompts"] = len(requests) // choices
         self._ends, self._choices = [None] * len(requests), choices
-        return [_Choice(self, number) for number in range(len(requests))]
+        return [EndWatcher(partial(self._choice_ended, number)) for number in range(len(requests))]
 
     def answers(self, id: str, model: str) -> None:
         """The answer has this id, and this model gives it."""
@@ -254,9 +255,9 @@ class Trace:
         self._fail(span, str(status), faulty=status >= 500)
         span.end(self._ns(self._tracing.now()))
 
-    def ended(self, choice: int, end: _End) -> None:
-        """One of the choices has ended; ends the trace with the last of them."""
-        self._ends[choice] = end
+    def _choice_ended(self, choice: int, finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
+        """Notes that a choice has ended; ends the trace with the last of them."""
+        self._ends[choice] = _End(finish, usage)
         ends = [each for each in self._ends if each is not None]
         if len(ends) == len(self._ends):
             self._export(ends, self._tracing.now())
@@ -335,18 +336,7 @@ def _used(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:
 
 
 class _End(NamedTuple):
-    """How a choice ended; None: its last event never came."""
+    """How a choice ended; without usage if its last event never came."""
 
     finish: str
     usage: Usage | None
-
-
-class _Choice(EndWatcher):
-    """Watches one choice of a request."""
-
-    def __init__(self, trace: Trace, number: int) -> None:
-        self._trace, self._number = trace, number
-
-    def ended(self, finish: str, usage: Usage | None) -> None:
-        """Tells the trace."""
-        self._trace.ended(self._number, _End(finish, usage))
