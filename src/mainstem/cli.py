@@ -320,10 +320,7 @@ def demo(
         return
     from rich.console import Console
 
-    if isinstance(report, demonstration.AgentReport):
-        demonstration.show_agents(report, Console())
-    else:
-        demonstration.show(report, Console())
+    demonstration.show(report, Console())
 
 
 @app.command(help_epilogue=_CALIBRATE_EXAMPLES)

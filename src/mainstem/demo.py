@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,116 +65,105 @@ _NO_ANSWER = SamplingParams(max_tokens=0)
 _ROOM = 128  # positions for the template, the instruction, a question and its answer
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One question, asked twice.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One prompt that is answered twice: cold, with nothing cached, and warm, with what came before it cached.
 
     Args:
-        question: the text of the question.
-        cold_ttft_s: time from submit to the first event, with nothing cached.
-        warm_ttft_s: the same, with the document cached.
-        speedup: `cold_ttft_s` / `warm_ttft_s`.
+        cold_ttft_s, warm_ttft_s: time from submit to the first event of each run.
         prompt_tokens: tokens of the whole prompt.
         reused_tokens: prompt tokens that the warm run did not compute.
         answer: the answer of the warm run.
+        agree: whether both answers have the same tokens.
+    """
+
+    cold_ttft_s: float
+    warm_ttft_s: float
+    prompt_tokens: int
+    reused_tokens: int
+    answer: str
+    agree: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Turn):
+    """One question about the document.
+
+    Args:
+        question: the text of the question.
+        speedup: `cold_ttft_s` / `warm_ttft_s`.
         cold_answer: the answer of the cold run.
-        agree: whether the two answers have the same tokens.
     """
 
     question: str
-    cold_ttft_s: float
-    warm_ttft_s: float
     speedup: float
-    prompt_tokens: int
-    reused_tokens: int
-    answer: str
     cold_answer: str
-    agree: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The measurements of the demo; the times are medians over the questions.
-
-    Args:
-        model: the name of the model.
-        dtype: number format of weights and KV.
-        threads: number of threads that compute.
-        prefix_tokens: tokens that all prompts share.
-        cold_ttft_s: time to the first token with nothing cached.
-        warm_ttft_s: time to the first token with the document cached.
-        speedup: `cold_ttft_s` / `warm_ttft_s`.
-        reused_tokens: median over the warm runs.
-        answers_agree: whether every question got the same tokens cold and warm.
-        questions: the results of each question.
-        tree: the cache's tree at the end, as text.
-    """
-
-    model: str
-    dtype: str
-    threads: int
-    prefix_tokens: int
-    cold_ttft_s: float
-    warm_ttft_s: float
-    speedup: float
-    reused_tokens: int
-    answers_agree: bool
-    questions: tuple[Question, ...]
-    tree: str
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of the agent.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Turn):
+    """One step of the agent; the history of the next step has its answer.
 
     Args:
         call: the tool whose result came back.
-        cold_ttft_s: time from submit to the first event, with nothing cached.
-        warm_ttft_s: the same after the steps before.
-        prompt_tokens: tokens of the history.
-        reused_tokens: those that the warm run did not compute.
-        answer: what the agent said in the warm run; the next step's history has it.
-        agree: whether the cold run gave the same tokens.
     """
 
     call: str
-    cold_ttft_s: float
-    warm_ttft_s: float
-    prompt_tokens: int
-    reused_tokens: int
-    answer: str
-    agree: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AgentReport:
-    """The measurements of the agent's steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The measurements of a story.
 
     Args:
         model: the name of the model.
         dtype: number format of weights and KV.
         threads: number of threads that compute.
-        cold_s: the sum of all times to a first token, each with nothing cached.
-        warm_s: the same after the steps before.
-        speedup: `cold_s` / `warm_s`.
-        prompt_tokens: the sum over all steps.
-        reused_tokens: the sum over the warm steps.
-        answers_agree: whether every step got the same tokens cold and warm.
-        steps: the results of each step.
-        tree: the cache's tree after the warm steps, as text.
+        speedup: the time to a first token when cold, divided by that when warm.
+        reused_tokens: prompt tokens that were not computed: the median of the questions, or the sum of the steps.
+        answers_agree: whether every turn got the same tokens cold and warm.
+        tree: the cache's tree after the warm runs, as text.
     """
 
     model: str
     dtype: str
     threads: int
-    cold_s: float
-    warm_s: float
     speedup: float
-    prompt_tokens: int
     reused_tokens: int
     answers_agree: bool
-    steps: tuple[Step, ...]
     tree: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Measured):
+    """The measurements of the questions.
+
+    Args:
+        prefix_tokens: tokens that all prompts share.
+        cold_ttft_s, warm_ttft_s: medians over the questions.
+        questions: the results of each question.
+    """
+
+    prefix_tokens: int
+    cold_ttft_s: float
+    warm_ttft_s: float
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReport(Measured):
+    """The measurements of the agent's steps.
+
+    Args:
+        cold_s, warm_s: the sums of the times to a first token.
+        prompt_tokens: the sum over all steps.
+        steps: the results of each step.
+    """
+
+    cold_s: float
+    warm_s: float
+    prompt_tokens: int
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +213,25 @@ def run(
     engine.flush()
     step(len(QUESTIONS) + 1, shared, _NO_ANSWER)  # so that the cache has the document and none of the questions
     warm = [step(done, prompt) for done, prompt in enumerate(prompts, len(QUESTIONS) + 2)]
-    return _report(engine, threads, len(shared), prompts, cold, warm)
+    questions = tuple(
+        Question(
+            question=question,
+            speedup=before.ttft_s / after.ttft_s,
+            cold_answer=before.text,
+            **_turn(prompt, before, after),
+        )
+        for question, prompt, before, after in zip(QUESTIONS, prompts, cold, warm, strict=True)
+    )
+    cold_s, warm_s = median(q.cold_ttft_s for q in questions), median(q.warm_ttft_s for q in questions)
+    return Report(
+        prefix_tokens=len(shared),
+        cold_ttft_s=cold_s,
+        warm_ttft_s=warm_s,
+        speedup=cold_s / warm_s,
+        reused_tokens=int(median(q.reused_tokens for q in questions)),
+        questions=questions,
+        **_setting(engine, threads, questions, engine.tree()),
+    )
 
 
 def run_agents(
@@ -263,76 +270,87 @@ def run_agents(
         cold.append(_ask(engine, prompt, clock))
         progress("asking", number, 2 * len(results))
     steps = tuple(
-        Step(
-            call=_call(number),
-            cold_ttft_s=before.ttft_s,
-            warm_ttft_s=after.ttft_s,
-            prompt_tokens=len(prompt),
-            reused_tokens=after.cached_tokens,
-            answer=after.text,
-            agree=before.tokens == after.tokens,
-        )
+        Step(call=_call(number), **_turn(prompt, before, after))
         for number, (prompt, before, after) in enumerate(zip(prompts, cold, warm, strict=True), 1)
     )
-    return _agent_report(engine, threads, steps, tree)
-
-
-def show_agents(report: AgentReport, console: Console) -> None:
-    """Prints a report for people: a table, what the agent said, the tree, and last the figure that matters most."""
-    from rich.table import Table
-
-    table = Table(title=f"{_setting(report)}: time to each step's first token")
-    table.add_column("result of")
-    for heading in ("cold", "warm", "sooner", "reused"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for step in report.steps:
-        sooner = f"{step.cold_ttft_s / step.warm_ttft_s:.1f}x"
-        reused = f"{step.reused_tokens} of {step.prompt_tokens}"
-        table.add_row(step.call, _ms(step.cold_ttft_s), _ms(step.warm_ttft_s), sooner, reused)
-    console.print(table)
-    for step in report.steps:
-        console.print(f"[bold]{step.call}[/bold]")
-        console.print(f"  {step.answer.strip()}", markup=False)
-    console.print("\nWhat the cache holds after the last step:\n", markup=False)
-    console.print(report.tree, markup=False, soft_wrap=True)
-    same = "the same answers" if report.answers_agree else f"some answers differ ({report.dtype} rounding)"
-    console.print(
-        f"The agent waited [bold]{report.speedup:.1f} times less[/bold] for its first tokens:"
-        f" {_ms(report.warm_s)} instead of {_ms(report.cold_s)} in {len(report.steps)} steps,"
-        f" {report.reused_tokens} of {report.prompt_tokens} tokens reused, {same}.",
-        soft_wrap=True,
+    cold_s, warm_s = sum(step.cold_ttft_s for step in steps), sum(step.warm_ttft_s for step in steps)
+    return AgentReport(
+        cold_s=cold_s,
+        warm_s=warm_s,
+        speedup=cold_s / warm_s,
+        prompt_tokens=sum(step.prompt_tokens for step in steps),
+        reused_tokens=sum(step.reused_tokens for step in steps),
+        steps=steps,
+        **_setting(engine, threads, steps, tree),
     )
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report | AgentReport, console: Console) -> None:
     """Prints a report for people: a table, the answers, the tree, and last the figure that matters most."""
+    if isinstance(report, Report):
+        _show(report, "the first token", "question", [(q.question, q) for q in report.questions], "now", console)
+        figure = (
+            f"The first token came [bold]{report.speedup:.1f} times sooner[/bold]: {_ms(report.warm_ttft_s)} instead of"
+            f" {_ms(report.cold_ttft_s)}, {report.reused_tokens} tokens reused"
+        )
+    else:
+        steps = [(step.call, step) for step in report.steps]
+        _show(report, "each step's first token", "result of", steps, "after the last step", console)
+        figure = (
+            f"The agent waited [bold]{report.speedup:.1f} times less[/bold] for its first tokens:"
+            f" {_ms(report.warm_s)} instead of {_ms(report.cold_s)} in {len(report.steps)} steps,"
+            f" {report.reused_tokens} of {report.prompt_tokens} tokens reused"
+        )
+    same = "the same answers" if report.answers_agree else f"some answers differ ({report.dtype} rounding)"
+    console.print(f"{figure}, {same}.", soft_wrap=True)
+
+
+def _show(
+    report: Measured, timed: str, heading: str, turns: Sequence[tuple[str, Turn]], when: str, console: Console
+) -> None:
+    """Prints a report without its figure; `turns`: each with its name, which stands under `heading`."""
     from rich.table import Table
 
-    table = Table(title=f"{_setting(report)}: time to the first token")
-    table.add_column("question")
-    for heading in ("cold", "warm", "sooner", "reused"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for q in report.questions:
-        reused = f"{q.reused_tokens} of {q.prompt_tokens}"
-        table.add_row(q.question, _ms(q.cold_ttft_s), _ms(q.warm_ttft_s), f"{q.speedup:.1f}x", reused)
+    threads = counted(report.threads, "thread")
+    table = Table(title=f"{report.model}, {report.dtype}, {threads}: time to {timed}")
+    table.add_column(heading)
+    for title in ("cold", "warm", "sooner", "reused"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, turn in turns:
+        sooner = f"{turn.cold_ttft_s / turn.warm_ttft_s:.1f}x"
+        reused = f"{turn.reused_tokens} of {turn.prompt_tokens}"
+        table.add_row(name, _ms(turn.cold_ttft_s), _ms(turn.warm_ttft_s), sooner, reused)
     console.print(table)
-    for q in report.questions:
-        console.print(f"[bold]{q.question}[/bold]")
-        console.print(f"  {q.answer.strip()}", markup=False)
-        if not q.agree:
-            console.print(f"  (the cold answer, in {report.dtype}, was: {q.cold_answer.strip()})", markup=False)
-    console.print("\nWhat the cache holds now:\n", markup=False)
+    for name, turn in turns:
+        console.print(f"[bold]{name}[/bold]")
+        console.print(f"  {turn.answer.strip()}", markup=False)
+        if isinstance(turn, Question) and not turn.agree:
+            console.print(f"  (the cold answer, in {report.dtype}, was: {turn.cold_answer.strip()})", markup=False)
+    console.print(f"\nWhat the cache holds {when}:\n", markup=False)
     console.print(report.tree, markup=False, soft_wrap=True)
-    same = "the same answers" if report.answers_agree else f"some answers differ ({report.dtype} rounding)"
-    console.print(
-        f"The first token came [bold]{report.speedup:.1f} times sooner[/bold]: {_ms(report.warm_ttft_s)} instead of"
-        f" {_ms(report.cold_ttft_s)}, {report.reused_tokens} tokens reused, {same}.",
-        soft_wrap=True,
-    )
 
 
-def _setting(report: Report | AgentReport) -> str:
-    return f"{report.model}, {report.dtype}, {counted(report.threads, 'thread')}"
+def _turn(prompt: NDArray[np.int32], cold: _Run, warm: _Run) -> dict[str, Any]:
+    """Returns the fields of `Turn`."""
+    return {
+        "cold_ttft_s": cold.ttft_s,
+        "warm_ttft_s": warm.ttft_s,
+        "prompt_tokens": len(prompt),
+        "reused_tokens": warm.cached_tokens,
+        "answer": warm.text,
+        "agree": cold.tokens == warm.tokens,
+    }
+
+
+def _setting(engine: Engine, threads: int, turns: Sequence[Turn], tree: str) -> dict[str, Any]:
+    """Returns the fields of `Measured` that both stories compute alike."""
+    return {
+        "model": engine.name,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "threads": threads,
+        "answers_agree": all(turn.agree for turn in turns),
+        "tree": tree,
+    }
 
 
 def _guide() -> str:
@@ -352,23 +370,6 @@ def _sections() -> list[str]:
 
 def _call(number: int) -> str:
     return f"read_page({number})"
-
-
-def _agent_report(engine: Engine, threads: int, steps: tuple[Step, ...], tree: str) -> AgentReport:
-    cold_s, warm_s = sum(step.cold_ttft_s for step in steps), sum(step.warm_ttft_s for step in steps)
-    return AgentReport(
-        model=engine.name,
-        dtype=str(engine.dtype).removeprefix("torch."),
-        threads=threads,
-        cold_s=cold_s,
-        warm_s=warm_s,
-        speedup=cold_s / warm_s,
-        prompt_tokens=sum(step.prompt_tokens for step in steps),
-        reused_tokens=sum(step.reused_tokens for step in steps),
-        answers_agree=all(step.agree for step in steps),
-        steps=steps,
-        tree=tree,
-    )
 
 
 def _document(engine: Engine, tokens: int | None) -> str:
@@ -406,44 +407,6 @@ def _ask(
         raise MainstemError(f"the generation failed: {deltas[-1].error or 'the engine gave up'}")
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     return _Run(ttft_s, tokens, "".join(delta.text for delta in deltas), usage.cached_tokens)
-
-
-def _report(
-    engine: Engine,
-    threads: int,
-    prefix_tokens: int,
-    prompts: Sequence[NDArray[np.int32]],
-    cold: Sequence[_Run],
-    warm: Sequence[_Run],
-) -> Report:
-    questions = tuple(
-        Question(
-            question=question,
-            cold_ttft_s=before.ttft_s,
-            warm_ttft_s=after.ttft_s,
-            speedup=before.ttft_s / after.ttft_s,
-            prompt_tokens=len(prompt),
-            reused_tokens=after.cached_tokens,
-            answer=after.text,
-            cold_answer=before.text,
-            agree=before.tokens == after.tokens,
-        )
-        for question, prompt, before, after in zip(QUESTIONS, prompts, cold, warm, strict=True)
-    )
-    cold_s, warm_s = median(q.cold_ttft_s for q in questions), median(q.warm_ttft_s for q in questions)
-    return Report(
-        model=engine.name,
-        dtype=str(engine.dtype).removeprefix("torch."),
-        threads=threads,
-        prefix_tokens=prefix_tokens,
-        cold_ttft_s=cold_s,
-        warm_ttft_s=warm_s,
-        speedup=cold_s / warm_s,
-        reused_tokens=int(median(q.reused_tokens for q in questions)),
-        answers_agree=all(q.agree for q in questions),
-        questions=questions,
-        tree=engine.tree(),
-    )
 
 
 def _shared(prompts: Sequence[NDArray[np.int32]]) -> int:

@@ -139,9 +139,7 @@ def test_the_history_has_the_tools_their_results_and_what_the_agent_said() -> No
 def test_the_report_of_the_agent_ends_in_its_figure() -> None:
     engine = TickingEngine()
     report = demo.run_agents(engine, threads=2, clock=engine.clock)  # type: ignore[arg-type]
-    out = io.StringIO()
-    demo.show_agents(report, Console(file=out, width=100))
-    lines = [line for line in out.getvalue().splitlines() if line.strip()]
+    lines = [line for line in shown(report).splitlines() if line.strip()]
     assert lines[-1].startswith(f"The agent waited {report.speedup:.1f} times less")
     assert any("read_page(2)" in line and f"of {report.steps[1].prompt_tokens}" in line for line in lines)
     assert {"cold_s", "warm_s", "speedup", "steps", "model", "dtype", "threads"} <= set(asdict(report))
@@ -165,7 +163,7 @@ def test_the_demo_on_real_weights(smollm2: Any, monkeypatch: pytest.MonkeyPatch)
     assert report.dtype != "float32" or report.answers_agree
 
 
-def shown(report: demo.Report) -> str:
+def shown(report: demo.Report | demo.AgentReport) -> str:
     out = io.StringIO()
     demo.show(report, Console(file=out, width=100))
     return out.getvalue()
