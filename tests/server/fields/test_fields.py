@@ -56,8 +56,9 @@ from mainstem.server.apis.responses import items as response_items
 from mainstem.server.apis.responses import request as responses
 from mainstem.server.apis.responses import tools as response_tools
 from mainstem.server.apis.responses.request import InputCountRequest, ResponseRequest
+from mainstem.server.errors import ApiError
 from mainstem.server.fields.breakpoints import Breakpoint, CacheControl, CacheOptions
-from mainstem.server.fields.rules import COMPLETIONS, OF_CHATS, OPENAI, Field, Refused, Rules, Unheeded, check_fields
+from mainstem.server.fields.rules import COMPLETIONS, OF_CHATS, OPENAI, Field, Rules, Unheeded, check_fields
 from mainstem.server.fields.sampling import Thinking
 from mainstem.server.fields.tools import is_hosted
 
@@ -225,7 +226,7 @@ class Nothing(msgspec.Struct):
 
 def check(kind: Any = CompletionRequest, tolerant: Any = False, rules: Any = COMPLETIONS, **fields: Any) -> Unheeded:
     unheeded = Unheeded(tolerant)
-    check_fields(json.dumps(fields).encode(), kind, unheeded, rules)
+    check_fields(json.dumps(fields).encode(), kind, rules, unheeded)
     return unheeded
 
 
@@ -266,15 +267,15 @@ def test_every_field_inside_is_in_one_class(routes: str, name: str, kind: Any, c
 def test_fields_inside_are_checked_wherever_they_are() -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": "{}", "output": 1}, "index": 0}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
-    with pytest.raises(Refused, match=r"^messages\[1\].tool_calls\[0\].function.output: unknown field$"):
+    with pytest.raises(ApiError, match=r"^messages\[1\].tool_calls\[0\].function.output: unknown field$"):
         check(ChatRequest, messages=messages)
     tools = [{"function": {"name": "f", "parameters": {"any": 1}}, "new": 1}]
     found = check(ChatRequest, True, messages=messages, tools=tools)
     assert found.unknown == ["messages[1].tool_calls[0].function.output", "tools[0].new"]
     assert found.ignored == ["messages[1].tool_calls[0].index"]
-    with pytest.raises(Refused, match=r"did you mean content\?"):
+    with pytest.raises(ApiError, match=r"did you mean content\?"):
         check(ChatRequest, messages=[{"contents": "x"}])
-    with pytest.raises(Refused, match=r"^messages\[0\].function_call: not supported; omit it \("):
+    with pytest.raises(ApiError, match=r"^messages\[0\].function_call: not supported; omit it \("):
         check(ChatRequest, messages=[{"function_call": {"name": "f"}}])
     check(ChatRequest, messages=[{"function_call": None, "annotations": [1]}], chat_template_kwargs={"any": {"x": 1}})
 
@@ -329,9 +330,9 @@ def test_every_field_in_a_table_says_why_and_has_one_class_by_what_asks_for_noth
                     if name in within.advice:
                         assert check(Nothing, tolerant, alone, **{name: value}).ignored == [name]
                         continue
-                    with pytest.raises(Refused, match=f"^{name}: not supported; omit it") as caught:
+                    with pytest.raises(ApiError, match=f"^{name}: not supported; omit it") as caught:
                         check(Nothing, tolerant, alone, **{name: value})
-                    assert (caught.value.name, caught.value.code) == (name, field.code)
+                    assert (caught.value.detail.param, caught.value.detail.code) == (name, field.code)
 
 
 def items_table() -> str:
@@ -369,9 +370,9 @@ def test_every_type_of_tool_is_offered_or_left_out() -> None:
 
 
 def test_false_is_not_zero() -> None:
-    with pytest.raises(Refused, match="use_beam_search: not supported; omit it or use false"):
+    with pytest.raises(ApiError, match="use_beam_search: not supported; omit it or use false"):
         check(use_beam_search=0)
-    with pytest.raises(Refused, match="length_penalty"):
+    with pytest.raises(ApiError, match="length_penalty"):
         check(length_penalty=True)
     check(length_penalty=1.0)
 
@@ -387,10 +388,10 @@ def test_false_is_not_zero() -> None:
     ],
 )
 def test_an_unknown_field_is_refused_with_the_nearest_name(name: str, nearest: str | None) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ApiError) as caught:
         check(**{name: 1})
     assert str(caught.value) == f"{name}: unknown field" + (f"; did you mean {nearest}?" if nearest else "")
-    assert (caught.value.name, caught.value.code) == (name, "unknown_field")
+    assert (caught.value.detail.param, caught.value.detail.code) == (name, "unknown_field")
 
 
 @pytest.mark.parametrize(
@@ -412,14 +413,14 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(name: str, nearest: s
     ],
 )
 def test_the_name_of_another_api_leads_to_the_field(kind: Any, name: str, meant: str) -> None:
-    with pytest.raises(Refused, match=f"^{name}: unknown field; did you mean {meant}[?]$"):
+    with pytest.raises(ApiError, match=f"^{name}: unknown field; did you mean {meant}[?]$"):
         check(kind, rules=KINDS[kind][1], **{name: 1})
 
 
 def test_unknown_fields_are_listed_in_order_where_they_are_tolerated() -> None:
     found = check(tolerant=True, new=1, model="m", prompt="p", old={}, user="u")
     assert (found.unknown, found.ignored) == (["new", "old"], ["user"])
-    with pytest.raises(Refused, match="functions"):
+    with pytest.raises(ApiError, match="functions"):
         check(tolerant=True, functions=[{}])
 
 
@@ -451,9 +452,9 @@ def test_a_header_has_1024_characters_at_most(lengths: tuple[int, ...], shown: i
 
 
 def test_fields_of_the_other_route_are_unknown() -> None:
-    with pytest.raises(Refused, match="messages"):
+    with pytest.raises(ApiError, match="messages"):
         check(CompletionRequest, messages=[])
-    with pytest.raises(Refused, match="prompt"):
+    with pytest.raises(ApiError, match="prompt"):
         check(ChatRequest, prompt="x")
 
 
@@ -478,7 +479,7 @@ def test_names_inside_of_fields_are_checked_with_their_paths_and_rules() -> None
     assert check(Whole, rules=rules, parts=[{"text": "a", "idle": 1, "odd": None}]).ignored == ["parts[0].idle"]
     problems = (("txet", "unknown field; did you mean text?"), ("odd", "not supported; omit it (another kind)"))
     for wrong, problem in problems:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(ApiError) as caught:
             check(Whole, rules=rules, parts=[{"text": "a"}, {"text": "b", wrong: 1}])
         assert str(caught.value) == f"parts[1].{wrong}: {problem}"
     found = check(Whole, True, rules, parts=[{"text": "a", "one": []}], only={"text": "c", "idle": False})

@@ -1,4 +1,4 @@
-"""An answer as blocks: of the engine's events it makes the steps by which the answer grows, which each API spells.
+"""An answer as blocks: the engine's events become steps by which the answer grows, and each API spells these steps.
 
 A block is an unbroken run of text, or of reasoning, or one call of a tool. Blocks are numbered from 0.
 
@@ -8,16 +8,17 @@ A block is an unbroken run of text, or of reasoning, or one call of a tool. Bloc
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 from mainstem.runtime.request import Delta, TokenLogprob
-from mainstem.server.apis.replies import NO_EXTRAS, ChunkUsage, Extras, Head, Spell, UsageBody
-from mainstem.server.parsing.output import Arguments, Call, NoCall, OutputParser, Piece, PlainText, Reasoning, Text
+from mainstem.server.apis.replies import Reply, UsageBody
+from mainstem.server.parsing.output import Arguments, Call, NoCall, OutputParser, Piece, Reasoning, Text
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,7 @@ class Block:
         begin: the piece that began it; of a text, only its type counts.
         parts: its text so far, or the arguments of a call.
         logprobs: of the tokens of a text, if requested.
-        withdrawn: whether it has begun as a call and is none. Only a stream has such a block.
+        withdrawn: whether it began as a call and turned out to be none. Only a stream has such a block.
     """
 
     index: int
@@ -73,8 +74,8 @@ class Answer:
 
     Args:
         parser: finds its pieces.
-        streams: whether the client sees each step: then nothing is taken back.
-        shows_cut_calls: whether a call that was cut at the answer's limit is one; else it is text, unless it streams.
+        streams: whether the client sees each step, so that nothing can be taken back.
+        shows_cut_calls: whether a call that was cut at the answer's limit stays a call; a stream shows it in any case.
 
     Attributes:
         blocks: so far.
@@ -102,13 +103,13 @@ class Answer:
         return not self._withdrew and any(isinstance(block.begin, Call) for block in self.blocks)
 
     def take_all(self, deltas: Sequence[Delta]) -> None:
-        """Takes events into account whose steps nobody wants to see."""
+        """Takes events into account without showing their steps."""
         for delta in deltas:
             for _ in self.take(delta):
                 pass
 
     def take(self, delta: Delta) -> Iterator[Step]:
-        """Takes an event into account, and yields the steps that it makes certain; with each, its block changes."""
+        """Takes an event into account, and yields the steps that are certain now; each has changed its block."""
         self.deltas.append(delta)
         self._tokens += len(delta.tokens)
         self._logprobs += delta.logprobs
@@ -151,7 +152,7 @@ class Answer:
         yield Grew(self.open, piece.text, logprobs)
 
     def _withdraw(self) -> Iterator[Step]:
-        """Ends a call that is none. A stream has begun it; a whole answer has what was written in its place."""
+        """Ends a block that turned out to be no call: a stream ends it, a whole answer drops it for the text."""
         assert self.open is not None, "it has begun"
         self._withdrew = self.open.withdrawn = True
         if self._streams:
@@ -172,33 +173,18 @@ class Answer:
         return [] if ended is None else [Ended(ended)]
 
 
-class BlockReply(ABC):
-    """Writes one answer as blocks; the rest of a `Reply` is its API's.
-
-    Args:
-        head: id, time and model of the answer.
-        spell: spells one token.
-        usage: says how long the prompt is, before the first event.
-        extras: what is shown besides the blocks.
-        parser: makes what finds the pieces of the answer.
-    """
+class BlockReply(Reply):
+    """Writes one answer as blocks, which an API spells."""
 
     shows_cut_calls: ClassVar[bool] = True
-    """See `Answer`."""
+    """Whether a whole answer shows a call that was cut at its limit as a call; see `Answer`."""
 
-    def __init__(
-        self,
-        head: Head,
-        spell: Spell,
-        usage: ChunkUsage,
-        extras: Extras = NO_EXTRAS,
-        parser: Callable[[], OutputParser] = PlainText,
-    ) -> None:
-        self._head, self._spell, self._usage, self._extras, self._parser = head, spell, usage, extras, parser
-        self.answer = Answer(parser())
+    @cached_property
+    def answer(self) -> Answer:
+        """The answer so far."""
+        return Answer(self._parser())
 
     def events(self, index: int, delta: Delta) -> bytes:
-        """See `Reply`."""
         events = []
         for step in self.answer.take(delta):
             match step:
@@ -211,7 +197,6 @@ class BlockReply(ABC):
         return b"".join(events)
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
-        """See `Reply`."""
         self.answer = Answer(self._parser(), streams=False, shows_cut_calls=self.shows_cut_calls)
         self.answer.take_all(answers[0])
         return self.finish(usage)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mainstem.server.errors import ApiError
-from mainstem.server.fields.rules import OPENAI, Refused, Rules, Unheeded, check_fields
+from mainstem.server.fields.rules import OPENAI, Rules, Unheeded, check_fields
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Decoded = TypeVar("Decoded", bound=Struct)
@@ -45,10 +45,7 @@ def check_known(body: bytes, kind: type[Struct], unheeded: Unheeded | None, rule
         ApiError: 400; a field is unknown or not supported.
     """
     with _malformed():
-        try:
-            check_fields(body, kind, unheeded, rules)
-        except Refused as error:
-            raise ApiError(400, str(error), param=error.name, code=error.code) from None
+        check_fields(body, kind, rules, Unheeded() if unheeded is None else unheeded)
 
 
 def check_value(value: object, kind: Any, at: str) -> None:

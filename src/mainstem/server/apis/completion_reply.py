@@ -61,18 +61,15 @@ class CompletionReply(ChunkReply):
     """Writes the answers of one /v1/completions request; see `Reply`."""
 
     def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
-        """See `ChunkReply.chunk`."""
         usage = self._usage.after(delta)
         if not self._is_shown(delta, delta.text):
             return None
         return self._body([self._choice(index, [delta])], usage)
 
     def last(self, usage: UsageBody) -> CompletionBody:
-        """See `ChunkReply.last`."""
         return self._body([], usage, self._extras.explanation)
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> CompletionBody:
-        """See `Reply`."""
         choices = [self._choice(index, deltas) for index, deltas in enumerate(answers)]
         return self._body(choices, usage, self._extras.explanation)
 

@@ -1,4 +1,4 @@
-"""What the answers of all APIs are written with: usage, log-probabilities, what is shown besides texts, and events.
+"""The parts that the answers of all APIs share: usage, log-probabilities, extras, and server-sent events.
 
 Knows JSON and the names of fields. Does not know HTTP or the engine.
 """
@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from time import time
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -179,11 +180,11 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a reply shows besides the texts of answers, as the request asks for it.
+    """The parts of a response beside the texts of answers, as the request asks for them.
 
     Args:
         choices: answers to each prompt.
-        logprobs: whether log-probabilities of the answers' tokens are shown; else they served to choose answers.
+        logprobs: whether log-probabilities of the answers' tokens are shown; else they only served to rank answers.
         echoes: one for each prompt, if answers begin with it.
         prompt_logprobs: number of alternatives to each token of a prompt; None: its log-probabilities are not shown.
         prompt_tokens: the ids of each prompt, if ids are shown, of answers, too.
@@ -193,9 +194,8 @@ class Extras:
         keep: takes the body of the whole answer, to keep it; None: it is not kept.
         generation: what was asked; None: nothing of it is repeated.
         now: returns seconds since the epoch.
-        explained: returns why its prompts were found in part only, once it has ended; None: the server does not
-            explain.
-        explains: whether the client asks for that.
+        explained: returns, after the end, why its prompts were found in part only; None: the server does not explain.
+        explains: whether the client asks for the explanation.
     """
 
     choices: int = 1
@@ -251,37 +251,15 @@ class ChunkUsage:
         return UsageBody(self._prompt_tokens, self._completion_tokens, total)
 
 
-class Reply(Protocol):
-    """Writes the answers of one request, whole or as the events of a stream. Choices are counted from 0."""
-
-    def opening(self) -> bytes:
-        """Returns the events before the first token."""
-
-    def events(self, index: int, delta: Delta) -> bytes:
-        """Returns what an event of the engine is to the client; empty if there is nothing to send."""
-
-    def closing(self, usage: UsageBody) -> bytes:
-        """Returns the last events of a stream."""
-
-    def failing(self, error: ApiError) -> bytes:
-        """Returns the last events of a stream that failed."""
-
-    def ping(self) -> bytes:
-        """Returns what says that a stream is alive, and nothing else."""
-
-    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
-        """Returns a response with all answers, each given as its events."""
-
-
-class ChunkReply(ABC):
-    """What is common to the streams of completions and chats: chunks of one form, the last one with the usage.
+class Reply(ABC):
+    """Writes the answers of one request, whole or as the events of a stream. Choices are counted from 0.
 
     Args:
-        head: the fields that every chunk repeats.
+        head: id, time and model of the response.
         spell: spells one token.
-        usage: of the chunks of a stream.
-        extras: what is shown besides texts.
-        parser: makes what finds the pieces of an answer; those of completions are texts.
+        usage: counts the tokens that the events of a stream report.
+        extras: parts of the response beside the texts of answers.
+        parser: makes the parser of one answer.
     """
 
     def __init__(
@@ -292,38 +270,55 @@ class ChunkReply(ABC):
         extras: Extras = NO_EXTRAS,
         parser: Callable[[], OutputParser] = PlainText,
     ) -> None:
-        self._head = head
-        self._spell = spell
-        self._usage = usage
-        self._extras = extras
-        self._parser = parser
-        self._sent: dict[int, int] = {}  # characters so far, of each choice of which something was sent
+        self._head, self._spell, self._usage, self._extras, self._parser = head, spell, usage, extras, parser
 
     def opening(self) -> bytes:
-        """See `Reply`."""
+        """Returns the events before the first token; most APIs have none."""
         return b""
 
+    @abstractmethod
     def events(self, index: int, delta: Delta) -> bytes:
-        """See `Reply`."""
+        """Returns the client's events for one of the engine's; empty if there is nothing to send."""
+
+    @abstractmethod
+    def closing(self, usage: UsageBody) -> bytes:
+        """Returns the last events of a stream."""
+
+    @abstractmethod
+    def failing(self, error: ApiError) -> bytes:
+        """Returns the last events of a stream that failed."""
+
+    def ping(self) -> bytes:
+        """Returns an event, or a comment, that only shows that the stream is alive."""
+        return COMMENT
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> Struct:
+        """Returns the response with all answers, each given as its events."""
+
+
+class ChunkReply(Reply):
+    """The streams of completions and chats: chunks of one form, the last one with the usage."""
+
+    @cached_property
+    def _sent(self) -> dict[int, int]:
+        """Characters sent so far, by choice; a choice is missing until something of it was sent."""
+        return {}
+
+    def events(self, index: int, delta: Delta) -> bytes:
         chunk = self.chunk(index, delta)
         return b"" if chunk is None else event(chunk)
 
     def closing(self, usage: UsageBody) -> bytes:
-        """See `Reply`."""
         last = self.last(usage)
         return (event(last) if self._usage.include or last.explanation else b"") + DONE
 
     def failing(self, error: ApiError) -> bytes:
-        """See `Reply`."""
         return event(ErrorBody(error.detail)) + DONE
 
-    def ping(self) -> bytes:
-        """See `Reply`."""
-        return COMMENT
-
-    def _is_shown(self, delta: Delta, said: object) -> bool:
-        """Returns whether an event has anything for the client, beside what it `said`."""
-        shown = said or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
+    def _is_shown(self, delta: Delta, answer: object) -> bool:
+        """Returns whether an event adds to the answer, or has anything else for the client."""
+        shown = answer or delta.logprobs or delta.finish_reason or delta.prompt_logprobs
         return bool(shown or (self._extras.prompt_tokens and delta.tokens))
 
     def _name(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of each field of a request: it is honoured, advice, refused, or unknown.
+"""Each field of a request is honoured, advice, refused, or unknown.
 
     honoured   a field of the request's type
     advice     it can make an answer better, cheaper, or accounted for otherwise, and never another kind of answer:
@@ -23,6 +23,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw, Struct
 
+from mainstem.server.errors import ApiError
 from mainstem.server.fields.tools import is_hosted
 
 IGNORED_HEADER, UNKNOWN_HEADER = "X-Mainstem-Ignored", "X-Mainstem-Unknown-Fields"
@@ -33,9 +34,9 @@ class Field(NamedTuple):
     """A field that is not honoured.
 
     Args:
-        why: it is in its class: what it is, or what it would do.
+        why: what the field is, or what it would do; the reason for its class.
         neutral: values that ask for nothing, as null does.
-        code: of the error where it is refused.
+        code: of the error, where the field is refused.
     """
 
     why: str
@@ -49,7 +50,7 @@ class Field(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What becomes of fields that are not honoured.
+    """The fields that are not honoured: which are ignored, and which are refused.
 
     Args:
         advice: the fields that are taken and ignored, by name.
@@ -133,23 +134,9 @@ COMPLETIONS = OPENAI._replace(advice={**OPENAI.advice, **OF_CHATS})
 """The rules of completions."""
 
 
-class Refused(Exception):
-    """A field that is not accepted.
-
-    Args:
-        name: of the field.
-        problem: what is wrong with it, and what is allowed.
-        code: a stable word for programs.
-    """
-
-    def __init__(self, name: str, problem: str, code: str) -> None:
-        super().__init__(f"{name}: {problem}")
-        self.name, self.code = name, code
-
-
 @dataclass(slots=True)
 class Unheeded:
-    """The fields of one request that do nothing, by their paths in its body.
+    """The fields of one request that have no effect, by their paths in its body.
 
     Args:
         tolerant: whether unknown fields are taken; else they are refused.
@@ -180,28 +167,19 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
-def check_fields(body: bytes, kind: type[Struct], unheeded: Unheeded | None = None, rules: Rules = OPENAI) -> None:
+def check_fields(body: bytes | Raw, kind: type[Struct], rules: Rules, unheeded: Unheeded, at: str = "") -> None:
     """Checks the names in a body, a JSON object, that a type has been decoded from.
 
     Args:
         body: the JSON.
         kind: the type; its fields are honoured.
-        unheeded: names of fields that do nothing are added to it; None: nobody asks for them.
         rules: of the API.
+        unheeded: names of fields that do nothing are added to it.
+        at: what stands before the names: the path of an object in a body, and a dot.
 
     Raises:
-        Refused: a field is unknown and such are not tolerated, or is not supported and asks for something.
+        ApiError: 400; a field is unknown and such are not tolerated, or is not supported and asks for something.
     """
-    _check(body, kind, rules, "", Unheeded() if unheeded is None else unheeded)
-
-
-class _Typed(Struct):
-    """What is known of an object whose fields depend on its type."""
-
-    type: Any = ""
-
-
-def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, unheeded: Unheeded) -> None:
     inner = _structs(kind)
     for name, raw in msgspec.json.decode(body, type=dict[str, Raw]).items():
         if name in inner:
@@ -210,7 +188,7 @@ def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, unheede
                 if within.left_out(msgspec.json.decode(each, type=_Typed).type):
                     unheeded.ignored.append(path)
                 else:
-                    _check(each, inner[name], within, f"{path}.", unheeded)
+                    check_fields(each, inner[name], within, unheeded, f"{path}.")
         if name in kind.__struct_fields__:
             continue
         known = rules.advice.get(name) or rules.refused.get(name)
@@ -218,13 +196,23 @@ def _check(body: bytes | Raw, kind: type[Struct], rules: Rules, at: str, unheede
             _take_unknown(at, name, (*kind.__struct_fields__, *rules.advice, *rules.refused), unheeded)
         elif known.asks(msgspec.json.decode(raw)):
             if name in rules.refused:
-                raise Refused(at + name, _problem(known), known.code)
+                raise _refusal(at + name, _problem(known), known.code)
             unheeded.ignored.append(at + name)
+
+
+def _refusal(name: str, problem: str, code: str) -> ApiError:
+    return ApiError(400, f"{name}: {problem}", param=name, code=code)
+
+
+class _Typed(Struct):
+    """Any object; only its type is read."""
+
+    type: Any = ""
 
 
 def _take_unknown(at: str, name: str, known: Iterable[str], unheeded: Unheeded) -> None:
     if not unheeded.tolerant:
-        raise Refused(at + name, f"unknown field{_nearest(name, known)}", "unknown_field")
+        raise _refusal(at + name, f"unknown field{_nearest(name, known)}", "unknown_field")
     unheeded.unknown.append(at + name)
 
 
@@ -271,7 +259,7 @@ _SAME: Sequence[Sequence[str]] = (
     ("n", "best_of", "num_return_sequences"),
     ("prompt_cache_breakpoint", "cache_control"),
 )
-"""What one field is called in different APIs."""
+"""The names of one field in different APIs."""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -78,8 +78,8 @@ def _mapped(name: str, value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _all(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields a schema, and all that are in it."""
+def _all(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields a schema, and all schemas in it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -131,7 +131,7 @@ def holdable(
     if not problem(schema):
         return schema, ()
     made = deepcopy(dict(schema))
-    doubtful = [_Keyword(part, name, part[name]) for part in _dicts(made) for name in part if name not in _SURE]
+    doubtful = [_Keyword(part, name, part[name]) for part in [*_all(made)] for name in part if name not in _SURE]
     doubtful.sort(key=lambda each: each.name != "$ref")  # what nobody refers to is not tried
     for part, name, _ in doubtful:
         del part[name]
@@ -140,10 +140,6 @@ def holdable(
     trial = _Trial(made, problem)
     trial.put_back(doubtful)
     return made, sorted({*trial.left_out})
-
-
-def _dicts(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    return [part for part in _all(schema) if isinstance(part, dict)]
 
 
 class _Trial:

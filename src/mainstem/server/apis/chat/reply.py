@@ -128,7 +128,6 @@ class ChatReply(ChunkReply):
         return {}
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
-        """See `ChunkReply.chunk`."""
         usage = self._usage.after(delta)
         steps = [*self._answer(index).take(delta)]
         if not self._is_shown(delta, steps):
@@ -146,19 +145,16 @@ class ChatReply(ChunkReply):
         return self._chunk([choice], usage, prompt)
 
     def last(self, usage: UsageBody) -> ChatChunk:
-        """See `ChunkReply.last`."""
         chunk = self._chunk([], usage)
         chunk.explanation = self._extras.explanation
         return chunk
 
     def closing(self, usage: UsageBody) -> bytes:
-        """See `Reply`."""
         if self._extras.keep is not None:
             self._extras.keep(self._body([answer for _, answer in sorted(self._answers.items())], usage))
         return super().closing(usage)
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
-        """See `Reply`."""
         made = [Answer(self._parser(), streams=False) for _ in answers]
         for answer, deltas in zip(made, answers, strict=True):
             answer.take_all(deltas)

@@ -98,14 +98,12 @@ class MessageReply(BlockReply):
     shows_cut_calls = False
 
     def opening(self) -> bytes:
-        """See `Reply`."""
         begun = self._usage.after(Delta(""))
         assert isinstance(begun, UsageBody)
         body = self._body([], None, None, MessageUsage(begun.prompt_tokens, 0))
         return named_event("message_start", {"message": body}) + self.ping()
 
     def closing(self, usage: UsageBody) -> bytes:
-        """See `Reply`."""
         body = self.finish(usage)
         ended = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
         explained = {} if body.explanation is UNSET else {"explanation": body.explanation}
@@ -113,19 +111,15 @@ class MessageReply(BlockReply):
         return ending + named_event("message_stop", {})
 
     def failing(self, error: ApiError) -> bytes:
-        """See `Reply`."""
         return named_event("error", {"error": _error(error)})
 
     def ping(self) -> bytes:
-        """See `Reply`."""
         return named_event("ping", {})
 
     def begun(self, block: Block) -> bytes:
-        """See `BlockReply`."""
         return named_event("content_block_start", {"index": block.index, "content_block": _content(block)})
 
     def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """See `BlockReply`."""
         match block.begin:
             case Call():
                 delta = {"type": "input_json_delta", "partial_json": text}
@@ -136,11 +130,9 @@ class MessageReply(BlockReply):
         return named_event("content_block_delta", {"index": block.index, "delta": delta})
 
     def ended(self, block: Block) -> bytes:
-        """See `BlockReply`."""
         return named_event("content_block_stop", {"index": block.index})
 
     def finish(self, usage: UsageBody) -> MessageBody:
-        """See `BlockReply`."""
         found = usage.prompt_tokens_details
         read, added = (0, 0) if isinstance(found, UnsetType) else (found.cached_tokens, found.cache_write_tokens)
         by_ttl = {} if isinstance(found, UnsetType) else found.cache_write_tokens_by_ttl or {}

@@ -23,7 +23,6 @@ from mainstem.runtime.request import TokenLogprob
 from mainstem.server.apis.blocks import Block, BlockReply
 from mainstem.server.apis.generation import Conversation
 from mainstem.server.apis.replies import (
-    COMMENT,
     Explained,
     PromptTokensDetails,
     UsageBody,
@@ -145,28 +144,20 @@ class ResponseReply(BlockReply):
         return {tool.name: tool.apart for tool in tools if tool.apart is not None}
 
     def opening(self) -> bytes:
-        """See `Reply`."""
         begun = {"response": self._body("in_progress")}
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def closing(self, usage: UsageBody) -> bytes:
-        """See `Reply`."""
         body = self.finish(usage)
         return self._event(f"response.{body.status}", {"response": body})
 
     def failing(self, error: ApiError) -> bytes:
-        """See `Reply`."""
         body = self._body("failed")
         body.error = Failure(error.detail.code or error.detail.type, error.detail.message)
         refused = self._event("error", {"error": error.detail}) if error.status < 500 else b""  # as OpenAI's own does
         return refused + self._event("response.failed", {"response": body})
 
-    def ping(self) -> bytes:
-        """See `Reply`."""
-        return COMMENT
-
     def begun(self, block: Block) -> bytes:
-        """See `BlockReply`."""
         item = {**self._item(block), "status": "in_progress"}
         if isinstance(block.begin, Call):
             return self._of_item("output_item.added", block, {"item": item})
@@ -176,13 +167,11 @@ class ResponseReply(BlockReply):
         )
 
     def grown(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """See `BlockReply`."""
         if isinstance(block.begin, Call):
             return self._of_part(f"{_EVENTS[block.begin.custom]}.delta", block, {"delta": text})
         return self._of_part(f"{_kind(block)}.delta", block, {"delta": text, **self._shown(block, logprobs)})
 
     def ended(self, block: Block) -> bytes:
-        """See `BlockReply`."""
         if isinstance(block.begin, Call):
             item = self._called(block.begin, block.text)
             fields = ("input",) if block.begin.custom else ("name", "arguments")
@@ -194,7 +183,6 @@ class ResponseReply(BlockReply):
         return done + self._of_item("output_item.done", block, {"item": self._item(block)})
 
     def finish(self, usage: UsageBody) -> ResponseBody:
-        """See `BlockReply`."""
         cut = self.answer.last.finish_reason == "length" and not self._request.prewarms
         body = self._body("incomplete" if cut else "completed")
         body.completed_at = None if cut else int(self._extras.now())
