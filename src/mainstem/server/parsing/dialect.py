@@ -28,8 +28,8 @@ from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-Render: TypeAlias = Callable[[Conversation, Sequence[Mapping[str, Any]] | None], str]
-"""Renders a conversation with tools, as text; raises ValueError where the template does not take it."""
+Render: TypeAlias = Callable[..., str | None]
+"""render(messages, tools=None, variables={}) returns a prompt as text; None: the template does not take these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +200,15 @@ def speaking(prompts: Prompts, tokenizer: Any, config: ServerConfig) -> Dialect:
     spoken = format_of(template, vocabulary) if calls == "auto" else FORMATS[calls]
     thought = thinking_of(template, vocabulary) if thinking == "auto" else THINKING.get(thinking)
 
-    def render(messages: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        return prompts.render(messages, replace(ANSWER, tools=tools))
-
-    def render_with(variables: Mapping[str, Any]) -> str | None:
+    def render(
+        messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] = {}
+    ) -> str | None:
         try:
-            return prompts.render([_ASK], replace(ANSWER, variables=variables))
+            return prompts.render(messages, replace(ANSWER, tools=tools, variables=variables))
         except ValueError:
             return None
 
-    traits, switches = traits_of(render), switches_of(render_with)
+    traits, switches = traits_of(render), switches_of(lambda variables: render([_ASK], variables=variables))
     made = Dialect(spoken, spoken.thinking or thought, traits, special_tokens(tokenizer), switches)
     prompts.escapes.speak(made.in_texts)
     return made
@@ -223,16 +222,13 @@ _ASK = {"role": "user", "content": "?"}
 
 def traits_of(render: Render) -> TemplateTraits:
     """Finds by trial what a chat template takes."""
-    system = _rendered(render, [{"role": "system", "content": _PROBE}, _ASK])
-    has_system = system is not None and _PROBE in system
-    listed = _rendered(render, [_ASK], [Tool(_PROBE).spec()])
-    if listed is None or _PROBE not in listed:
+    has_system = _PROBE in (render([{"role": "system", "content": _PROBE}, _ASK]) or "")
+    if _PROBE not in (render([_ASK], [Tool(_PROBE).spec()]) or ""):
         return TemplateTraits(system=has_system)
     for empty in (None, ""):
         for objects in (True, False):
-            text = _rendered(render, _called(empty, objects), [Tool(_PROBE).spec()])
-            written = text is not None and "value_of_probe" in text and "'value_of_probe'" not in text
-            if text is not None and written and "None" not in text:
+            text = render(_called(empty, objects), [Tool(_PROBE).spec()]) or ""
+            if "value_of_probe" in text and "'value_of_probe'" not in text and "None" not in text:
                 return TemplateTraits(True, objects, empty, has_system)
     return TemplateTraits(True, system=has_system)
 
@@ -244,13 +240,6 @@ def _called(empty: str | None, objects: bool) -> Conversation:
     call = {"id": "abcdefghi", "type": "function", "function": function}
     answered = {"role": "tool", "tool_call_id": "abcdefghi", "content": "1"}
     return [_ASK, {"role": "assistant", "content": empty, "tool_calls": [call]}, answered]
-
-
-def _rendered(render: Render, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-    try:
-        return render(messages, tools)
-    except ValueError:
-        return None
 
 
 # ---------------------------------------------------------------- templates that know no tools
