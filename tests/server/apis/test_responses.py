@@ -367,21 +367,12 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"input": None}, "input", "required"),
         ({"input": []}, "input", "required"),
         ({"input": 7}, "input", "expected"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "invalid enum value"),
         ({"input": [{"content": "x"}]}, "input[0].role", "required"),
-        ({"input": [{"role": "user"}]}, "input[0].content", "required"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
-        ({"input": [{"type": "search_call"}]}, "input[0].type", "must be one of 'message', 'reasoning'"),
-        ({"input": [{"type": "web_search_call"}]}, "input", "required"),
-        ({"input": [{"type": "compaction_trigger"}]}, "input[0].type", "an answer that is a compaction"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id", "required"),
-        ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": ""}]}, "input[0].call_id", ""),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "required"),
-        ({"input": [{"role": "user", "content": "x", "arguments": ""}]}, "input[0].arguments", "of the type 'message'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "refusal": "y"}]}]},
             "input[0].content[0].refusal",
@@ -393,40 +384,14 @@ def test_nothing_is_kept_if_asked_or_if_there_is_no_memory() -> None:
             "must be one of 'reasoning_text', 'summary_text'",
         ),
         ({"input": [{"role": "user", "content": "x", "txet": 1}]}, "input[0].txet", "unknown field"),
-        ({"input": "x" * 5000}, "input", "your input resulted in at least 5000 tokens"),
-        ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
-        ({"max_output_tokens": 9999}, "input", "9999"),
-        ({"temperature": -1}, "temperature", "must be"),
-        ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
         ({"include": ["everything"]}, "include[0]", "invalid enum value"),
         ({"tools": [{"type": "web_serach"}]}, "tools[0].type", "must be one of 'function', 'custom', 'namespace'"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
-        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name", "regex"),
-        ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools[0].parameters", "schema of an object"),
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "another tool"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "no tool named"),
-        (
-            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}]}},
-            "tool_choice.tools[0].name",
-            "no tool named",
-        ),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "x"}}},
-            "text.format.schema",
-            "required with type 'json_schema'",
-        ),
-        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema", "not a field of the type"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather", "mode": "auto"}},
             "tool_choice.mode",
             "not a field of the type 'function'",
         ),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid enum value"),
-        ({"background": True}, "background", "not supported; omit it or use false"),
-        ({"conversation": "conv_1"}, "conversation", "not supported; omit it"),
-        ({"instuctions": "x"}, "instuctions", "did you mean instructions"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not found"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(fields: dict[str, Any], param: str | None, message: str) -> None:
@@ -467,7 +432,7 @@ ANYTHING: dict[str, Any] = {
 FIELDS = [*ResponseRequest.__struct_fields__, *Item.__struct_fields__, *Tool.__struct_fields__, *RULES.refused]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_body_is_a_fault_of_the_server(seed: int) -> None:
     rng, engine = random.Random(seed), FakeEngine()
     server = client(engine)

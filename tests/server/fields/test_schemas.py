@@ -147,9 +147,9 @@ def test_a_schema_of_many_slips_takes_no_more_trials_than_there_are() -> None:
     def counted(schema: Mapping[str, Any]) -> str:
         nonlocal trials
         trials += 1
-        return trial(schema)
+        return "not held" if "uniqueItems" in json.dumps(schema) else ""
 
-    schema = {"properties": {f"p{i}": {**IDS, "uniqueItems": True} for i in range(2000)}}
+    schema = {"properties": {f"p{i}": {**IDS, "uniqueItems": True} for i in range(300)}}
     made, left_out = holdable(schema, counted)
-    assert (made, left_out) == ({"properties": {f"p{i}": IDS for i in range(2000)}}, ["uniqueItems"])
+    assert (made, left_out) == ({"properties": {f"p{i}": IDS for i in range(300)}}, ["uniqueItems"])
     assert trials == 2 + 200, "of the whole, of what is sure, and of what may be put back"
