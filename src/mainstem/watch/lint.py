@@ -1,12 +1,13 @@
 """`Linter`: finds what in prompts keeps them from sharing their prefixes, and what that costs.
 
 Prompts are compared as text (see `prompts`). Each is compared with the earlier prompts of its salt next to it in sorted
-order, as they are and with all times, ids and numbers blanked out. Where two prompts part, the rules say why; if they
-know, the comparison goes on after what differs. What is the same there could have been found if it had not differed.
-Only what no earlier prompt begins with counts as lost. Other prompts may share more, so the count is a lower bound.
+order, as they are and with all times, ids and numbers blanked out. Where two prompts part, a rule names the cause, and
+the comparison goes on after the difference. The text that is the same there would have been shared without the
+difference. Text that some earlier prompt begins with does not count as lost. Other prompts may share more, so the count
+is a lower bound.
 
-The first prompt of a salt is compared with those of other salts. That counts only if salts are new so
-often that they cannot be one for each tenant.
+The first prompt of a salt is compared with prompts of other salts. The result counts only if salts are new so often
+that they cannot be one for each tenant.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ADVICE = {
     "spaces": "Write the prompt with the same spaces and line ends each time.",
     "words": "Use one system prompt, and put what differs into the last message.",
 }
-"""What to change, by cause."""
+"""The advice, by cause."""
 
 ORDERS = {"tools reordered", "tool keys reordered", "parts reordered"}
 """Causes where what differs is the same text in another order, which would be shared, too."""
@@ -75,7 +76,7 @@ _ID = (
 )
 _NUMBER = r"\d+(?:[.,]\d+)*"
 PATTERNS = {"time": re.compile(_TIME), "id": re.compile(_ID), "number": re.compile(_NUMBER)}
-"""What a value that changes looks like, by cause; the first that fits counts."""
+"""Patterns of values that change, by cause; the first that fits counts."""
 _ANY = re.compile("|".join(pattern.pattern for pattern in PATTERNS.values()))
 _WORD = re.compile(r"\w+")
 
@@ -210,7 +211,7 @@ class Finding:
         cause: a key of `ADVICE`.
         where: the part of the prompt, such as `messages[0] (system)`, or `tools`, or `cache_salt`.
         requests: prompts that lost something by it.
-        lost_tokens: what they could have found in the cache beyond what they found; a lower bound.
+        lost_tokens: tokens that they could have found in the cache, and did not; a lower bound.
         examples: two texts that differ; of salts, digests.
     """
 
@@ -222,13 +223,13 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What to change."""
+        """The change that helps."""
         return ADVICE[self.cause]
 
 
 @dataclass(slots=True)
 class Report:
-    """What a linter found.
+    """The findings of a linter.
 
     Attributes:
         requests, tokens: all that it has seen; each prompt of a list is a request.
@@ -245,7 +246,7 @@ class Report:
 
 
 class Loss(NamedTuple):
-    """What one prompt lost by one cause."""
+    """The text that one prompt could not share, by one cause."""
 
     cause: str
     where: str

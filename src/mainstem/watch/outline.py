@@ -1,4 +1,4 @@
-"""A tree in few rows: its largest nodes, what is below each of them, and what has left since the last look.
+"""A tree in few rows: its largest nodes, the sums below each of them, and the pages that left since the last look.
 
 Works on the rows of `Tree.survey`, which are numbers; the tree itself is not touched. So it may take its time, on any
 thread. Slices of a survey may be from different moments: a node whose parent is not where it says is left out.
@@ -125,7 +125,7 @@ class Nodes:
     def largest(self, most: int, place: int | None = None) -> Numbers:
         """Returns the rows of the nodes with most pages at or below them, oldest first.
 
-        Whoever is among them has its parent among them, too.
+        The parent of each of them is among them, too.
 
         Args:
             most: nodes, at most.
@@ -155,10 +155,10 @@ class Nodes:
 
 
 def left_device(before: Nodes, now: Nodes) -> tuple[Numbers, Numbers]:
-    """Returns what the device has lost between two looks: the tick of each node's last use, and its pages.
+    """Returns the nodes that the device lost between two looks: the tick of each node's last use, and its pages.
 
-    A node that was joined with the one below it is still there. What was locked was in use: while a prompt is computed,
-    one node after another stands for it. So it is left out.
+    A node that was joined with the one below it is still there. Locked nodes are left out: while a prompt is computed,
+    one node after another holds it.
     """
     same = _same(before, now)
     device = np.append(now.column("device"), 0)

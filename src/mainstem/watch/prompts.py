@@ -18,7 +18,7 @@ Body = Mapping[str, Any]
 """The body of a request, as OpenAI's or Anthropic's API has it."""
 
 END = "\0"
-"""What ends each part of a prompt."""
+"""The end of each part of a prompt."""
 
 _FIRST_ID, _IDS = 0x10000, 0x100000  # the character of token id 0, after those that a surrogate could be; how many fit
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -61,7 +61,7 @@ class Prompt:
 
     @property
     def tools_end(self) -> int:
-        """Where the tools end in the text."""
+        """The position where the tools end in the text."""
         return self.parts[len(self.tools) - 1][1] if self.tools else 0
 
 

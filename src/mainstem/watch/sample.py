@@ -1,4 +1,4 @@
-"""What the metrics of servers say at a moment, and between two moments.
+"""The metrics of servers at a moment, and between two moments.
 
 A `Sample` is one scrape in Prometheus' text format. A `Window` is the time between two of them; its rates and quantiles
 are those of PromQL (`rate` without extrapolation, `histogram_quantile`).
@@ -134,7 +134,7 @@ class Measure:
         name: of the field in JSON; it ends in the unit: `_s`, `_per_s`, `_ratio`, or nothing for a count.
         title: in a table.
         of: computes it; None: the server has nothing of the kind, or nothing happened.
-        grows: whether it is of what happens, and so has a total since the start; else it is of a moment.
+        grows: whether it counts events, and so has a total since the start; else it is the state of a moment.
     """
 
     name: str

@@ -25,7 +25,7 @@ _MOST = 1e100  # beyond it, and where it is NaN, a value is no count of anything
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one server, or all of them, did since the look before, and since the start.
+    """The measures of one server, or of all, since the look before and since the start.
 
     Args:
         server: its address, or `ALL`.

@@ -1,4 +1,4 @@
-"""Conversations and tools as chat templates take them, built of what an API calls so.
+"""Conversations and tools as chat templates take them, built from the parts of an API's body.
 
 A message is a dict with `role` and `content`, and `name`, `tool_calls`, `tool_call_id` and `reasoning_content` where
 they are given. The content is one text, None for an assistant that said nothing, or with images a list of parts: each
@@ -86,7 +86,7 @@ def function(
 
 
 class ConversationBuilder:
-    """Messages that grow by what an API adds to them.
+    """Builds messages, part by part.
 
     Attributes:
         messages: so far; the content of each is a list of parts, or None while it has none.
@@ -119,7 +119,7 @@ class ConversationBuilder:
         self._add({"type": "image", "url": url, "at": at})
 
     def mark(self, ttl: str | None) -> None:
-        """Makes a breakpoint after what was added last to the last message: a part of it, or else the whole message."""
+        """Makes a breakpoint after the latest part of the last message, or after the whole message."""
         last, index = self.messages[-1], len(self.messages) - 1
         whole = last.get("tool_calls") or not last["content"]
         self._marks[index, _WHOLE if whole else len(last["content"])] = ttl

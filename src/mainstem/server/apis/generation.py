@@ -1,10 +1,10 @@
-"""`Generation`: what a client asks of the model, whichever API it speaks; between the readers of bodies and the engine.
+"""`Generation`: the request of a client in one form for all APIs, between the readers of bodies and the engine.
 
     body -- read, one function of each API --> Generation --> Preparation --> the engine's requests
                  '- Linked: it goes on from answers that the server keeps; joined with them, it is a Generation
 
-All parts are checked but for what only the engine knows. `paths` has the client's names of what the engine calls
-otherwise, so that errors name the client's field.
+A reader checks all but what only the engine knows. `paths` maps the engine's names to the client's where they differ,
+so that errors name the client's field.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mainstem.server.watch.diagnosis import Comparison
 from mainstem.settings.engine import SEEDS, SamplingParams
 
 Keep: TypeAlias = Callable[[Any], Kept]
-"""Makes what is kept of the body of a whole answer."""
+"""Makes the record that is kept of the body of a whole answer."""
 
 
 class CacheHints(Struct):
-    """`cache_hints`: what is known of how the KV of a request will be used again; see `runtime.request.Hints`."""
+    """`cache_hints`: how the client expects to use the KV of a request again; see `runtime.request.Hints`."""
 
     retain_s: float | None = None
     one_shot: bool | None = None
@@ -120,7 +120,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a client asks of the model.
+    """The request of a client, in the form that all APIs share.
 
     Args:
         request: the body, as its API has it.
@@ -139,11 +139,11 @@ class Generation:
         bad_words: texts that no answer has.
         include_usage: whether a stream ends with the usage.
         counts_chunks: whether the events before say what was used so far.
-        session: what the client calls requests that share a prefix.
-        hints: what is known of how its KV is used again.
+        session: the client's name for requests that share a prefix.
+        hints: how its KV will be used again, as far as the client says.
         marks: the breakpoints that count, in the order of the prompt.
-        comparison: what a diagnosis compares; None: nothing.
-        keep: makes what is kept of the whole answer; None: nothing is.
+        comparison: the request as a diagnosis compares it; None: no diagnosis.
+        keep: makes the record of the whole answer that is kept; None: none is kept.
     """
 
     request: Common
@@ -194,7 +194,7 @@ class Generation:
 
     @property
     def scored(self) -> int | None:
-        """For how many alternatives of each token of the prompt log-probabilities are computed; an echo shows them."""
+        """Alternatives to each prompt token whose log-probabilities are computed; None: none. An echo shows them."""
         echoed = self.logprobs if isinstance(self.prompt, Texts) and self.prompt.echo and self.shows_logprobs else None
         return max((k for k in (self.prompt_logprobs, echoed) if k is not None), default=None)
 

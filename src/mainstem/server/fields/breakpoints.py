@@ -1,7 +1,8 @@
 """Breakpoints: the places in a prompt up to which a client wants it to be kept, and for how long.
 
 Knows the fields and the names of times that the APIs have, not how a prompt is rendered: a place is named by a variant
-of the conversation, with something put in there (`runtime.prompts`). Only a time that a client gives retains anything.
+of the conversation that has an extra text there (`runtime.prompts`). A prefix is retained only if the client gives a
+time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TTLS: Mapping[str, Ttl] = {
     "30m": Ttl(1800.0, False),
     "12h": Ttl(43200.0, False),
 }
-"""Those of Anthropic, which a hit renews, and those of OpenAI, which are a minimum."""
+"""The times of Anthropic, which a hit renews, and of OpenAI, which are a minimum."""
 
 _PUT_IN = "\ue000"  # for private use: hardly a text has it, and no template looks for it
 
@@ -126,9 +127,11 @@ def counted(found: Sequence[Mark], options: CacheOptions) -> list[Mark]:
 
 
 def after_tools(tools: Iterable[tuple[bool, Breakpoint | CacheControl | None]]) -> list[Mark]:
-    """Returns the places after tools that have a breakpoint, of which each is given with whether it is offered.
+    """Returns the places after tools that have a breakpoint.
 
-    One that is not offered counts as the one before it.
+    Args:
+        tools: for each tool, whether the model may call it, and its breakpoint. The breakpoint of a tool that is left
+            out is after the tool before it.
     """
     found, shown = list[Mark](), -1
     for offered, own in tools:

@@ -1,4 +1,4 @@
-"""Whether, and how much, a model is to think: the variables of its chat template that say so.
+"""The variables of a chat template that say whether, and how much, the model thinks.
 
 Clients of all APIs say it in the same words, and each template has variables of its own. These are found by trial,
 once, when the server starts: the template is rendered with them, and the text is looked at.
@@ -41,7 +41,7 @@ class Switches:
         return self.thinks is not None or bool(self.levels)
 
     def variables(self, thinks: bool | None, effort: str | None) -> dict[str, Any]:
-        """Returns the values of the variables; what nothing is asked of has the template's default.
+        """Returns the values of the variables; a variable that the request does not set keeps the template's default.
 
         Args:
             thinks: whether the model is to think.
@@ -70,7 +70,7 @@ def _differs(one: str | None, other: str | None) -> bool:
 
 
 def _levels(render: RenderWith) -> tuple[str, ...]:
-    """Returns the words that a template takes: of those that are not common, the ones that it tells from any other."""
+    """Returns the words that a template takes; a word that is not common counts only if the text differs by it."""
     texts = {level: text for level in EFFORTS if (text := render({_LEVELS: level})) is not None}
     any_word = render({_LEVELS: _NO_LEVEL})
     if len({*texts.values(), any_word}) < 2:

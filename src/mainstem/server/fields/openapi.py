@@ -46,7 +46,7 @@ _REFERENCE = "#/components/schemas/{name}"
 
 
 class Operation(NamedTuple):
-    """What a route does.
+    """The description of a route.
 
     Args:
         summary: in a few words.

@@ -1,9 +1,9 @@
 """JSON schemas as models are held to them: an object has the properties that its schema names, and no others.
 
-Of a tool that is not strict, what a grammar can hold is held: `holdable` leaves out the rest.
+The schema of a tool that is not strict is held as far as a grammar can hold it: `holdable` leaves out the rest.
 
-A schema that says nothing of other properties allows them, and a model then makes some up. Most who write schemas mean
-none, and most servers that hold a model to a schema read it so.
+By the standard, a schema that does not mention other properties allows them, and a model then makes some up. Most
+authors of schemas mean that there are none, and most servers that hold a model to a schema read it so.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def holdable(
 ) -> tuple[Mapping[str, Any], Sequence[str]]:
     """Returns what a grammar can hold of a schema of an object, and the keywords that it leaves out.
 
-    What takes one of several schemas takes any of them, and an object stays open about which a keyword is left out that
-    may name properties.
+    A `oneOf` that cannot be held becomes an `anyOf`. If a keyword is left out that may name properties, the object
+    stays open to properties that it does not name.
 
     Args:
-        schema: which.
+        schema: of the object.
         problem: returns why a grammar cannot hold a schema; empty: it can.
     """
     if not problem(schema):

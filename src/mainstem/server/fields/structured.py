@@ -1,4 +1,4 @@
-"""What a request says of the form of its answer: OpenAI's `response_format`, and the fields that open servers share.
+"""The fields for the form of an answer: OpenAI's `response_format`, and those that open servers share.
 
 Knows JSON and the names of fields, and turns them into a `Grammar`. Does not know what grammars mean, nor which
 compile.

@@ -1,7 +1,7 @@
-"""Checks of calls whose schema, or form of a text, no grammar can hold in full: what does not fit is logged.
+"""Checks of calls whose schema, or form of a text, no grammar can hold in full: a call that does not fit is logged.
 
-The schemas are those of clients, so a check takes a bounded number of steps, fetches nothing, and runs no expression:
-`pattern` and `format` are not checked. What is not known to be wrong is not logged.
+The schemas come from clients, so a check takes a bounded number of steps, fetches nothing, and runs no expression:
+`pattern` and `format` are not checked. A call is logged only if it is certainly wrong.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ _SILENT = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment",
      "$defs", "definitions", "then", "else", "minContains", "maxContains")
 )  # fmt: skip
-"""Keywords that ask for nothing by themselves."""
+"""Keywords that require nothing by themselves."""
 _Rule: TypeAlias = Callable[[_Judge, Any, Any, Mapping[str, Any]], Fits]
 _RULES: dict[str, tuple[Any, _Rule]] = {
     "type": (object, lambda j, s, v, _: any(_is(v, each) for each in ([s] if isinstance(s, str) else s))),
@@ -218,4 +218,4 @@ _RULES: dict[str, tuple[Any, _Rule]] = {
     "exclusiveMinimum": (_NUMBER, lambda j, s, v, _: v > s),
     "exclusiveMaximum": (_NUMBER, lambda j, s, v, _: v < s),
 }  # fmt: skip
-"""Keywords: the types of values that they are about, and what they ask for."""
+"""Keywords: the types of values that they apply to, and the check of a value."""

@@ -1,7 +1,7 @@
 """Custom tools: tools that take one text, in a form of their own, instead of arguments.
 
 A model sees such a tool as a function with one parameter, `input`, and writes its calls as any others. `TextInputs`
-makes the text of them again, as it comes. `by_characters` puts the grammar of a text into that of a call.
+extracts the text again, as it comes. `by_characters` puts the grammar of a text into the grammar of a call.
 
 The grammar of a text is in the dialect of Lark that llguidance reads, or a regular expression of Rust.
 Knows neither requests nor replies.
@@ -46,7 +46,7 @@ class Form:
         return "start: /" + re.sub(r"(\\.)|([/\n])", _slashed, self.definition, flags=re.DOTALL) + "/"
 
     def described(self) -> str:
-        """Returns what the model reads of it."""
+        """Returns the description that the model reads."""
         kind = "Lark grammar" if self.syntax == "lark" else "regular expression"
         return f"A text in the form of this {kind}:\n{self.definition}"
 
@@ -63,7 +63,7 @@ def parameters(form: Form | None) -> Mapping[str, Any]:
 
 
 AROUND = (f'{{"{INPUT}": "', '"}')
-"""What is around a text in arguments."""
+"""The JSON before and after a text in arguments."""
 
 
 def as_arguments(text: str) -> str:
@@ -118,10 +118,10 @@ _INSIDE = re.compile(r'(?:[^"\\]|\\.)*')
 
 
 class _Text:
-    """The text of one call, of which the arguments come.
+    """The text of one call, extracted from its arguments as they come.
 
-    Arguments that do not begin with the text wait for the end of the call. If they have none even then, all that was
-    written is the text.
+    Arguments that do not begin with the text wait for the end of the call. If they have no text even then, the
+    arguments themselves are the text.
     """
 
     def __init__(self, number: int) -> None:

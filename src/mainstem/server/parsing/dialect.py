@@ -1,9 +1,9 @@
 """How one model speaks: how it writes calls and thoughts, and what its chat template knows of tools.
 
-Found once, when the server starts. The format of calls follows from markers in the chat template or the vocabulary, or
-is set by an option. What a template knows is found by trial, since templates have no other interface: short
-conversations are rendered, and the text is looked at. A template that knows no tools gets a plain instruction that
-lists them, calls as the text that the model is told to write, and results as messages of the user.
+The server finds it once, when it starts. The format of calls follows from markers in the chat template or the
+vocabulary, or is set by an option. Since templates have no other interface, the server finds by trial what one takes:
+it renders short conversations and looks at the text. A template that knows no tools gets a plain instruction that lists
+them, calls as the text that the model is told to write, and results as messages of the user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Render: TypeAlias = Callable[..., str | None]
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template takes.
+    """The forms that a chat template takes.
 
     Args:
         tools: whether it lists tools.

@@ -1,7 +1,7 @@
 """Formats: how models write calls, and the grammars that hold a model to them.
 
-A `CallFormat` is one way to write calls. All that writes is made from its shape, the texts `call` and `parameter`: the
-grammars of calls that are required and of calls that are strict, and what a model reads whose chat template knows no
+A `CallFormat` is one way to write calls. Its texts `call` and `parameter` are the templates for everything that is
+written: the grammars of calls that are required or strict, and the example for a model whose chat template knows no
 tools.
 """
 
@@ -194,7 +194,7 @@ ANY = "/(?s:.*)/"
 """The terminal of all texts."""
 
 _BEGINS_OBJECT = r'/\s*(\[\s*)?\{\s*"([^"\\]*\\|(name|arguments|parameters|id|type)")/'
-"""What begins an object that may be a call, or an array of one."""
+"""The beginning of an object that may be a call, or of an array of one."""
 
 
 def terms(text: str, special: Mapping[str, int], rules: Mapping[str, str] = {}) -> str:

@@ -1,4 +1,4 @@
-"""What an answer consists of: text, reasoning and calls of tools, in the order in which it was generated.
+"""The pieces of an answer: text, reasoning and calls of tools, in the order in which they were generated.
 
 Every API shows these pieces in its own form. An `OutputParser` finds them in the text of a model.
 """
@@ -23,7 +23,7 @@ class Text(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """A part of what the model thought before it answered."""
+    """A part of the model's reasoning before it answered."""
 
     text: str
 
@@ -49,7 +49,7 @@ class Arguments(NamedTuple):
 
 
 class NoCall(NamedTuple):
-    """What has begun as a call is none: its arguments have no end, or are no JSON. What was written follows as text."""
+    """A call that began is none: its arguments have no end, or are no JSON. Its text follows."""
 
     number: int
 

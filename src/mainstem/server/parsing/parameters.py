@@ -1,7 +1,7 @@
-"""Parameters: arguments of calls that a model writes one by one, as text, and what they are in JSON.
+"""Parameters: arguments of calls that a model writes one by one, as text, and their values in JSON.
 
-`<parameter=size>5</parameter>` may be a number or a text: the tool's schema decides. Where it allows texts alone, all
-is text. Where it allows others, too, or says nothing, what can be read as one of them is one.
+`<parameter=size>5</parameter>` may be a number or a text: the tool's schema decides. If it allows only texts, the value
+is a text. If it allows other types, or says nothing, a value that can be read as one of them is one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: how models mark it, and the parser that splits it off.
+"""Reasoning before an answer: how models mark it, and the parser that splits it off.
 
 A thought is at the beginning of an answer. Many templates open it themselves, at the end of the prompt, and some close
 it there, too, where thinking is turned off: the prompt's last text decides. White space next to markers is part of the

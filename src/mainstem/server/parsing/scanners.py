@@ -3,9 +3,9 @@
 Those of calls whose arguments have tags of their own are in `tagged`.
 
 A scanner shows a call when its name is complete, and then its arguments as they come: as the model wrote them, if they
-are JSON, or as what they were meant to be; arguments in tags become JSON by the schema of the tool. A call is complete
-with its arguments. Only the names of tools that may be called begin a call; anything else is text. What is no call
-stays in the text as it was written, markers included. White space around calls is part of the form.
+are JSON, or repaired; arguments in tags become JSON by the schema of the tool. A call is complete with its arguments.
+Only the names of tools that may be called begin a call; anything else is text, as it was written, markers included.
+White space around calls is part of the form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mainstem.server.parsing.repair import NoJson, Repair, repaired, strict
 
 
 class Malformed(Exception):
-    """What was read is no call."""
+    """The text that was read is no call."""
 
 
 class CallScanner(Scanner):
@@ -34,10 +34,10 @@ class CallScanner(Scanner):
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """What may be special in a text."""
+    """Texts at which a scanner stops."""
 
     begins: ClassVar[tuple[str, ...]] = ()
-    """What begins calls after text, the usual one first; none: calls are only where an answer begins."""
+    """The markers that begin calls after text, the usual one first; none: calls are only where an answer begins."""
 
     def __init__(self, tooling: Tooling, new_id: Callable[[], str]) -> None:
         self._names = {tool.name for tool in tooling.callable}
@@ -84,7 +84,7 @@ class CallScanner(Scanner):
     def _attempt(self, before: str, calls: Steps[None]) -> Steps[bool]:
         """Reads calls, after the text `before`; returns whether there were some.
 
-        What turns out to be none becomes text, except for the end that may begin a marker: it is read again.
+        A call that turns out to be none becomes text, but for an end that may begin a marker, which is read again.
         """
         self._taken = [before]
         try:
@@ -103,7 +103,7 @@ class CallScanner(Scanner):
         return True
 
     def _withdraw(self) -> None:
-        """Says that the call that has begun is none, if there is one. Its text shows, also where calls are alone."""
+        """Takes back the open call, if there is one. Its text is shown, even where an answer has only calls."""
         if self._open is not None:
             if self._shown:
                 self._pieces.append(NoCall(self._open))

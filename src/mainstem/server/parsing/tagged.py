@@ -22,16 +22,16 @@ class TaggedScanner(CallScanner):
     begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
 
     head: ClassVar[tuple[str, str]]
-    """What is before a name, and after it."""
+    """The texts before and after the name of a tool."""
 
     key: ClassVar[tuple[str, str]]
-    """What is around the name of a parameter."""
+    """The texts before and after the name of a parameter."""
 
     value: ClassVar[tuple[str, str]]
-    """What is around its value."""
+    """The texts before and after its value."""
 
     tail: ClassVar[str]
-    """What is after the last one."""
+    """The text after the last parameter."""
 
     lines: ClassVar[bool] = False
     """Whether a value has lines of its own."""

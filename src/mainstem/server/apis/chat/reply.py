@@ -31,21 +31,21 @@ class ChatLogprobs(Struct):
 
 
 class CalledFunction(Struct):
-    """The name and the arguments of a call, or what a chunk adds to them."""
+    """The name and the arguments of a call, or the part of them that a chunk adds."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class CalledCustom(Struct):
-    """The name and the text of a call of a custom tool, or what a chunk adds to them."""
+    """The name and the text of a call of a custom tool, or the part of them that a chunk adds."""
 
     input: str
     name: str | UnsetType = UNSET
 
 
 class CalledTool(Struct):
-    """A call of a tool, or what a chunk adds to it. Only chunks have the index, and only the first one has an id."""
+    """A call of a tool, or the part that a chunk adds. Only chunks have the index, and only the first one has an id."""
 
     function: CalledFunction | UnsetType = UNSET
     custom: CalledCustom | UnsetType = UNSET
@@ -64,7 +64,7 @@ class ChatMessage(Struct):
 
 
 class ChatPiece(Struct):
-    """What a chunk adds to an answer."""
+    """The part of an answer that a chunk adds."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -184,7 +184,7 @@ class ChatReply(ChunkReply):
         return ChatBody(head.id, head.created, head.model, choices, usage, *prompt, self._extras.explanation)
 
     def _reason(self, answer: Answer) -> str | None:
-        """Returns why an answer ended: with `tool_calls` only if all that were begun can be made."""
+        """Returns why an answer ended: with `tool_calls` only if every call that began can be made."""
         reason = answer.last.finish_reason
         return "tool_calls" if reason == "stop" and answer.calls else reason
 
@@ -214,7 +214,7 @@ def _message(answer: Answer) -> ChatMessage:
 
 
 def _piece(steps: Sequence[Step]) -> ChatPiece:
-    """Returns what steps of an answer add to it."""
+    """Returns the part of an answer that these steps add."""
     begun = [step.block for step in steps if isinstance(step, Began)]
     grown: dict[int, tuple[Block, list[str]]] = {}
     for step in steps:
@@ -233,7 +233,7 @@ def _piece(steps: Sequence[Step]) -> ChatPiece:
 
 
 def _called(block: Block, text: str, *, begins: bool) -> CalledTool:
-    """Returns a call, or what is added to it."""
+    """Returns a call, or the part that is added to it."""
     call = block.begin
     assert isinstance(call, Call), "it is one"
     name = call.name if begins else UNSET

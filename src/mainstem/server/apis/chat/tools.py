@@ -17,14 +17,14 @@ from mainstem.server.parsing.custom import Form
 
 
 class FunctionCall(Struct):
-    """What a call calls. The arguments are a JSON object, if the model wrote one."""
+    """The function of a call, and its arguments: a JSON object, if the model wrote one."""
 
     name: Annotated[str, Meta(min_length=1)]
     arguments: str
 
 
 class CustomCall(Struct):
-    """What a call of a custom tool calls, with a text."""
+    """The custom tool of a call, and its text."""
 
     name: Annotated[str, Meta(min_length=1)]
     input: str
@@ -107,8 +107,8 @@ class CustomSpec(Struct):
 class ToolSpec(Struct):
     """A tool of a request: a function, a custom one, or one that only some servers have.
 
-    Those are left out: the model may do without them. `prompt_cache_breakpoint` and `cache_control`
-    are extensions.
+    A tool that only some servers have is left out: the model may do without it. `prompt_cache_breakpoint` and
+    `cache_control` are extensions.
     """
 
     function: FunctionSpec | None = None
@@ -126,7 +126,7 @@ class ToolSpec(Struct):
 
     @property
     def name(self) -> str | None:
-        """Its name; None: it is left out."""
+        """The name; None: the tool is left out."""
         given = self.custom or self.function
         return None if given is None or is_hosted(self.type) else given.name
 
@@ -174,7 +174,7 @@ class NamedTool(Struct):
 
     @property
     def path(self) -> dict[str, str]:
-        """Its name, by the path of that."""
+        """The name of the tool, by the path of the name."""
         given = self.custom or self.function
         return {} if given is None else {f"{self.type}.name": given.name}
 

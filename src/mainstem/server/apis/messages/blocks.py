@@ -1,7 +1,7 @@
 """The conversation of a request for /v1/messages: its messages and their blocks, by Anthropic's API reference.
 
-A document or the result of a search is a text, with its title first. Of what Anthropic's own servers did in an earlier
-answer, this one can show its model nothing: such blocks are left out, and named as ignored. So is a line that only
+A document or the result of a search is a text, with its title first. Blocks of an earlier answer that only Anthropic's
+servers can read, or that report a tool that they ran, are left out, and named as ignored. So is a line that only
 accounts for the request (`attribution`).
 """
 
@@ -54,11 +54,11 @@ RULES: Mapping[str, Rules] = {
         left_out=LEFT_OUT.__contains__,
     ),
 }
-"""What becomes of other fields of blocks."""
+"""Other fields of blocks: which are ignored, and which are refused."""
 
 
 class Source(Struct):
-    """Where an image or a document is: in the message, or at a URL."""
+    """The location of an image or a document: in the message, or at a URL."""
 
     type: str
     media_type: str | None = None

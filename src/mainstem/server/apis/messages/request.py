@@ -59,7 +59,7 @@ RULES = Rules(
         "thinking": THINKING,
     },
 )
-"""What becomes of fields that are not honoured."""
+"""The fields that are not honoured: which are ignored, and which are refused."""
 
 
 class Diagnostics(Struct):
@@ -148,7 +148,7 @@ def read_count(body: bytes, unheeded: Unheeded | None = None, model: str = "") -
 
 
 def _read(body: bytes, request: MessageRequest, kind: type[Struct], unheeded: Unheeded | None) -> Generation:
-    """Reads a request; `kind`: as which it came, for the names of its fields."""
+    """Reads a request; `kind`: the type of its body, which says which fields it may have."""
     built = blocks.conversation_of(request.system, request.messages)
     _mark_last(built, request)
     messages, marks = built.finished()

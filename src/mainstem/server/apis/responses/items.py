@@ -1,8 +1,8 @@
 """The items of conversations of /v1/responses, by the OpenAI API reference, as messages of a conversation.
 
-One rule says what becomes of an item. What the client, the assistant or a tool of the client said is taken. A call that
-the client ran, of a tool that OpenAI's models know by heart, is shown as a call of a function of that name. What OpenAI
-ran, or what it alone can read, is left out and named as ignored: nothing of it can be shown.
+One rule decides about each item. An item of the client, of the assistant or of a tool of the client is taken. If the
+client ran a tool that OpenAI's models know by heart, the call is shown as one of a function of that name. An item that
+OpenAI ran, or that only OpenAI can read, is left out and named as ignored: the model could not be shown any of it.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ RULES: Mapping[str, Rules] = {
     "content": _PART,
     "output": _PART,
 }
-"""What becomes of other fields of items and their parts."""
+"""Other fields of items and of their parts: which are ignored, and which are refused."""
 
 
 class Part(Struct, omit_defaults=True):
     """A part of a message, of the output of a call, or of reasoning; `type` says which fields it has.
 
-    That of an output of shell commands has none.
+    A part of the output of shell commands has no type.
     """
 
     type: str | None = None

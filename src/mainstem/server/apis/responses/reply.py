@@ -132,7 +132,7 @@ class ResponseReply(BlockReply):
 
     @cached_property
     def _request(self) -> ResponseRequest:
-        """What was asked."""
+        """The request that this answers."""
         assert self._extras.generation is not None and isinstance(self._extras.generation.request, ResponseRequest)
         return self._extras.generation.request
 
@@ -250,7 +250,7 @@ class ResponseReply(BlockReply):
         }
 
     def _called(self, call: Call, given: str) -> dict[str, Any]:
-        """Returns what an item of a call says of it; `given`: the arguments, or the text."""
+        """Returns the fields of an item that are the call's; `given`: the arguments, or the text."""
         namespace, name = self._apart.get(call.name, (None, call.name))
         where = {} if namespace is None else {"namespace": namespace}
         kind, field = ("custom_tool_call", "input") if call.custom else ("function_call", "arguments")
@@ -344,7 +344,7 @@ def broken(error: ApiError) -> bytes:
 
 
 _EVENTS = {False: "function_call_arguments", True: "custom_tool_call_input"}
-"""What events of calls are about, by whether the tool is custom."""
+"""The part of the names of a call's events that says what they carry, by whether the tool is custom."""
 
 
 def _kind(block: Block) -> str:

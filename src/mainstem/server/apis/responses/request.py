@@ -59,7 +59,7 @@ RULES = Rules(
         "stream_options": Rules({"include_obfuscation": Field("pads chunks at OpenAI", (False,))}),
     },
 )
-"""What becomes of fields that are not honoured."""
+"""The fields that are not honoured: which are ignored, and which are refused."""
 
 _FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "schema", "strict", "description")}
 """The fields of forms of an answer, by type."""
@@ -192,7 +192,7 @@ class _Items(Struct):
 def _read(
     body: bytes, request: ResponseRequest, kind: type[Struct], unheeded: Unheeded | None
 ) -> Generation | Linked:  # fmt: skip
-    """Reads a request; `kind`: as which it came, for the names of its fields."""
+    """Reads a request; `kind`: the type of its body, which says which fields it may have."""
     listed = request.input if isinstance(request.input, list) else []
     given = msgspec.json.decode(body, type=_Items).input if listed else []
     if isinstance(request.input, str):
@@ -214,7 +214,7 @@ def _generation(
     request: ResponseRequest, earlier: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]],
     unheeded: Unheeded | None, check_names: Callable[[], None],
 ) -> Generation:  # fmt: skip
-    """Returns what a request asks for, with the items of the conversation before, and its own."""
+    """Returns the request, with the items of the earlier conversation before its own."""
     here = "input[{}]" if isinstance(request.input, list) else "input"
     placed = [("previous_response_id", each) for each in msgspec.convert(earlier, list[Item])]
     placed += [(here.format(i), each) for i, each in enumerate(msgspec.convert(own, list[Item]))]

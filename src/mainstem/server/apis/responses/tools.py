@@ -45,7 +45,7 @@ RULES: Mapping[str, Rules] = {
         left_out=is_hosted,
     )
 }
-"""What becomes of other fields of tools."""
+"""Other fields of tools: which are ignored, and which are refused."""
 
 
 class TextFormat(Struct, omit_defaults=True):
