@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rigs.cache import some_tokens
 from rigs.policy_models import InPython
 from rigs.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
@@ -454,126 +451,20 @@ def test_the_cache_does_as_the_reference(size: int, kind: dict[str, Any]) -> Non
     world.verify()
 
 
-# ---------------------------------------------------------------- the same, shrunk when it fails
-
-TOKENS = st.lists(st.integers(0, 1), max_size=9)
-SEQUENCES = st.tuples(TOKENS, st.sampled_from(SPACES))
+# ---------------------------------------------------------------- the same, smaller
 
 
-class TreeMachine(RuleBasedStateMachine):
-    """The tree against its model, with operations that shrink well when a test fails."""
-
-    @initialize(size=st.integers(1, 3), policy=st.sampled_from(sorted(POLICIES)), python=st.booleans())
-    def begin(self, size: int, policy: str, python: bool) -> None:
-        self.world = TreeWorld(size, policy, python)
-
-    @rule(sequence=SEQUENCES)
-    def match(self, sequence: tuple[list[int], str | None]) -> None:
-        self.world.match(*sequence)
-
-    @rule(sequence=SEQUENCES, priority=st.integers(0, 2), ready=st.booleans(), data=st.data())
-    def insert(self, sequence: tuple[list[int], str | None], priority: int, ready: bool, data: st.DataObject) -> None:
-        live = [place for place in self.world.places if self.world.is_live(place)]
-        after = data.draw(st.none() | st.sampled_from(live)) if live else None
-        self.world.insert(*sequence, priority, ready, after)
-
-    @precondition(lambda self: self.world.places)
-    @rule(lock=st.booleans(), data=st.data())
-    def hold(self, lock: bool, data: st.DataObject) -> None:
-        (self.world.lock if lock else self.world.unlock)(data.draw(st.sampled_from(self.world.places)))
-
-    @precondition(lambda self: self.world.flights)
-    @rule(commit=st.booleans(), data=st.data())
-    def settle(self, commit: bool, data: st.DataObject) -> None:
-        self.world.settle(data.draw(st.sampled_from(self.world.flights)), commit)
-
-    @rule(sequence=SEQUENCES)
-    def remove(self, sequence: tuple[list[int], str | None]) -> None:
-        self.world.remove(*sequence)
-
-    @rule(count=st.integers(0, 6))
-    def evict(self, count: int) -> None:
-        self.world.evict(count)
-
-    @invariant()
-    def verified(self) -> None:
-        if hasattr(self, "world"):
-            self.world.verify()
+def test_small_trees_do_as_the_reference() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        world = TreeWorld(rng.randint(1, 3), rng.choice(sorted(POLICIES)), rng.random() < 0.5)
+        for _ in range(40):
+            world.step(rng)
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """The cache against its model, with operations that shrink well when a test fails."""
-
-    @initialize(size=st.integers(1, 3), pages=st.integers(1, 9), copies=st.booleans())
-    def begin(self, size: int, pages: int, copies: bool) -> None:
-        self.world = CacheWorld(size, "lru", pages=pages, copies=copies)
-
-    @rule(sequence=SEQUENCES.filter(lambda sequence: sequence[0]), reuse=st.booleans())
-    def lease(self, sequence: tuple[list[int], str | None], reuse: bool) -> None:
-        self.world.lease(*sequence, 0, reuse)
-
-    @rule(sequence=SEQUENCES)
-    def remove(self, sequence: tuple[list[int], str | None]) -> None:
-        self.world.remove(*sequence)
-
-    @rule(sequence=SEQUENCES, ttl=st.none() | st.integers(1, 4))
-    def retain(self, sequence: tuple[list[int], str | None], ttl: float | None) -> None:
-        self.world.retain(*sequence, ttl)
-
-    @rule(sequence=SEQUENCES)
-    def unpin(self, sequence: tuple[list[int], str | None]) -> None:
-        self.world.unpin(*sequence)
-
-    @rule(sequence=SEQUENCES, seconds=st.integers(-1, 9))
-    def expect(self, sequence: tuple[list[int], str | None], seconds: int) -> None:
-        self.world.expect(*sequence, seconds)
-
-    @rule(sequence=SEQUENCES, over=st.booleans())
-    def demote(self, sequence: tuple[list[int], str | None], over: bool) -> None:
-        self.world.demote(*sequence, over)
-
-    @rule(seconds=st.integers(0, 3))
-    def wait(self, seconds: float) -> None:
-        self.world.wait(seconds)
-
-    @precondition(lambda self: self.world.runs)
-    @rule(positions=st.integers(0, 9), data=st.data())
-    def compute(self, positions: int, data: st.DataObject) -> None:
-        run = data.draw(st.sampled_from(self.world.runs))
-        self.world.reserve(run, positions)
-        self.world.compute(run, positions)
-
-    @precondition(lambda self: self.world.runs)
-    @rule(tokens=TOKENS, data=st.data())
-    def append(self, tokens: list[int], data: st.DataObject) -> None:
-        self.world.append(data.draw(st.sampled_from(self.world.runs)), tokens)
-
-    @precondition(lambda self: self.world.runs)
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
-        run = data.draw(st.sampled_from(self.world.runs))
-        self.world.publish(run, data.draw(st.integers(0, run.computed)))
-
-    @precondition(lambda self: self.world.runs)
-    @rule(end=st.sampled_from(["finish", "finish upto", "abort"]), data=st.data())
-    def end(self, end: str, data: st.DataObject) -> None:
-        run = data.draw(st.sampled_from(self.world.runs))
-        if end == "abort":
-            self.world.abort(run)
-        else:
-            self.world.finish(run, run.computed if end == "finish upto" else None)
-
-    @rule()
-    def flush(self) -> None:
-        self.world.flush()
-
-    @invariant()
-    def verified(self) -> None:
-        if hasattr(self, "world"):
-            self.world.verify()
-
-
-MACHINE_SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None)
-TreeMachine.TestCase.settings = CacheMachine.TestCase.settings = MACHINE_SETTINGS
-TestTreeMachine = TreeMachine.TestCase
-TestCacheMachine = CacheMachine.TestCase
+def test_small_caches_do_as_the_reference() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        world = CacheWorld(rng.randint(1, 3), "lru", pages=rng.randint(1, 9), copies=rng.random() < 0.5)
+        for _ in range(40):
+            world.step(rng)

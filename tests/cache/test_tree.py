@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rigs.reference import ReferenceTree
 
 from mainstem.cache.components import Full, Window
 from mainstem.cache.keys import BigramKeys, Image, TypedKeys
@@ -933,25 +932,6 @@ def test_the_same_calls_give_the_same_tree() -> None:
         return gone, tree.pretty()
 
     assert run() == run()
-
-
-@pytest.mark.parametrize("size", [1, 3, 16])
-def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
-    tree, model, rng = Tree(page_size=size), ReferenceTree(size), random.Random(size)
-    for step in range(60):
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
-        page_ids = np.arange(step * 6, step * 6 + len(tokens) // size, dtype=np.int32)
-        real, modelled = tree.insert(tokens, page_ids), model.insert(tokens, page_ids.tolist())
-        assert (real.length, real.existing, real.page_ids.tolist()) == (
-            modelled.length,
-            modelled.existing,
-            modelled.page_ids,
-        )
-    for _ in range(200):
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
-        assert tree.peek(tokens) == model.peek(tokens)
-        assert tree.match(tokens).page_ids.tolist() == model.match(tokens).page_ids
-    tree.check()
 
 
 @pytest.mark.parametrize("tier", [-1, 1, 3, 2**40, 0.5, None])

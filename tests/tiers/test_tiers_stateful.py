@@ -9,14 +9,10 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rigs.hand_driven import FaultyBackend, Rig
 from rigs.policy_models import InPython
 
@@ -25,13 +21,11 @@ from mainstem.errors import OutOfPages, StorageError
 from mainstem.tiers.host.load import Load
 from mainstem.tiers.prefetch.prefetch import Prefetch
 
-Choose = Callable[[int], int]
-"""Draws a number below another one, with `random` or hypothesis."""
-
 SPACES = [None, None, "a"]
 
 
 POLICIES: list[Any] = ["lru", "lru", "fifo", "slru", "lfu", "mru", InPython("lru")]
+WRITE_POLICIES = ("write_through", "write_through", "write_through_selective", "write_back")
 FAULTS: list[Any] = [None, None, RuntimeError("a bug"), *(StorageError(cause, "") for cause in StorageError.CAUSES)]
 
 
@@ -53,28 +47,31 @@ class Run:
 class TiersWorld:
     """A cache with its tiers, its requests and its faults."""
 
-    def __init__(self, choose: Choose) -> None:
-        self.backend = FaultyBackend() if choose(4) else None
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.choose = rng, rng.randrange
+        self.backend = FaultyBackend() if self.choose(4) else None
         self.options: dict[str, Any] = {
-            "device": 3 + choose(8),
-            "host": 2 + choose(10),
-            "size": 1 + choose(2),
-            "copies": choose(3) == 0,
-            "policy": POLICIES[choose(len(POLICIES))],
+            "device": 3 + self.choose(8),
+            "host": 2 + self.choose(10),
+            "size": 1 + self.choose(2),
+            "copies": self.choose(3) == 0,
+            "policy": POLICIES[self.choose(len(POLICIES))],
             "host_options": {
-                "write_policy": ["write_through", "write_through", "write_through_selective", "write_back"][choose(4)],
-                "load_min_tokens": 1 + choose(2),
+                "write_policy": ["write_through", "write_through", "write_through_selective", "write_back"][
+                    self.choose(4)
+                ],
+                "load_min_tokens": 1 + self.choose(2),
             },
         }
         if self.backend is not None:
             self.options |= {
-                "prefetch": ["best_effort", "wait_complete", "timeout"][choose(3)],
-                "batch_pages": 1 + choose(3),
-                "batches": 1 + choose(2),
-                "max_prefetches": 1 + choose(3),
-                "queue_pages": 1 + choose(8),
-                "writes": 1 + choose(2),
-                "prefetch_host_share": [0.5, 1.0][choose(2)],
+                "prefetch": ["best_effort", "wait_complete", "timeout"][self.choose(3)],
+                "batch_pages": 1 + self.choose(3),
+                "batches": 1 + self.choose(2),
+                "max_prefetches": 1 + self.choose(3),
+                "queue_pages": 1 + self.choose(8),
+                "writes": 1 + self.choose(2),
+                "prefetch_host_share": [0.5, 1.0][self.choose(2)],
                 "call_timeout_s": 1.0,
                 "breaker_cooldown_s": 1.0,
             }
@@ -86,18 +83,18 @@ class TiersWorld:
         self.runs: list[Run] = []
         self.prefetches: list[Prefetch] = []
 
-    # operations; each draws its arguments from `choose`
+    # operations
 
-    def lease(self, choose: Choose) -> None:
-        tokens, space = self.some_tokens(choose), SPACES[choose(len(SPACES))]
+    def lease(self) -> None:
+        tokens, space = self.some_tokens(), SPACES[self.choose(len(SPACES))]
         if len(self.runs) < 4:
             self.runs.append(Run(self.rig.cache.lease(tokens, space), tokens, space))
 
-    def serve(self, choose: Choose) -> None:
+    def serve(self) -> None:
         """Runs a prompt from lease to finish, as far as there is room."""
-        tokens, space = self.some_tokens(choose), SPACES[choose(len(SPACES))]
+        tokens, space = self.some_tokens(), SPACES[self.choose(len(SPACES))]
         run = Run(self.rig.cache.lease(tokens, space), tokens, space)
-        if choose(2) and (load := self.rig.tiers.load(run.lease)) is not None:
+        if self.choose(2) and (load := self.rig.tiers.load(run.lease)) is not None:
             run.load = load
             load.wait()
         self.runs.append(run)
@@ -106,20 +103,20 @@ class TiersWorld:
         run.lease.finish(self.whole(run) * self.rig.size)
         self.runs.remove(run)
 
-    def load(self, choose: Choose) -> None:
-        run = self.some_run(choose)
+    def load(self) -> None:
+        run = self.some_run()
         if run is not None and run.load is None and not run.computed and run.lease.reserved == run.lease.published:
             run.load = self.rig.tiers.load(run.lease)
 
-    def wait(self, choose: Choose) -> None:
-        run = self.some_run(choose)
+    def wait(self) -> None:
+        run = self.some_run()
         if run is not None and run.load is not None:
-            if choose(3) == 0:
+            if self.choose(3) == 0:
                 run.load.ticket.fail(RuntimeError("on purpose"))  # type: ignore[attr-defined]
             assert run.load.wait() == run.load.arrived
 
-    def reserve(self, choose: Choose) -> None:
-        run = self.some_run(choose)
+    def reserve(self) -> None:
+        run = self.some_run()
         if run is not None:
             self.fill(run)
 
@@ -143,8 +140,8 @@ class TiersWorld:
                 self.known.add((run.space, tuple(prefix)))
                 run.computed.add(page)
 
-    def publish(self, choose: Choose) -> None:
-        run = self.some_run(choose)
+    def publish(self) -> None:
+        run = self.some_run()
         if run is not None and (run.load is None or run.load.arrived is not None):
             run.lease.publish(self.whole(run) * self.rig.size)
 
@@ -155,8 +152,8 @@ class TiersWorld:
             page += 1
         return page
 
-    def end(self, choose: Choose) -> None:
-        run, how = self.some_run(choose), choose(4)
+    def end(self) -> None:
+        run, how = self.some_run(), self.choose(4)
         if run is None:
             return
         self.runs.remove(run)
@@ -176,82 +173,82 @@ class TiersWorld:
             self.whole(run) * self.rig.size >= min(run.lease.reserved, len(run.tokens)) // self.rig.size * self.rig.size
         )
 
-    def prefetch(self, choose: Choose) -> None:
-        prefetch = self.rig.tiers.prefetch(self.some_tokens(choose), SPACES[choose(len(SPACES))])
+    def prefetch(self) -> None:
+        prefetch = self.rig.tiers.prefetch(self.some_tokens(), SPACES[self.choose(len(SPACES))])
         if prefetch is not None:
             self.prefetches.append(prefetch)
 
-    def revoke(self, choose: Choose) -> None:
+    def revoke(self) -> None:
         if self.prefetches:
-            self.prefetches.pop(choose(len(self.prefetches))).revoke()
+            self.prefetches.pop(self.choose(len(self.prefetches))).revoke()
 
-    def end_copy(self, choose: Choose) -> None:
+    def end_copy(self) -> None:
         if self.rig.copies:
-            at = choose(len(self.rig.copies))
+            at = self.choose(len(self.rig.copies))
             ticket = self.rig.copies[at]
-            if choose(4) == 0:
+            if self.choose(4) == 0:
                 ticket.step()
             else:
-                self.rig.end_copy(at, fail=choose(5) == 0)
+                self.rig.end_copy(at, fail=self.choose(5) == 0)
 
-    def call(self, choose: Choose) -> None:
-        workers = [self.rig.readers, self.rig.writers][choose(2)]
+    def call(self) -> None:
+        workers = [self.rig.readers, self.rig.writers][self.choose(2)]
         if workers.waiting:
-            workers.run(choose(len(workers.waiting)))
+            workers.run(self.choose(len(workers.waiting)))
 
-    def poll(self, choose: Choose) -> None:
+    def poll(self) -> None:
         self.rig.tiers.poll()
 
-    def work(self, choose: Choose) -> None:
+    def work(self) -> None:
         """Advances much of what is under way."""
         for workers in (self.rig.readers, self.rig.writers):
-            for _ in range(choose(4)):
+            for _ in range(self.choose(4)):
                 if workers.waiting:
                     workers.run()
-        for ticket in self.rig.copies[: choose(4)]:
+        for ticket in self.rig.copies[: self.choose(4)]:
             ticket.wait()
         self.rig.tiers.poll()
 
-    def tick(self, choose: Choose) -> None:
-        self.rig.clock.now_s += [0.05, 0.5, 2.0][choose(3)]
+    def tick(self) -> None:
+        self.rig.clock.now_s += [0.05, 0.5, 2.0][self.choose(3)]
 
-    def fault(self, choose: Choose) -> None:
+    def fault(self) -> None:
         """Makes the store fail or recover, or damages or drops a page."""
         if self.backend is None:
             return
-        how, keys = choose(6), self.backend.stored_keys()
+        how, keys = self.choose(6), self.backend.stored_keys()
         if how < 3:
             self.backend.always = None
         elif how == 3:
-            self.backend.always = FAULTS[choose(len(FAULTS))]
+            self.backend.always = FAULTS[self.choose(len(FAULTS))]
         elif keys and how == 4:
-            self.backend._drop(keys[choose(len(keys))])
+            self.backend._drop(keys[self.choose(len(keys))])
         elif keys:
-            value = bytearray(self.backend.value(keys[choose(len(keys))]))
-            value[choose(len(value))] ^= 1 << choose(8)
-            self.backend.set_value(keys[choose(len(keys))], bytes(value))
+            value = bytearray(self.backend.value(keys[self.choose(len(keys))]))
+            value[self.choose(len(value))] ^= 1 << self.choose(8)
+            self.backend.set_value(keys[self.choose(len(keys))], bytes(value))
 
-    def flush(self, choose: Choose) -> None:
-        if choose(2):
+    def flush(self) -> None:
+        if self.choose(2):
             self.rig.tiers.flush()
         else:
             self.rig.cache.flush()
 
-    def evict(self, choose: Choose) -> None:
+    def evict(self) -> None:
         """Evicts by an allocation."""
         lease = self.rig.cache.lease([9])
         with contextlib.suppress(OutOfPages):
-            lease.reserve(choose(self.rig.cache.pool.total + 1) * self.rig.size)
+            lease.reserve(self.choose(self.rig.cache.pool.total + 1) * self.rig.size)
         lease.abort()
 
-    def remember(self, choose: Choose) -> None:
-        if choose(2):
+    def remember(self) -> None:
+        if self.choose(2):
             self.rig.tiers.remember()
         else:
             self.rig.tiers.warm()
 
-    def restart(self, choose: Choose) -> None:
-        if choose(4) == 0:
+    def restart(self) -> None:
+        if self.choose(4) == 0:
             for run in self.runs:
                 run.lease.abort()
             self.begin()
@@ -260,6 +257,10 @@ class TiersWorld:
     ALSO = ("lease", "load", "wait", "reserve", "publish", "end", "end_copy", "end_copy", "call", "poll", "evict")
     SELDOM = ("revoke", "tick", "fault", "flush", "remember", "restart")
     OPERATIONS = (*OFTEN * 6, *ALSO * 2, *SELDOM)
+
+    def step(self) -> None:
+        getattr(self, self.rng.choice(self.OPERATIONS))()
+        self.verify()
 
     # checks
 
@@ -295,47 +296,19 @@ class TiersWorld:
 
     # helpers
 
-    def some_run(self, choose: Choose) -> Run | None:
-        return self.runs[choose(len(self.runs))] if self.runs else None
+    def some_run(self) -> Run | None:
+        return self.runs[self.choose(len(self.runs))] if self.runs else None
 
-    def some_tokens(self, choose: Choose) -> list[int]:
+    def some_tokens(self) -> list[int]:
         """Draws a prompt of few kinds of pages, so that prompts share prefixes, perhaps with one more token."""
-        marks = [choose(2) if at else 0 for at in range(1 + choose(5))]
+        marks = [self.choose(2) if at else 0 for at in range(1 + self.choose(5))]
         tokens = [mark for mark in marks for _ in range(self.rig.size)]
-        return tokens + [9] * choose(2)
+        return tokens + [9] * self.choose(2)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_no_step_corrupts_or_loses_a_page(seed: int) -> None:
-    world = TiersWorld(random.Random(f"world {seed}").randrange)
-    rng = random.Random(seed)
+    world = TiersWorld(random.Random(seed))
     for _ in range(800):
-        getattr(world, rng.choice(TiersWorld.OPERATIONS))(rng.randrange)
-        world.verify()
+        world.step()
     world.finish()
-
-
-class TiersMachine(RuleBasedStateMachine):
-    """The same operations, shrunk on failure."""
-
-    world: TiersWorld | None = None
-
-    @initialize(data=st.data())
-    def begin(self, data: st.DataObject) -> None:
-        self.world = TiersWorld(lambda n: data.draw(st.integers(0, n - 1)))
-
-    @rule(name=st.sampled_from(sorted(set(TiersWorld.OPERATIONS), key=TiersWorld.OPERATIONS.index)), data=st.data())
-    def step(self, name: str, data: st.DataObject) -> None:
-        assert self.world is not None
-        getattr(self.world, name)(lambda n: data.draw(st.integers(0, n - 1)))
-        self.world.verify()
-
-    def teardown(self) -> None:
-        if self.world is not None:
-            self.world.finish()
-
-
-TiersMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None
-)
-TestTiersMachine = TiersMachine.TestCase

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rigs.policy_models import Arc, InPython
-from rigs.reference import POLICIES, ReferenceTree
+from rigs.reference import POLICIES
 
 from mainstem.cache.components import Full, Window
 from mainstem.cache.policies import BUILT_IN, REMOVED, NodeStats
@@ -58,6 +58,10 @@ def leaves(policy: Any) -> Tree:
 def test_each_policy_has_its_own_order(policy: str, order: list[int]) -> None:
     assert leaves(policy).evict(5)[0].tolist() == order
     assert leaves(InPython(policy)).evict(5)[0].tolist() == order
+
+
+def test_the_reference_has_every_policy_that_remembers_nothing() -> None:
+    assert {name.partition(":")[0] for name in POLICIES} == BUILT_IN.keys() - set(REMEMBERING)
 
 
 def test_lfu_and_slru_differ_from_lru_once_hits_are_old() -> None:
@@ -254,27 +258,6 @@ def test_an_exception_in_a_python_policy_loses_no_page() -> None:
     with pytest.raises(BadArgument, match="broken at times"):
         cache.flush()
     cache.check()
-
-
-@pytest.mark.parametrize("builtin", [True, False])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bool) -> None:
-    rng = random.Random(policy)
-    tree = Tree(page_size=2, policy=policy if builtin else InPython(policy))
-    model = ReferenceTree(2, policy)
-    page = 0
-    for _ in range(150):
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(12))]
-        page_ids = np.arange(page, page + len(tokens) // 2, dtype=np.int32)
-        page += len(page_ids)
-        tree.insert(tokens, page_ids, priority=page % 3)
-        model.insert(tokens, page_ids.tolist(), priority=page % 3)
-        probe = [rng.randrange(2) for _ in range(rng.randrange(12))]
-        assert tree.match(probe).page_ids.tolist() == model.match(probe).page_ids
-        if rng.random() < 0.4:
-            count = rng.randrange(5)
-            assert sorted(tree.evict(count)[0].tolist()) == sorted(model.evict(count))
-    tree.check()
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
