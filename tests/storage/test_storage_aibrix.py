@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from rigs.stores import cause_of, read_elsewhere
+from rigs.stores import cause_of
 
 from mainstem.errors import BackendUnavailable
 from mainstem.storage.base import ABSENT, open_backend
@@ -61,11 +61,6 @@ def write_blocked(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
             free()
 
 
-def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
-
-
 @needs_package
 @both
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -75,37 +70,30 @@ def test_conformance(case: Case, connector: str, tmp_path: Path) -> None:
 
 
 @needs_package
-@pytest.mark.parametrize("connector", ["shfs", "rocksdb"])
+@both
 def test_a_look_makes_no_folder(connector: str, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match="there is no store"):
         open_backend(f"aibrix:{connector}?path={tmp_path}/none", existing=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_values_outlive_the_process(tmp_path: Path) -> None:
-    spec = f"aibrix:rocksdb?path={tmp_path}&timeout={TIMEOUT_S}"
-    backend = open_backend(spec)
-    backend.put(KEYS, values(1000))
-    backend.close()
-    assert read_elsewhere(spec, KEYS, 1000) == values(1000)
-    backend = open_backend(spec)
-    assert backend.exists(KEYS) == [True] * 8
-    backend.close()
-
-
 @needs_package
-def test_processes_share_a_folder_and_not_a_database(tmp_path: Path) -> None:
+def test_processes_share_a_folder_and_not_a_database_and_keep_their_event_loops(tmp_path: Path) -> None:
     code = (
-        "from mainstem.errors import BackendUnavailable; from mainstem.storage import open_backend; import sys\n"
+        "from mainstem.errors import BackendUnavailable; from mainstem.storage import open_backend\n"
+        "import asyncio, sys; before = type(asyncio.new_event_loop())\n"
         "try: print(open_backend(sys.argv[1]).exists([bytes([0]) * 32]))\n"
-        "except BackendUnavailable: print('unavailable')"
+        "except BackendUnavailable: print('unavailable')\n"
+        "print(before is type(asyncio.new_event_loop()))"
     )
     for connector, seen in (("shfs", "[True]"), ("rocksdb", "unavailable")):
         backend = AIBrixBackend(connector, tmp_path / connector, timeout_s=TIMEOUT_S)
         assert backend.capabilities.shared == (connector == "shfs")
         backend.put(KEYS[:1], values(1000)[:1])
-        found = run_python(code, f"aibrix:{connector}?path={tmp_path / connector}&timeout={TIMEOUT_S}")
-        assert found.stdout.strip() == seen, found.stderr
+        spec = f"aibrix:{connector}?path={tmp_path / connector}&timeout={TIMEOUT_S}"
+        command = [sys.executable, "-c", code, spec]
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
+        assert found.stdout.split("\n") == [seen, "True", ""], found.stderr
         backend.close()
 
 
@@ -241,14 +229,3 @@ def test_clear_leaves_foreign_files(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "note").exists()
     ours.close()
     other.close()
-
-
-@needs_package
-def test_the_event_loops_of_the_process_stay_as_they_were(tmp_path: Path) -> None:
-    code = (
-        "import asyncio, sys; from mainstem.storage.vendors.aibrix import AIBrixBackend; "
-        "before = asyncio.new_event_loop(); "
-        "AIBrixBackend('shfs', sys.argv[1]).close(); print(type(before) is type(asyncio.new_event_loop()))"
-    )
-    found = run_python(code, tmp_path)
-    assert found.stdout.strip() == "True", found.stderr

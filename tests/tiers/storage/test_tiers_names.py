@@ -41,7 +41,7 @@ def conversation(turns: int, pages: int, odd: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("odd", [0, 3], ids=["each turn continues", "each turn changes the end of the last one"])
 def test_a_conversation_costs_as_many_hashes_as_it_has_pages(odd: int) -> None:
-    turns, pages = 200, 3
+    turns, pages = 60, 3
     rig = Rig(1000, 1000, backend=FaultyBackend())
     assert rig.store is not None
     hashed = counting(rig.store.sealer)
