@@ -592,7 +592,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a queue that was reported begins anew with each list of replicas", "-", "fleet/front/routing.py",
-        "if said != replica.said and ", "if ",
+        "if statistics != replica.statistics and ", "if ",
         "tests/fleet/test_fleet_routing.py::"
         "test_a_queue_that_was_reported_counts_once_until_something_else_is_said",
     ),

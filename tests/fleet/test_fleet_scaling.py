@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -49,7 +50,7 @@ def test_a_window_counts_what_is_recent() -> None:
 
 
 def test_serves_policy_takes_the_counts_of_every_replica() -> None:
-    counts = {name: {"a": getattr(SHORT, name), "b": getattr(GOOD, name)} for name in SHORT.as_dict()}
+    counts = {name: {"a": getattr(SHORT, name), "b": getattr(GOOD, name)} for name in asdict(SHORT)}
     context = SimpleNamespace(aggregated_metrics=counts, total_num_requests=3, target_num_replicas=2)
     assert ReplicaPolicy(**vars(BY_HITS))(context) == (3, {})
     assert ReplicaPolicy(**vars(BY_QUEUE))(context) == (1, {})
@@ -58,5 +59,5 @@ def test_serves_policy_takes_the_counts_of_every_replica() -> None:
 
 
 def test_counts_go_from_process_to_process() -> None:
-    assert Seen.of(SHORT.as_dict()) == SHORT
+    assert Seen.of(asdict(SHORT)) == SHORT
     assert Seen.of({}) == Seen()

@@ -1,4 +1,4 @@
-"""Events: what a cache holds, for routers that send a request to the server that has the longest prefix of it.
+"""Events of a cache's contents, for routers that send a request to the server with the longest prefix of it.
 
     core journal  ->  Source  ->  on_event  ->  Publisher (a thread)  ->  ZeroMQ  ->  Follower  ->  Replica
 

@@ -43,7 +43,7 @@ class Feed:
         """Returns the number and the content of a batch with these events.
 
         Args:
-            events: what happened since the last batch.
+            events: since the last batch.
             now_s: seconds since 1970.
         """
         events, self._before = [*self._before, *events], []

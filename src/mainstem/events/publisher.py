@@ -6,8 +6,8 @@
 
 An empty batch is sent once a second if there is no other, so that a router soon notices that it missed the last one.
 
-The scheduler never waits: it adds an event to a queue, and adds none while the queue is full. What then happens stays
-with the core, which counts what it must drop. Events hold prompts, so the sockets are reachable from this machine only,
+The scheduler never waits: it adds an event to a queue, and adds none while the queue is full. Moves then stay in the
+core, which counts those that it must drop. Events hold prompts, so the sockets are reachable from this machine only,
 or they use CURVE: a folder has the server's key pair and the public keys of those who may connect.
 """
 
@@ -82,8 +82,8 @@ class Publisher:
 
     Attributes:
         endpoint, replay: the addresses, with the ports taken.
-        state: returns events that store everything: `PrefixCache.events.state`; None until somebody sets it: who
-            comes too late for a replay then learns only of what comes.
+        state: returns events that store everything: `PrefixCache.events.state`. While it is None, a router that comes
+            too late for a replay learns only of later events.
 
     Raises:
         BackendUnavailable: pyzmq is not installed.
@@ -183,7 +183,7 @@ class Publisher:
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         try:
-            self._send([])  # what was known of a server before this one is void
+            self._send([])  # voids the contents of a server before this one
             while not (self._closing and not self._queue):
                 ready = dict(poller.poll(0 if self._queue else _HEARTBEAT_MS))
                 if self._reader.fileno() in ready:
@@ -202,9 +202,9 @@ class Publisher:
         self._pub.send_multipart((b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:
-        client, *_, wanted = router.recv_multipart()
+        client, *_, number_from = router.recv_multipart()
         self._replays += 1
-        first = int.from_bytes(wanted[:_NUMBER_BYTES], "big")
+        first = int.from_bytes(number_from[:_NUMBER_BYTES], "big")
         state = None if self.state is None else map(self._named, self.state())
         for number, batch in self._feed.replay(first, self._clock(), state, _give_way):
             router.send_multipart((client, b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
@@ -217,7 +217,7 @@ class Publisher:
 
 
 def _give_way() -> None:
-    """Lets the scheduler run: as long as this thread computes, it holds the interpreter's lock again and again."""
+    """Lets the scheduler run, which this thread would keep from the interpreter's lock while it computes."""
     time.sleep(_PAUSE_S)
 
 
@@ -228,7 +228,7 @@ def _address(bound: zmq.Socket[bytes]) -> str:
 
 
 def _read_keys(context: zmq.Context[zmq.Socket[bytes]], stack: ExitStack, folder: Path) -> tuple[bytes, bytes]:
-    """Returns the server's public and secret key, and lets in only those whose public keys are in the folder."""
+    """Returns the server's public and secret key, and admits only clients whose public keys are in the folder."""
     import zmq
     import zmq.auth
     from zmq.auth.thread import ThreadAuthenticator

@@ -1,4 +1,4 @@
-"""`Replica`: what a server holds, from its events alone: a model for tests, and for those who write a router."""
+"""`Replica`: a copy of a server's index, made of its events alone; for tests, and as a model for routers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`Source`: what came to a tier and what left it, as events, in the terms of vLLM's.
+"""`Source`: makes events, in vLLM's terms, of the pages that come to a tier and leave it.
 
 The core notes each move of pages of full attention, with their hashes (`core/csrc/tree/journal.h`). A page is stored on
 a medium as long as a match can find it there: it is committed, and was not removed. Splits and joins of nodes make no
-events. What was written to storage, or read from it, is stored there until it is deleted, or until too much else was; a
-store that others use, or that makes room by itself, is not watched. A prefix of a hybrid model is usable only where its
-windows and states are, too; these have no events.
+events. A page that was written to storage or read from it counts as stored there until it is deleted, or until too many
+others were stored later; stores that others use or that make room by themselves are not watched. A prefix of a hybrid
+model is usable only where its windows and states are, too; these have no events.
 
 Knows the tree and its namespaces; nothing of queues, sockets or formats.
 """
@@ -82,7 +82,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing can be found on any medium. What is there after all is stored by the events that follow."""
+    """Nothing can be found on any medium. The events that follow store what is there."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -104,7 +104,7 @@ class _Run(NamedTuple):
 def salt_id(namespace: NamespaceLike, secret: bytes = PUBLIC_SECRET) -> str | None:
     """Returns the `cache_salt` of a namespace's events, with which a router asks for a request's prefix.
 
-    It does not depend on the adapter, which has a field of its own; None: the namespace has nothing else. Nobody
+    It does not depend on the adapter, which has a field of its own; None: the namespace has only an adapter. Nobody
     without the secret can tell the salt from it.
 
     Raises:
@@ -130,9 +130,9 @@ class Source:
         tree: the tree.
         places: page ids on each tier are below these.
         secret: keys hashes and salts; the same for all servers of a fleet.
-        limit: pages that may have moved between two calls of `take`; more are dropped, and all that is there follows
-            anew. Default: as many as 8 MiB of tokens have.
-        step_pages: of all that follows anew, how many pages a call of `take` adds at least.
+        limit: pages that may have moved between two calls of `take`; more are dropped, and all pages are stored anew.
+            Default: as many as 8 MiB of tokens have.
+        step_pages: of pages that are stored anew, the fewest that a call of `take` adds.
 
     Raises:
         BadArgument: symbols are not token ids of 4 bytes, or there is no full attention.
@@ -179,8 +179,8 @@ class Source:
     def take(self) -> list[Event]:
         """Returns the events since the last call.
 
-        Where some were dropped, all is cleared, and stored anew. Each call takes a step of that, besides as many pages
-        as have moved since the last one.
+        If some were dropped, all pages are cleared and stored anew: by each call as many pages as a step has, besides
+        those that have moved since the last call.
         """
         events: list[Event] = []
         moves = self._core.take_moves()
@@ -202,11 +202,11 @@ class Source:
         return events
 
     def state(self) -> Iterator[Event]:
-        """Yields events that tell everything to one who knows nothing: all is cleared, and stored, parents first.
+        """Yields events that clear all and store all pages, parents first, for a router that knows nothing.
 
-        Any thread may ask. Events that were not taken yet may be in it; to follow them again changes nothing. The
-        parents of pages in storage may be nowhere. They are stored all the same, and removed at the end: nobody could
-        say else what continues them.
+        Any thread may call it. It may contain events that were not taken yet; to apply them again changes nothing. The
+        parents of pages in storage may be nowhere. They are stored all the same, since other pages continue them, and
+        removed at the end.
         """
         yield AllBlocksCleared()
         for hashes, number, path in self._core.all_moves():

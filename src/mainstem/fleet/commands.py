@@ -65,9 +65,9 @@ def up(
     from mainstem.owner.start import absolute
 
     place = Place.default()
-    given = read_file(file)
+    content = read_file(file)
     flags = {"model": model, "replicas": replicas, "host": host, "port": port, "store": store}
-    config = _config(given, flags, secrets_of(os.environ, place), Path.cwd() if file is None else file.parent, place)
+    config = _config(content, flags, secrets_of(os.environ, place), Path.cwd() if file is None else file.parent, place)
     tiers = config.engine.tiers
     if tiers.storage is not None:
         config = replace(config, engine=replace(config.engine, tiers=replace(tiers, storage=absolute(tiers.storage))))
@@ -178,14 +178,14 @@ def down(*, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
 
 
 def _config(
-    given: object, flags: Mapping[str, object], environment: Mapping[str, str], folder: Path, place: Place
+    content: object, flags: Mapping[str, object], environment: Mapping[str, str], folder: Path, place: Place
 ) -> FleetConfig:
     from mainstem.settings.fleet import read_fleet
 
-    if given is not None and not isinstance(given, Mapping):
-        raise BadArgument("fleet file", given, "a mapping of names and values")
-    asked = {name: value for name, value in flags.items() if value is not None}
-    return read_fleet({**(given or {}), **asked}, environment, folder, place.own_store)
+    if content is not None and not isinstance(content, Mapping):
+        raise BadArgument("fleet file", content, "a mapping of names and values")
+    overrides = {name: value for name, value in flags.items() if value is not None}
+    return read_fleet({**(content or {}), **overrides}, environment, folder, place.own_store)
 
 
 def _gpus() -> int:
@@ -195,14 +195,14 @@ def _gpus() -> int:
 
 
 def _find_model(config: FleetConfig) -> None:
-    """Finds the model once, before all replicas look for it."""
+    """Downloads the model once, before all replicas look for it."""
     from mainstem.runtime.models.loading import load_tokenizer
 
     load_tokenizer(config.model, config.load.max_context)
 
 
 def _serving(place: Place, mark: str) -> Any:
-    """Imports what talks to Ray, which reads its settings from the environment then."""
+    """Imports the module that talks to Ray, after setting the environment that Ray reads at its import."""
     os.environ.update(place.environment(mark))
     from mainstem.fleet import serving
 
@@ -248,11 +248,11 @@ def _shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _print(found: Mapping[str, Any], json: bool) -> None:
+def _print(values: Mapping[str, Any], json: bool) -> None:
     if json:
-        print(dumps(found, ensure_ascii=False))
+        print(dumps(values, ensure_ascii=False))
         return
-    for name, value in found.items():
+    for name, value in values.items():
         if isinstance(value, Mapping):
             print(f"{name}:")
             for key, each in value.items():

@@ -1,7 +1,7 @@
 """Ray at this machine's own address, and nowhere else.
 
-Ray takes 127.0.0.1 for a wish to be reached from other machines, and puts an address of the network in its place; all
-of its processes then listen on every interface. With this address left as it is, they listen on loopback alone.
+Ray replaces 127.0.0.1 by an address of the network, so that other machines can join, and all of its processes then
+listen on every interface. With 127.0.0.1 left as it is, they listen on loopback alone.
 
     python -m mainstem.fleet.loopback start --head ...      Ray's own command line
 """

@@ -1,4 +1,4 @@
-"""Where a fleet of this user is kept on this machine, and the Ray processes that it started.
+"""The files of a user's fleet on this machine, and the Ray processes that it started.
 
     ray_token     authenticates to Ray; only this user can read it
     secret        of the store, unless another one is given
@@ -7,7 +7,7 @@
     ray.log       what Ray's first process printed
 
 In `mainstem/fleet` of the user's state folder. All processes of a fleet inherit a mark in their environment, by which
-they are found and ended, whatever became of the one that started them. No other process is touched.
+`end_all` finds them even after the process that started them has ended. No other process is touched.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Place:
         return _kept(self.folder / "secret")
 
     def environment(self, mark: str) -> dict[str, str]:
-        """Returns what processes need to join the fleet, or to talk to it.
+        """Returns the environment variables of processes that join the fleet, or talk to it.
 
         Args:
             mark: of the fleet; empty for a process that only talks to it.
@@ -122,7 +122,7 @@ class Place:
             yield
 
     def read(self) -> Record | None:
-        """Returns the fleet that runs, as far as is known."""
+        """Returns the record of the fleet that runs."""
         try:
             return Record(**json.loads((self.folder / "fleet.json").read_text()))
         except FileNotFoundError:
@@ -173,31 +173,31 @@ class Place:
 
 
 def end_all(mark: str, timeout_s: float = _END_S) -> int:
-    """Ends all processes of a fleet: asks them, and kills those that stay. Returns how many there were."""
-    begun_s, asked = time.monotonic(), set[int]()
+    """Terminates all processes of a fleet, and kills those that do not end in time. Returns their number."""
+    begun_s, pids = time.monotonic(), set[int]()
     while (left := marked(mark)) and time.monotonic() < begun_s + timeout_s:
-        for pid in left - asked:
+        for pid in left - pids:
             _send(pid, signal.SIGTERM)
-        asked |= left
+        pids |= left
         time.sleep(_POLL_S)
     while left := marked(mark):
         for pid in left:
             _send(pid, signal.SIGKILL)
-        asked |= left
+        pids |= left
         time.sleep(_POLL_S)
-    return len(asked)
+    return len(pids)
 
 
 def marked(mark: str) -> set[int]:
     """Returns the processes of this user that have a mark in their environment."""
-    wanted, found = f"{MARK}={mark}".encode(), set()
+    entry, pids = f"{MARK}={mark}".encode(), set()
     for folder in Path("/proc").iterdir() if mark else ():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():
             with suppress(OSError):  # it has ended, or is another user's
                 alive = b"\nState:\tZ" not in (folder / "status").read_bytes()
-                if alive and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.add(int(folder.name))
-    return found
+                if alive and entry in (folder / "environ").read_bytes().split(b"\0"):
+                    pids.add(int(folder.name))
+    return pids
 
 
 def free_port(host: str) -> int:
@@ -270,10 +270,10 @@ def _own(folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise FleetError(f"the folder {folder} cannot be used: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise FleetError(f"the folder {folder} must be this user's alone (mode 0700)")
 
 

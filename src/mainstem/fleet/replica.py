@@ -1,8 +1,9 @@
-"""One engine of a fleet: what `mainstem serve` runs, asked in its own process without a port of its own.
+"""One engine of a fleet: the application of `mainstem serve`, called in its process, without a port.
 
     engine -> application -> `ask`: an HTTP request as a value -> head and body, piece by piece
 
-A new one has read the hottest prefixes of the store before it takes requests; one that ends has written what it had.
+A new replica reads the hottest prefixes of the store before it takes requests. Before it ends, it writes to the store
+the pages that the store lacks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -37,13 +38,13 @@ _QUIET = 3  # polls in a row with nothing under way
 _MISDIRECTED = 421
 
 DRAIN = "DRAIN"
-"""The method of an ask that lets a replica end, once its requests have ended; another one takes its place."""
+"""The method of an `Ask` that lets a replica finish its requests and end; another one takes its place."""
 
 PROMPT = "mainstem.prompt"
-"""In the state of a request's scope: what it was routed by."""
+"""The key of a request's `Prompt` in the state of its scope."""
 
 PEERS = "PEERS"
-"""The method of an ask that tells a replica where the others give their pages: a JSON list of HOST:PORT."""
+"""The method of an `Ask` with the addresses of a replica's peers: a JSON list of HOST:PORT."""
 
 
 class Replica:
@@ -54,8 +55,8 @@ class Replica:
         name: of this replica.
         threads: number of threads that compute.
         host: of this machine, where its peers reach it.
-        role: what it computes.
-        prefiller: computes the prompts that it answers; None: it does.
+        role: prompts, answers or both.
+        prefiller: computes prompts elsewhere; None: the replica computes its own.
 
     Attributes:
         name: as given.
@@ -90,7 +91,7 @@ class Replica:
     async def ask(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """Answers a request; see `Replicas.ask`."""
         if ask.to is not None and ask.to != self.name:
-            yield Head(_MISDIRECTED, (), self.name)  # the one that was meant has ended
+            yield Head(_MISDIRECTED, (), self.name)  # the replica that was meant has ended
         elif ask.method == DRAIN:
             self._app.state.draining = True
             yield Head(200, (), self.name)
@@ -109,7 +110,7 @@ class Replica:
         return bool(self._app.state.draining)
 
     def check_health(self) -> None:
-        """Checks that another one need not take its place.
+        """Checks that the replica need not be replaced.
 
         Raises:
             EngineClosed: the engine has failed, or it drains.
@@ -120,7 +121,7 @@ class Replica:
             raise EngineClosed("the replica drains")
 
     def where(self) -> dict[str, Any]:
-        """Returns what a router needs to follow it."""
+        """Returns the statistics for routers."""
         live, replay = self._engine.event_endpoints or (None, None)
         config, peering = self._engine.config, self._engine.peering
         shared = None if config.tiers.storage is None else "of the fleet"
@@ -132,13 +133,13 @@ class Replica:
         }  # fmt: skip
 
     def seen(self) -> dict[str, float]:
-        """Returns what it has counted lately, for `scaling.wanted`."""
+        """Returns the latest counts, for `scaling.wanted`."""
         stats = self._engine.stats()
         total = Seen(stats.totals.prompt_tokens, stats.totals.cached_tokens, stats.cache.tree.evicted_pages)
-        return self._window.add(time.monotonic(), total).as_dict()
+        return asdict(self._window.add(time.monotonic(), total))
 
     def close(self) -> None:
-        """Lets requests end, and writes to the store what it does not have."""
+        """Lets requests end, and writes to the store the pages that it lacks."""
         self._app.state.draining = True
         self._engine.drain(self._timeout_s)
         self._stack.close()
@@ -160,7 +161,6 @@ class PrefillReplicas:
         self._replicas, self._timeout_s = replicas, size.timeout_s
 
     async def prefill(self, scope: Scope, body: bytes) -> int:
-        """See `server.prefill.Prefiller`. Nobody waits for replicas when there are none, nor for one that drains."""
         if not self._replicas.names():
             raise OSError("none of them runs")
         headers = tuple(each for each in scope["headers"] if each[0] != b"content-length")
@@ -178,7 +178,7 @@ class PrefillReplicas:
         return head.status
 
     async def _head(self, ask: Ask) -> Head | None:
-        """Lets one of them answer in full. Returns how its answer begins; None: it was lost."""
+        """Reads one replica's answer to its end. Returns its head; None: the replica was lost."""
         head = None
         with suppress(ReplicaLost):
             async with aclosing(self._replicas.ask(ask)) as pieces:
@@ -199,10 +199,10 @@ def wait_until_warm(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Waits until an engine has read the hottest prefixes of its store. Returns whether it has.
+    """Waits until an engine has read the hottest prefixes of its store. Returns whether it did in time.
 
     Args:
-        engine: one that has just started; it reads them only if its settings say so.
+        engine: has just started; it reads prefixes only if its settings say so.
         timeout_s: how long to wait.
         clock: returns seconds, monotonic.
         sleep: waits for a number of seconds.
@@ -223,15 +223,15 @@ async def answered(app: ASGIApp, ask: Ask, name: str) -> AsyncGenerator[Part, No
     Args:
         app: the application.
         ask: the request.
-        name: who answers.
+        name: of the replica.
     """
     pieces: asyncio.Queue[Part | None] = asyncio.Queue(_QUEUED)
-    given = False
+    is_read = False
 
     async def receive() -> dict[str, Any]:
-        nonlocal given
-        if not given:
-            given = True
+        nonlocal is_read
+        if not is_read:
+            is_read = True
             return {"type": "http.request", "body": ask.body, "more_body": False}
         await asyncio.Event().wait()  # until the task is cancelled
         return {"type": "http.disconnect"}

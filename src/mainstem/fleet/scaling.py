@@ -1,10 +1,10 @@
-"""How many replicas there should be: by what they have to do, and by what they miss because their memory is short.
+"""The number of replicas that a fleet needs, by its queue, and by misses for lack of memory.
 
     queue       as many as keep the requests under way at each below `target_ongoing`
     hit rate    one more while fewer than `min_hit_rate` of the prompts' tokens are found and pages are evicted;
                 none fewer while pages are evicted, since their memory would be missed
 
-Pure functions of counts. Ray Serve calls them, and bounds and delays what they want.
+Pure functions of counts. Ray Serve calls them, and bounds and delays the changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from mainstem.settings.fleet import Autoscaling
@@ -20,7 +20,7 @@ from mainstem.settings.fleet import Autoscaling
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a replica has counted in the last seconds.
+    """Counts of a replica over the last seconds.
 
     Args:
         prompt: tokens of the prompts that were admitted.
@@ -32,14 +32,10 @@ class Seen:
     cached: float = 0.0
     evicted: float = 0.0
 
-    def as_dict(self) -> dict[str, float]:
-        """Returns it as Serve takes it: numbers by name."""
-        return {"prompt": self.prompt, "cached": self.cached, "evicted": self.evicted}
-
     @classmethod
-    def of(cls, given: Mapping[str, float]) -> Self:
-        """Makes it of numbers by name; what is missing is 0."""
-        return cls(*(float(given.get(name, 0.0)) for name in ("prompt", "cached", "evicted")))
+    def of(cls, numbers: Mapping[str, float]) -> Self:
+        """Makes it of numbers by name; those that are missing are 0."""
+        return cls(**{each.name: float(numbers.get(each.name, 0.0)) for each in fields(cls)})
 
 
 class Window:
@@ -54,7 +50,7 @@ class Window:
         self._known: deque[tuple[float, Seen]] = deque()
 
     def add(self, now_s: float, total: Seen) -> Seen:
-        """Takes the counts since the start, and returns those of the window. What it begins with counts for nothing."""
+        """Takes the counts since the start, and returns those of the window. The first call returns zeros."""
         self._known.append((now_s, total))
         while len(self._known) > 1 and self._known[1][0] <= now_s - self._length_s:
             self._known.popleft()

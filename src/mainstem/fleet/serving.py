@@ -68,7 +68,6 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be insta
         process.ROUTERS[self._deployment_id.name] = self
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Takes the replicas there are."""
         super().update_replicas(replicas)
         statistics = {each.replica_id.unique_id: each.routing_stats for each in replicas}
         self._cost_router.follow(statistics)
@@ -76,38 +75,37 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]  # Ray need not be insta
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Returns replicas, the best first."""
-        known = {each.replica_id.unique_id: each for each in candidate_replicas}
-        ask = _asked(pending_request)
+        candidates = {each.replica_id.unique_id: each for each in candidate_replicas}
+        ask = _ask_of(pending_request)
         if ask is None:
             return [candidate_replicas]
-        if ask.to in known:
-            return [[known[ask.to]]]
-        awake = [name for name, each in known.items() if not each.routing_stats.get("draining")] or list(known)
+        if ask.to in candidates:
+            return [[candidates[ask.to]]]
+        active = [name for name, each in candidates.items() if not each.routing_stats.get("draining")]
+        awake = active or list(candidates)
         fresh = [name for name in awake if name not in ask.avoid] or awake
-        return [[known[name]] for name in self._cost_router.order(ask.prompt, fresh)]
+        return [[candidates[name]] for name in self._cost_router.order(ask.prompt, fresh)]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Takes into account where a request went."""
-        ask = _asked(pending_request)
+        ask = _ask_of(pending_request)
         self._cost_router.sent(None if ask is None else ask.prompt, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Takes into account that a request has ended."""
         self._cost_router.ended(replica_id.unique_id)
 
     def index(self) -> dict[str, int]:
-        """Returns what the index holds; see `CostRouter.stats`."""
+        """Returns the counts of the index, and of messages that are no batches."""
         return self._cost_router.stats() | {"unreadable": self._following.bad}
 
     def awake(self) -> list[str]:
         """Returns the names of the replicas that take requests."""
-        known = dict(self.curr_replicas)
-        return [key.unique_id for key, each in known.items() if not each.routing_stats.get("draining")]
+        replicas = dict(self.curr_replicas)  # another thread changes them
+        return [key.unique_id for key, each in replicas.items() if not each.routing_stats.get("draining")]
 
 
-def _asked(pending_request: Any) -> Ask | None:
-    given = () if pending_request is None else pending_request.args
-    return next((each for each in given if isinstance(each, Ask)), None)
+def _ask_of(pending_request: Any) -> Ask | None:
+    arguments = () if pending_request is None else pending_request.args
+    return next((each for each in arguments if isinstance(each, Ask)), None)
 
 
 def _begin(config: FleetConfig) -> None:
@@ -133,7 +131,6 @@ class ServedReplica(Replica):
         return self.seen()
 
     async def __del__(self) -> None:
-        """Ends it, once its requests have ended."""
         await asyncio.to_thread(self.close)
 
 
@@ -171,7 +168,7 @@ def _awake(deployment: str) -> Sequence[str]:
 
 
 def _without_id(head: Head) -> Head:
-    """Returns a head without X-Request-Id, which Serve adds: the client's own, or the one that it gave the request."""
+    """Returns a head without X-Request-Id: Serve adds the client's own, or the id that Serve gave the request."""
     return replace(head, headers=tuple(each for each in head.headers if each[0].lower() != b"x-request-id"))
 
 
@@ -213,11 +210,10 @@ class ServedFront:
         return {"replicas": replicas, "index": index, "running": self._front.running, **done}
 
     async def drain(self, timeout_s: float) -> bool:
-        """See `Front.drain`."""
         return await self._front.drain(timeout_s)
 
     async def renew(self, replica: str) -> bool:
-        """Lets one replica end, and another one take its place. Returns whether there is such a one."""
+        """Drains one replica, which another one replaces. Returns whether there is a replica of this name."""
         if replica not in self._replicas.everyone():
             return False
         async for head in self._replicas.ask(Ask(DRAIN, "/", to=replica)):
@@ -228,8 +224,8 @@ class ServedFront:
 def _statistics(*deployments: str) -> Mapping[str, Mapping[str, Any]]:
     """Returns the routing statistics of the replicas of some deployments, or of all, by their names."""
     routers = [router for name, router in process.ROUTERS.items() if not deployments or name in deployments]
-    known = [(key, each) for router in routers for key, each in dict(router.curr_replicas).items()]
-    return {key.unique_id: each.routing_stats for key, each in known}
+    replicas = [(key, each) for router in routers for key, each in dict(router.curr_replicas).items()]
+    return {key.unique_id: each.routing_stats for key, each in replicas}
 
 
 # ---------------------------------------------------------------- in the process of a command
@@ -255,7 +251,7 @@ def deploy(config: FleetConfig, cores: int, progress: Callable[[str], None]) -> 
     Args:
         config: of the fleet.
         cores: of a machine.
-        progress: called with what it waits for.
+        progress: called with a line about the state of the replicas.
 
     Raises:
         FleetError: it does not start.
@@ -349,7 +345,7 @@ def _cause(messages: Sequence[str]) -> str:
 
 
 def status() -> dict[str, Any]:
-    """Returns what runs.
+    """Returns the deployments, the replicas and the counts of the front.
 
     Raises:
         FleetError: nothing of the fleet is there.
@@ -369,7 +365,7 @@ def status() -> dict[str, Any]:
 
 
 def _running() -> Any:
-    """Returns what Serve says of the fleet.
+    """Returns Serve's status of the fleet.
 
     Raises:
         FleetError: nothing of it is there.

@@ -1,6 +1,6 @@
 """The routes that show and change the cache and the adapters, most of them for the admin.
 
-Knows HTTP. `management` has the bodies, `watch.live` what the live page shows.
+Knows HTTP. `management` has the bodies, `watch.live` the live page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CacheRoutes:
         bodies: reads bodies.
         tenancy: the tenants, if there are any.
         about: describes adapters.
-        shown: what the live page shows.
+        page: the samples of the live page.
         draining: returns whether the server takes no more requests.
     """
 
@@ -58,11 +58,11 @@ class CacheRoutes:
         bodies: BodyReader,
         tenancy: Tenancy | None,
         about: About,
-        shown: live.Live,
+        page: live.Live,
         draining: Callable[[], bool],
     ) -> None:
         self._engine, self._access, self._preparation, self._bodies = engine, access, preparation, bodies
-        self._tenancy, self._about, self._live, self._draining = tenancy, about, shown, draining
+        self._tenancy, self._about, self._live, self._draining = tenancy, about, page, draining
 
     def routes(self) -> list[Route]:
         """Returns them."""
@@ -82,22 +82,22 @@ class CacheRoutes:
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        ask = await self._bodies.parsed(http, lambda body: decode(body, management.LoadAdapter))
+        request = await self._bodies.parsed(http, lambda body: decode(body, management.LoadAdapter))
         with client_names(_LORA):
-            if ask.lora_name in self._preparation.names:
-                raise BadArgument("name", ask.lora_name, "a name other than the model's own")
-            await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
-        return json_response(self._about.model(ask.lora_name))
+            if request.lora_name in self._preparation.names:
+                raise BadArgument("name", request.lora_name, "a name other than the model's own")
+            await anyio.to_thread.run_sync(self._engine.load_adapter, request.lora_name, request.lora_path)
+        return json_response(self._about.model(request.lora_name))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        ask = await self._bodies.parsed(http, lambda body: decode(body, management.UnloadAdapter))
-        if ask.lora_name not in self._engine.adapters:
-            message = f"The adapter {ask.lora_name!r} is not loaded."
+        request = await self._bodies.parsed(http, lambda body: decode(body, management.UnloadAdapter))
+        if request.lora_name not in self._engine.adapters:
+            message = f"The adapter {request.lora_name!r} is not loaded."
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         with client_names(_LORA):
-            await anyio.to_thread.run_sync(self._engine.unload_adapter, ask.lora_name)
-        return json_response(management.Unloaded(ask.lora_name))
+            await anyio.to_thread.run_sync(self._engine.unload_adapter, request.lora_name)
+        return json_response(management.Unloaded(request.lora_name))
 
     async def _flush(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

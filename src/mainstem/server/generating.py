@@ -60,7 +60,7 @@ _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the routes need.
+    """The parts of a server that its routes use.
 
     Args:
         engine: generates.
@@ -69,7 +69,7 @@ class Parts:
         preparation: makes the engine's requests.
         bodies: reads bodies.
         metrics, recorder, tracing: watch.
-        precompute: computes next turns; None: nothing does.
+        precompute: computes next turns; None: off.
         pings: of streams.
         clock: returns seconds, monotonic.
         now: returns seconds since the epoch.
@@ -142,7 +142,7 @@ class Generating:
         return self._read(APIS[route], body, Unheeded(self._tolerant), owner)
 
     def ahead(self, path: str, headers: Headers, body: bytes) -> Callable[[], object]:
-        """Returns what reads pages of a request's first prompt before it is submitted; see `PrefillFirst`.
+        """Returns a function that reads pages of a request's first prompt before it is submitted; see `PrefillFirst`.
 
         Raises:
             ApiError, MainstemError: it cannot be answered.
@@ -199,7 +199,7 @@ class Generating:
         return await anyio.to_thread.run_sync(lambda: json_response(reply.whole(answers, run.usage)))
 
     def _reply(self, api: Api, progress: StreamProgress, made: Prepared, run: Run, owner: Owner) -> Reply:
-        """Returns what writes the answer, compares the request with an earlier one, and keeps the answer."""
+        """Returns the writer of the answer, which also keeps it and compares the request with an earlier one."""
         generation, extras, id = made.generation, made.extras, progress.id
         if generation.comparison is not None and extras.fingerprint is not None:
             finding = generation.comparison.of(id, extras.fingerprint, self._fingerprints, owner)
@@ -312,7 +312,6 @@ class Generating:
         return self._annotated(await self._embeddings.answer(http, unheeded), unheeded)
 
     def _begin_embeddings(self, asked: EmbeddingRequest, prompts: Sequence[Request], tenant: bytes | None) -> Run:
-        """See `embeddings.Begin`."""
         if self._parts.precompute is not None:
             self._parts.precompute.give_way()
         watchers = [self._watchers(asked, asked.prompt_cache_key, each, "completion", tenant) for each in prompts]

@@ -1,4 +1,4 @@
-"""Prompts are computed elsewhere: a request is first sent, without an answer, to an engine with the role prefill.
+"""Prefill handoff: an engine with the role prefill computes the prompt of a request before this server answers it.
 
     client --> this server --the same body, max_tokens 0--> --role prefill
                     ^-------------- pages ------------------------'  --peers
@@ -6,10 +6,10 @@
 A `Prefiller` computes them: a server at an address (`PrefillServer`), or replicas of a fleet
 (`fleet.replica.PrefillReplicas`).
 
-Pages are read while that one computes the next ones: it publishes them chunk by chunk, and this one looks for more of
-them again and again. When it has answered, only the last ones are left to read, and the request goes on here as any
-other. Whatever goes wrong there costs no more than the wait: what was not computed there is computed here. Repeated
-failures open a breaker, so that nobody waits for a server that is gone.
+The other engine publishes pages chunk by chunk, and this server reads them while the next ones are computed. When the
+other engine has answered, only the last pages are left to read, and the request goes on here as any other. A failure
+there costs no more than the wait, since this server computes the pages that it lacks. Repeated failures open a breaker,
+so that no request waits for a server that is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Raises:
 """
 
 Ahead = Callable[[str, Headers, bytes], Callable[[], object]]
-"""Given path, headers and body of a request, returns what begins to read the pages of its prompt that can be read now.
+"""Takes path, headers and body of a request; returns a function that begins to read those pages that are there now.
 
 Raises:
     ApiError, MainstemError: the request cannot be answered.
@@ -69,14 +69,14 @@ class Prefiller(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, for people."""
+        """The name in log lines."""
 
     @property
     def min_bytes(self) -> int:
         """Requests with shorter bodies are not sent there."""
 
     async def prefill(self, scope: Scope, body: bytes) -> int:
-        """Sends a request for its prompt alone, in the scope of the one that it was made of; returns the status.
+        """Sends a request that computes only a prompt, in the scope of the client's request; returns the status.
 
         Raises:
             OSError, http.client.HTTPException: there was no answer in time. Other errors count as the same.
@@ -87,8 +87,8 @@ class PrefillServer:
     """A server with `--role prefill`.
 
     Args:
-        config: where it is.
-        post: how it is asked.
+        config: its address.
+        post: sends requests.
 
     Attributes:
         name: its address.
@@ -101,7 +101,6 @@ class PrefillServer:
         self._limit = anyio.CapacityLimiter(_AT_ONCE)
 
     async def prefill(self, scope: Scope, body: bytes) -> int:
-        """See `Prefiller`."""
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _SENT}
         url = self.name + scope["path"]
         return await anyio.to_thread.run_sync(
@@ -116,16 +115,16 @@ class PrefillStats:
     outcomes: Mapping[str, int]
 
     METRICS: ClassVar = (
-        Metric("mainstem_prefills", "Requests whose prompts were to be computed elsewhere, by what came of it",
+        Metric("mainstem_prefills", "Requests whose prompts were to be computed elsewhere, by outcome",
             {("*",): "outcomes.*"}, ("outcome",)),
     )  # fmt: skip
 
 
 class Prefills(Counter[str]):
-    """Requests whose prompts were to be computed elsewhere, by what came of it.
+    """Counts of requests whose prompts were to be computed elsewhere, by outcome.
 
-    They are `prefilled`, `refused` there, `failed`, `skipped` while it fails repeatedly, or `gone` if the client left
-    meanwhile, as far as the server notices: in a fleet.
+    They are `prefilled`, `refused` there, `failed`, `skipped` after repeated failures, or `gone`: the client left
+    meanwhile, which only the front of a fleet tells the server.
     """
 
     def stats(self) -> PrefillStats:
@@ -134,19 +133,19 @@ class Prefills(Counter[str]):
 
 
 class PrefillFirst:
-    """Has the prompts of requests computed elsewhere before the application answers them.
+    """Middleware that has prompts computed elsewhere before the application answers.
 
     Args:
         app: the application.
-        prefiller: computes their prompts.
+        prefiller: computes the prompts.
         most_bytes: the longest body that the application takes.
         clock: monotonic time in seconds.
-        ahead: reads pages before the request is answered; None: nothing does.
+        ahead: reads pages before the request is answered; None: no pages are read.
         draining: whether the application refuses generations.
-        counts: where requests are counted.
+        counts: of requests.
 
     Attributes:
-        counts: as given.
+        counts: of requests.
         looks: how often more of their pages were looked for meanwhile: `done`, `failed`.
     """
 
@@ -196,18 +195,18 @@ class PrefillFirst:
             async with anyio.create_task_group() as group:
                 if self._ahead is not None:
                     group.start_soon(self._read_ahead, self._ahead, scope, body)
-                outcome, why = await self._asked(scope, alone)
+                outcome, why = await self._ask(scope, alone)
                 group.cancel_scope.cancel()
         finally:
             self._note(outcome, why, self._clock() - began_s)
 
-    async def _asked(self, scope: Scope, body: bytes) -> tuple[str, str]:
-        """Returns what came of it, and what to say of that."""
+    async def _ask(self, scope: Scope, body: bytes) -> tuple[str, str]:
+        """Returns the outcome and its reason."""
         try:
             status = await self._prefiller.prefill(scope, body)
         except (OSError, http.client.HTTPException) as error:
             return "failed", f"{type(error).__name__}: {error}"
-        except Exception as error:  # whatever it is, the prompt can be computed here
+        except Exception as error:  # the prompt can be computed here all the same
             if not self.counts["failed"]:
                 log.exception("%s: an error that is not expected", self._prefiller.name)
             return "failed", type(error).__name__
@@ -222,7 +221,7 @@ class PrefillFirst:
                 await anyio.to_thread.run_sync(look)
                 self.looks["done"] += 1
         except (ApiError, MainstemError) as error:
-            log.debug("%s: nothing is read ahead: %s", scope["path"], error)  # what is wrong is said with the answer
+            log.debug("%s: nothing is read ahead: %s", scope["path"], error)  # the answer will have the error
         except Exception:
             if not self.looks["failed"]:
                 log.exception("%s: nothing is read ahead; further failures are only counted", scope["path"])
@@ -238,7 +237,7 @@ class PrefillFirst:
                 self._breaker.succeed()
         if outcome in ("failed", "refused") and not self.counts[outcome]:
             log.warning(
-                "%s: %s; such prompts are computed here, and only counted from now on", self._prefiller.name, why
+                "%s: %s; such prompts are computed here; further ones are only counted", self._prefiller.name, why
             )
         self.counts[outcome] += 1
 

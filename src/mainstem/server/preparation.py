@@ -1,6 +1,6 @@
-"""Makes the engine's requests of what clients ask: prompts, parameters, and what the reply needs.
+"""Makes the engine's requests of clients' requests: prompts, parameters, and the extras of replies.
 
-Knows the engine. Does not know HTTP. All calls may be slow: besides what `prompting` does, they compile grammars.
+Knows the engine. Does not know HTTP. All calls may be slow: they compile grammars, besides all that `prompting` does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SCHEMAS = 256  # of tools, of which it is known what can be held
+_SCHEMAS = 256  # of tools, whose enforceable parts are cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Prepared:
     """A request that can run.
 
     Args:
-        generation: what is asked.
+        generation: the client's request.
         requests: for the engine; the choices of a prompt are adjacent.
         extras: what the reply shows besides answers.
         turn: of a conversation.
-        parser: makes what finds the pieces of an answer; given the id of the response, calls get ids that follow from
-            it, else random ones.
+        parser: makes the parser of an answer. With an id of the response as its argument, the ids of calls follow from
+            that id, else they are random.
     """
 
     generation: Generation
@@ -74,10 +74,10 @@ class Preparation(Prompting):
         self._holdable = lru_cache(_SCHEMAS)(self._hold)
 
     def prepare(self, generation: Generation, tenant: bytes | None) -> Prepared:
-        """Makes the requests of what a client asks.
+        """Makes the engine's requests of a client's request.
 
         Args:
-            generation: what it asks.
+            generation: the client's request.
             tenant: whose KV it may share; None: everyone's.
 
         Raises:
@@ -121,8 +121,8 @@ class Preparation(Prompting):
             if isinstance(conversation, Conversation):
                 params = self._spoken(params, conversation.tooling, ending)
                 content = self._content(params, conversation.tooling, ending)
-            given = (params, namespace, asked.priority or 0, prompt.images, prompt.positions)
-            return Request(prompt.tokens, *given, marks=marks, hints=hints, content=content)
+            parts = (params, namespace, asked.priority or 0, prompt.images, prompt.positions)
+            return Request(prompt.tokens, *parts, marks=marks, hints=hints, content=content)
 
         if asked.seed is not None:
             return [request(choice) for choice in range(generation.choices)]
@@ -131,7 +131,7 @@ class Preparation(Prompting):
         return [first, *[other] * (generation.choices - 1)]
 
     def _hints(self, generation: Generation, prompt: PreparedPrompt) -> Hints:
-        """Returns what is known of how the KV of a prompt will be used again, with the prefixes that are marked."""
+        """Returns the hints about later uses of a prompt's KV, with the prefixes that the client has marked."""
         longest_s, places = self._engine.config.max_retain_s, iter(prompt.partings)
         ends = [(mark, next(places) if mark.inside else len(prompt.tokens)) for mark in generation.marks]
         hints = generation.hints.checked(longest_s, generation.session)
@@ -148,13 +148,13 @@ class Preparation(Prompting):
         return self.dialect.shown(replace(params, grammar=grammar), tooling)
 
     def _held(self, tool: Tool) -> Tool:
-        """Returns a tool with what a grammar can hold of its schema; one that is strict, or custom, as it is."""
+        """Returns a tool with the enforceable part of its schema; strict and custom tools as they are."""
         if tool.strict or tool.custom:
             return tool
         return replace(tool, parameters=self._holdable(tool.name, json.dumps(tool.parameters))[0])
 
     def _hold(self, name: str, schema: str) -> tuple[Mapping[str, Any], bool]:
-        """Returns what a grammar can hold of the schema of a tool, and whether that is all; logs what it cannot."""
+        """Returns the part of a tool's schema that a grammar can enforce, and whether that is all; logs the rest."""
 
         def problem(parameters: Mapping[str, Any]) -> str:
             return self._engine.grammars.problem(Grammar("json_schema", schema_of(Tool(name, None, parameters))))
@@ -170,7 +170,7 @@ class Preparation(Prompting):
         return held, not left_out
 
     def _content(self, params: SamplingParams, tooling: Tooling, ending: str) -> Callable[[], Content] | None:
-        """Returns what finds stop texts where they count in a part of an answer only."""
+        """Returns a maker of readers that find stop texts, where these count in a part of an answer only."""
         made = partial(self.dialect.reading, tooling, ending, params)
         return None if not params.stop or isinstance(made(), PlainText) else made  # type: ignore[return-value]
 
@@ -186,7 +186,7 @@ class Preparation(Prompting):
         """Compiles the grammar of an answer with calls; errors name the tool whose schema is the cause, if one is.
 
         Args:
-            grammar: what to compile.
+            grammar: of the whole answer.
             held: the tools whose schemas are in it.
         """
         try:
@@ -198,7 +198,7 @@ class Preparation(Prompting):
                     self._engine.grammars.compile(schema, tool.at)
             raise
 
-    # ---- what replies need
+    # ---- for replies
 
     def _parser(self, generation: Generation, request: Request, name: str | None = None) -> OutputParser:
         """Returns the parser of one answer; see `Prepared`."""
@@ -210,7 +210,7 @@ class Preparation(Prompting):
         return Checked(parser, checks) if checks else parser
 
     def _check_of(self, tool: Tool, tooling: Tooling) -> Check | None:
-        """Returns what checks calls of a tool that should be held, and are held to a part only; None: all is held."""
+        """Returns the check of calls whose tool the grammar enforces in part only; None: it enforces all."""
         if tool.form is not None and not self.dialect.holds(tool):
             return partial(self._fits, Grammar(tool.form.syntax, tool.form.definition))
         if tooling.choice != "required" or tool.strict or tool.custom:
@@ -222,7 +222,7 @@ class Preparation(Prompting):
         return self._engine.grammars.compile(grammar).takes(tokens)
 
     def _extras(self, generation: Generation, prompts: Sequence[PreparedPrompt]) -> Extras:
-        """Returns what the reply shows besides the texts of its answers."""
+        """Returns what a reply shows besides texts."""
         echoes: list[Echo] = []
         if isinstance(generation.prompt, Texts) and generation.prompt.echo:
             echoes = [self._echo(generation, *pair) for pair in zip(generation.prompt.prompts, prompts, strict=True)]

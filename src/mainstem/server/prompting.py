@@ -1,4 +1,4 @@
-"""Makes prompts of what clients ask: as text rendered by the model's template, and as tokens.
+"""Makes the prompts of clients' requests: rendered by the model's template, and tokenised.
 
 Knows the model's tokenizer, its names, and how it speaks; no engine, so that the front of a fleet reads a request as
 its replicas do. All calls may be slow: they render templates, tokenise and load images.
@@ -41,7 +41,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Reader:
-    """A model that takes text only, as far as its prompts need it: an engine's attributes, without one."""
+    """The attributes of an engine that prompts need, for a model that takes text only."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class Prompting:
     Attributes:
         names: of the model; the first one is shown.
         prompts: of the model.
-        answers: which are found again.
+        answers: whose tokens are found again.
         dialect: how the model writes thoughts and calls.
 
     Raises:
@@ -71,9 +71,9 @@ class Prompting:
     def __init__(self, speaker: Engine | Reader, config: ServerConfig) -> None:
         self._speaker = speaker
         self.names = config.served_model_name or (speaker.name,)
-        taken = next((name for name in self.names if name in speaker.adapters), None)
-        if taken is not None:
-            raise BadArgument("served_model_name", taken, "a name that no adapter has")
+        double = next((name for name in self.names if name in speaker.adapters), None)
+        if double is not None:
+            raise BadArgument("served_model_name", double, "a name that no adapter has")
         escapes = None if speaker.vision is None else speaker.vision.escapes
         self.prompts = Prompts(speaker.tokenizer, speaker.max_context, marks=speaker.has_states, escapes=escapes)
         self._unlimited = self.prompts.unlimited()
@@ -81,10 +81,10 @@ class Prompting:
         self.dialect = speaking(self.prompts, speaker.tokenizer, config)
         self._pictures, self._max_images = Pictures(config.images), config.images.max_images
 
-    # ---- what is asked for
+    # ---- prompts
 
     def turn(self, namespace: Namespace | None) -> Turn:
-        """Returns what makes the prompt of a request, with the tokens of earlier answers, and remembers the next."""
+        """Returns a `Turn`, which makes prompts with the tokens of earlier answers, and remembers the next answer."""
         return Turn(self.answers, self.prompts, namespace)
 
     def made(self, generation: Generation, turn: Turn) -> list[PreparedPrompt]:
@@ -159,13 +159,13 @@ class Prompting:
         return None if model in self.names else model
 
     def namespace(self, model: str | None, salt: str | None, tenant: bytes | None) -> Namespace | None:
-        """Returns the namespace of requests to a model or an adapter; None: the one without a name."""
+        """Returns the namespace of requests to a model or an adapter; None: the unnamed one."""
         adapter = self.adapter(model)
         if adapter is None and salt is None and tenant is None:
             return None
         return Namespace(adapter, salt, tenant=None if tenant is None else tenant.hex())
 
-    # ---- how it is made
+    # ---- parts
 
     def _read(
         self, generation: Generation, maker: Turn | Prompts, marks: Sequence[Mark] = ()
@@ -178,7 +178,7 @@ class Prompting:
         return [PreparedPrompt(_tokens(asked, prompt, plain)) for prompt in asked.prompts]
 
     def _plain(self, maker: Turn | Prompts) -> Prompts:
-        """Returns what makes prompts of the same lengths without answers."""
+        """Returns the `Prompts` without answers that has the same limits."""
         return self.prompts if isinstance(maker, Turn) else maker
 
     def _conversation(

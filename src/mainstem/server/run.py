@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """How a stream shows that it is alive, so that no client or proxy gives up while a long prompt is computed.
+    """Keeps streams alive, so that no client or proxy gives up while a long prompt is computed.
 
     Args:
-        interval_s: after so long without anything that was sent; 0: never.
+        interval_s: from the last event until a ping; 0: there are none.
         clock: returns seconds, monotonic.
         sleep: waits for a number of seconds.
     """
@@ -45,11 +45,11 @@ class Pings:
 
 
 _LAST_EVENT_S = 10.0
-"""How long the last event of a choice is waited for whose client has left: about the longest step."""
+"""The time to wait for the last event of a choice whose client has left: about the longest step."""
 
 
 class Watcher(Protocol):
-    """Follows one generation, in addition to the client."""
+    """Sees the events of one generation."""
 
     def see(self, delta: Delta) -> None:
         """Takes one event into account."""
@@ -134,7 +134,7 @@ class Run:
         """Passes every event to `handle`, the choices in parallel.
 
         Returns:
-            Whether all choices ended. If not, the client disconnected or `failure` says what happened.
+            Whether all choices ended. If not, the client has gone, or `failure` has the error.
         """
         complete = False
         async with anyio.create_task_group() as watched:
@@ -171,7 +171,7 @@ class Run:
                 watcher.close()
 
     async def _see_the_end(self, index: int) -> None:
-        """Shows watchers the last event of a choice that its client has left: what it found and missed counts, too."""
+        """Shows watchers the last event of a choice whose client has left: its hits and misses count, too."""
         stream, answer = self._streams[index], self.answers[index]
         if answer and answer[-1].finish_reason is not None:
             return
@@ -190,12 +190,12 @@ def scored(answers: Sequence[Sequence[Delta]], of: int) -> list[Sequence[Delta]]
         answers: the events of each; those to a prompt are adjacent.
         of: number of answers to each prompt.
     """
-    found: list[Sequence[Delta]] = []
+    shown: list[Sequence[Delta]] = []
     for i in range(0, len(answers), of):
         first, *others = answers[i : i + of]
         scores = [Delta("", prompt_logprobs=delta.prompt_logprobs) for delta in first if delta.prompt_logprobs]
-        found += [first, *([*scores, *other] for other in others)]
-    return found
+        shown += [first, *([*scores, *other] for other in others)]
+    return shown
 
 
 def best(answers: Sequence[Sequence[Delta]], of: int, kept: int) -> list[Sequence[Delta]]:
@@ -204,7 +204,7 @@ def best(answers: Sequence[Sequence[Delta]], of: int, kept: int) -> list[Sequenc
     Args:
         answers: the events of each; those to a prompt are adjacent, and log-probabilities are in them.
         of: number of answers to each prompt.
-        kept: how many of these are returned.
+        kept: number of them that are returned.
     """
     groups = [answers[i : i + of] for i in range(0, len(answers), of)]
     return [answer for group in groups for answer in sorted(group, key=_mean_logprob, reverse=True)[:kept]]
@@ -232,7 +232,7 @@ class EventStream(Response):
     Args:
         run: the choices.
         reply: writes them.
-        pings: are sent while there is nothing to say.
+        pings: are sent while there are no events.
     """
 
     media_type = "text/event-stream"
@@ -285,7 +285,7 @@ class EventStream(Response):
             await send(self.failing(self._run.failure))
 
     async def _ping(self, send: Send) -> None:
-        """Sends what clients skip, each time that nothing was sent for an interval; until it is cancelled."""
+        """Sends a ping, which clients skip, whenever nothing was sent for an interval; until it is cancelled."""
         with contextlib.suppress(OSError):  # the client has gone, which others notice
             while True:
                 left_s = self._sent_s + self._pings.interval_s - self._pings.clock()

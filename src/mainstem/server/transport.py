@@ -1,4 +1,4 @@
-"""What comes from a client and goes to it over HTTP, in the server and in the front of a fleet."""
+"""Bodies of requests and responses, for the server and the front of a fleet."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from mainstem.settings.fleet import Autoscaling
 
 
 class ReplicaPolicy:
-    """Returns how many replicas there should be; see `scaling.wanted`.
+    """Calls `scaling.wanted` with the counts that Serve has gathered.
 
     Args:
         settings: the fields of `Autoscaling`.

@@ -1,4 +1,4 @@
-"""What a process with a router holds once: its routers, and the secret of the fleet's events.
+"""Global state of a process with a router: its routers, and the secret of the fleet's events.
 
 Ray Serve makes a router for each handle, shows it to nobody, and gives it no argument of ours that is secret. Serve
 copies the module of a router's class by value, and what that module imports by reference; so both stand here.

@@ -1,8 +1,8 @@
-"""What a request is routed by: the tokens of its prompt, its namespace, its session.
+"""Reads of a request what the router needs: the tokens of its prompt, its namespace, its session.
 
-The front reads a body as the server does, with the same code, but has the tokenizer alone. What it cannot read (images,
-a conversation that only a replica remembers) is routed by the bytes of the body, and what is wrong with a request the
-replica says.
+The front reads a body with the server's code, but has only the tokenizer. It routes a request that it cannot read, such
+as one with images or one that continues a conversation kept by a replica, by the bytes of the body. The replica reports
+what is wrong with a request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class _Routed(msgspec.Struct):
-    """The fields of any body that say where it should go."""
+    """The fields of any body that the router uses."""
 
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
@@ -44,7 +44,7 @@ class _Routed(msgspec.Struct):
 
 
 class Reading:
-    """Reads what requests are routed by. Any thread may call it.
+    """Reads prompts for the router. Any thread may call it.
 
     Args:
         config: of the fleet.
@@ -74,7 +74,7 @@ class Reading:
             self._prompting = Prompting(Reader(name, tokenizer, max_context, adapters), config.server)
 
     def read(self, path: str, headers: Headers, body: bytes) -> Prompt | None:
-        """Returns what a request is routed by; None: any replica can say what is wrong with it.
+        """Returns the prompt of a request; None: the request is wrong, which any replica can report.
 
         Args:
             path: of an API that generates.

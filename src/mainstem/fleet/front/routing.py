@@ -4,9 +4,9 @@
     a prompt --------------order-> seconds for each replica: queue + load + compute the rest -> the best first
     routing statistics -----follow-> page size, the replica's own estimates of its costs, what it has queued
 
-What a replica was sent counts as soon to be there, until its events say what is, or for `expect_s`. So a replica
-without events is known by what it was sent. Time is passed in; the same calls give the same choices. Knows neither Ray
-nor sockets: `following` brings the events.
+A prompt that was sent to a replica counts as cached there soon: until the replica's events say what it has, or for
+`expect_s`. So the prompts that it was sent stand for a replica without events. Time is passed in; the same calls give
+the same choices. Knows neither Ray nor sockets: `following` brings the events.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a replica takes for its work, by its own estimate; None: it does not know yet, or does no such work.
+    """Times that a replica takes, by its own estimate; None: it does not know yet, or does no such work.
 
     Args:
         prefill: seconds to compute a token, and for each position that it attends to.
@@ -64,7 +64,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is expected of a replica.
+    """The router's estimate for a request at one replica.
 
     Args:
         replica: its name.
@@ -91,7 +91,7 @@ class _Replica:
     number: int = 0
     costs: Costs = Costs()
     reads_peers: bool = False
-    said: Mapping[str, Any] | None = None  # when it was last followed
+    statistics: Mapping[str, Any] | None = None  # of the last call of `follow`
 
 
 class CostRouter:
@@ -147,7 +147,7 @@ class CostRouter:
         replicas with the same name share a store) and `peers` (whether the replica reads from the others).
         """
         with self._lock:
-            sizes = {name: said.get("page_size") for name, said in replicas.items()}
+            sizes = {name: statistics.get("page_size") for name, statistics in replicas.items()}
             known = [size for _, size in sorted(sizes.items()) if isinstance(size, int) and 0 < size <= _MOST_TOKENS]
             if known and not self._reported:
                 self._begin(known[0], True)
@@ -201,14 +201,14 @@ class CostRouter:
             numbers = self._numbers(replicas)
             space, tokens, stay = self._read(prompt)
             ranked = self._core.rank(space, tokens, numbers, stay, self._clock())
-            found = list(map(self._by_number.__getitem__, ranked.tolist()))
-        if prompt is not None and prompt.replica in found:  # it alone has what the request continues
-            found.remove(prompt.replica)
-            found.insert(0, prompt.replica)
-        return found
+            names = list(map(self._by_number.__getitem__, ranked.tolist()))
+        if prompt is not None and prompt.replica in names:  # it alone has what the request continues
+            names.remove(prompt.replica)
+            names.insert(0, prompt.replica)
+        return names
 
     def estimates(self, prompt: Prompt | None, replicas: Sequence[str]) -> list[Estimate]:
-        """Returns what `order` orders by, the best first."""
+        """Returns the estimates by which `order` ranks the replicas, the best first."""
         with self._lock:
             numbers = self._numbers(replicas)
             space, tokens, stay = self._read(prompt)
@@ -220,10 +220,10 @@ class CostRouter:
         there; there or on its host; there or in storage."""
         with self._lock:
             self._core.expire(self._clock())
-            found = self._core.match(self._space(prompt.namespace), prompt.tokens)
+            pages = self._core.match(self._space(prompt.namespace), prompt.tokens)
             size = self._page_size
             return {
-                name: (found[0][number] * size, found[1][number] * size, found[2][number] * size)
+                name: (pages[0][number] * size, pages[1][number] * size, pages[2][number] * size)
                 for number, name in self._by_number.items()
             }
 
@@ -281,27 +281,25 @@ class CostRouter:
         self._refused = names
 
     def _replica(self, name: str) -> _Replica:
-        found = self._replicas.get(name)
-        if found is None:
-            found = _Replica()
-            self._add(name, found)
-            self._replicas[name] = found
+        if name not in self._replicas:
+            self._add(name, replica := _Replica())
+            self._replicas[name] = replica
             self._set_times()
-        return found
+        return self._replicas[name]
 
-    def _update(self, replica: _Replica, said: Mapping[str, Any]) -> None:
+    def _update(self, replica: _Replica, statistics: Mapping[str, Any]) -> None:
         """Takes the statistics of a replica."""
-        replica.costs, replica.reads_peers = _costs(said.get("costs")), said.get("peers") is True
-        store = said.get("store")
+        replica.costs, replica.reads_peers = _costs(statistics.get("costs")), statistics.get("peers") is True
+        store = statistics.get("store")
         if isinstance(store, str):
             self._core.share_store(replica.number, self._stores.setdefault(store, len(self._stores) + 1))
 
-    def _note_queue(self, replica: _Replica, said: Mapping[str, Any]) -> None:
+    def _note_queue(self, replica: _Replica, statistics: Mapping[str, Any]) -> None:
         """Takes a new queue length once: old statistics come again whenever those of another replica change."""
-        queued = said.get("queued")
-        if said != replica.said and isinstance(queued, int) and queued > 0:
+        queued = statistics.get("queued")
+        if statistics != replica.statistics and isinstance(queued, int) and queued > 0:
             self._core.set_queue(replica.number, queued, self._clock())
-        replica.said = said
+        replica.statistics = statistics
 
     def _set_times(self) -> None:
         """Gives each replica its own estimates; those that it lacks are the mean of the others', or the defaults."""
@@ -344,20 +342,20 @@ def _space(adapter: str | None, salt: str | None) -> bytes:
     return len(texts[0]).to_bytes(8, "little") + b"".join(texts)
 
 
-def _texts(*given: object) -> bool:
+def _texts(*values: object) -> bool:
     """Whether each is a text or None; events come from another process."""
-    return all(each is None or isinstance(each, str) for each in given)
+    return all(each is None or isinstance(each, str) for each in values)
 
 
-def _costs(said: object) -> Costs:
+def _costs(reported: object) -> Costs:
     """Reads the costs that a replica reports; those that make no sense count as unknown."""
-    if not isinstance(said, Mapping):
+    if not isinstance(reported, Mapping):
         return Costs()
-    return Costs(**{each.name: line for each in fields(Costs) if (line := _line(said.get(each.name))) is not None})
+    return Costs(**{each.name: line for each in fields(Costs) if (line := _line(reported.get(each.name))) is not None})
 
 
-def _line(said: object) -> Line | None:
-    match said:
+def _line(reported: object) -> Line | None:
+    match reported:
         case (int() | float() as first, int() | float() as each) if first >= 0 and each >= 0:
             return (float(first), float(each)) if math.isfinite(first + each) else None
     return None

@@ -1,1 +1,1 @@
-"""Who may use a server: API keys, origins, tenants."""
+"""Access to a server: API keys, origins, tenants."""

@@ -1,6 +1,6 @@
-"""API keys: which client sends a request, and what it may do.
+"""API keys: the client that sends a request, and its rights.
 
-Keys are compared and named by digests. It does not know routes or engines.
+Keys are compared and named by digests. Knows no routes and no engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mainstem.server.errors import ApiError
 
 
 def tenant_secret(storage_secret: bytes | None) -> Callable[[int], bytes]:
-    """Returns what makes the secret of an `Access`: the same for all servers of a store with a secret, else random."""
+    """Returns a maker of the secret of an `Access`: the same for all servers of a store with a secret, else random."""
     if storage_secret is None:
         return secrets.token_bytes
     return lambda size: hashlib.blake2b(storage_secret, digest_size=size, person=b"mainstem tenant").digest()
@@ -29,7 +29,7 @@ class Access:
 
     Args:
         api_keys: the clients' keys; empty: no key is required.
-        admin_key: the key for what concerns all clients. None: the only API key, or none if none is required.
+        admin_key: the key for routes that concern all clients. None: the only API key, or none if none is required.
         secret: keys the digests.
         separates: whether clients are tenants that share no prefix, even if there is one key.
 
@@ -63,7 +63,7 @@ class Access:
         return None if tenant is None else self._keys[tenant]
 
     def require_admin(self, headers: Headers, *, browser: bool = False) -> None:
-        """Requires the admin key, or the only API key if there is no admin key, for what concerns all clients.
+        """Requires the admin key, or the only API key if there is no admin key.
 
         Args:
             headers: of the request.
@@ -87,7 +87,7 @@ class Access:
             raise ApiError(403, message, type="permission_error", code="admin_key_needed")
 
     def is_admin(self, headers: Headers) -> bool:
-        """Whether a client may know what concerns all clients; see `require_admin`."""
+        """Whether a client has the rights that `require_admin` requires."""
         try:
             self.require_admin(headers)
         except ApiError:
@@ -97,7 +97,7 @@ class Access:
     def asker(self, headers: Headers) -> tuple[bytes | None, bool]:
         """Returns the tenant whose prefixes are asked about, and whether the client is the admin.
 
-        Where clients are tenants, the admin sends two keys: its own as the bearer, and theirs as `x-api-key`.
+        If clients are tenants, the admin sends two keys: its own as the bearer, and a client's as `x-api-key`.
 
         Raises:
             ApiError: 401; a key is missing or unknown. 400; the admin's request names no tenant.
@@ -174,7 +174,7 @@ def _as_bearer(headers: Headers) -> Headers:
 
 @contextmanager
 def _asking_a_person() -> Iterator[None]:
-    """Makes a browser ask for the key."""
+    """Makes a browser ask its user for the key."""
     try:
         yield
     except ApiError as error:

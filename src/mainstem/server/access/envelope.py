@@ -1,4 +1,4 @@
-"""Around every request: its id, and errors in the words of the API that it speaks."""
+"""Middleware around every request: its id, and errors in the form of its API."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Envelope:
 
 def _request_id(scope: Scope) -> str:
     """Returns the client's own id if it is safe in a header and a log line, else a new one."""
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+    id = Headers(scope=scope).get("x-request-id", "")
+    return id if _SAFE_ID.fullmatch(id) else uuid.uuid4().hex
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:
@@ -100,11 +100,11 @@ def _allowed(path: str, routes: Sequence[BaseRoute]) -> list[str]:
 
 
 def _meant(path: str, routes: Sequence[BaseRoute]) -> str | None:
-    """Returns the path that a client may have meant, which often knows another base URL; None: it is like no other."""
+    """Returns the path that a client may have meant, often under another base URL; None: no path is similar."""
     bare = _PREFIXES.sub("", path.rstrip("/"))
-    for found in (f"/v1{bare}", bare):
-        if any(isinstance(route, Route) and route.path_regex.match(found) for route in routes):
-            return found
+    for candidate in (f"/v1{bare}", bare):
+        if any(isinstance(route, Route) and route.path_regex.match(candidate) for route in routes):
+            return candidate
     known = [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]
     return next(iter(difflib.get_close_matches(path, known, 1, _ALIKE)), None)
 
@@ -120,4 +120,4 @@ HANDLERS: dict[type[Exception], ExceptionHandler] = {
     MainstemError: _on_error,
     HTTPException: _on_http_error,
 }
-"""How an application answers what its routes raise."""
+"""The answers of an application to the exceptions of its routes."""

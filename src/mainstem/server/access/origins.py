@@ -1,7 +1,7 @@
-"""Which web pages may use a server: its own, and those that its settings name.
+"""The web pages that may use a server: its own, and those that its settings name.
 
-A browser sends what any page asks it to, from within the user's network. Headers that no page can choose tell what it
-sends from what other clients do:
+A browser sends requests for any page, from within the user's network. Headers that no page can choose tell these from
+requests of other clients:
 
     Host                     the name under which a page asks. A page that has led its own name to this machine (DNS
                              rebinding) asks under that name, and counts as the server's own in all other respects
@@ -39,7 +39,7 @@ Host = str | IPv4Address | IPv6Address
 
 
 class Authority(NamedTuple):
-    """What stands in `Host`, and in an origin after the scheme. Port: None without one."""
+    """The value of `Host`, and of an origin after the scheme. Port: None if there is none."""
 
     host: Host
     port: int | None
@@ -51,13 +51,13 @@ class Authority(NamedTuple):
 
 def read_authority(text: str) -> Authority | None:
     """Reads `HOST` or `HOST:PORT`, with an IPv6 address in brackets; None: it is neither."""
-    found = _AUTHORITY.fullmatch(text)
-    if found is None or int(found[3] or 0) > 0xFFFF:
+    match = _AUTHORITY.fullmatch(text)
+    if match is None or int(match[3] or 0) > 0xFFFF:
         return None
-    host = read_host(found[1] or found[2])
-    if not host or (found[1] and isinstance(host, str)):
+    host = read_host(match[1] or match[2])
+    if not host or (match[1] and isinstance(host, str)):
         return None
-    return Authority(host, int(found[3]) if found[3] else None)
+    return Authority(host, int(match[3]) if match[3] else None)
 
 
 def read_host(text: str) -> Host:
@@ -70,7 +70,7 @@ def read_host(text: str) -> Host:
 
 
 class Reach:
-    """From where a server may be asked.
+    """The hosts and origins from which a server may be used.
 
     Args:
         bound: the address or name that it listens on. An address that stands for all of the machine's lets any address
@@ -98,20 +98,20 @@ class Reach:
             ApiError: 400, 403 or 415; it may come from a page that may not use the server.
         """
         headers = Headers(scope=scope)
-        given = headers.getlist("host")
-        asked = read_authority(given[0]) if len(given) == 1 else None
+        hosts = headers.getlist("host")
+        named = read_authority(hosts[0]) if len(hosts) == 1 else None
         if not self._any_host:
-            self._check_host(given, asked, scope.get("server"))
-        self._check_page(headers, asked, scope.get("method", "GET"))
+            self._check_host(hosts, named, scope.get("server"))
+        self._check_page(headers, named, scope.get("method", "GET"))
         _check_type(headers)
 
-    def _check_host(self, given: Sequence[str], asked: Authority | None, server: tuple[str, int | None] | None) -> None:
-        if asked is None:
-            shown = ", ".join(given)[:_MOST_SHOWN]
+    def _check_host(self, hosts: Sequence[str], named: Authority | None, server: tuple[str, int | None] | None) -> None:
+        if named is None:
+            shown = ", ".join(hosts)[:_MOST_SHOWN]
             raise ApiError(
                 400, f"Host: must name the server once, as HOST or HOST:PORT, not {shown!r}", code="bad_host"
             )
-        host = asked.host
+        host = named.host
         if host in self._hosts or (isinstance(host, str) and host.endswith(self._below)):
             return
         if not isinstance(host, str) and (self._any_address or host.is_loopback or _is_at(server, host)):
@@ -123,10 +123,10 @@ class Reach:
         )
         raise ApiError(403, message, type="permission_error", code="host_not_allowed")
 
-    def _check_page(self, headers: Headers, asked: Authority | None, method: str) -> None:
+    def _check_page(self, headers: Headers, named: Authority | None, method: str) -> None:
         origins = headers.getlist("origin")
         for origin in origins:
-            if not (self._allows(origin) or _is_same(origin, asked)):
+            if not (self._allows(origin) or _is_same(origin, named)):
                 shown = origin[:_MOST_SHOWN]
                 raise _foreign(f"of the origin {shown!r}", "'*'" if shown == "null" else shown)
         ours = all(site in _OURS for site in headers.getlist("sec-fetch-site"))
@@ -145,14 +145,14 @@ def _is_at(server: tuple[str, int | None] | None, host: Host) -> bool:
     return server is not None and read_host(server[0]) == host
 
 
-def _is_same(origin: str, asked: Authority | None) -> bool:
-    """Whether an origin is that of the server, under the name by which it was asked."""
-    found = _ORIGIN.fullmatch(origin)
-    if found is None or asked is None:
+def _is_same(origin: str, named: Authority | None) -> bool:
+    """Whether an origin is that of the server, under the name in `Host`."""
+    match = _ORIGIN.fullmatch(origin)
+    if match is None or named is None:
         return False
     # The scheme of the request does not count: a proxy may have ended TLS.
-    scheme, page = found[1].lower(), read_authority(found[2])
-    return page is not None and page.at(scheme) == asked.at(scheme)
+    scheme, page = match[1].lower(), read_authority(match[2])
+    return page is not None and page.at(scheme) == named.at(scheme)
 
 
 def _foreign(which: str, allowed: str) -> ApiError:
@@ -161,18 +161,18 @@ def _foreign(which: str, allowed: str) -> ApiError:
 
 
 def _check_type(headers: Headers) -> None:
-    """Checks that a body, if there is one, is called JSON."""
+    """Checks that the type of a body, if there is one, is JSON."""
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
-    given = headers.getlist("content-type")
-    if not given or not all(map(_JSON.fullmatch, given)):
-        but = f"not {', '.join(given)[:_MOST_SHOWN]!r}" if given else "which is missing"
+    types = headers.getlist("content-type")
+    if not types or not all(map(_JSON.fullmatch, types)):
+        but = f"not {', '.join(types)[:_MOST_SHOWN]!r}" if types else "which is missing"
         message = f"The body must be JSON: send the header 'Content-Type: application/json', {but}."
         raise ApiError(415, message, code="unsupported_media_type")
 
 
 def reach_of(config: ServerConfig, bound: str) -> Reach:
-    """Returns from where a server with these settings may be asked that listens on `bound`.
+    """Returns the reach of a server with these settings that listens on `bound`.
 
     Raises:
         BadArgument: the file of tenants cannot be read.
@@ -182,11 +182,11 @@ def reach_of(config: ServerConfig, bound: str) -> Reach:
 
 
 class Guard:
-    """The ASGI middleware that answers what `Reach` refuses.
+    """The ASGI middleware that answers requests which `Reach` refuses.
 
     Args:
         app: the application.
-        reach: from where it may be asked.
+        reach: allows requests.
     """
 
     def __init__(self, app: ASGIApp, reach: Reach) -> None:

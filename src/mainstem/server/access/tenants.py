@@ -1,4 +1,4 @@
-"""Tenants of a server: their quotas from the file of `--tenants`, and what each has now."""
+"""Tenants of a server: their quotas from the file of `--tenants`, and their use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Usage(Struct):
 
 
 def show_owner(owner: bytes) -> str:
-    """Returns what an owner is known by; a key by the beginning of its digest."""
+    """Returns the name of an owner; of a key, the beginning of its digest."""
     text = owner[9:].decode("utf-8", "replace")
     return f"key {text[:12]}" if owner[:1] == b"t" else f"salt {text}" if owner else DEFAULT
 
@@ -76,7 +76,7 @@ class Tenancy:
         engine.set_quotas(self._quotas)
 
     def usage(self) -> Usage:
-        """Returns what each tenant has now; those with a table first, in its order."""
+        """Returns the use of each tenant; those with a table first, in its order."""
         by_owner = self._engine.usage()
         order = [owner_of(namespace.encode()) for namespace in self._namespaces.values()]
         order += sorted(by_owner.keys() - {*order})
@@ -97,10 +97,8 @@ class Tenancy:
         return TenantUsage(self.name(owner), tiers[0], host, 0 if used is None else used.retained)
 
     def name(self, owner: bytes) -> str:
-        """Returns the name of a table, or what its owner is known by; a key by the beginning of its digest."""
-        if owner in self._names:
-            return self._names[owner]
-        return show_owner(owner)
+        """Returns the name of an owner's table, else as `show_owner`."""
+        return self._names.get(owner) or show_owner(owner)
 
     def _of_key(self, key: str) -> Namespace:
         tenant = self._access.tenant_of(key)

@@ -6,17 +6,17 @@ prompt whose rendered text begins with the text of an earlier prompt, and goes o
 this answer. Nothing else of it changes: other text is tokenised as ever, and the model sees an unusual tokenization
 only where it generated it itself, after the same text.
 
-What counts is rendered text, not messages; it is escaped (`runtime.escapes`), so that no text of a control token passes
-for the token. So a call of a tool is found, too, if the template writes it as the model
-did. Where a template drops or trims a part of an answer, the text after it is tokenised as ever.
+Rendered text counts, not messages, so a call of a tool is found, too, if the template writes it as the model did. The
+text is escaped (`runtime.escapes`), so that no text of a control token passes for the token. If a template drops or
+trims a part of an answer, the text after it is tokenised as ever.
 
     text of a prompt      |------- 128 -------|------- 128 -------|--- rest ---|
     digests               d0: namespace       d1: of d0 and text  d2: of d1 and text
     place of the prompt   (d2, rest)
 
 A prompt that begins with an earlier one passes the same digests. So all earlier prompts are found in one pass over the
-text, and prompts are kept as digests. The first one is that of the namespace: what one tenant was answered is never
-found by another.
+text, and prompts are kept as digests. The first digest is that of the namespace, so no tenant finds the answers of
+another.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AnswerStats:
 
 
 class Place(NamedTuple):
-    """What identifies a prompt: a digest of its namespace and text, and the text after what has a digest."""
+    """Identifies a prompt: by the digest of its namespace and its text up to a stride, and by the rest of the text."""
 
     digest: bytes
     rest: str
@@ -91,7 +91,7 @@ class _Answer:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Prompt:
     """A prompt, its end, and its answers, oldest first."""
 
     namespace: bytes
@@ -122,7 +122,7 @@ class Answers:
         self._prompts, self._tokenizer = prompts, tokenizer
         self._capacity = capacity if prompts.has_offsets else 0
         self._lock = threading.Lock()  # guards all below
-        self._asked: OrderedDict[Place, _Asked] = OrderedDict()  # in the order of their last use
+        self._known: OrderedDict[Place, _Prompt] = OrderedDict()  # in the order of their last use
         self._digests: Counter[bytes] = Counter()  # of the places
         self._remembered = self._found = self._tokens = self._bytes = 0
 
@@ -175,16 +175,16 @@ class Answers:
         if answer.size > self._capacity:
             return
         with self._lock:
-            asked = self._asked.get(place)
-            if asked is None:
-                asked = self._asked[place] = _Asked(namespace, context)
+            prompt = self._known.get(place)
+            if prompt is None:
+                prompt = self._known[place] = _Prompt(namespace, context)
                 self._digests[place.digest] += 1
-            self._asked.move_to_end(place)
-            if any(np.array_equal(answer.tokens, other.tokens) for other in asked.answers):
+            self._known.move_to_end(place)
+            if any(np.array_equal(answer.tokens, other.tokens) for other in prompt.answers):
                 return
-            if len(asked.answers) == _MOST_ANSWERS:
-                self._bytes -= asked.answers.pop(0).size
-            asked.answers.append(answer)
+            if len(prompt.answers) == _MOST_ANSWERS:
+                self._bytes -= prompt.answers.pop(0).size
+            prompt.answers.append(answer)
             self._remembered += 1
             self._bytes += answer.size
             while self._bytes > self._capacity:
@@ -193,8 +193,8 @@ class Answers:
     def forget(self, namespace: bytes | None = None) -> None:
         """Forgets all answers, or those of one namespace."""
         with self._lock:
-            for place, asked in list(self._asked.items()):
-                if namespace in (None, asked.namespace):
+            for place, prompt in list(self._known.items()):
+                if namespace in (None, prompt.namespace):
                     self._drop(place)
 
     def stats(self) -> AnswerStats:
@@ -211,12 +211,12 @@ class Answers:
                 begin = at * _STRIDE
                 for end in range(begin, min(begin + _STRIDE, len(text) + 1)) if digest in self._digests else ():
                     place = Place(digest, text[begin:end])
-                    asked = self._asked.get(place)
-                    if asked is not None:
-                        found.append(_Earlier(end, asked.context, tuple(asked.answers)))
+                    prompt = self._known.get(place)
+                    if prompt is not None:
+                        found.append(_Earlier(end, prompt.context, tuple(prompt.answers)))
                         places.append(place)
             for place in reversed(places):  # without its first answer, a chat finds nothing of the others
-                self._asked.move_to_end(place)
+                self._known.move_to_end(place)
         return found
 
     def _longest(self, earlier: _Earlier, text: str) -> Tokenization:
@@ -240,20 +240,20 @@ class Answers:
 
     def _drop_oldest(self) -> None:
         """Drops the first answer of the prompt that was not used for longest."""
-        place, asked = next(iter(self._asked.items()))
-        self._bytes -= asked.answers.pop(0).size
-        if not asked.answers:
+        place, prompt = next(iter(self._known.items()))
+        self._bytes -= prompt.answers.pop(0).size
+        if not prompt.answers:
             self._drop(place)
 
     def _drop(self, place: Place) -> None:
-        self._bytes -= sum(answer.size for answer in self._asked.pop(place).answers)
+        self._bytes -= sum(answer.size for answer in self._known.pop(place).answers)
         self._digests[place.digest] -= 1
         if not self._digests[place.digest]:
             del self._digests[place.digest]
 
 
 class Turn:
-    """One request: makes the prompt of its conversation, and remembers what is answered.
+    """One request: makes the prompt of its conversation, and remembers the answers.
 
     Args:
         answers: where answers are found and remembered.
@@ -289,7 +289,7 @@ class Turn:
         return self._answers.tokenize(text, self._namespace)[0].tokens
 
     def watchers(self) -> list[Watcher]:
-        """Returns what has to see the events of one answer, so that it is remembered."""
+        """Returns the watchers that remember one answer."""
         if self._kept is None:
             return []
         place, context = self._kept

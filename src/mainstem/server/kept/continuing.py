@@ -51,7 +51,7 @@ class SentTokens:
 
 @dataclass(slots=True)
 class ChoiceProgress:
-    """What the client has of one choice.
+    """The part of one choice that the client has.
 
     Args:
         prompt: int32 [n], as it was computed.
@@ -68,7 +68,7 @@ class ChoiceProgress:
 
 @dataclass(slots=True)
 class StreamProgress:
-    """What another engine needs to resume a stream.
+    """The state of a stream from which another engine can resume it.
 
     Args:
         id, created: of the response.

@@ -43,11 +43,11 @@ def page(
     Raises:
         ApiError: 400; one of these is wrong.
     """
-    given = query.get("order", order)
-    if given not in ("asc", "desc"):
-        raise _wrong("order", given, "'asc' or 'desc'")
+    direction = query.get("order", order)
+    if direction not in ("asc", "desc"):
+        raise _wrong("order", direction, "'asc' or 'desc'")
     limit = _limit(query, _MOST)
-    ordered = list(entries) if given == "asc" else [*reversed(entries)]
+    ordered = list(entries) if direction == "asc" else [*reversed(entries)]
     begin = 0
     if (after := query.get("after")) is not None:
         ids = [id for id, _ in ordered]

@@ -9,7 +9,7 @@ lowest priority. The next turn finds it.
     next turn         | prompt | answer | head of the user's message | text of the user ...
                                '------- computed here -------'
 
-A request that comes ends it; what was computed by then stays in the cache.
+A request that comes ends it; pages that were computed by then stay in the cache.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TurnStats:
 
 
 class Precompute:
-    """Computes next turns. Any thread may call it; all that is slow is done on a thread of its own.
+    """Computes next turns. Any thread may call it; the work is done on a thread of its own.
 
     Args:
         engine: computes them.
@@ -82,12 +82,12 @@ class Precompute:
         self._stats = TurnStats()
 
     def watchers(self, turn: Turn, request: Request, parser: Callable[[], OutputParser] = PlainText) -> list[Watcher]:
-        """Returns what has to see the events of a chat's only answer; none for other requests.
+        """Returns the watchers of a chat's only answer; none for other requests.
 
         Args:
             turn: of the request.
             request: whose answer it is.
-            parser: makes what finds the text of an answer, as replies do: it is what a client sends back.
+            parser: makes the parser of replies, which finds the text that a client sends back.
         """
         if turn.messages is None or turn.template is None or not turn.template.generation_prompt:
             return []
@@ -99,7 +99,7 @@ class Precompute:
         return [EndWatcher(answered)]
 
     def give_way(self) -> None:
-        """Ends what is computed, because a request comes."""
+        """Stops computing, because a request comes."""
         with self._lock:
             self._arrivals += 1
             stream, self._stream = self._stream, None

@@ -1,6 +1,6 @@
 """Answers that clients may come back to: by id, for their owner only, for a bounded time and within a bounded memory.
 
-Knows bytes and owners, not what they mean. Usable from any thread.
+Knows bytes and owners, not their meaning. Usable from any thread.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Owner: TypeAlias = bytes | None
 """The digest of a client's API key; None on a server without keys."""
 
 ENTRY_BYTES = 512
-"""What an entry counts in addition to its content."""
+"""Bytes that an entry counts in addition to its content."""
 
 
 class Entry(Protocol):
-    """What can be kept."""
+    """A value with a size."""
 
     @property
     def size(self) -> int:
-        """What it counts, in bytes."""
+        """Its size in bytes."""
 
 
 Kind = TypeVar("Kind", bound=Entry)
@@ -31,22 +31,22 @@ Kind = TypeVar("Kind", bound=Entry)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of an answer: its JSON, and that of the conversation: of a response with it, of a chat without."""
+    """The JSON of an answer, and of its conversation: of a response including the answer, of a chat without it."""
 
     body: bytes
     conversation: bytes
 
     @property
     def size(self) -> int:
-        """What it counts, in bytes."""
+        """Its size in bytes."""
         return len(self.body) + len(self.conversation) + ENTRY_BYTES
 
 
 class ResponseStore(Generic[Kind]):
-    """Responses, or what is known of them, by owner and id.
+    """Values by owner and id.
 
-    Where there is no room, the owner that holds the most gives way with its oldest, so that one owner's responses do
-    not push out those of all others.
+    If there is no room, the owner that holds the most loses its oldest value, so that one owner's values do not push
+    out those of all others.
 
     Args:
         max_bytes: the limit of all sizes together; a response that is larger is not kept.
@@ -110,13 +110,13 @@ class ResponseStore(Generic[Kind]):
             return next((entries[id][1] for entries in self._owners.values() if id in entries), None)
 
     def delete(self, owner: Owner, id: str) -> bool:
-        """Forgets a response, and returns whether it was there."""
+        """Deletes a response, and returns whether it was there."""
         with self._lock:
             self._expire()
-            found = id in self._owners.get(owner, {})
-            if found:
+            is_there = id in self._owners.get(owner, {})
+            if is_there:
                 self._drop(owner, id)
-            return found
+            return is_there
 
     def _shrink(self) -> None:
         while sum(self._sizes.values()) > self._max_bytes:

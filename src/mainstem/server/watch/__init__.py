@@ -1,1 +1,1 @@
-"""What a server shows of itself: metrics, traces, recordings, explanations and the live page."""
+"""Metrics, traces, recordings, explanations and the live page of a server."""

@@ -1,4 +1,4 @@
-"""What a server says about itself: its models, its version, its health, and where what is.
+"""The routes that describe a server: its models, its version, its health, its API, and the page at /.
 
 Knows the engine's models and keys. Models are listed as OpenAI's clients read them, and as Anthropic's do if a client
 says which version of that API it speaks: https://docs.claude.com/en/api/models-list.

@@ -1,8 +1,8 @@
 """Diagnoses: why a request cannot use the prefix of an earlier one, which its client names by the id of its answer.
 
-Of each request a fingerprint is kept: digests of its system message, its tools and its other messages, and of the pages
-of its prompt. Two are compared only for the client that sent both. Nothing else is looked at, so a diagnosis says
-nothing of what other clients cached; and what the fingerprints do not show is unknown.
+The server keeps a fingerprint of each request: digests of its system message, its tools and its other messages, and of
+the pages of its prompt. It compares two only for the client that sent both, and looks at nothing else. So a diagnosis
+reveals nothing about other clients, and "unknown" is the cause that fingerprints do not show.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStor
 _DIGEST_BYTES = 16
 
 Cause: TypeAlias = Literal["same", "model", "system", "tools", "messages", "unknown", "not_found"]
-"""The first difference of two requests: what it is in. "same": the later prompt begins with the earlier one."""
+"""The place of the first difference of two requests. "same": the later prompt begins with the earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a comparison has found.
+    """The result of a comparison.
 
     Args:
         cause: see `Cause`.
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What is kept of a request.
+    """Digests of a request.
 
     Args:
         adapter: the name of its adapter.
@@ -66,7 +66,7 @@ class Fingerprint:
 
     @property
     def size(self) -> int:
-        """What it counts, in bytes."""
+        """Its size in bytes."""
         return ENTRY_BYTES + len(self.digests) + 4 * _DIGEST_BYTES * len(self.messages)
 
     def compare(self, earlier: Fingerprint | None) -> Finding:
@@ -103,7 +103,7 @@ def _same(one: bytes, other: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a client sent, as far as it is compared: digests, as in `Fingerprint`."""
+    """Digests of a conversation and its tools, as in `Fingerprint`."""
 
     system: bytes
     tools: bytes
@@ -117,7 +117,7 @@ class Shape:
         return cls(_digest(list(messages[:begin])), _digest(list(tools)), digests)
 
     def fingerprint(self, prompt: PreparedPrompt, namespace: Namespace | None, page_size: int) -> Fingerprint:
-        """Returns what is kept of the request whose prompt this is."""
+        """Returns the fingerprint of the request with this prompt."""
         adapter, scope = split_adapter(encode_namespace(namespace))
         tokens = np.array(prompt.tokens)
         for image in prompt.images:  # the ids at their positions mean nothing
@@ -130,7 +130,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What of a request is compared.
+    """A client's wish to compare a request.
 
     Args:
         shape: of the request.

@@ -5,9 +5,9 @@
     POST /v1/cache/explain           of a body as it would be found now; nothing is run
     GET  /v1/cache/explain           for the admin: misses by cause and tenant, and the latest requests
 
-A client sees positions and its own text. What it parted from is an earlier prompt of the same key and salt, as the
-cache looks at no other namespace; where prefixes are public, only the admin sees it. How far back anything is known,
-and how much memory would have kept what was evicted, say what others use, so these are for the admin, too. The latter
+A client sees positions and its own text. The earlier prompt that it parted from has the same key and salt, as the cache
+looks at no other namespace; where prefixes are public, only the admin sees it. The age of the oldest known prompt and
+the memory that would have kept an evicted page reveal the use of others, so these are for the admin, too. The latter
 needs "?distances=true" after POST: the engine reads the whole tree for it (0.4 s with 200,000 pages), and does nothing
 else meanwhile.
 """
@@ -80,11 +80,11 @@ class _Prompt:
 
 @dataclass(slots=True)
 class Account:
-    """What is known of the prompts of one HTTP request: of several choices, the one that found the fewest counts.
+    """The explained prompts of one HTTP request: of several choices, the one that found the fewest tokens.
 
     Args:
         id: of the answer.
-        size: what it counts in the store, in bytes.
+        size: in the store, in bytes.
         kept: whether it is in the store.
     """
 
@@ -94,24 +94,24 @@ class Account:
     kept: bool = False
 
     def add(self, prompt: int, request: Request, stretches: Stretches) -> None:
-        """Adds what is known of a choice."""
+        """Adds the explanation of a choice."""
         made = _Prompt(request.tokens, stretches)
         if prompt not in self.prompts or made.cached < self.prompts[prompt].cached:
             self.prompts[prompt] = made
 
 
 class Explanations:
-    """What is kept of the explanations of one server, and the routes that show it.
+    """The latest explanations of one server, and the routes that show them.
 
     Args:
         engine: explains, if it was started to.
         access: knows the keys.
         preparation: makes requests of bodies, and text of tokens.
-        name_of: what an owner of prefixes is called.
+        name_of: returns the name of an owner of prefixes.
         parse: reads a body, by the path of the route that it is for, for a client.
         read: reads a body, and parses it on a thread.
         clock: returns seconds, monotonic.
-        hides: whether even the same tenant's clients see nothing of what they parted from: where prefixes are public.
+        hides: whether only the admin sees the prompt that another one parted from: if prefixes are public.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Explanations:
             raise _off("explain")
 
     def follow(self, id: str, headers: Headers, owner: Owner, made: Prepared) -> tuple[Prepared, list[list[Watcher]]]:
-        """Returns a request whose reply can show why it missed, and the watchers of each choice, if it is explained.
+        """Returns a request whose reply can explain it, and the watchers of each choice.
 
         Args:
             id: of the answer.
@@ -194,7 +194,7 @@ class Explanations:
                 self._kept.put(owner, account.id, account)
 
     def shown(self, account: Account, *, admin: bool) -> list[PromptExplained]:
-        """Returns what a client may know of a request."""
+        """Returns the part of a request's explanation that a client may see."""
         return [self._shown(each, admin) for _, each in sorted(account.prompts.items())]
 
     def recent(self) -> list[RecentMiss]:
@@ -204,7 +204,7 @@ class Explanations:
         return [_recent(account) for _, account in latest if account is not None]
 
     def tenants(self) -> list[TenantMisses]:
-        """Returns what each tenant missed, the newest tenants last; for the admin."""
+        """Returns the misses of each tenant, the newest tenants last; for the admin."""
         with self._lock:
             counted = [(tenant, dict(sizes), dict(missed)) for tenant, (sizes, missed) in self._tenants.items()]
         return [TenantMisses(self._name_of(tenant), **sizes, missed_tokens=missed) for tenant, sizes, missed in counted]
@@ -258,7 +258,7 @@ class Explanations:
             raise _off()
         return _json(Misses(self.tenants(), self.recent()))
 
-    # --- what is shown
+    # --- bodies
 
     def _shown(self, prompt: _Prompt, admin: bool) -> PromptExplained:
         stretches = [self._stretch(each, prompt.tokens, admin) for each in prompt.stretches]

@@ -1,4 +1,4 @@
-"""The live page: what the cache does, for a browser; and the samples that it draws.
+"""The live page of the cache, for a browser, and the samples that it draws.
 
     GET /cache          the page: one file, which asks for nothing but the samples
     GET /cache/events   samples as server-sent events, while the client listens
@@ -47,7 +47,7 @@ _MOST_WATCHERS = 16
 _TICKS = 600  # looks whose time is remembered
 
 AGES_S = (1.0, 10.0, 60.0, 600.0, 3600.0)
-"""Where the classes of idle times part."""
+"""The bounds between classes of idle times."""
 
 TREE_COLUMNS = (
     "id", "parent", "start", "tokens", "nodes_below", "tokens_below", "device_below", "host_below", "rest_nodes",
@@ -178,12 +178,12 @@ class Live:
 
     Args:
         engine: whose cache it is.
-        reuse: what was asked for again after its eviction.
+        reuse: counts tokens that were asked for again after their eviction.
         model: the name of the model.
-        name_of: what an owner of prefixes is called.
+        name_of: returns the name of an owner of prefixes.
         clock: returns seconds, monotonic.
         now: returns seconds since the epoch.
-        explanations: of the latest requests, if there are any.
+        explanations: of the latest requests.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Live:
         name_of: Callable[[bytes], str],
         clock: Callable[[], float],
         now: Callable[[], float],
-        explanations: Explanations | None = None,
+        explanations: Explanations,
     ) -> None:
         self._explanations = explanations
         self._engine, self._reuse, self._model, self._name_of = engine, reuse, model, name_of
@@ -314,13 +314,13 @@ class Live:
                 pools=_pools(stats),
                 tenants=tenants,
                 left=look.left,
-                requests=[] if self._explanations is None else self._explanations.recent(),
+                requests=self._explanations.recent(),
                 tree=self._tree(look, node, owners, index),
             )
         )
 
     def _tenants(self, nodes: Nodes) -> tuple[list[str], list[TenantSample], dict[int, int]]:
-        """Returns the names of owners, what those with most have, and the index of an owner by the row of a root."""
+        """Returns the names of owners, samples of the largest ones, and the index of an owner by the row of a root."""
         by_owner: dict[bytes, list[int]] = {}
         for place, name in nodes.names.items():
             by_owner.setdefault(owner_of(name), []).append(int(nodes.index[place]))

@@ -32,12 +32,12 @@ _AGE_BUCKETS_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
-"""How a request can end: the four ends of a generation, `refused` (4xx), or `overloaded` (429 and 503)."""
+"""The ends of a request: four of a generation, `refused` (4xx), or `overloaded` (429 and 503)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavingStats:
-    """What the saved time is worth, in joules and in the currency of the price."""
+    """The value of the saved time, in joules and in the currency of the price."""
 
     joules: float
     cost: float
@@ -60,7 +60,7 @@ class Savings:
         self._engine, self._assumed = engine, assumed
 
     def stats(self) -> SavingStats:
-        """Returns what was saved since the start; 0 of what nothing is assumed."""
+        """Returns the savings since the start; 0 of those without a setting."""
         saved_s, assumed = self._engine.stats().totals.saved_s, self._assumed
         return SavingStats(saved_s * (assumed.watts or 0.0), saved_s * (assumed.price_per_hour or 0.0) / 3600)
 
@@ -116,7 +116,7 @@ class Metrics:
     """All metrics of one server.
 
     Args:
-        parts: the engine, and what else counts.
+        parts: the engine, and other parts with statistics.
         clock: returns seconds, monotonic; for the time between tokens.
 
     Attributes:
@@ -165,7 +165,7 @@ class Metrics:
 
 
 class Reuse:
-    """Measures how long after its last use something is asked for again, found or evicted since; of explained requests.
+    """Measures, for explained requests, the time from the last use of tokens until they are asked for again.
 
     Args:
         registry: of the metrics.

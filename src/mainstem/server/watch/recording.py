@@ -162,7 +162,7 @@ class Recorder:
     """Writes one recording. Usable from any thread; as a context manager it closes the recording at the end.
 
     Args:
-        config: what is recorded, and where.
+        config: the settings of recordings.
         model: name of the base model.
         decode: returns the text of tokens, for `config.record_text`.
         now: returns seconds since the epoch.
@@ -224,7 +224,7 @@ class Recorder:
             kind: the endpoint of the request.
             scope: the namespace in which prefixes are shared, apart from the model and the API key.
             api_key: the client's API key, if it sent one.
-            cache_key: what the client calls requests that share a prefix, if it does.
+            cache_key: the client's name for requests that share a prefix, if it has one.
         """
         owner = () if api_key is None else (f"key:{api_key}",)
         images = tuple((image.start, Image(image.identity, image.length)) for image in request.images)

@@ -44,10 +44,10 @@ _NS = 1e9
 
 
 def check_installed() -> None:
-    """Checks that there is what sends traces.
+    """Checks that OpenTelemetry is installed.
 
     Raises:
-        BackendUnavailable: there is not.
+        BackendUnavailable: it is not.
     """
     with needs("opentelemetry", "--otlp needs OpenTelemetry: pip install 'mainstem[otlp]'"):
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
@@ -137,11 +137,11 @@ class Tracing:
             return SpanStats(self._stats.sent, self._stats.failed, self._stats.dropped)
 
     def flush(self) -> None:
-        """Sends what waits, and waits for it: for tests."""
+        """Sends waiting spans, and waits for that: for tests."""
         self._batches.force_flush()
 
     def close(self) -> None:
-        """Sends what waits, but for some seconds at most. A second call does nothing."""
+        """Sends waiting spans, for some seconds at most. A second call does nothing."""
         sending = threading.Thread(target=self._batches.shutdown, name="mainstem-traces", daemon=True)
         sending.start()
         sending.join(_CLOSING_S)
@@ -162,7 +162,7 @@ class Tracing:
             self._batches.on_end(span)
 
     def send(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends a batch. What goes wrong is said once."""
+        """Sends a batch. Only the first failure is logged."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         result = SpanExportResult.FAILURE
@@ -195,7 +195,7 @@ class _Why(logging.Filter):
 
 
 def _exporting(tracing: Tracing) -> SpanExporter:
-    """Returns what the batches are given to. Its class is made here, since its base may not be installed."""
+    """Returns the exporter of batches. Its class is made here, since its base may not be installed."""
     from opentelemetry.sdk.trace.export import SpanExporter
 
     class Exporting(SpanExporter):
@@ -206,7 +206,7 @@ def _exporting(tracing: Tracing) -> SpanExporter:
 
 
 def _bounding(tracing: Tracing) -> SpanProcessor:
-    """Returns what spans are given to when they end."""
+    """Returns the processor of ended spans."""
     from opentelemetry.sdk.trace import SpanProcessor
 
     class Bounding(SpanProcessor):
@@ -227,7 +227,7 @@ class Trace:
         self._choices = 1  # of each prompt
 
     def submitted(self, requests: Sequence[Request], model: str | None, choices: int, stream: bool) -> list[Watcher]:
-        """The request goes to the engine now, as these; returns what watches each of them."""
+        """Notes that the request goes to the engine now, as these; returns the watcher of each."""
         self._submitted_s = self._tracing.now()
         self._model = model or self._model
         params = requests[0].params
@@ -245,7 +245,7 @@ class Trace:
         return [EndWatcher(partial(self._choice_ended, number)) for number in range(len(requests))]
 
     def answers(self, id: str, model: str) -> None:
-        """The answer has this id, and this model gives it."""
+        """Notes the id of the answer and its model."""
         self._attributes |= {"gen_ai.response.id": id, "gen_ai.response.model": model}
 
     def refused(self, status: int) -> None:
@@ -300,7 +300,7 @@ class Trace:
         span.end(self._ns(end_s))
 
     def _fail(self, span: Span, kind: str, *, faulty: bool) -> None:
-        """Says that there was no answer, and whether that is the server's fault."""
+        """Marks a span without an answer; faulty: the fault is the server's."""
         from opentelemetry.trace import StatusCode
 
         span.set_attribute("error.type", kind)
