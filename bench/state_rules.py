@@ -76,7 +76,7 @@ class Ours:
         with self._cache.lease([*ask.path[:end], ask.path[end] if end < last else 0]) as lease:
             marks = ask.marks if self._marks else ()
             lease.reserve(end + 1 - lease.reserved)
-            for position, reason in plan_checkpoints(lease.hit, lease.reach, end + 1, 1, marks=marks):
+            for position, reason in plan_checkpoints(lease.hit, lease.reach, end + 1, 1, marks=marks).items():
                 self.kept += lease.checkpoint(position, mark=reason == "mark")
                 lease.publish(position)
             lease.publish(end)

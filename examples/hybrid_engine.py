@@ -41,7 +41,7 @@ class Engine:
             if lease.hit == 0:
                 self.states[lease.state] = 0.0
             begin = lease.hit
-            for end, reason in plan_checkpoints(begin, lease.reach, len(prompt), PAGE_SIZE, marks=marks):
+            for end, reason in plan_checkpoints(begin, lease.reach, len(prompt), PAGE_SIZE, marks=marks).items():
                 self.compute(lease, prompt, begin, end)
                 lease.checkpoint(end, mark=reason == "mark")
                 lease.publish(end)

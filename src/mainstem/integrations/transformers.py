@@ -47,6 +47,7 @@ from mainstem.runtime.models.cache_copies import Place, copies_of
 from mainstem.runtime.models.loading import LoadedModel, trained_context
 from mainstem.runtime.models.weights import Weights
 from mainstem.runtime.schedule.checkpoints import plan_checkpoints
+from mainstem.runtime.text.cuts import common_tokens
 from mainstem.settings.engine import EngineConfig
 from mainstem.tiers.controller import Tiers, TierStats
 from mainstem.tiers.prefetch.prefetch import Prefetch
@@ -406,7 +407,7 @@ class Cached:
             hits = [self._cache.peek(row.tokens, name) for row in rows]
         alone = 0
         for index, row in enumerate(rows):
-            shared = max((_shared(row.tokens, other.tokens) for other in rows[:index]), default=0)
+            shared = max((common_tokens(row.tokens[:-1], other.tokens) for other in rows[:index]), default=0)
             alone += len(row.tokens) - max(hits[index], shared // self._cache.page_size * self._cache.page_size)
         start = self._copies.common([(row.pad, hit) for row, hit in zip(rows, hits, strict=True)], width)
         return 2 * alone <= len(rows) * (width - start)
@@ -446,7 +447,7 @@ class Cached:
             interval=self._config.checkpoint_tokens,
             limit=self._config.states_per_path,
         )
-        return [position for position, _ in planned]
+        return list(planned)
 
     def _advance(self, cache: DynamicCache, row: _Row, ids: torch.Tensor, ends: Sequence[int], begin: int) -> int:
         """Computes a row in a cache of its own up to each of some ends, and keeps it; returns where it is then.
@@ -642,12 +643,6 @@ def _are_counted(positions: torch.Tensor | None, pads: Sequence[int], width: int
     if positions.shape[-1] != width:
         return False
     return bool(((positions.cpu().numpy() == counted) | (counted < 0)).all())
-
-
-def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Returns the length of the common prefix that leaves a token of `one`."""
-    n = min(len(one) - 1, len(other))
-    return int(np.argmin(np.append(one[:n] == other[:n], False)))
 
 
 def _end_of_text(tokens: NDArray[np.int32]) -> int:

@@ -115,7 +115,7 @@ class Engine:
             EngineClosed: the engine is draining, is closed or has failed; the cause says why.
         """
         request = self._resolve(request)
-        return self._loop.submit(request, self._core.scheduler.check(request), on_progress)
+        return self._loop.submit(request, self._core.scheduler.intake.check(request), on_progress)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS) -> list[Completion]:
         """Completes many prompts, given as text or tokens, and waits for all. Keeps the order of the prompts.
@@ -128,7 +128,7 @@ class Engine:
             EngineClosed: see `submit`.
         """
         requests = [self._resolve(Request(self._encode(prompt), params)) for prompt in prompts]
-        encoded = [self._core.scheduler.check(request) for request in requests]
+        encoded = [self._core.scheduler.intake.check(request) for request in requests]
         streams: list[Stream] = []
         read = 0
         try:
@@ -333,7 +333,7 @@ class Engine:
         if not self.config.explain:
             raise BadArgument("explain", self.config.explain, "set: the engine was started without it")
         request = self._resolve(request)
-        prompt = self._core.scheduler.check(request)
+        prompt = self._core.scheduler.intake.check(request)
         return self._loop.ask(EngineCore.explain, request, prompt, distances)
 
     # ---------------------------------------------------------------- what there is

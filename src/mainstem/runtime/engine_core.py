@@ -36,7 +36,7 @@ from mainstem.runtime.models.adapters import AdapterFiles
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.parallel.ranks import require_equal
 from mainstem.runtime.request import Delta, Progress, Request, Usage
-from mainstem.runtime.schedule.handoff import Handover
+from mainstem.runtime.schedule.handoff import PrefillHandoff
 from mainstem.runtime.schedule.meter import Totals
 from mainstem.runtime.text.vision import VisionStats
 from mainstem.settings.engine import EngineConfig
@@ -145,7 +145,7 @@ class EngineCore:
             self.scheduler.measure()
             on_stage("measure", 1, 1)
         self.advice = Advice(cache, config.max_retain_s)
-        self._handover = Handover(tiers if config.role == "prefill" else None)
+        self._handoff = PrefillHandoff(tiers if config.role == "prefill" else None)
         self._public = PublicPrefixes(cache, model.copy_page)
         self._refused: list[tuple[str, Delta | Progress]] = []  # requests that could not be added
         self._unpublished = False  # there are more events, even if nothing happens
@@ -178,7 +178,7 @@ class EngineCore:
             self._unpublished = self.cache.deliver_events() if self.publisher.has_room else self.publisher.lags
         if not self.scheduler.busy or self.now_s >= self._counted_s + _QUEUE_S:  # it looks up every prompt that waits
             self.queued, self._counted_s = self.scheduler.queued(), self.now_s
-        return self._handover.pass_on(events, self.now_s, everything=self.stopping)
+        return self._handoff.pass_on(events, self.now_s, everything=self.stopping)
 
     def remember(self) -> None:
         """Lists the hottest prefixes, and who wrote them, in storage, for a restart; not more often than needed."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.runtime.schedule.checkpoints import MOST_MARKS, Checkpoint, Span, chunk_end, most_saving, plan_checkpoints
+from mainstem.runtime.schedule.checkpoints import MOST_MARKS, Reason, Span, chunk_end, most_saving, plan_checkpoints
 
 
 class Prompt(NamedTuple):
@@ -26,7 +26,7 @@ class Prompt(NamedTuple):
         """The last page boundary at or before a position, outside all spans."""
         return max(at for at in range(0, position + 1, self.page_size) if not self.inside(at))
 
-    def plan(self, interval: int, limit: int) -> list[Checkpoint]:
+    def plan(self, interval: int, limit: int) -> dict[int, Reason]:
         return plan_checkpoints(
             self.hit,
             self.reach,
@@ -57,14 +57,10 @@ intervals = st.sampled_from([0, 1, 3, 8, 16, 24, 64])
 caps = st.integers(0, 10)
 
 
-def positions(plan: list[Checkpoint]) -> list[int]:
-    return [checkpoint.position for checkpoint in plan]
-
-
 @given(prompts(), intervals, caps)
 def test_checkpoints_are_page_boundaries_between_hit_and_last_token(p: Prompt, interval: int, limit: int) -> None:
-    plan = positions(p.plan(interval, limit))
-    assert plan == sorted(set(plan))
+    plan = p.plan(interval, limit)
+    assert list(plan) == sorted(plan)
     assert len(plan) <= limit
     for position in plan:
         assert p.hit < position < p.length
@@ -77,8 +73,7 @@ def test_the_branching_point_the_end_and_marks_make_room(p: Prompt, interval: in
     plan = p.plan(interval, limit)
     open_ = [at for at in range(p.hit + 1, p.length) if at % p.page_size == 0 and not p.inside(at)]
     wanted = {max((at for at in open_ if at <= bound), default=p.hit) for bound in (p.reach, p.length - 1)} - {p.hit}
-    assert {checkpoint.position for checkpoint in plan if checkpoint.reason in ("branch", "end")} == wanted
-    assert all(checkpoint.room == (checkpoint.reason != "regular") for checkpoint in plan)
+    assert {at for at, reason in plan.items() if reason in ("branch", "end")} == wanted
 
 
 @given(prompts(), intervals, caps)
@@ -86,11 +81,11 @@ def test_marks_count_at_the_boundary_before_them_and_after_what_the_tree_knows(
     p: Prompt, interval: int, limit: int
 ) -> None:
     plan = p.plan(interval, limit)
-    kept = [at for at, reason in plan if reason == "mark"]
+    kept = [at for at, reason in plan.items() if reason == "mark"]
     known, end = max(p.hit, p.boundary(p.reach)), p.boundary(p.length - 1)
     borders = {p.boundary(mark) for mark in p.marks}
     between = {at for at in borders if known < at < end}
-    room = limit - sum(reason in ("branch", "end") for _, reason in plan)
+    room = limit - sum(reason in ("branch", "end") for reason in plan.values())
     assert set(kept) <= between
     assert len(kept) == min(len(between), MOST_MARKS, room)
 
@@ -113,7 +108,7 @@ def test_each_mark_that_is_chosen_saves_the_most_that_is_left_to_save(start: int
 
 @given(prompts(), st.integers(1, 64), caps)
 def test_regular_checkpoints_are_multiples_of_the_interval_and_of_a_page(p: Prompt, interval: int, limit: int) -> None:
-    regular = [checkpoint.position for checkpoint in p.plan(interval, limit) if checkpoint.reason == "regular"]
+    regular = [at for at, reason in p.plan(interval, limit).items() if reason == "regular"]
     assert all(position % interval == 0 for position in regular)
 
 
@@ -122,8 +117,9 @@ def test_a_longer_prompt_has_the_checkpoints_of_a_shorter_one(p: Prompt, interva
     """So that each checkpoint of their shared prefix is kept once."""
     longer = p._replace(length=p.length + more, reach=p.hit, marks=[])
     shorter = p._replace(reach=p.hit, marks=[])
-    shared = [at for at, reason in longer.plan(interval, limit) if reason == "regular" and at < p.length - p.page_size]
-    assert set(shared) <= set(positions(shorter.plan(interval, limit)))
+    planned = longer.plan(interval, limit).items()
+    shared = {at for at, reason in planned if reason == "regular" and at < p.length - p.page_size}
+    assert shared <= shorter.plan(interval, limit).keys()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ def test_a_longer_prompt_has_the_checkpoints_of_a_shorter_one(p: Prompt, interva
     ],
 )
 def test_plans(arguments: tuple[int, int, int], interval: int, limit: int, expected: list[tuple[int, str]]) -> None:
-    assert plan_checkpoints(*arguments, 16, interval=interval, limit=limit) == expected
+    assert plan_checkpoints(*arguments, 16, interval=interval, limit=limit) == dict(expected)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +161,13 @@ def test_plans(arguments: tuple[int, int, int], interval: int, limit: int, expec
 )
 def test_plans_with_marks(known: int, marks: list[int], limit: int, expected: list[int]) -> None:
     plan = plan_checkpoints(0, known, 400, 16, marks=marks, limit=limit)
-    assert [at for at, reason in plan if reason == "mark"] == expected
+    assert [at for at, reason in plan.items() if reason == "mark"] == expected
 
 
 def test_what_would_be_inside_a_span_moves_before_it() -> None:
     spans = [Span(20, 70), Span(100, 130)]
     plan = plan_checkpoints(0, 48, 120, 16, interval=16, atomic=spans)
-    assert plan == [(16, "branch"), (80, "regular"), (96, "end")]
+    assert plan == {16: "branch", 80: "regular", 96: "end"}
 
 
 @given(prompts(), intervals, caps, st.integers(1, 70))
@@ -186,7 +182,7 @@ def test_chunks_stop_at_every_checkpoint_and_cut_no_span(p: Prompt, interval: in
             assert any(span.start <= computed and span.end == end for span in p.atomic)
         computed = end
         stops.append(end)
-    assert set(positions(plan)) <= set(stops)
+    assert plan.keys() <= set(stops)
 
 
 @given(prompts(), intervals, caps, st.integers(1, 70))
@@ -194,7 +190,7 @@ def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, limit: int, budg
     plan = p.plan(interval, limit)
     end = chunk_end(p.hit, budget, plan, p.atomic)
     for further in range(end + 1, p.hit + budget + 1):
-        assert p.inside(further) or any(p.hit < at < further for at in positions(plan))
+        assert p.inside(further) or any(p.hit < at < further for at in plan)
 
 
 @pytest.mark.parametrize(
@@ -209,4 +205,4 @@ def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, limit: int, budg
     ],
 )
 def test_chunks(computed: int, budget: int, expected: int) -> None:
-    assert chunk_end(computed, budget, [Checkpoint(32, "mark"), Checkpoint(64, "regular")], [Span(50, 90)]) == expected
+    assert chunk_end(computed, budget, [32, 64], [Span(50, 90)]) == expected

@@ -121,7 +121,7 @@ class Sessions:
         if sequence.arrived_s >= session.ended_s:
             session.pauses.append(sequence.arrived_s - session.ended_s)
         if session.pages and session.promotion is None:
-            on_device = self._cache.tree.peek(sequence.key, session.namespace)
+            on_device = self._cache.tree.peek(sequence.tokens.key(), session.namespace)
             self._count(session, "used" if on_device > session.before else "vain")
         elif session.promotion is not None or (session.planned and self._below(session)):
             self._count(session, "late")
@@ -134,7 +134,7 @@ class Sessions:
         expected.observe(now_s - sequence.arrived_s)  # alike on all ranks
         wait_s = expected.wait(hints.next_use_s, hints.next_use_steps)
         if wait_s is not None:
-            expected.expect(sequence.key, now_s + wait_s, sequence.request.namespace)
+            expected.expect(sequence.tokens.key(), now_s + wait_s, sequence.request.namespace)
         if self._follows(sequence):
             self._remember(sequence, now_s, wait_s)
 
@@ -149,7 +149,7 @@ class Sessions:
         namespace, name = sequence.request.namespace, sequence.request.hints.session
         if name is not None:
             return self._known.get((namespace, name))
-        symbols, best = sequence.symbols, None
+        symbols, best = sequence.tokens.symbols, None
         for session in self._known.values():
             length = len(session.prompt)
             if isinstance(session.name, str) or session.namespace != namespace or length > len(symbols):
@@ -167,9 +167,9 @@ class Sessions:
             session = _Session(name, request.namespace)
         else:
             self._forget(session)
-        tokens = sequence.known.copy()
-        session.tokens = Spliced(tokens, sequence.key.images) if isinstance(sequence.key, Spliced) else tokens
-        session.prompt = sequence.symbols[: len(request.tokens)].copy()
+        tokens, key = sequence.tokens.known.copy(), sequence.tokens.key()
+        session.tokens = Spliced(tokens, key.images) if isinstance(key, Spliced) else tokens
+        session.prompt = sequence.tokens.symbols[: len(request.tokens)].copy()
         session.turn += 1
         self._known[session.namespace, session.name] = session
         self._tokens += len(tokens)

@@ -45,8 +45,8 @@ _SET = (*_INTERFACES, "LOCAL_RANK")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What rank 0 opens, and so all."""
+class _Spec:
+    """The model and the engine that every rank opens."""
 
     name: str | None
     model: ModelConfig
@@ -54,8 +54,8 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Where ranks find each other, how many there are, and how long one waits for another."""
+class _Group:
+    """The number of ranks, the folder in which they find each other, and how long one waits for another."""
 
     size: int
     folder: str
@@ -87,15 +87,15 @@ def open_engine(
         RankFailed: a process has ended, or does not answer.
     """
     check_machine(config)
-    asked = _Asked(name, model, config)
+    spec = _Spec(name, model, config)
     if config.tp == 1:
-        with computing_on(None), _engine(asked, ONE_RANK, progress) as engine:
+        with computing_on(None), _engine(spec, ONE_RANK, progress) as engine:
             yield engine
         return
     with computing_on(None), _started(config.tp, context or multiprocessing.get_context("spawn"), answer_s) as ranks:
         try:
-            ranks.share(lambda: asked)
-            engine = _engine(asked, ranks, progress)
+            ranks.share(lambda: spec)
+            engine = _engine(spec, ranks, progress)
         except Exception as error:  # noqa: BLE001  # the end of another rank may be the cause
             cause = ranks.cause(error)
             raise cause from (None if cause is error else error)
@@ -117,24 +117,24 @@ def computing_on(threads: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _engine(asked: _Asked, ranks: Ranks, progress: Progress | None = None) -> Engine:
+def _engine(spec: _Spec, ranks: Ranks, progress: Progress | None = None) -> Engine:
     """Loads a rank's part of the model, and starts its engine."""
-    model = asked.model
+    model = spec.model
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     with ExitStack() as undo:
         # First, because loading a model takes long.
-        if (backend := open_store(asked.config.tiers, ranks)) is not None:
+        if (backend := open_store(spec.config.tiers, ranks)) is not None:
             undo.callback(backend.close)
         loaded = load_model(
-            asked.name,
+            spec.name,
             dtype=model.dtype,
             max_context=model.max_context,
             quantization=model.quantization,
             progress=progress,
             ranks=ranks,
         )
-        engine = Engine(loaded, asked.config, progress=progress, backend=backend)
+        engine = Engine(loaded, spec.config, progress=progress, backend=backend)
         undo.pop_all()
         return engine
 
@@ -149,9 +149,9 @@ def _started(size: int, context: Context, answer_s: float) -> Iterator[FirstRank
     with ExitStack() as stack:
         stack.enter_context(_environment())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mainstem-"))
-        meeting = _Meeting(size, folder, answer_s)
-        peers = [_start(rank, meeting, context, stack) for rank in range(1, size)]
-        _join(0, meeting)
+        group = _Group(size, folder, answer_s)
+        peers = [_start(rank, group, context, stack) for rank in range(1, size)]
+        _join(0, group)
         stack.callback(torch.distributed.destroy_process_group)
         yield FirstRank(peers, answer_s)
 
@@ -169,9 +169,9 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _start(rank: int, meeting: _Meeting, context: Context, stack: ExitStack) -> Peer:
+def _start(rank: int, group: _Group, context: Context, stack: ExitStack) -> Peer:
     ours, theirs = context.Pipe()
-    process = context.Process(target=_follow, args=(rank, meeting, theirs), name=f"mainstem-rank-{rank}")
+    process = context.Process(target=_follow, args=(rank, group, theirs), name=f"mainstem-rank-{rank}")
     process.start()
     theirs.close()
 
@@ -185,43 +185,43 @@ def _start(rank: int, meeting: _Meeting, context: Context, stack: ExitStack) -> 
     return Peer(rank, process, ours)
 
 
-def _join(rank: int, meeting: _Meeting) -> None:
+def _join(rank: int, group: _Group) -> None:
     """Joins the group, whose members find each other by a file, and shares the cores with them."""
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = str(rank)  # transformers reads it
         torch.cuda.set_device(rank)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // meeting.size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     os.environ.update(dict.fromkeys(_INTERFACES, _LOOPBACK))
     torch.distributed.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"{Path(meeting.folder, 'rendezvous').as_uri()}",
+        init_method=f"{Path(group.folder, 'rendezvous').as_uri()}",
         rank=rank,
-        world_size=meeting.size,
-        timeout=timedelta(seconds=meeting.answer_s),
+        world_size=group.size,
+        timeout=timedelta(seconds=group.answer_s),
     )
 
 
-def _follow(rank: int, meeting: _Meeting, pipe: Connection) -> None:
+def _follow(rank: int, group: _Group, pipe: Connection) -> None:
     """The process of a rank other than 0."""
     # They may be sent to all processes, but the others end when rank 0 has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(meeting.folder,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(group.folder,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s: rank {rank}: %(message)s")
     logging.getLogger(Engine.__module__).disabled = True  # rank 0 says why the engine ends
-    ranks = LaterRank(rank, meeting.size, pipe)
+    ranks = LaterRank(rank, group.size, pipe)
     try:
-        _join(rank, meeting)
-        asked = ranks.share(_not_here)
-        _engine(asked, ranks).wait()
+        _join(rank, group)
+        spec = ranks.share(_not_here)
+        _engine(spec, ranks).wait()
     except Exception as error:  # noqa: BLE001  # rank 0 raises it
         with suppress(RankFailed):  # rank 0 has ended
             ranks.leave(str(error) if isinstance(error, MainstemError) else f"{type(error).__name__}: {error}")
         os._exit(1)  # the end of an interpreter would wait for what cannot end
 
 
-def _not_here() -> _Asked:
+def _not_here() -> _Spec:
     raise AssertionError("rank 0 shares it")
 
 

@@ -74,7 +74,7 @@ def keep_scores(
         if not sequence.scoring or alternatives is None:
             kept.append(rows)
             continue
-        after = sequence.known[sequence.computed + 1 : sequence.computed + n + 1]
+        after = sequence.tokens.known[sequence.computed + 1 : sequence.computed + n + 1]
         scores = ranks.share(partial(score, rows, after, alternatives))
         kept.append(rows[n - 1 :] if n == sequence.uncomputed else rows[:0])
         if scores is None:

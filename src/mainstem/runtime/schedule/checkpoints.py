@@ -17,11 +17,11 @@ This module does not know slots, trees or models.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Reason = Literal["branch", "mark", "end", "regular"]
-"""Why a checkpoint is kept at a position."""
+"""Why the state before a position is kept. Other states may be evicted for it, unless the position is regular."""
 
 MOST_MARKS = 2
 """Marks of one prompt at which states are kept. Each takes a slot from another prompt."""
@@ -34,23 +34,6 @@ class Span(NamedTuple):
     end: int
 
 
-class Checkpoint(NamedTuple):
-    """A position at which the state is copied.
-
-    Args:
-        position: a page boundary; the state is that of the tokens before it.
-        reason: why it is kept.
-    """
-
-    position: int
-    reason: Reason
-
-    @property
-    def room(self) -> bool:
-        """Whether other states may be evicted for it."""
-        return self.reason != "regular"
-
-
 def plan_checkpoints(
     hit: int,
     reach: int,
@@ -61,7 +44,7 @@ def plan_checkpoints(
     interval: int = 0,
     limit: int = 8,
     atomic: Sequence[Span] = (),
-) -> list[Checkpoint]:
+) -> dict[int, Reason]:
     """Chooses the checkpoints of a prompt.
 
     The end of the prompt is the last page boundary at or before its last token, even if the prompt fills its last page.
@@ -85,7 +68,7 @@ def plan_checkpoints(
         atomic: spans of the prompt, disjoint and ascending; no checkpoint is inside one.
 
     Returns:
-        Ascending by position, all in (hit, length).
+        The reasons by position: page boundaries, ascending, all in (hit, length).
     """
     assert 0 <= hit <= reach and page_size >= 1 and interval >= 0 and limit >= 0
     end = last_boundary(length - 1, page_size, atomic)
@@ -98,7 +81,7 @@ def plan_checkpoints(
     plan |= dict.fromkeys(most_saving(start, between, min(MOST_MARKS, limit - len(plan))), "mark")
     regular = _regular(hit, end, math.lcm(interval, page_size), limit - len(plan), {*plan}, atomic)
     plan |= dict.fromkeys(regular, "regular")
-    return sorted(Checkpoint(*planned) for planned in plan.items())
+    return dict(sorted(plan.items()))
 
 
 def most_saving(start: int, marks: Sequence[int], limit: int) -> list[int]:
@@ -133,20 +116,20 @@ def last_boundary(position: int, page_size: int, atomic: Sequence[Span]) -> int:
     return boundary
 
 
-def chunk_end(computed: int, budget: int, checkpoints: Sequence[Checkpoint], atomic: Sequence[Span] = ()) -> int:
+def chunk_end(computed: int, budget: int, checkpoints: Iterable[int], atomic: Sequence[Span] = ()) -> int:
     """Returns where the chunk that begins at `computed` ends: at the next checkpoint at most, and never inside a span.
 
     Args:
         computed: positions done, not inside a span.
         budget: positions that may be computed, at least 1 and no more than are left.
-        checkpoints: of the prompt; those at or before `computed`, and those inside a span, do not count.
+        checkpoints: positions; those at or before `computed`, and those inside a span, do not count.
         atomic: spans of the prompt, disjoint and ascending.
 
     Returns:
         A position after `computed`. It is more than `budget` away only if a longer span begins at `computed`.
     """
     assert budget >= 1
-    ahead = (at for at, _ in checkpoints if at > computed and _around(at, atomic) is None)
+    ahead = (at for at in checkpoints if at > computed and _around(at, atomic) is None)
     end = min(computed + budget, min(ahead, default=computed + budget))
     span = _around(end, atomic)
     if span is None:
@@ -157,13 +140,10 @@ def chunk_end(computed: int, budget: int, checkpoints: Sequence[Checkpoint], ato
 def _regular(hit: int, end: int, step: int, limit: int, taken: set[int], atomic: Sequence[Span]) -> list[int]:
     """Returns the multiples of `step` in (hit, end) that are not taken; doubles `step` until `limit` is kept."""
     while step and limit > 0:
-        found = [
-            position
-            for position in range((hit // step + 1) * step, end, step)
-            if position not in taken and _around(position, atomic) is None
-        ]
-        if len(found) <= limit:
-            return found
+        multiples = range((hit // step + 1) * step, end, step)
+        free = [at for at in multiples if at not in taken and _around(at, atomic) is None]
+        if len(free) <= limit:
+            return free
         step *= 2
     return []
 

@@ -1,8 +1,8 @@
-"""Handing prompts over: the end of an answer is held back until peers can read the pages of its prompt.
+"""Prefill handoff: the end of an answer is held back until peers can read the pages of its prompt.
 
-An engine that computes prompts for others (`--role prefill`) says that one is done when the one who generates may ask
-for it. Until then a page is copied to the host, and sealed there. Each of the two begins when what was before it has
-ended: so all that is under way has to end a few times, but nothing that begins later.
+An engine that computes prompts for others (`--role prefill`) ends an answer when the decoding engine can read its
+pages. Before that, each page is copied to the host, then sealed there. Either begins only after earlier transfers have
+ended. So the handoff waits until all that was under way has ended a few times, and for nothing that begins later.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mainstem.runtime.request import Delta, Progress
+from mainstem.runtime.request import Delta
+from mainstem.runtime.schedule.outputs import Event
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.pending import Pending
 
 _LIMIT_S = 2.0  # how long one is held back at most
 _ROUNDS = 3  # what was touched is backed up, copied, written
-
-Event = tuple[str, Delta | Progress]
 
 
 @dataclass(eq=False)
@@ -37,7 +36,7 @@ class _Held:
     rounds: int = 0
 
 
-class Handover:
+class PrefillHandoff:
     """Holds back the ends of answers.
 
     Args:

@@ -44,8 +44,8 @@ class Hits:
         """Asks the cache about a prompt that is about to be admitted for the first time."""
         if not self._explains or sequence.admitted_s is not None:
             return
-        key, namespace = sequence.encoded(self._cache.tree.keys), sequence.request.namespace
-        unstored = self._unstored.find(sequence.symbols, sequence.namespace)
+        key, namespace = sequence.tokens.encoded(), sequence.request.namespace
+        unstored = self._unstored.find(sequence.tokens.symbols, sequence.namespace)
         known = known_to(self._cache, key, namespace)
         sequence.explained = Circumstances(known, self._cache.page_size, unstored=unstored)
 
@@ -110,7 +110,7 @@ class Hits:
         """Settles a request that has ended, and notes what of it was not stored as it asked."""
         self.settle(sequence)
         if self._explains and sequence.kept < sequence.computed:
-            self._unstored.add(sequence.symbols[: sequence.computed], sequence.namespace, sequence.kept)
+            self._unstored.add(sequence.tokens.symbols[: sequence.computed], sequence.namespace, sequence.kept)
 
     def _count_load(self, sequence: Sequence, load: Load | None, loaded: int) -> None:
         """Counts what is loaded as cached tokens, by tier: what storage brought is the end of it."""

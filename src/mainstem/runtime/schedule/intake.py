@@ -15,14 +15,15 @@ from mainstem.runtime.request import Request
 from mainstem.runtime.sampling.grammars import CompiledGrammar, Grammars
 from mainstem.runtime.sampling.processor import LogitsProcessor, check_rules
 from mainstem.runtime.sampling.sampler import Sampler
-from mainstem.runtime.schedule.sequence import Sequence, spliced_images
+from mainstem.runtime.schedule.sequence import Sequence
 from mainstem.runtime.schedule.timeline import Timeline
+from mainstem.runtime.schedule.tokens import spliced_images
 from mainstem.runtime.text.detokenizer import Detokenizer, Tokenizer, hiding, special_tokens
 from mainstem.settings.engine import Limits
 
 
 class Intake:
-    """What a scheduler takes.
+    """Checks the requests of one scheduler.
 
     Args:
         vocab_size: tokens that have logits.
@@ -55,7 +56,15 @@ class Intake:
         self._has_states = any(isinstance(component, State) for component in components)
 
     def check(self, request: Request) -> Encoded:
-        """See `Scheduler.check`."""
+        """Rejects a request that could never run, otherwise encodes its prompt. Callable from any thread.
+
+        Raises:
+            RequestTooLong: it exceeds the context or the pool.
+            BadTokens: a token is outside the vocabulary.
+            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none; its grammar
+                does not compile; they ask how likely images are; or no pool holds the window of one of its images.
+            UnsupportedModel: it has a grammar, which this model cannot follow.
+        """
         if request.images and request.params.reads_prompt:
             name = "embedding" if request.params.embedding else "prompt_logprobs"
             raise BadArgument(name, getattr(request.params, name), "left out for a prompt with images")

@@ -10,12 +10,10 @@ begin -> waits   the request is not admitted yet, since more may soon arrive
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from mainstem.cache.keys import Encoded
 from mainstem.cache.namespaces import NamespaceLike
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.runtime.schedule.timeline import Timeline
+from mainstem.runtime.schedule.tokens import Tokens
 from mainstem.tiers.prefetch.prefetch import Prefetch
 from mainstem.tiers.prefetch.waits import Missed
 
@@ -27,7 +25,7 @@ class PromptPrefetch:
 
     Args:
         cache: where they read to.
-        encoded: returns the prompt as it is now, encoded.
+        tokens: of the request.
         namespace: of the request.
         timeline: of the request.
 
@@ -37,11 +35,9 @@ class PromptPrefetch:
         met: the request waits to be admitted again, after pages that have arrived.
     """
 
-    def __init__(
-        self, cache: PrefixCache, encoded: Callable[[], Encoded], namespace: NamespaceLike, timeline: Timeline
-    ) -> None:
+    def __init__(self, cache: PrefixCache, tokens: Tokens, namespace: NamespaceLike, timeline: Timeline) -> None:
         self._cache, self._tiers = cache, cache.tiers if cache.enabled else None
-        self._encoded, self._namespace, self._timeline = encoded, namespace, timeline
+        self._tokens, self._namespace, self._timeline = tokens, namespace, timeline
         self._current: Prefetch | None = None
         self._begun = self._loaded = 0  # prefetches; positions that those before have loaded
         self.missed: list[Missed] = []
@@ -56,7 +52,7 @@ class PromptPrefetch:
         """Starts to read what neither device nor host has of the prompt."""
         if self._tiers is None:
             return
-        self._current = self._tiers.prefetch(self._encoded(), self._namespace, bidirectional=True)
+        self._current = self._tiers.prefetch(self._tokens.encoded(), self._namespace, bidirectional=True)
         self._begun += 1
         if self._current is not None:
             self._timeline.begin("prefetch")
@@ -70,7 +66,7 @@ class PromptPrefetch:
             if self.leads:
                 prefetch.stop_leading()
             self._loaded += prefetch.loaded
-            self.missed += prefetch.missed(self._encoded().symbols)
+            self.missed += prefetch.missed(self._tokens.encoded().symbols)
             prefetch.revoke()
             self.leads = False
             self._timeline.end("prefetch")
@@ -100,7 +96,7 @@ class PromptPrefetch:
         """
         met, self.met = self.met, False
         if self._current is not None and (loads or not met):  # else what has arrived cannot be used
-            self.leads = self.leads or self._current.lead(self._encoded().symbols, computed)
+            self.leads = self.leads or self._current.lead(self._tokens.encoded().symbols, computed)
             if self.leads:
                 return
         self.end()
@@ -115,7 +111,7 @@ class PromptPrefetch:
         if prefetch is None or self._tiers is None:
             return False
         if prefetch.usable > computed and not loading:
-            found = self._cache.peek(self._encoded(), self._namespace) - computed
+            found = self._cache.peek(self._tokens.encoded(), self._namespace) - computed
             self.met = found > 0 and found >= self._tiers.load_min_tokens()
             if self.met:
                 return True

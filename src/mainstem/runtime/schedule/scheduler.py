@@ -37,7 +37,6 @@ The scheduler knows no threads, streams or models, and no tensors other than the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random as random_module
 from collections import abc
@@ -46,7 +45,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mainstem.cache.components import Full, State
 from mainstem.cache.keys import Encoded
@@ -57,8 +55,7 @@ from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Request
 from mainstem.runtime.sampling.sampler import Choice, verify
 from mainstem.runtime.sampling.scores import keep_scores
-from mainstem.runtime.schedule.checkpoints import Checkpoint, plan_checkpoints
-from mainstem.runtime.schedule.drafts import begin_with, look_up
+from mainstem.runtime.schedule.drafter import Drafter
 from mainstem.runtime.schedule.hits import Hits
 from mainstem.runtime.schedule.intake import Intake
 from mainstem.runtime.schedule.meter import NO_FLOPS, Flops, Meter, Totals
@@ -145,6 +142,7 @@ class Scheduler:
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
         self._most_rows = self._rows = max(1, _MOST_LOGITS // runner.vocab_size)  # of prompts; left in this step
+        self._drafter = Drafter(cache, limits.draft_tokens, ranks)
         self._sessions = Sessions(cache, limits.prefetch_sessions)
         self.totals.session_prefetches = self._sessions.counts
         prefill = PrefillCost() if self._tiers is None else self._tiers.prefill
@@ -185,18 +183,6 @@ class Scheduler:
         lacking = sum(sequence.length - hit for sequence, hit in ranked)
         return running + lacking * self.waiting // max(1, len(ranked))
 
-    def check(self, request: Request) -> Encoded:
-        """Rejects a request that could never run, otherwise encodes its prompt for `add`. Callable from any thread.
-
-        Raises:
-            RequestTooLong: it exceeds the context or the pool.
-            BadTokens: a token is outside the vocabulary.
-            BadArgument: a rule of its parameters names a token outside the vocabulary, or they leave none; its grammar
-                does not compile; they ask how likely images are; or no pool holds the window of one of its images.
-            UnsupportedModel: it has a grammar, which this model cannot follow.
-        """
-        return self.intake.check(request)
-
     def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
         """Adds a waiting request.
 
@@ -204,14 +190,14 @@ class Scheduler:
             id: names it in events; unique among requests that have not ended.
             request: what to run.
             arrived_s: its arrival time, by the scheduler's clock; None: now.
-            prompt: what `check` returned; None: `add` calls it.
+            prompt: what `Intake.check` returned; None: it is called.
 
         Raises:
-            RequestTooLong, BadTokens, BadArgument: as `check`.
+            MainstemError: as `Intake.check`.
         """
         waiting = self._queue.sequences
         assert id not in waiting and id not in self._running
-        prompt = self.check(request) if prompt is None else prompt
+        prompt = self.intake.check(request) if prompt is None else prompt
         waiting[id] = sequence = self.intake.sequence(id, request, prompt, self.totals.requests, arrived_s)
         self.totals.requests += 1
         self.totals.grammar_requests += request.params.grammar is not None
@@ -286,7 +272,7 @@ class Scheduler:
         scheduled += self._schedule_waiting(
             self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
         )
-        self._schedule_drafts([sequence for sequence, _ in scheduled])
+        self._drafter.add(sequence for sequence, _ in scheduled)
         self._idle = not scheduled
         if scheduled:
             self._forward(scheduled)
@@ -318,7 +304,8 @@ class Scheduler:
         for sequence in tuple(self._running.values()):
             if sequence.prefetch.meets(sequence.computed, loading=sequence.loading):
                 self._requeue(sequence)
-        self._allocate_running()
+        for sequence in tuple(self._running.values()):  # a page for the newest token, oldest request first
+            self._allocate(sequence, sequence.reserve)
         running = tuple(self._running.values())
         budget = self._limits.token_budget
         scheduled: dict[str, tuple[Sequence, int]] = {}
@@ -330,11 +317,6 @@ class Scheduler:
                 scheduled[sequence.id] = sequence, n
                 budget -= n if sequence.prefilling else 0
         return [(sequence, n) for sequence, n in scheduled.values() if sequence.id in self._running]
-
-    def _allocate_running(self) -> None:
-        """Allocates a page for the newest token of every running request, oldest first."""
-        for sequence in tuple(self._running.values()):
-            self._allocate(sequence, sequence.reserve)
 
     def _allocate(self, sequence: Sequence, take: abc.Callable[[], None]) -> bool:
         """Allocates for a running request, preempting the newest ones, at last itself; returns whether it got pages."""
@@ -384,32 +366,6 @@ class Scheduler:
         self._rows -= n
         return n
 
-    def _schedule_drafts(self, scheduled: list[Sequence]) -> None:
-        """Adds drafts to the decodes of a step. They share `draft_tokens` evenly, and preempt nobody."""
-        decodes = [sequence for sequence in scheduled if sequence.draftable > 0]
-        share = self._limits.draft_tokens // len(decodes) if decodes else 0
-        forced = self._forced(decodes) if share else {}
-        for sequence in decodes if share else ():
-            most = min(share, sequence.draftable)
-            begun = forced.get(sequence.id, ())[:most]
-            draft = begin_with(begun, self._draft(sequence, sequence.pace.length(most, len(begun))))
-            if len(draft):
-                with contextlib.suppress(OutOfPages):
-                    sequence.speculate(draft)
-
-    def _forced(self, decodes: list[Sequence]) -> dict[str, tuple[int, ...]]:
-        """Returns the tokens that grammars ask for next, by request; only rank 0 knows them."""
-        held = [sequence for sequence in decodes if sequence.request.params.grammar is not None]
-        return self._ranks.share(lambda: {each.id: each.sampler.forced for each in held}) if held else {}
-
-    def _draft(self, sequence: Sequence, most: int) -> NDArray[np.int32]:
-        """Returns up to `most` tokens that may come next: what the cache knows, else what the text itself repeats."""
-        if most and self._cache.enabled:
-            draft = self._cache.continuation(sequence.symbols, most, sequence.request.namespace)
-            if len(draft):
-                return draft
-        return look_up(sequence.known, most)
-
     def _room(self) -> tuple[int, ...]:
         """Returns the pages and slots that are free or can be evicted, by component."""
         counts = [self._cache.tree.core.counts(row, 0) for row in range(len(self._cache.pools))]
@@ -418,8 +374,10 @@ class Scheduler:
 
     def _spare(self) -> int:
         """Returns the pages of the first component that no request needs; none while one waits."""
+        if self._queue.sequences:
+            return 0
         size, running = self._cache.page_size, self._running.values()
-        return 0 if self._queue.sequences else self._room()[0] - sum(-(-sequence.left // size) for sequence in running)
+        return self._room()[0] - sum(-(-sequence.tokens.room // size) for sequence in running)
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
@@ -429,10 +387,10 @@ class Scheduler:
         request, reuse = sequence.request, not sequence.reading
         sequence.timeline.match()
         self.hits.before(sequence)
-        lease = self._cache.lease(sequence.key, request.namespace, priority=request.priority, reuse=reuse)
+        lease = self._cache.lease(sequence.tokens.key(), request.namespace, priority=request.priority, reuse=reuse)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
         try:
-            sequence.open(lease, load, self._checkpoints(sequence, lease), self._cache.page_size)
+            sequence.open(lease, load, self._queue.plan_checkpoints(sequence, lease), self._cache.page_size)
             sequence.slide(sequence.chunk(budget))
         except OutOfPages:
             sequence.drop()
@@ -443,22 +401,6 @@ class Scheduler:
         self.hits.admitted(sequence, lease, load, self._clock())
         sequence.prefetch.begins_to_lead(sequence.computed, loads=load is not None)
         self._outputs.progress(sequence)
-
-    def _checkpoints(self, sequence: Sequence, lease: Lease) -> list[Checkpoint]:
-        """Plans at which positions a request's state is copied."""
-        if not self._queue.plans_states or not self._cache.enabled or sequence.request.hints.no_store:
-            return []
-        limits, page = self._limits, self._cache.page_size
-        return plan_checkpoints(
-            lease.hit,
-            lease.reach,
-            sequence.length,
-            page,
-            marks=sequence.request.marks,
-            interval=limits.checkpoint_tokens,
-            limit=limits.states_per_path,
-            atomic=sequence.atomic,
-        )
 
     def _forward(self, scheduled: list[tuple[Sequence, int]]) -> None:
         scheduled = [

@@ -13,10 +13,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+import numpy as np
+
 from mainstem.cache.components import State
-from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.runtime.schedule.checkpoints import last_boundary
-from mainstem.runtime.schedule.sequence import Sequence, common_prefix
+from mainstem.cache.prefix_cache import Lease, PrefixCache
+from mainstem.runtime.schedule.checkpoints import Reason, last_boundary, plan_checkpoints
+from mainstem.runtime.schedule.sequence import Sequence
+from mainstem.runtime.text.cuts import common_tokens
 from mainstem.settings.engine import Limits
 
 # Bounds the time of a step, however many requests wait.
@@ -43,13 +46,12 @@ class WaitingQueue:
 
     def rank(self) -> list[tuple[Sequence, int]]:
         """Returns the requests in admission order, each with the length of its hit."""
-        keys = self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self.sequences.values(), key=Sequence.precedence)
 
         def hit(sequence: Sequence) -> int:
             if sequence.reading:
                 return 0
-            return self._cache.peek(sequence.encoded(keys), sequence.request.namespace)
+            return self._cache.peek(sequence.tokens.encoded(), sequence.request.namespace)
 
         def rank(entry: tuple[Sequence, int]) -> tuple[object, ...]:
             sequence, hit = entry
@@ -74,6 +76,21 @@ class WaitingQueue:
         if wanted and running.namespace == sequence.namespace:
             running.add_checkpoint(self._shared(running, sequence), self._limits.states_per_path)
 
+    def plan_checkpoints(self, sequence: Sequence, lease: Lease) -> dict[int, Reason]:
+        """Plans after which positions of its prompt a request that is admitted keeps its state, and why."""
+        if not self.plans_states or not self._cache.enabled or sequence.request.hints.no_store:
+            return {}
+        return plan_checkpoints(
+            lease.hit,
+            lease.reach,
+            sequence.length,
+            self._cache.page_size,
+            marks=sequence.request.marks,
+            interval=self._limits.checkpoint_tokens,
+            limit=self._limits.states_per_path,
+            atomic=sequence.atomic,
+        )
+
     def _is_aged(self, sequence: Sequence) -> bool:
         return self.now_s - sequence.arrived_s > self._limits.age_limit_s
 
@@ -88,5 +105,8 @@ class WaitingQueue:
         """Returns the last page boundary up to which two prompts agree and at which `other` could start."""
         # One token is always left to compute, so a hit never includes the last one.
         page = self._cache.page_size
-        same = min(common_prefix(one.symbols, other.symbols, page), other.length - 1)
+        ours, theirs = one.tokens.symbols, other.tokens.symbols
+        if not np.array_equal(ours[:page], theirs[:page]):  # as is the case for most pairs
+            return 0
+        same = min(common_tokens(ours, theirs), other.length - 1)
         return last_boundary(same, page, other.atomic)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,6 +162,13 @@ def with_generated(
 def decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """Returns the text of tokens as it is, special ones included."""
     return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def common_tokens(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """Returns the length of the common beginning of two prompts, [n] and [m]."""
+    n = min(len(one), len(other))
+    different = np.flatnonzero(one[:n] != other[:n])
+    return int(different[0]) if different.size else n
 
 
 def common_length(one: str, other: str) -> int:

@@ -24,7 +24,7 @@ import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -267,13 +267,6 @@ class Escapes:
         except (TemplateError, ValueError, TypeError, RecursionError):
             return set()
         return {*self._all.pattern.findall(str(text))}
-
-
-class _StandIn(NamedTuple):
-    """Stands in a text for the text of a control token: as many characters, which no client may write."""
-
-    text: str
-    id: int
 
 
 class _Apart:

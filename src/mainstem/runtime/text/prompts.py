@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.request import PreparedPrompt
-from mainstem.runtime.text.cuts import Tokenization, common_length
+from mainstem.runtime.text.cuts import Tokenization, common_length, common_tokens
 from mainstem.runtime.text.detokenizer import Detokenizer
 from mainstem.runtime.text.escapes import Escapes, beginning, begun_once, utf8_bytes
 from mainstem.runtime.text.spelling import Spelled, spelled
@@ -310,10 +310,7 @@ class Prompts:
 
     def _position(self, text: str, tokens: NDArray[np.int32], boundary: int) -> int:
         """Returns how many tokens are before a character, for a tokenizer that keeps no offsets."""
-        before = np.asarray(self.escapes.encode(text[:boundary]), np.int32)
-        n = min(len(before), len(tokens))
-        different = np.flatnonzero(before[:n] != tokens[:n])
-        return int(different[0]) if different.size else n
+        return common_tokens(np.asarray(self.escapes.encode(text[:boundary]), np.int32), tokens)
 
     def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the tokens of words, each at the beginning of a text and after a blank if these differ.

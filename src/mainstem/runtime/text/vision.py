@@ -41,6 +41,7 @@ from mainstem.metric import Metric, gauge
 from mainstem.runtime.attention.paged import TOLERANCE
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import ImageInput, PreparedPrompt
+from mainstem.runtime.text.cuts import common_tokens
 from mainstem.runtime.text.escapes import Escapes
 from mainstem.runtime.text.prompts import ANSWER, Template, Variant, parting
 
@@ -246,20 +247,14 @@ class Vision:
         tokens = np.where(ids < self._vocab_size, ids, 0).astype(np.int32)  # some have no id for placeholders
         tokens.flags.writeable = False
         begins = [self._with_images(text[:at], processed) for at in boundaries]
-        partings = tuple(self._position(begin, ids, added) if begin else 0 for begin in begins)
+        # The beginning of a text may have other tokens at its end.
+        partings = tuple(common_tokens(self._ids(begin, special_tokens=added), ids) if begin else 0 for begin in begins)
         return PreparedPrompt(tokens, images, positions, partings=partings)
 
     def _with_images(self, text: str, processed: Sequence[_Processed]) -> str:
         """Returns a text, or its beginning, with what represents each image in place of its marker."""
         pieces = text.split(self._marker)
         return "".join(piece + each.text for piece, each in zip(pieces[:-1], processed, strict=False)) + pieces[-1]
-
-    def _position(self, text: str, ids: NDArray[np.int64], added: bool) -> int:
-        """Returns how many tokens of a prompt its beginning has; it may be cut differently at its end."""
-        before = self._ids(text, special_tokens=added)
-        n = min(len(before), len(ids))
-        different = np.flatnonzero(before[:n] != ids[:n])
-        return int(different[0]) if different.size else n
 
     def _process(self, picture: Picture, known: dict[bytes, _Processed]) -> _Processed:
         """Processes one picture alone; for a picture that is in the prompt twice, reuses the result."""

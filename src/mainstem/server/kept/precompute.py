@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from mainstem.errors import MainstemError
 from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
+from mainstem.runtime.text.cuts import common_tokens
 from mainstem.runtime.text.prompts import Prompts
 from mainstem.server.kept.answers import Turn
 from mainstem.server.parsing.output import Call, OutputParser, PlainText, Text
@@ -136,7 +137,7 @@ class Precompute:
         known = np.concatenate([request.tokens, *(np.asarray(delta.tokens, np.int32) for delta in answer)])
         if tokens is None:
             return "unchanged"
-        same = _same(tokens, known)
+        same = common_tokens(tokens, known)
         if same >= len(known) - 1 or len(tokens) - same < self._engine.config.page_size:  # the last is often an end
             return "unchanged"
         params = SamplingParams(max_tokens=0)
@@ -164,10 +165,3 @@ def _client_text(answer: Sequence[Delta], parser: OutputParser) -> str | None:
     if any(isinstance(piece, Call) for piece in pieces):
         return None
     return "".join(piece.text for piece in pieces if isinstance(piece, Text))
-
-
-def _same(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Returns the length of the common beginning."""
-    n = min(len(one), len(other))
-    different = np.flatnonzero(one[:n] != other[:n])
-    return int(different[0]) if different.size else n
