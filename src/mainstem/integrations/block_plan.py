@@ -274,12 +274,12 @@ class Planner:
     def _look_up(self, entry: _Request, life: int, first: int, last: int) -> _Lookup:
         at, end = (units * self._unit // self._hash_tokens for units in (first, last))
         parent, symbols = self._names(entry, first * self._unit)[at], b"".join(entry.hashes[at:end])
-        asked = [
+        groups = [
             (group.row, range(stride - 1, end - at, stride))
             for group in self._groups
             for stride in [group.block_tokens // self._hash_tokens]
         ]
-        calls = [store.look_up(parent, symbols, len(entry.hashes[0]), asked) for store in self._stores]
+        calls = [store.look_up(parent, symbols, len(entry.hashes[0]), groups) for store in self._stores]
         return _Lookup(life, first, last, calls)
 
     def _answered(self, lookup: _Lookup) -> bool:

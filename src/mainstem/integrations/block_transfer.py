@@ -230,7 +230,7 @@ class Transfers:
         for load in self._loads:
             self._take_in(load, results)
         self._loads = deque(load for load in self._loads if load.request not in results.loaded)
-        self._advance(results)
+        self._advance()
         return results
 
     def pause(self) -> None:
@@ -250,7 +250,7 @@ class Transfers:
         self._store.close(timeout_s)
         self._reap()
 
-    def _advance(self, results: Results | None = None) -> None:
+    def _advance(self) -> None:
         """Starts reads for the oldest loads, as far as there are slots."""
         active = sum(len(load.reads) for load in self._loads)
         for load in self._loads:

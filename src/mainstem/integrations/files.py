@@ -30,8 +30,8 @@ def digest_weights(model: str, revision: str | None = None) -> str:
     path = Path(model)
     if not path.exists():
         path = _cached(model, revision) or path
-    found = {file for kind in _WEIGHTS for file in path.glob(kind)} if path.is_dir() else {path}
-    files = sorted(file for file in found if file.is_file())
+    paths = {file for kind in _WEIGHTS for file in path.glob(kind)} if path.is_dir() else {path}
+    files = sorted(file for file in paths if file.is_file())
     if not files:
         raise BadArgument("weights", None, f"a name of your own for the weights: {model} has no files of weights here")
     return digest_files(files)

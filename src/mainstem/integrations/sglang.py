@@ -174,8 +174,8 @@ class MainstemHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not in
             allowed = _restorable(transfer, there[:pages])
             hits[transfer.name] = max(allowed, default=0)
             able &= allowed
-        found = {name: count for name, count in hits.items() if count}
-        return PoolTransferResult(max(able, default=0), found, sorted(able))
+        nonzero = {name: count for name, count in hits.items() if count}
+        return PoolTransferResult(max(able, default=0), nonzero, sorted(able))
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Reads pages into each pool; see `batch_get_v1`."""

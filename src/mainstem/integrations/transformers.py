@@ -260,16 +260,16 @@ class Cached:
 
     def _look_at(self, call: _Call, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Passes a call whose way of generating is not known, or does not allow a hit."""
-        given = inspect.signature(self._generate).bind(*args, **options).arguments
-        others = given.get("kwargs", {})
-        config, _ = self._model._prepare_generation_config(given.get("generation_config"), **others)
-        mode = config.get_generation_mode(given.get("assistant_model"))
+        arguments = inspect.signature(self._generate).bind(*args, **options).arguments
+        others = arguments.get("kwargs", {})
+        config, _ = self._model._prepare_generation_config(arguments.get("generation_config"), **others)
+        mode = config.get_generation_mode(arguments.get("assistant_model"))
         call.assisted = mode == GenerationMode.ASSISTED_GENERATION
         drafts_itself = getattr(config, "assistant_early_exit", None) or getattr(config, "use_mtp", None)
         reasons = {
             "the model is in training mode": self._model.training,
             "past_key_values": any(others.get(name) is not None for name in _CACHES),
-            "custom_generate": given.get("custom_generate") is not None,
+            "custom_generate": arguments.get("custom_generate") is not None,
             f"{mode.value}": mode not in _MODES,
             "the model drafts for itself": drafts_itself,
             "prefill_chunk_size": config.prefill_chunk_size,
@@ -340,8 +340,8 @@ class Cached:
 
     def _prompt(self, call: _Call, args: tuple[Any, ...], inputs: dict[str, Any]) -> _Prompt:
         """Returns what the first forward computes; raises `_Passed` if its inputs are not all known."""
-        given = (name for name, value in inputs.items() if value is not None and value is not False)
-        unknown = [name for name in given if name not in _INPUTS]
+        names = (name for name, value in inputs.items() if value is not None and value is not False)
+        unknown = [name for name in names if name not in _INPUTS]
         tokens, cache, keep = inputs.get("input_ids"), _cache_of(inputs), inputs.get("logits_to_keep")
         if args or unknown or tokens is None or tokens.dim() != 2:
             raise _Passed(f"inputs: {', '.join(sorted(unknown)) or 'not only input_ids'}")
@@ -419,14 +419,14 @@ class Cached:
         with self._lock:
             self._cache.poll(self._clock())
             wanted = [self._tiers.prefetch(row.tokens, name) for row in rows]
-            found = [prefetch for prefetch in wanted if prefetch is not None]
-            waiting = any(prefetch.waiting for prefetch in found)
+            prefetches = [prefetch for prefetch in wanted if prefetch is not None]
+            waiting = any(prefetch.waiting for prefetch in prefetches)
         while waiting:
             self._sleep(_WAIT_S)
             with self._lock:
                 self._cache.poll(self._clock())
-                waiting = any(prefetch.waiting for prefetch in found)
-        return found
+                waiting = any(prefetch.waiting for prefetch in prefetches)
+        return prefetches
 
     def _lease(self, row: _Row, name: Namespace) -> None:
         with self._lock:

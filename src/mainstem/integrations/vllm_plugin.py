@@ -51,9 +51,9 @@ def check_configuration(config: Any) -> None:
         BadArgument: an option is not one that can be served.
         BackendUnavailable: the store cannot be opened.
     """
-    for given in _given(config):
+    for options in _given(config):
         try:
-            Options.read(given).try_store()
+            Options.read(options).try_store()
         except MainstemError as error:
             log.error("--kv-transfer-config: %s", error)
             raise

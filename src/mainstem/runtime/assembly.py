@@ -113,7 +113,7 @@ def make_scheduler(
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:
     """Returns the end tokens of the model's generation settings and of its tokenizer."""
-    given = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
-    ends = set(given) if isinstance(given, list) else {given}
+    own = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
+    ends = set(own) if isinstance(own, list) else {own}
     ends.add(loaded.tokenizer.eos_token_id)
     return frozenset(int(token) for token in ends if token is not None)

@@ -227,7 +227,7 @@ class EngineCore:
             self.tiers.close()
             close_tiers(self.tiers.host, None)
 
-    # ---------------------------------------------------------------- what callers ask for, between two steps
+    # ---------------------------------------------------------------- what `Engine` asks for, between two steps
 
     def add(self, id: str, request: Request, prompt: Encoded, arrived_s: float) -> None:
         """Adds a request. One that cannot start, e.g. since its tokens cannot be decoded, ends with an error."""
@@ -250,49 +250,38 @@ class EngineCore:
         self.cancel(*ids)
 
     def flush(self) -> int:
-        """See `Engine.flush`."""
         return self.cache.flush()
 
     def remove(self, tokens: TokenLike, namespace: Namespace | str | None) -> int:
-        """See `Engine.remove`."""
         return self.cache.remove(tokens, namespace)
 
     def advise(
         self, action: Action, tokens: NDArray[np.int32], namespace: Namespace | str | None, *times: float | None
     ) -> Kept:
-        """See `Engine.advise`."""
         return self.advice.apply(action, tokens, namespace, self.now_s, *times)
 
     def add_public(self, tokens: Sequence[int] | NDArray[np.int32]) -> int:
-        """See `PublicPrefixes.add`."""
         return self._public.add(tokens)
 
     def set_quotas(self, quotas: Quotas) -> None:
-        """See `Engine.set_quotas`."""
         self.cache.tenants.set_quotas(quotas)
 
     def usage(self) -> dict[bytes, OwnerUsage]:
-        """See `Engine.usage`."""
         return self.memory.by_owner()
 
     def show(self) -> str:
-        """See `Engine.tree`."""
         return self.cache.tree.pretty(self._describe)
 
     def survey(self, first: int, count: int) -> Survey:
-        """See `Engine.survey`."""
         return self.cache.tree.survey(first, count)
 
     def explain(self, request: Request, prompt: Encoded, distances: bool) -> Stretches:
-        """See `Engine.explain`."""
         return self.scheduler.hits.look(request, prompt, distances=distances)
 
     def load_adapter(self, name: str, files: AdapterFiles) -> None:
-        """See `Engine.load_adapter`."""
         self.model.adapters.add(name, files)
 
     def unload_adapter(self, name: str) -> None:
-        """See `Engine.unload_adapter`."""
         self.model.adapters.unload(name)
 
     def _describe(self, key: bytes) -> str:

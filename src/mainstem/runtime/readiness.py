@@ -103,11 +103,11 @@ def _check_address(name: str, address: str) -> None:
 
 def _check_memory(config: EngineConfig, memory: Callable[[str], Memory]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    asked = [("host_bytes", "cpu", config.tiers.size.host_bytes or 0)]
+    sizes = [("host_bytes", "cpu", config.tiers.size.host_bytes or 0)]
     if config.pages is None:
-        asked.insert(0, ("kv_bytes", device, config.kv_bytes))
+        sizes.insert(0, ("kv_bytes", device, config.kv_bytes))
     taken = dict.fromkeys(("cuda", "cpu"), 0)
-    for name, where, size in asked:
+    for name, where, size in sizes:
         try:
             there = memory(where)
         except OSError:  # it is not known: an allocation may fail later

@@ -17,7 +17,7 @@ from mainstem.cache.explain import Stretches
 from mainstem.cache.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.cache.retention import LEAST_S, Kept
-from mainstem.errors import BadArgument, BadTokens
+from mainstem.errors import BadArgument, BadTokens, check_integer
 from mainstem.runtime.schedule.timeline import Phase
 from mainstem.settings.engine import SamplingParams
 
@@ -55,8 +55,8 @@ class ImageInput:
 
     def __post_init__(self) -> None:
         """Checks all but the inputs, which only the model knows."""
-        _require_integer("start", self.start, 0, _INT32_MAX)
-        _require_integer("length", self.length, IMAGE_MIN_LENGTH, _INT32_MAX)
+        check_integer("start", self.start, 0, _INT32_MAX)
+        check_integer("length", self.length, IMAGE_MIN_LENGTH, _INT32_MAX)
         whole = isinstance(self.identity, bytes) and len(self.identity) == IMAGE_DIGEST_BYTES
         _require("identity", self.identity, whole, f"{IMAGE_DIGEST_BYTES} bytes")
 
@@ -108,7 +108,7 @@ class Prefix:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        _require_integer("end", self.end, 1, _INT32_MAX)
+        check_integer("end", self.end, 1, _INT32_MAX)
         fits = self.retain_s is None or LEAST_S <= self.retain_s < float("inf")
         _require("retain_s", self.retain_s, fits, f"seconds, {LEAST_S} or more")
 
@@ -199,16 +199,16 @@ class Request:
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
         encode_namespace(self.namespace)
-        _require_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX)
-        given = np.asarray(self.tokens)
-        if given.size == 0:
-            raise BadTokens(f"a prompt of shape {given.shape}: must be one dimension of at least one token")
+        check_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX)
+        tokens = np.asarray(self.tokens)
+        if tokens.size == 0:
+            raise BadTokens(f"a prompt of shape {tokens.shape}: must be one dimension of at least one token")
         # Many requests may share an array that cannot change.
-        object.__setattr__(self, "tokens", _checked_tokens("a prompt", given))
-        _check_images(self.images, len(given))
-        object.__setattr__(self, "marks", _checked_marks(self.marks, len(given)))
+        object.__setattr__(self, "tokens", _checked_tokens("a prompt", tokens))
+        _check_images(self.images, len(tokens))
+        object.__setattr__(self, "marks", _checked_marks(self.marks, len(tokens)))
         if self.positions is not None:
-            object.__setattr__(self, "positions", _checked_positions(self.positions, len(given)))
+            object.__setattr__(self, "positions", _checked_positions(self.positions, len(tokens)))
         said = _checked_tokens("the begin of an answer", np.asarray(self.said)) if len(self.said) else _NOTHING
         object.__setattr__(self, "said", said)
         _require("said", len(said), len(said) <= self.params.max_tokens, "at most max_tokens tokens")
@@ -225,22 +225,22 @@ class Request:
         return np.concatenate([self.positions[:, begin:end], np.broadcast_to(after, (3, len(after)))], axis=1)
 
 
-def _checked_tokens(name: str, given: NDArray[Any]) -> NDArray[np.int32]:
-    if given.ndim != 1:
-        raise BadTokens(f"{name} of shape {given.shape}: must be one dimension of at least one token")
-    if given.dtype.kind not in "iu":
-        raise BadTokens(f"{name} of type {given.dtype}: must hold integers")
-    wrong = np.flatnonzero((given < 0) | (given > _INT32_MAX))
+def _checked_tokens(name: str, tokens: NDArray[Any]) -> NDArray[np.int32]:
+    if tokens.ndim != 1:
+        raise BadTokens(f"{name} of shape {tokens.shape}: must be one dimension of at least one token")
+    if tokens.dtype.kind not in "iu":
+        raise BadTokens(f"{name} of type {tokens.dtype}: must hold integers")
+    wrong = np.flatnonzero((tokens < 0) | (tokens > _INT32_MAX))
     if wrong.size:
-        raise BadTokens(f"token {given[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
-    return _frozen(given, np.dtype(np.int32))
+        raise BadTokens(f"token {tokens[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
+    return _frozen(tokens, np.dtype(np.int32))
 
 
-def _frozen(given: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _frozen(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Returns the array itself if it is read-only, else a read-only copy."""
-    if given.dtype == dtype and not given.flags.writeable:
-        return given
-    copy = given.astype(dtype)
+    if array.dtype == dtype and not array.flags.writeable:
+        return array
+    copy = array.astype(dtype)
     copy.flags.writeable = False
     return copy
 
@@ -258,18 +258,20 @@ def _check_images(images: tuple[ImageInput, ...], length: int) -> None:
 
 
 def _checked_marks(marks: Sequence[int], length: int) -> tuple[int, ...]:
-    given = np.asarray(marks)
-    whole = given.ndim == 1 and given.dtype.kind in ("iu" if given.size else "iuf")
-    fits = whole and (not given.size or (given[0] >= 0 and given[-1] <= length and bool((np.diff(given) > 0).all())))
+    positions = np.asarray(marks)
+    whole = positions.ndim == 1 and positions.dtype.kind in ("iu" if positions.size else "iuf")
+    fits = whole and (
+        not positions.size or (positions[0] >= 0 and positions[-1] <= length and bool((np.diff(positions) > 0).all()))
+    )
     _require("marks", marks, bool(fits), f"ascending integers from 0 to {length}")
-    return tuple(given.tolist())
+    return tuple(positions.tolist())
 
 
 def _checked_positions(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    given = np.asarray(positions)
-    fits = given.shape == (3, length) and given.dtype.kind in "iu" and given.min() >= 0
-    _require("positions", given, bool(fits), f"integers >= 0 of shape (3, {length}), one column per token")
-    return _frozen(given, np.dtype(np.int64))
+    columns = np.asarray(positions)
+    fits = columns.shape == (3, length) and columns.dtype.kind in "iu" and columns.min() >= 0
+    _require("positions", columns, bool(fits), f"integers >= 0 of shape (3, {length}), one column per token")
+    return _frozen(columns, np.dtype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,8 +370,3 @@ class Progress:
 def _require(name: str, value: object, allowed: bool, range_: str) -> None:
     if not allowed:
         raise BadArgument(name, value, range_)
-
-
-def _require_integer(name: str, value: object, low: int, high: int) -> None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(name, value, fits, f"an integer from {low} to {high}")

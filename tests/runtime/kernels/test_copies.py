@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mainstem._core import copy_rows
 from mainstem.errors import BadArgument
-from mainstem.runtime.memory.copies import Copy, CpuCopier, Step, Transfer
+from mainstem.runtime.memory.copies import Copier, Copy, Step, Transfer
 
 Ids = NDArray[np.int32]
 
@@ -70,7 +70,7 @@ def test_rows_that_do_not_exist_are_rejected(target: Any, targets: Ids, source: 
     assert np.array_equal(target, before)
 
 
-class Marks(CpuCopier):
+class Marks(Copier):
     """A device whose copies have marks 1, 2, 3, ...; those up to `reached` have ended."""
 
     def __init__(self) -> None:

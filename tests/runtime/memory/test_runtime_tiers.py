@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -11,7 +11,7 @@ import pytest
 
 from mainstem.errors import BadArgument, MainstemError, RankFailed, StorageError
 from mainstem.runtime.memory.tiers import build_tiers
-from mainstem.runtime.parallel.ranks import OneRank
+from mainstem.runtime.parallel.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.memory import MemoryBackend
 
@@ -35,11 +35,8 @@ class Alone(Kept):
     capabilities = replace(MemoryBackend.capabilities, persistent=True, shared=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Two(OneRank):
+class Two(Ranks):
     """The first of two ranks; the other one has ended."""
-
-    size: int = 2
 
     def share(self, make: Callable[[], Any]) -> Any:
         """Fails as it does when another rank has ended."""
@@ -58,10 +55,10 @@ def no_memory(size: HostSize, storage: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "error"),
-    [("Kept", Two(), RankFailed), ("Alone", Two(), BadArgument), ("Kept", OneRank(), BadArgument)],
+    [("Kept", Two(size=2), RankFailed), ("Alone", Two(size=2), BadArgument), ("Kept", Ranks(), BadArgument)],
 )
 def test_a_store_is_closed_if_the_engine_cannot_begin(
-    kept: list[Kept], name: str, ranks: OneRank, error: type[MainstemError]
+    kept: list[Kept], name: str, ranks: Ranks, error: type[MainstemError]
 ) -> None:
     config = TierConfig(HostSize(host_bytes=1 << 20), storage=f"{__name__}:{name}")
     runner, loaded = SimpleNamespace(host_memory=no_memory, computation=()), SimpleNamespace(ranks=ranks)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from mainstem.runtime.kernels.linear import GROUP, Int4, Weights, products
 from mainstem.runtime.memory.tiers import identity_of
 from mainstem.runtime.models.loading import LoadedModel, load_model
 from mainstem.runtime.models.quantization import packed, quantize
-from mainstem.runtime.parallel.ranks import OneRank
+from mainstem.runtime.parallel.ranks import Ranks
 from mainstem.runtime.request import Request
 from mainstem.settings.engine import EngineConfig, SamplingParams, StorageConfig, TierConfig
 from tests.runtime.kernels.test_decoders import WHOLE, decoded, random_prompts, runner_of
@@ -291,7 +290,7 @@ def test_what_cannot_be_computed_with_is_refused(folder: Path, monkeypatch: pyte
     with pytest.raises(BadArgument, match="none with dtype float16: float32 or bfloat16"):
         load_model(str(folder), dtype="float16", quantization="int4")
     with pytest.raises(BadArgument, match="none with several ranks"):
-        load_model(str(folder), quantization="int4", ranks=replace(OneRank(), size=2))
+        load_model(str(folder), quantization="int4", ranks=Ranks(size=2))
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(BadArgument, match="none on a GPU"):

@@ -126,7 +126,7 @@ class Advice:
         if len(self._prefetches) >= _MOST_PREFETCHES:
             return Kept(0, there)
         each = Promotion(self._cache, prompt, namespace)
-        asked = len(tokens) // self._cache.page_size * self._cache.page_size if each.reading else 0
+        reading = len(tokens) // self._cache.page_size * self._cache.page_size if each.reading else 0
         if each.go_on():
             self._prefetches.append(each)
-        return Kept(max(there, asked), there)
+        return Kept(max(there, reading), there)

@@ -17,7 +17,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +39,8 @@ class Copy(NamedTuple):
     sources: Any
 
 
-class Copier(Protocol):
-    """Copies rows between one kind of device and the host."""
+class Copier:
+    """Copies rows between a kind of device and the host: here on the CPU, before the call returns, without the GIL."""
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
         """Returns host memory as a flat tensor of bytes, for views of rows; the tensor keeps the memory alive.
@@ -48,24 +48,30 @@ class Copier(Protocol):
         Raises:
             BadArgument: the memory cannot be made accessible to the device.
         """
+        return torch.from_numpy(memory)
 
     def rows(self, rows: torch.Tensor) -> Any:
         """Returns rows [n, bytes] of a table, or of the device, for `Copy`."""
+        return rows.numpy()
 
     def ids(self, rows: NDArray[np.int32]) -> Any:
-        """Returns row indices, for `Copy`."""
+        """Returns row indices, for `Copy`; the caller may change its array."""
+        return np.array(rows, dtype=np.int32)
 
     def fence(self) -> Any:
         """Returns a fence: it covers the work that the caller has begun on the device."""
 
     def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
         """Begins copies after a fence, and returns their mark. If it raises, none of them is under way."""
+        for copy in copies:
+            copy_rows(*copy)
 
     def passed(self, mark: Any) -> bool:
         """Returns whether the copies up to a mark have ended; does not block."""
+        return True
 
     def hold(self, mark: Any) -> None:
-        """Orders the caller's later work on the device after a mark."""
+        """Orders the caller's later work on the device after a mark; does not block."""
 
     def finish(self, mark: Any) -> None:
         """Blocks until the copies up to a mark have ended."""
@@ -74,44 +80,7 @@ class Copier(Protocol):
         """Blocks until all copies that were begun have ended."""
 
 
-class CpuCopier:
-    """Copies synchronously, without the GIL. Its fences and marks are None."""
-
-    def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """See `Copier.table`."""
-        return torch.from_numpy(memory)
-
-    def rows(self, rows: torch.Tensor) -> Any:
-        """Returns a NumPy array."""
-        return rows.numpy()
-
-    def ids(self, rows: NDArray[np.int32]) -> Any:
-        """Returns a copy, so that the caller may change its array."""
-        return np.array(rows, dtype=np.int32)
-
-    def fence(self) -> None:
-        """Returns None: nothing is under way when a call returns."""
-
-    def copy(self, copies: Sequence[Copy], fence: Any) -> None:
-        """See `Copier.copy`."""
-        for copy in copies:
-            copy_rows(*copy)
-
-    def passed(self, mark: Any) -> bool:
-        """Returns True: the copies have ended."""
-        return True
-
-    def hold(self, mark: Any) -> None:
-        """Does nothing: the copies have ended."""
-
-    def finish(self, mark: Any) -> None:
-        """Does nothing: the copies have ended."""
-
-    def drain(self) -> None:
-        """Does nothing: all copies have ended."""
-
-
-class CudaCopier:
+class CudaCopier(Copier):
     """Begins copies on a stream of its own; fences and marks are events.
 
     The device gathers from pinned host memory and scatters to it, so scattered pages need no extra copy on the host and
@@ -127,7 +96,6 @@ class CudaCopier:
         self._copy_rows = _device_copy(device)
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """Pins the memory, and returns it as a tensor of the device."""
         if not memory.nbytes:  # of pages without content; nothing can be pinned
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         return torch.as_tensor(_Mapped(memory, self._device), device=self._device)
@@ -144,11 +112,9 @@ class CudaCopier:
             return pinned.to(self._device, non_blocking=True)
 
     def fence(self) -> Any:
-        """Returns an event of the caller's stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
-        """See `Copier.copy`."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(fence)
             try:
@@ -160,19 +126,15 @@ class CudaCopier:
             return self._stream.record_event()
 
     def passed(self, mark: Any) -> bool:
-        """See `Copier.passed`."""
         return bool(mark.query())
 
     def hold(self, mark: Any) -> None:
-        """Makes the caller's stream wait; the caller's thread does not."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def finish(self, mark: Any) -> None:
-        """See `Copier.finish`."""
         mark.synchronize()
 
     def drain(self) -> None:
-        """See `Copier.drain`."""
         self._stream.synchronize()
 
 
@@ -250,7 +212,6 @@ class Transfer:
 
     @property
     def error(self) -> Exception | None:
-        """See `Ticket.error`."""
         return self._error
 
     @property
@@ -259,17 +220,14 @@ class Transfer:
         return self._ended
 
     def done(self) -> bool:
-        """See `Ticket.done`."""
         return self._ended and self._passed_marks(self._copier.passed)
 
     def wait(self) -> None:
-        """See `Ticket.wait`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
         self._passed_marks(self._copier.finish)
 
     def wait_layer(self, layer: int) -> None:
-        """See `LayerTicket.wait_layer`."""
         due = bisect_right(self._layers, layer)
         if len(self._marks) < due:
             with self._changed:

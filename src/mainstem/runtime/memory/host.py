@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.here import Memory, machine_memory
-from mainstem.runtime.memory.copies import ERRORS, Copier, Copy, CpuCopier, CudaCopier, Step, Transfer
+from mainstem.runtime.memory.copies import ERRORS, Copier, Copy, CudaCopier, Step, Transfer
 from mainstem.runtime.readiness import too_large
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.host.transfer import LayerTicket, Move, Ticket
@@ -130,8 +130,8 @@ def host_pages(size: HostSize, components: Sequence[Planes], there: Callable[[],
         ratio = 1.0 if size.host_ratio is None else size.host_ratio
     pages = [int(ratio * planes.pages) for planes in components]
     if min(pages) < 1:
-        given = next(field.name for field in fields(size) if getattr(size, field.name) is not None)
-        raise BadArgument(given, getattr(size, given), "room for a page of each component")
+        name = next(field.name for field in fields(size) if getattr(size, field.name) is not None)
+        raise BadArgument(name, getattr(size, name), "room for a page of each component")
     return pages
 
 
@@ -241,7 +241,7 @@ class HostPool:
         self._components, self._clock = tuple(components), clock
         self._pages = tuple(pages)
         device = self._components[0].device
-        self._copier: Copier = CudaCopier(device) if device.type == "cuda" else CpuCopier()
+        self._copier = CudaCopier(device) if device.type == "cuda" else Copier()
         if layout == "auto":
             layout = "page_first" if storage else _faster_layout(self._components, self._copier, clock)
         self.layout: HostLayout = layout

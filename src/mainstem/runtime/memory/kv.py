@@ -167,14 +167,14 @@ class Plane(NamedTuple):
         return dequantize(numbers, scales, given.dtype)
 
 
-def _put(kept: torch.Tensor, rows: slice | torch.Tensor, given: torch.Tensor) -> None:
-    flat, given = kept.flatten(0, 1), given.to(kept.dtype)
+def _put(kept: torch.Tensor, rows: slice | torch.Tensor, values: torch.Tensor) -> None:
+    flat, values = kept.flatten(0, 1), values.to(kept.dtype)
     if kept.itemsize == 1:  # PyTorch cannot scatter floats of 8 bits
-        flat, given = flat.view(torch.uint8), given.view(torch.uint8)
+        flat, values = flat.view(torch.uint8), values.view(torch.uint8)
     if isinstance(rows, slice):
-        flat[rows] = given
+        flat[rows] = values
     else:
-        flat.index_copy_(0, rows, given)
+        flat.index_copy_(0, rows, values)
 
 
 class KVPool:

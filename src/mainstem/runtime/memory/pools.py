@@ -259,7 +259,7 @@ def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
     if config.window_trace is not None and layout.local and Full() in sizes:
         memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
-        found = best_window_ratio(
+        trials = best_window_ratio(
             config.window_trace,
             components=tuple(layout.attended.values()),
             page_bytes=page_bytes,
@@ -268,8 +268,10 @@ def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int
             need=need,
             token_budget=chunk,
         )
-        log.info("window ratio %g has the most hits on the trace, of %d tried", found.best.window_ratio, len(found.all))
-        best = replace(config, window_ratio=found.best.window_ratio)
+        log.info(
+            "window ratio %g has the most hits on the trace, of %d tried", trials.best.window_ratio, len(trials.all)
+        )
+        best = replace(config, window_ratio=trials.best.window_ratio)
         sizes = share_out(layout.components, page_bytes, slot_bytes, best, need)
     return {
         State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()

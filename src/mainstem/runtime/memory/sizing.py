@@ -210,19 +210,19 @@ def best_window_ratio(
 
 def _sequences(trace: Iterable[TokenLike | Use]) -> list[TokenLike]:
     """Returns the trace as tokens; tokens that it does not give are all different."""
-    found: list[TokenLike] = []
+    sequences: list[TokenLike] = []
     fresh = 0
     for at, use in enumerate(trace):
         if isinstance(use, Use):
-            found.append(_tokens_of(use, found, fresh))
+            sequences.append(_tokens_of(use, sequences, fresh))
             fresh += use.length
         elif len(use) == 0:
             raise BadArgument(f"trace[{at}]", use, "at least one token")
         else:
-            found.append(use)
-    if not found:
+            sequences.append(use)
+    if not sequences:
         raise BadArgument("trace", trace, "at least one sequence")
-    return found
+    return sequences
 
 
 def _tokens_of(use: Use, earlier: list[TokenLike], fresh: int) -> NDArray[np.int32]:
@@ -237,9 +237,9 @@ def _tokens_of(use: Use, earlier: list[TokenLike], fresh: int) -> NDArray[np.int
 
 def _replay(cache: PrefixCache, sequences: list[TokenLike], token_budget: int) -> float:
     """Returns the fraction of tokens that were cached."""
-    hit = asked = 0
+    hit = total = 0
     for tokens in sequences:
-        asked += len(tokens)
+        total += len(tokens)
         with cache.lease(tokens) as lease:
             try:
                 lease.reserve(len(tokens) - lease.reserved)
@@ -250,4 +250,4 @@ def _replay(cache: PrefixCache, sequences: list[TokenLike], token_budget: int) -
             except OutOfPages:
                 continue
             hit += lease.hit
-    return hit / asked
+    return hit / total

@@ -126,10 +126,10 @@ def _tensors(cache: Cache, kind: str) -> Iterator[StateTensor]:
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             continue
-        found = list(_states(layer))
-        if not found:
+        states = list(_states(layer))
+        if not states:
             raise UnsupportedModel(f"{kind} keeps the state of layer {number} outside transformers' cache")
-        for index, name, state in found:
+        for index, name, state in states:
             if state.shape[0] != 1:
                 raise UnsupportedModel(f"{kind}: the {name} state of layer {number} is not one row per sequence")
             yield StateTensor(number, index, name, tuple(state.shape[1:]), state.dtype)
@@ -410,11 +410,11 @@ class _Trial:
 
 def _forward(model: PreTrainedModel, tokens: torch.Tensor, start: int, cache: Cache | None) -> torch.Tensor:
     """Returns float32 logits [rows, n, vocab] of `tokens` [rows, n], which begin at position `start`."""
-    given: dict[str, Any] = {"input_ids": tokens.to(model.device)}
+    inputs: dict[str, Any] = {"input_ids": tokens.to(model.device)}
     if "position_ids" in inspect.signature(model.forward).parameters:
         positions = torch.arange(start, start + tokens.shape[1], device=model.device)
-        given["position_ids"] = positions.expand_as(tokens)
+        inputs["position_ids"] = positions.expand_as(tokens)
     with torch.inference_mode():
-        output = model(use_cache=False, **given) if cache is None else run(model, cache, **given)
+        output = model(use_cache=False, **inputs) if cache is None else run(model, cache, **inputs)
     logits: torch.Tensor = output.logits.float()
     return logits

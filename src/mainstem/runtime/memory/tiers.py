@@ -187,19 +187,19 @@ def _store(
     """
     if config.storage_secret is None:
         log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
-    limits, given = config.limits, config.peers
+    limits, peering = config.limits, config.peers
     sealer = Sealer(identity, PUBLIC_SECRET if config.storage_secret is None else config.storage_secret)
     secret = config.storage_secret or NO_SECRET
-    reads = bool(given.peers) or given.peers_later
-    peers = PeerBackend(given.peers, secret, given.peer_timeout_s) if reads else None
+    reads = bool(peering.peers) or peering.peers_later
+    peers = PeerBackend(peering.peers, secret, peering.peer_timeout_s) if reads else None
     server: PeerServer | None = None
-    if shelf is not None and given.peer_listen is not None:
+    if shelf is not None and peering.peer_listen is not None:
         try:
-            share = Share(given.peer_share, clock=clock)
+            share = Share(peering.peer_share, clock=clock)
             alone = config.storage is not None and not backend.capabilities.shared
             source = AndStore(shelf, backend) if alone else shelf
             server = PeerServer(
-                source, given.peer_listen, secret, share=share, in_flight_bytes=given.peer_bytes, clock=clock
+                source, peering.peer_listen, secret, share=share, in_flight_bytes=peering.peer_bytes, clock=clock
             )
         except BaseException:
             if peers is not None:
@@ -219,7 +219,7 @@ def _store(
         peers=peers,
         shelf=shelf,
     )
-    if given.exist:
+    if peering.exist:
         name = identities.id_of(identities.summarize(identity), sealer).hex()
         follow = None if peers is None else peers.follow
         store.peering = Peering(None if server is None else server.address, follow, name)

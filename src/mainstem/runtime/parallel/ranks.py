@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from mainstem.errors import MainstemError, RankFailed
 
@@ -31,16 +31,18 @@ _END_S = 2.0  # between an error that the end of a process causes and that end
 _GONE = (EOFError, ConnectionError)
 
 
-class Ranks(Protocol):
-    """All ranks, as one of them sees them. Every rank makes the same calls in the same order, on one thread."""
+class Ranks:
+    """All ranks, as one of them sees them. Every rank makes the same calls in the same order, on one thread.
 
-    @property
-    def rank(self) -> int:
-        """This one, from 0."""
+    This class is a process that has the whole model; `FirstRank` and `LaterRank` are those of several.
 
-    @property
-    def size(self) -> int:
-        """How many there are."""
+    Args:
+        rank: this one, from 0.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
 
     def share(self, make: Callable[[], T]) -> T:
         """Returns on every rank what `make` returns on rank 0; the others do not call it. It must be picklable.
@@ -48,6 +50,7 @@ class Ranks(Protocol):
         Raises:
             RankFailed: a rank has ended.
         """
+        return make()
 
     def agree(self, votes: Sequence[int]) -> Sequence[int]:
         """Returns on every rank the lowest of all ranks' votes, element by element.
@@ -55,35 +58,17 @@ class Ranks(Protocol):
         Raises:
             RankFailed: a rank has ended, or does not answer.
         """
+        return votes
 
     def cause(self, error: BaseException) -> BaseException:
         """Returns the end or the silence of another rank if that explains an error, such as that of a connection.
 
         Else it returns the error.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class OneRank:
-    """A process that has the whole model."""
-
-    rank: int = 0
-    size: int = 1
-
-    def share(self, make: Callable[[], T]) -> T:
-        """Returns what `make` returns."""
-        return make()
-
-    def agree(self, votes: Sequence[int]) -> Sequence[int]:
-        """Returns the votes."""
-        return votes
-
-    def cause(self, error: BaseException) -> BaseException:
-        """Returns the error."""
         return error
 
 
-ONE_RANK = OneRank()
+ONE_RANK = Ranks()
 
 
 def require_equal(ranks: Ranks, make: Callable[[], object], what: str) -> None:
@@ -103,8 +88,8 @@ def largest(ranks: Ranks, value: float) -> float:
     """
     (bits,) = struct.unpack("<q", struct.pack("<d", value))  # ordered as the values are
     (lowest,) = ranks.agree([-bits])
-    (found,) = struct.unpack("<d", struct.pack("<q", -lowest))
-    return float(found)
+    (highest,) = struct.unpack("<d", struct.pack("<q", -lowest))
+    return float(highest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +108,7 @@ class Peer:
     pipe: Connection
 
 
-class FirstRank:
+class FirstRank(Ranks):
     """Rank 0.
 
     Args:
@@ -132,12 +117,11 @@ class FirstRank:
     """
 
     def __init__(self, peers: Sequence[Peer], answer_s: float = ANSWER_S) -> None:
-        self.rank, self.size = 0, 1 + len(peers)
+        super().__init__(0, 1 + len(peers))
         self._peers = tuple(peers)
         self._answer_s = answer_s
 
     def share(self, make: Callable[[], T]) -> T:
-        """See `Ranks.share`."""
         value = make()
         for peer in self._peers:
             try:
@@ -147,13 +131,11 @@ class FirstRank:
         return value
 
     def agree(self, votes: Sequence[int]) -> Sequence[int]:
-        """See `Ranks.agree`."""
         columns = zip(votes, *map(self._votes, self._peers), strict=True)
         lowest = [min(column) for column in columns]
         return self.share(lambda: lowest)
 
     def cause(self, error: BaseException) -> BaseException:
-        """See `Ranks.cause`."""
         if isinstance(error, MainstemError):
             return error  # such as a setting that every rank refuses
         if _timed_out(error):
@@ -204,7 +186,7 @@ class FirstRank:
         return RankFailed(f"rank {peer.rank} of {self.size} has ended: {why}")
 
 
-class LaterRank:
+class LaterRank(Ranks):
     """Any rank but 0.
 
     Args:
@@ -214,10 +196,10 @@ class LaterRank:
     """
 
     def __init__(self, rank: int, size: int, pipe: Connection) -> None:
-        self.rank, self.size, self._pipe = rank, size, pipe
+        super().__init__(rank, size)
+        self._pipe = pipe
 
     def share(self, make: Callable[[], T]) -> T:
-        """See `Ranks.share`."""
         try:
             value: T = self._pipe.recv()
         except _GONE:
@@ -225,12 +207,10 @@ class LaterRank:
         return value
 
     def agree(self, votes: Sequence[int]) -> Sequence[int]:
-        """See `Ranks.agree`."""
         self._send(list(votes))
         return self.share(lambda: votes)
 
     def cause(self, error: BaseException) -> BaseException:
-        """See `Ranks.cause`."""
         return RankFailed("another rank does not answer") if _timed_out(error) else error
 
     def leave(self, why: str) -> None:

@@ -43,13 +43,13 @@ class Pooling:
 @contextmanager
 def last_hidden_states(model: Any) -> Iterator[list[torch.Tensor]]:
     """Yields a list to which every forward of a transformers model adds its last hidden states, [rows, n, size]."""
-    found: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, given: object, output: Any) -> None:
-        found.append(output[0])
+        states.append(output[0])
 
     hook = model.get_decoder().register_forward_hook(keep)
     try:
-        yield found
+        yield states
     finally:
         hook.remove()

@@ -33,7 +33,7 @@ def score(logits: torch.Tensor, tokens: NDArray[np.int32], alternatives: int) ->
         One for each row, with its rank; None if a row holds NaN or +inf.
     """
     size = max(1, _AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(tokens))
-    found: list[TokenLogprob] = []
+    scores: list[TokenLogprob] = []
     for begin in range(0, len(tokens), size):
         logprobs = torch.log_softmax(logits[begin : begin + size][: len(tokens) - begin], dim=-1)
         column = torch.from_numpy(tokens[begin : begin + size].astype(np.int64)).to(logits.device).unsqueeze(1)
@@ -44,11 +44,11 @@ def score(logits: torch.Tensor, tokens: NDArray[np.int32], alternatives: int) ->
         best = torch.topk(logprobs, min(alternatives, logprobs.shape[1]))
         rows = zip(column.flatten().tolist(), own.flatten().tolist(), ranks.tolist(), strict=True)
         tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        found += [
+        scores += [
             TokenLogprob(token, logprob, tuple(zip(*top, strict=True)), rank)
             for (token, logprob, rank), top in zip(rows, tops, strict=True)
         ]
-    return found
+    return scores
 
 
 def keep_scores(

@@ -111,8 +111,8 @@ class PromptPrefetch:
         if prefetch is None or self._tiers is None:
             return False
         if prefetch.usable > computed and not loading:
-            found = self._cache.peek(self._tokens.encoded(), self._namespace) - computed
-            self.met = found > 0 and found >= self._tiers.load_min_tokens()
+            more = self._cache.peek(self._tokens.encoded(), self._namespace) - computed
+            self.met = more > 0 and more >= self._tiers.load_min_tokens()
             if self.met:
                 return True
         if prefetch.ended:

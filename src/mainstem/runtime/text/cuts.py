@@ -116,8 +116,8 @@ class Tokenization:
         own = self.ends[self.before(at - 1) : self.before(at + same)]
         own = own if at else np.concatenate([[np.int32(0)], own])
         theirs = np.concatenate([[np.int32(0)], other.ends[: other.before(same)]]) + np.int32(at)
-        found = np.searchsorted(own, theirs)
-        cuts: NDArray[np.int32] = theirs[np.append(own, np.int32(-1))[found] == theirs]
+        nearest = np.searchsorted(own, theirs)
+        cuts: NDArray[np.int32] = theirs[np.append(own, np.int32(-1))[nearest] == theirs]
         return cuts
 
     def replaced(self, begin: int, end: int, by: Tokenization) -> Tokenization:

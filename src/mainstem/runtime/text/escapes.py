@@ -32,6 +32,9 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
 
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, RecursionError)
+"""What a chat template raises that does not take a conversation."""
+
 _ESCAPES = 0xDC00  # the first of the halves of surrogate pairs that escape
 _LAST_STAND_IN = 0x10FFFD  # characters for private use, from the last one downwards
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -60,10 +63,10 @@ class Finder:
     def places(self, text: str) -> list[int]:
         """Returns where any of the texts begins, ascending."""
         places = list[int]()
-        found = self.pattern.search(text)
-        while found is not None:
-            places.append(found.start())
-            found = self.pattern.search(text, found.start() + 1)
+        match = self.pattern.search(text)
+        while match is not None:
+            places.append(match.start())
+            match = self.pattern.search(text, match.start() + 1)
         return places
 
     def begun(self, text: str) -> list[int]:
@@ -221,11 +224,11 @@ class Escapes:
     def parts(self, text: str) -> Iterator[tuple[str, int | None]]:
         """Yields the parts of an escaped text, unescaped: control tokens with their ids, and what is between."""
         at = 0
-        for found in self._all.pattern.finditer(text):
-            if found.start() > at:
-                yield self.plain(text[at : found.start()]), None
-            yield found[0], self._ids[found[0]]
-            at = found.end()
+        for match in self._all.pattern.finditer(text):
+            if match.start() > at:
+                yield self.plain(text[at : match.start()]), None
+            yield match[0], self._ids[match[0]]
+            at = match.end()
         if at < len(text):
             yield self.plain(text[at:]), None
 
@@ -261,10 +264,10 @@ class Escapes:
         """Returns the control tokens that the template writes in a chat in which nothing is thought or called."""
         if not self._ids:
             return set()
-        given = {} if template is None else {"chat_template": template}
+        options = {} if template is None else {"chat_template": template}
         try:
-            text = self._tokenizer.apply_chat_template(_PLAIN_CHAT, tokenize=False, **given)
-        except (TemplateError, ValueError, TypeError, RecursionError):
+            text = self._tokenizer.apply_chat_template(_PLAIN_CHAT, tokenize=False, **options)
+        except TEMPLATE_ERRORS:
             return set()
         return {*self._all.pattern.findall(str(text))}
 
@@ -300,9 +303,9 @@ class _Apart:
         self, escapes: Escapes, text: str, special_tokens: bool, name: str
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens of an escaped text, and where they are in it."""
-        found = self._stand_ins.pattern.search(text)
-        if found is not None:
-            raise BadArgument(name, ascii(found[0]), "text without these characters for private use")
+        match = self._stand_ins.pattern.search(text)
+        if match is not None:
+            raise BadArgument(name, ascii(match[0]), "text without these characters for private use")
         parts = escapes.parts(text)
         encoded = self._copy.encode(
             "".join(part if control is None else self._texts[part] for part, control in parts),
@@ -327,14 +330,20 @@ def begun_once(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
 
 def template_text(tokenizer: Any) -> str:
     """Returns the chat template, or all of several; empty: there is none."""
-    given = getattr(tokenizer, "chat_template", None) or ""
-    return given if isinstance(given, str) else "\n".join(given.values())
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    return templates if isinstance(templates, str) else "\n".join(templates.values())
 
 
 def _named(tokenizer: Any, template: str) -> Collection[str]:
     """Returns what has the texts of control tokens that are not special: those that the tokenizer lists, or a text."""
     listed: Collection[str] | None = getattr(tokenizer, "chat_control_tokens", None)
     return template if listed is None else listed
+
+
+def not_taken(messages: Iterable[Mapping[str, Any]], error: Exception) -> BadArgument:
+    """Returns the error of a conversation that the chat template does not take."""
+    roles = [message["role"] for message in messages]
+    return BadArgument("messages", roles, f"messages that the model's chat template takes: {error}")
 
 
 def utf8_bytes(text: str, name: str) -> int:

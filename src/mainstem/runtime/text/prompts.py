@@ -29,14 +29,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.text.cuts import Tokenization, common_length, common_tokens
 from mainstem.runtime.text.detokenizer import Detokenizer
-from mainstem.runtime.text.escapes import Escapes, beginning, begun_once, utf8_bytes
+from mainstem.runtime.text.escapes import TEMPLATE_ERRORS, Escapes, beginning, begun_once, not_taken, utf8_bytes
 from mainstem.runtime.text.spelling import Spelled, spelled
 
 if TYPE_CHECKING:
@@ -91,29 +90,12 @@ class Template:
 
 
 # Names that transformers gives its templates, or takes itself.
-_RESERVED = frozenset(
-    {
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "processor_kwargs",
-        "template_kwargs",
-        "load_audio_from_video",
-        "sanitize_control_tokens",
-    }
-)
+_RESERVED = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "template_kwargs", "load_audio_from_video",
+    "sanitize_control_tokens",
+}  # fmt: skip
 
 ANSWER = Template()
 """Ends with the beginning of an answer."""
@@ -169,8 +151,8 @@ class Prompts:
             RequestTooLong: it is longer than the context; raised before tokenising if no tokenisation could fit.
         """
         self.check_size([text], "prompt")
-        given = text if parse_special else self.escapes.text(text, name="prompt")
-        ids = self.escapes.encode(given, special_tokens=special_tokens, name="prompt")
+        escaped = text if parse_special else self.escapes.text(text, name="prompt")
+        ids = self.escapes.encode(escaped, special_tokens=special_tokens, name="prompt")
         return self._checked_ids(text, begun_once(self._tokenizer, ids) if special_tokens else ids, "prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
@@ -274,15 +256,14 @@ class Prompts:
         self.check_size([message["content"] or "" for message in messages], "messages")
         try:
             text = self._render(messages, template)
-        except (TemplateError, ValueError, TypeError, RecursionError) as error:
-            given = [message["role"] for message in messages]
-            raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
+        except TEMPLATE_ERRORS as error:
+            raise not_taken(messages, error) from error
         self.check_size([self.escapes.plain(text)], "messages")
         return text
 
     def _render(self, messages: Sequence[Mapping[str, Any]], template: Template) -> str:
-        given, arguments = self.escapes.messages(messages), self.escapes.value(template.arguments)
-        text = self.escapes.rendered(str(self._tokenizer.apply_chat_template(given, tokenize=False, **arguments)))
+        escaped, arguments = self.escapes.messages(messages), self.escapes.value(template.arguments)
+        text = self.escapes.rendered(str(self._tokenizer.apply_chat_template(escaped, tokenize=False, **arguments)))
         _, begin = beginning(self._tokenizer) if template.special_tokens else (None, "")
         return text if text.startswith(begin) else begin + text
 
@@ -299,7 +280,7 @@ class Prompts:
         whole = replace(template, generation_prompt=False, continues=False)
         try:
             one, other = (self._render([*head, {**message, "content": probe}], whole) for probe in _PROBES)
-        except (TemplateError, ValueError, TypeError, RecursionError):
+        except TEMPLATE_ERRORS:
             return None  # a conversation that this template does not let end here
         boundary = common_length(one, other)
         return one[:boundary] if boundary < len(one) else None
@@ -318,8 +299,8 @@ class Prompts:
         The text of a control token is a word by this token, and by those that spell it.
         """
         spelled = [form for text in texts for form in (text, f" {text.lstrip()}")]
-        given = [each for form in spelled for each in (form, self.escapes.text(form, name="bad_words"))]
-        return tuple(dict.fromkeys(tuple(self.escapes.encode(each, name="bad_words")) for each in given))
+        forms = [each for form in spelled for each in (form, self.escapes.text(form, name="bad_words"))]
+        return tuple(dict.fromkeys(tuple(self.escapes.encode(each, name="bad_words")) for each in forms))
 
     def read(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Returns the text of tokens, by default special ones included.
@@ -395,6 +376,6 @@ def parting(text: str, render: Callable[[], str]) -> int:
     """
     try:
         other = render()
-    except (TemplateError, ValueError, TypeError, RecursionError):
+    except TEMPLATE_ERRORS:
         return 0
     return common_length(text, other) if other != text else 0

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from mainstem.cache.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
@@ -42,7 +41,7 @@ from mainstem.runtime.attention.paged import TOLERANCE
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import ImageInput, PreparedPrompt
 from mainstem.runtime.text.cuts import common_tokens
-from mainstem.runtime.text.escapes import Escapes
+from mainstem.runtime.text.escapes import TEMPLATE_ERRORS, Escapes, not_taken
 from mainstem.runtime.text.prompts import ANSWER, Template, Variant, parting
 
 if TYPE_CHECKING:
@@ -177,9 +176,8 @@ class Vision:
         pictures = [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
         try:
             text = self._render(messages, template)
-        except (TemplateError, ValueError, TypeError, RecursionError) as error:
-            roles = [message["role"] for message in messages]
-            raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
+        except TEMPLATE_ERRORS as error:
+            raise not_taken(messages, error) from error
         return self._assemble(text, pictures, [parting(text, partial(self._render, *each)) for each in variants])
 
     def embed(self, image: ImageInput, namespace: bytes = b"") -> torch.Tensor:
@@ -209,8 +207,8 @@ class Vision:
         if not images or not self.first_token_sees_image:
             return namespace
         named = tuple(f"image:{image.identity.hex()}" for image in images)
-        given = Namespace(extra=(f"namespace:{namespace}",)) if isinstance(namespace, str) else namespace or Namespace()
-        return replace(given, extra=given.extra + named)
+        base = Namespace(extra=(f"namespace:{namespace}",)) if isinstance(namespace, str) else namespace or Namespace()
+        return replace(base, extra=base.extra + named)
 
     def stats(self) -> VisionStats:
         """Returns counts since construction, without the self-test."""
@@ -310,9 +308,9 @@ class Vision:
         grids = {name: torch.cat([image.inputs[name] for image in images]) for name in names}
         tokens = torch.from_numpy(ids).unsqueeze(0)
         positions: torch.Tensor = self._rope_index(input_ids=tokens, mm_token_type_ids=types, **grids)[0]
-        given = positions.squeeze(1).numpy().astype(np.int64)
-        given.flags.writeable = False
-        return given
+        columns = positions.squeeze(1).numpy().astype(np.int64)
+        columns.flags.writeable = False
+        return columns
 
     # --- embeddings ---------------------------------------------------------------------------------------------------
 
@@ -324,8 +322,8 @@ class Vision:
         }
         inputs.pop(_SPAN_IDS, None)
         with torch.inference_mode():
-            given = self._model.get_image_features(**inputs).pooler_output
-            parts = given if isinstance(given, (list, tuple)) else [given]
+            output = self._model.get_image_features(**inputs).pooler_output
+            parts = output if isinstance(output, (list, tuple)) else [output]
             return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).to(self._dtype)
 
     def _span(self, image: ImageInput, rows: torch.Tensor) -> torch.Tensor:
@@ -457,8 +455,8 @@ def _rope_index(model: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] 
 
 def _template(processor: Any) -> str | None:
     """Returns the chat template; None: the tokenizer's. The tokenizer renders it: some processors look for videos."""
-    given: str | dict[str, str] | None = processor.chat_template
-    return given.get("default") if isinstance(given, dict) else given
+    templates: str | dict[str, str] | None = processor.chat_template
+    return templates.get("default") if isinstance(templates, dict) else templates
 
 
 def _settings(processor: Any) -> bytes:
@@ -466,10 +464,12 @@ def _settings(processor: Any) -> bytes:
     import PIL
     import transformers
 
-    given = {name: value for name, value in processor.to_dict().items() if name not in ("tokenizer", "chat_template")}
+    settings = {
+        name: value for name, value in processor.to_dict().items() if name not in ("tokenizer", "chat_template")
+    }
     kinds = [type(part).__name__ for part in (processor, processor.image_processor)]
     versions = [transformers.__version__, PIL.__version__]
-    return json.dumps([kinds, versions, given], sort_keys=True, default=repr).encode()
+    return json.dumps([kinds, versions, settings], sort_keys=True, default=repr).encode()
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
