@@ -11,6 +11,7 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.integrations.block_plan import Group, Job, Plan, Planner
+from mainstem.integrations.block_plan import Part as EnginePart
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
@@ -56,20 +57,28 @@ def carry_out(store: Store, plan: Plan) -> None:
         assert call.done() and call.value.whole
 
 
-def compute(plans: Planner, store: Store, request: str, tokens: int, groups: int = 1) -> Plan:
-    """Computes a prompt in one step and saves it."""
+def compute(
+    plans: Planner, store: Store, request: str, tokens: int, groups: int = 1, namespace: bytes = b""
+) -> tuple[EnginePart, ...]:
+    """Begins a request, computes its prompt in one step and saves it; returns what of each group."""
+    plans.begin(request, hashes(tokens), namespace)
     plans.scheduled(request, 0, tokens, tables(-(-tokens // BLOCK), groups))
     plan = plans.take()
     carry_out(store, plan)
-    return plan
+    return plan.saves[0].parts
+
+
+def first_saved(tokens: int, *groups: Group) -> tuple[Planner, Store, FaultyBackend, tuple[EnginePart, ...]]:
+    """Returns a planner, with what it saved of a first request, and where."""
+    backend = FaultyBackend()
+    store = make_store(backend)
+    plans = planner(*groups, store=store)
+    return plans, store, backend, compute(plans, store, "first", tokens, max(len(groups), 1))
 
 
 def test_what_was_saved_is_a_hit_but_for_the_last_token() -> None:
-    store = make_store(MemoryBackend())
-    plans = planner(store=store)
-    plans.begin("first", hashes(12))
-    assert plans.hit("first", 0, 12) == 0
-    assert blocks_of(compute(plans, store, "first", 12).saves) == [("first", [(0, [1, 2, 3])])]
+    plans, _, _, (saved,) = first_saved(12)
+    assert saved.blocks == [1, 2, 3]
     plans.begin("second", hashes(12))
     assert plans.hit("second", 0, 12) == 8, "the last token is computed"
     plans.begin("third", hashes(13))
@@ -80,11 +89,7 @@ def test_what_was_saved_is_a_hit_but_for_the_last_token() -> None:
 
 
 def test_a_hit_ends_where_a_block_is_missing() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
-    plans = planner(store=store)
-    plans.begin("first", hashes(20))
-    saved = compute(plans, store, "first", 20).saves[0].parts[0]
+    plans, store, backend, (saved,) = first_saved(20)
     backend.delete(store.sealer.keys([saved.names[2]], saved.row.name))
     plans.begin("second", hashes(20))
     assert plans.hit("second", 0, 20) == 8
@@ -93,8 +98,7 @@ def test_a_hit_ends_where_a_block_is_missing() -> None:
 def test_other_prefixes_namespaces_and_epochs_share_nothing() -> None:
     store = make_store(MemoryBackend())
     plans = planner(store=store)
-    plans.begin("first", hashes(12), b"adapter")
-    compute(plans, store, "first", 12)
+    compute(plans, store, "first", 12, namespace=b"adapter")
     for name, prompt, namespace in [("prefix", "b", b"adapter"), ("namespace", "a", b""), ("other", "a", b"adapters")]:
         plans.begin(name, hashes(12, prompt), namespace)
         assert plans.hit(name, 0, 13) == 0, name
@@ -109,8 +113,7 @@ def test_an_epoch_and_a_namespace_are_told_apart() -> None:
     store = make_store(MemoryBackend())
     plans = planner(store=store)
     plans.forget(b"ab")
-    plans.begin("first", hashes(8), b"c")
-    compute(plans, store, "first", 8)
+    compute(plans, store, "first", 8, namespace=b"c")
     plans.forget(b"a")
     plans.begin("second", hashes(8), b"bc")
     assert plans.hit("second", 0, 9) == 0
@@ -153,10 +156,7 @@ def test_a_store_is_used_again_after_a_question_whose_answer_nobody_waited_for(w
 
 
 def test_an_answer_is_used_once_in_a_life() -> None:
-    store = make_store(MemoryBackend())
-    plans = planner(store=store)
-    plans.begin("first", hashes(12))
-    compute(plans, store, "first", 12)
+    plans = first_saved(12)[0]
     plans.begin("second", hashes(12))
     assert plans.hit("second", 0, 13) == 12
     assert plans.hit("second", 0, 13) == 12, "no room yet: nothing was allocated"
@@ -168,10 +168,7 @@ def test_an_answer_is_used_once_in_a_life() -> None:
 
 
 def test_it_asks_again_when_the_engine_has_lost_what_it_had() -> None:
-    store = make_store(MemoryBackend())
-    plans = planner(store=store)
-    plans.begin("first", hashes(12))
-    compute(plans, store, "first", 12)
+    plans = first_saved(12)[0]
     plans.begin("second", hashes(12))
     assert plans.hit("second", 8, 13) == 4
     assert plans.hit("second", 0, 13) == 12
@@ -198,10 +195,7 @@ def test_a_block_whose_tokens_are_not_all_known_is_not_saved() -> None:
 
 
 def test_what_a_hit_has_brought_is_not_saved_but_what_is_computed_again_is() -> None:
-    store = make_store(MemoryBackend())
-    plans = planner(store=store)
-    plans.begin("first", hashes(16))
-    compute(plans, store, "first", 16)
+    plans = first_saved(16)[0]
     plans.begin("second", hashes(16))
     assert plans.hit("second", 0, 17) == 16
     plans.allocated("second", 16, tables(5))
@@ -212,11 +206,7 @@ def test_what_a_hit_has_brought_is_not_saved_but_what_is_computed_again_is() -> 
 
 
 def test_a_window_needs_its_last_positions_only() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
-    plans = planner(group(Full()), group(Window(6), 1), store=store)
-    plans.begin("first", hashes(20))
-    window = compute(plans, store, "first", 20, groups=2).saves[0].parts[1]
+    plans, store, backend, (_, window) = first_saved(20, group(Full()), group(Window(6), 1))
     assert window.blocks == [101, 102, 103, 104, 105]
     backend.delete(store.sealer.keys(window.names[:3], window.row.name))
     plans.begin("second", hashes(20))
@@ -231,10 +221,7 @@ def test_a_window_needs_its_last_positions_only() -> None:
 
 
 def test_blocks_that_the_engine_does_not_keep_are_neither_loaded_nor_saved() -> None:
-    store = make_store(MemoryBackend())
-    plans = planner(group(Full()), group(Window(4), 1), store=store)
-    plans.begin("first", hashes(16))
-    compute(plans, store, "first", 16, groups=2)
+    plans = first_saved(16, group(Full()), group(Window(4), 1))[0]
     plans.begin("second", hashes(16))
     assert plans.hit("second", 0, 17) == 16
     plans.allocated("second", 16, [[1, 2, 3, 4, 5], [0, 0, 0, 104, 105]])
@@ -245,11 +232,7 @@ def test_blocks_that_the_engine_does_not_keep_are_neither_loaded_nor_saved() -> 
 
 
 def test_a_chunk_needs_nothing_at_its_boundary() -> None:
-    backend = FaultyBackend()
-    store = make_store(backend)
-    plans = planner(group(Full()), group(Chunked(8), 1), store=store)
-    plans.begin("first", hashes(16))
-    chunked = compute(plans, store, "first", 16, groups=2).saves[0].parts[1]
+    plans, store, backend, (_, chunked) = first_saved(16, group(Full()), group(Chunked(8), 1))
     backend.delete(store.sealer.keys(chunked.names, chunked.row.name))
     plans.begin("second", hashes(16))
     assert plans.hit("second", 0, 17) == 16

@@ -22,7 +22,7 @@ from rigs.sglang_calls import keep, record, transcripts
 from rigs.sglang_controller import PAGE, Engine, Family, HybridCacheController, one_rank
 from rigs.sglang_process import PAGE_BYTES, Server, save_model
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BackendUnavailable, StorageError
 from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 pytestmark = pytest.mark.deadline
@@ -301,17 +301,6 @@ def test_what_another_layout_or_model_stored_is_not_found(
         assert "page size 16, here 32" in explained[0]
 
 
-def test_each_rank_has_its_own_heads(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
-    with one_rank(0, 2):
-        zero = engine(kept[0])
-    with one_rank(1, 2):
-        one = engine(kept[0])
-    zero.fill(TOKENS, seed=0)
-    assert one.fetch(TOKENS) == (0, [])
-    one.fill(TOKENS, seed=1)
-    assert equal(zero.fetch(TOKENS)[1], zero.expect(TOKENS, 0)) and equal(one.fetch(TOKENS)[1], one.expect(TOKENS, 1))
-
-
 def test_latents_are_stored_once_for_all_ranks(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
     spec, _ = kept
     with one_rank(0, 2):
@@ -340,22 +329,6 @@ def test_clear_deletes_everything(engine: Callable[..., Engine], kept: tuple[str
 def test_a_store_that_is_not_there(engine: Callable[..., Engine]) -> None:
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1"):
         engine(f"redis://127.0.0.1:{free_port()}/0")
-
-
-def test_a_wrong_key_names_the_right_ones(engine: Callable[..., Engine]) -> None:
-    with pytest.raises(ValueError, match="one of storage, storage_secret") as raised:
-        engine("memory:", capacity="1GiB")
-    assert isinstance(raised.value.__cause__, BadArgument)
-
-
-def test_a_store_for_one_process_is_refused_for_two_ranks(engine: Callable[..., Engine], tmp_path: Path) -> None:
-    with one_rank(0, 2):
-        with pytest.raises(ValueError, match=r"one with \{rank\} in its spec"):
-            engine(f"file:{tmp_path}/kv?capacity=64MiB")
-        engine(f"file:{tmp_path}/kv-{{rank}}?capacity=64MiB").fill(TOKENS)
-        assert (tmp_path / "kv-0").exists()
-        with pytest.raises(ValueError, match="one of them writes for all"):
-            engine(f"file:{tmp_path}/mla-{{rank}}?capacity=64MiB", "mla")
 
 
 def test_sglang_reads_the_example() -> None:

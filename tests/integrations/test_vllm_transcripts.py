@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,8 +54,13 @@ def configs(config: dict[str, Any], groups: list[Any], blocks: int, hash_tokens:
     return vllm, cache
 
 
-def make_request(name: str, hashes: list[bytes], tokens: Sequence[int], salt: str | None = None) -> Any:
-    """Makes one of vLLM's requests."""
+HASHES = [bytes([at]) * 32 for at in range(1, 5)]
+
+
+def make_request(
+    name: str, hashes: list[bytes] = HASHES, tokens: Sequence[int] = range(128), salt: str | None = None
+) -> Any:
+    """Makes one of vLLM's requests, of four blocks unless said otherwise."""
     return SimpleNamespace(
         request_id=name,
         block_hashes=hashes,
@@ -200,19 +205,7 @@ def given() -> tuple[Any, Any]:
         ("cache_config", "prefix_caching_hash_algo", "xxhash", "must be sha256 or sha256_cbor"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size = 2: must be 1"),
         ("load_config", "load_format", "dummy", "load_format = 'dummy'"),
-        (
-            "kv_transfer_config",
-            "kv_connector_extra_config",
-            {"storage": "memory:", "colour": 1},
-            "'colour': must be one",
-        ),
         ("kv_transfer_config", "kv_connector_extra_config", {}, "storage = None: must be the spec of a store"),
-        (
-            "kv_transfer_config",
-            "kv_connector_extra_config",
-            {"storage": "tape:", "weights": "w", "host_bytes": 0},
-            "one of memory:",
-        ),
         ("kv_transfer_config", "kv_connector_extra_config", {"storage": "memory:"}, "tiny has no files of weights"),
     ],
 )
@@ -234,20 +227,9 @@ def test_a_version_that_was_not_tested_is_refused_before_what_it_may_not_have(mo
         pass
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"storage": "fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
-        ({"storage": "readonly+fle:./kv"}, r"storage = 'fle:./kv': must be one of memory:, file:, "),
-        ({"storage": "memory:", "host": "1GiB"}, r"kv_connector_extra_config = 'host': must be one of storage, "),
-        ({}, r"storage = None: must be the spec of a store"),
-    ],
-)
-def test_options_are_refused_where_vllm_shows_them_first(
-    module: ModuleType, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(BadArgument, match=message):
-        module.MainstemConnector.requires_piecewise_for_cudagraph(options)
+def test_options_are_refused_where_vllm_shows_them_first(module: ModuleType) -> None:
+    with pytest.raises(BadArgument, match=r"storage = 'fle:./kv': must be one of memory:, file:, "):
+        module.MainstemConnector.requires_piecewise_for_cudagraph({"storage": "readonly+fle:./kv"})
     assert not module.MainstemConnector.requires_piecewise_for_cudagraph({"storage": "file:./kv?capacity=64GiB"})
 
 
@@ -315,11 +297,14 @@ class Worked:
         return list(self.scheduler.take_events())
 
 
-def test_blocks_are_announced_as_vllm_announces_its_own_once_they_are_stored(
-    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worked = Worked(module, given, monkeypatch)
-    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128), salt="s")
+@pytest.fixture
+def work(module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Worked]:
+    return lambda: Worked(module, given, monkeypatch)
+
+
+def test_blocks_are_announced_as_vllm_announces_its_own_once_they_are_stored(work: Callable[[], Worked]) -> None:
+    worked = work()
+    request = make_request("a", salt="s")
     request.lora_request = SimpleNamespace(lora_path="nowhere", lora_name="french", name="french", adapter_id=3)
     worked.scheduler.on_new_request(request)
     worked.save(request, [1, 2, 3, 4], 64)
@@ -343,11 +328,9 @@ def test_blocks_are_announced_as_vllm_announces_its_own_once_they_are_stored(
     assert worked.published() == []
 
 
-def test_an_event_says_what_precedes_its_blocks(
-    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worked = Worked(module, given, monkeypatch)
-    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128))
+def test_an_event_says_what_precedes_its_blocks(work: Callable[[], Worked]) -> None:
+    worked = work()
+    request = make_request("a")
     request.num_computed_tokens = 32
     worked.scheduler.on_new_request(request)
     worked.save(request, [1, 2, 0, 4], 128)
@@ -360,11 +343,10 @@ def test_an_event_says_what_precedes_its_blocks(
 
 
 def test_after_a_reset_a_request_finds_nothing_of_before_and_what_it_goes_on_with_is_not_saved(
-    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    work: Callable[[], Worked],
 ) -> None:
-    worked = Worked(module, given, monkeypatch)
-    hashes = [bytes([at]) * 32 for at in range(1, 5)]
-    running, waiting = make_request("running", hashes, range(129)), make_request("waiting", hashes, range(129))
+    worked = work()
+    running, waiting = (make_request(name, tokens=range(129)) for name in ("running", "waiting"))
     running.num_tokens = waiting.num_tokens = 129
     worked.scheduler.on_new_request(running)
     worked.scheduler.on_new_request(waiting)
@@ -384,12 +366,12 @@ def test_after_a_reset_a_request_finds_nothing_of_before_and_what_it_goes_on_wit
 
 
 def test_a_step_without_tokens_leaves_the_interpreter_to_the_threads_that_read(
-    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, work: Callable[[], Worked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[str] = []
     monkeypatch.setattr(module.Transfers, "pause", lambda self: pauses.append("pause"))
-    worked = Worked(module, given, monkeypatch)
-    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128))
+    worked = work()
+    request = make_request("a")
     worked.scheduler.on_new_request(request)
     for scheduled, expected in [({"a": 64}, 0), ({}, 1)]:
         state = SimpleNamespace(get_block_ids=lambda name: [[1, 2, 3, 4]], boundary_state_offloads={})
@@ -402,14 +384,14 @@ def test_a_step_without_tokens_leaves_the_interpreter_to_the_threads_that_read(
 
 @pytest.mark.parametrize("why", ["a rank is missing", "forgotten", "nobody listens"])
 def test_what_is_not_known_to_be_found_is_not_announced(
-    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, why: str
+    given: tuple[Any, Any], work: Callable[[], Worked], why: str
 ) -> None:
     if why == "a rank is missing":
         given[0].parallel_config.tensor_parallel_size = 2
     if why == "nobody listens":
         given[0].kv_events_config = None
-    worked = Worked(module, given, monkeypatch)
-    request = make_request("a", [bytes([at]) * 32 for at in range(1, 5)], range(128))
+    worked = work()
+    request = make_request("a")
     worked.scheduler.on_new_request(request)
     worked.save(request, [1, 2, 3, 4], 64)
     if why == "forgotten":

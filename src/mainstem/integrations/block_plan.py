@@ -1,4 +1,4 @@
-"""What an engine with blocks and block hashes loads from a store and saves there: the decisions, without any content.
+"""Plans what an engine with blocks and block hashes loads from a store and saves there, without any content.
 
     hit         how many tokens of this request can be loaded?      None: the store has not answered yet
     allocated   the engine has blocks for them                      -> a load
@@ -71,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is loaded, or saved, for one request in one step.
+    """The blocks that are loaded, or saved, for one request in one step.
 
     Args:
         request: its id.

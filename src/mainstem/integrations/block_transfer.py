@@ -57,7 +57,7 @@ class Blocks(Protocol):
 
 @dataclass(slots=True)
 class Results:
-    """What has ended since the last poll.
+    """The jobs that have ended since the last poll.
 
     Args:
         loaded: requests whose load has ended, well or not.

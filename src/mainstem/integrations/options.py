@@ -27,7 +27,7 @@ except MainstemError as error:
 
 @dataclass(frozen=True)
 class Options:
-    """What vLLM's `kv_connector_extra_config` may contain.
+    """The options in vLLM's `kv_connector_extra_config`.
 
     Args:
         storage: the spec of the store, see docs/storage.md.

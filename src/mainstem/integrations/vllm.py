@@ -91,7 +91,7 @@ _CLOSE_S = 30.0  # for writes that are queued when the engine ends
 
 @dataclass
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be installed where types are checked
-    """What the scheduler sends to the workers in each step. `idle`: it computes nothing."""
+    """The scheduler's message to the workers in each step. `idle`: the step computes nothing."""
 
     plan: Plan = field(default_factory=Plan)
     idle: bool = False
@@ -99,7 +99,7 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be i
 
 @dataclass
 class Saved(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as `Metadata`
-    """What workers send back: the saves that have ended, by number, and whether storage has all their blocks."""
+    """The workers' answer: the saves that have ended, by number, and whether storage has all their blocks."""
 
     saves: list[tuple[int, bool]]
 
@@ -620,7 +620,7 @@ class MainstemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @property
     def counts(self) -> Counter[str]:
-        """What became of blocks, and of calls to the store by the causes of their faults, since the start."""
+        """Blocks by what became of them, and faults of the store by cause, since the start."""
         counts = Counter(self._transfers.counts if self._transfers is not None else {})
         for store in self._stores:
             counts.update(store.faults)

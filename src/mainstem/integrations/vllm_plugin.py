@@ -1,4 +1,4 @@
-"""What vLLM calls when it starts: a configuration that names a store of Mainstem is checked while it is read.
+"""vLLM's plug-in: checks a configuration that names a store of Mainstem while vLLM reads it.
 
 vLLM shows a connector its options when it makes one: a minute later, after the weights, in another process, whose
 errors it repeats hundreds of lines deep. A configuration without Mainstem is left alone.

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineRunner(Runner, HasPools, Protocol):
-    """What the engine needs of a model."""
+    """A model's runner, as the engine needs it."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +54,7 @@ def make_publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | Non
     if where.kv_events is None or loaded.ranks.rank > 0:
         return None
     if config.tiers.storage_secret is None:
-        log.warning("KV events have no secret: who reads them can guess salts")
+        log.warning("KV events have no secret: their readers can guess salts")
     publisher = Publisher(where.kv_events, where.kv_events_replay, where.kv_events_keys, adapter_name=name_of)
     log.info("KV events at %s%s", publisher.endpoint, f", replays at {publisher.replay}" if publisher.replay else "")
     return publisher

@@ -354,7 +354,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """Those of requests, to compile one before `submit` does."""
+        """The compiler of requests' grammars, to compile one before `submit` does."""
         return self._core.scheduler.intake.grammars
 
     @property
@@ -364,13 +364,13 @@ class Engine:
 
     @property
     def event_endpoints(self) -> tuple[str, str | None] | None:
-        """Where events and their replays are published, with the ports taken; None: nowhere."""
+        """The addresses at which events and their replays are published, with their ports; None: they are not."""
         publisher = self._core.publisher
         return None if publisher is None else (publisher.endpoint, publisher.replay)
 
     @property
     def costs(self) -> dict[str, tuple[float, float] | None] | None:
-        """What computing and loading take, as far as it is known: see `Costs.lines`. None: nothing measures it."""
+        """The measured times of computing and loading: see `Costs.lines`. None: nothing measures them."""
         tiers = self._core.tiers
         if tiers is None:
             return None
@@ -384,7 +384,7 @@ class Engine:
 
     @property
     def peering(self) -> Peering | None:
-        """Where peers read its pages, and whose it reads; None: it has no peers."""
+        """The address at which peers read its pages, and the peers whose pages it reads; None: it has no peers."""
         tiers = self._core.tiers
         return None if tiers is None or tiers.store is None else tiers.store.peering
 

@@ -115,7 +115,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What is known of how a request's KV will be used again. It changes no answer.
+    """A client's hints of how a request's KV will be used again. They change no answer.
 
     Args:
         retain_s: for how long after its end prompt and answer are retained, as far as they fit within the bounds of
@@ -170,12 +170,12 @@ class Request:
         adapter: computes in place of the base model; the namespace must name it, too.
         marks: positions in [0, n], ascending, where other prompts are expected to part from this one: the end of the
             system message, of the tools, of each turn. A model with recurrent states keeps some of its states there.
-        hints: what is known of how its KV will be used again.
+        hints: of how its KV will be used again.
         said: int32 [m]: the first tokens of the answer, which another engine has generated. They are events again, and
             the answer goes on as that engine would have gone on, with the same random numbers if there is a seed.
         content: makes what finds the stop texts of `params` in an answer, where they count in a part of it only: with
-            several ranks, on each of them. The text of events then has all that was generated, and who reads it finds
-            the same. None: they count anywhere.
+            several ranks, on each of them. The text of events then has all that was generated, and its reader finds
+            the same stop text. None: they count anywhere.
 
     Raises:
         BadArgument: the namespace, the priority, the images, the positions or the marks are invalid, or `said` is
@@ -289,7 +289,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request used.
+    """The counts and times of one request.
 
     Args:
         prompt_tokens: tokens of the prompt.

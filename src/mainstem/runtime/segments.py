@@ -57,7 +57,7 @@ class Segment:
 
     @property
     def digest(self) -> tuple[int, ...]:
-        """What ranks compare before a forward: where it starts, its tokens and its pages."""
+        """Numbers that ranks compare before a forward: its start, its state, and checksums of its tokens and pages."""
         arrays = (self.tokens, *self.tables)
         return (self.start, self.state, *(zlib.crc32(array.tobytes()) for array in arrays))
 
@@ -86,7 +86,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """What the segments of a forward must keep to.
+    """The rules for the segments of a forward.
 
     Args:
         vocab_size: the upper bound of token ids, exclusive.

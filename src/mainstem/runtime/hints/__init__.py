@@ -1,1 +1,1 @@
-"""What clients say of the future: advice, sessions, public prefixes, and the pages that are promoted for them."""
+"""Clients' hints of the future: advice, sessions, public prefixes, and the pages that are promoted for them."""

@@ -1,7 +1,7 @@
-"""Advice: what clients know of the future of prefixes, applied to a cache between the steps of an engine.
+"""Advice: clients' knowledge of the future of prefixes, applied to a cache between the steps of an engine.
 
-Knows the cache and its tiers, not the scheduler. `poll` moves on what it prefetches to the device. Advice is bounded,
-and what it asks for gives way to requests.
+Knows the cache and its tiers, not the scheduler. `poll` moves its prefetches on, to the device. Advice is bounded, and
+gives way to requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Public prefixes: what the operator has declared that all tenants may share, such as the system prompt of a product.
+"""Public prefixes: the operator lets all tenants share them, such as the system prompt of a product.
 
 Their KV is computed once, in a namespace without a tenant or salt, and pinned there. A request of a tenant that begins
 with one gets a copy of its pages in its own namespace, before its prompt is matched. So no page is ever in two
-namespaces: what a tenant has of a public prefix counts for it, and is evicted, as all it has.
+namespaces: a tenant's copy counts for it and is evicted as all its other pages.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PublicPrefixes:
 
 
 class _Engine(Protocol):
-    """What computes public prefixes: an `Engine`."""
+    """The engine that computes public prefixes."""
 
     config: EngineConfig
 
@@ -138,7 +138,7 @@ class Publication:
     def compute_all(self, adapters: Sequence[str | None]) -> None:
         """Computes and pins all prefixes with these adapters; None: with the model's own weights.
 
-        What does not fit any more is computed for each tenant, and the log says so.
+        A prefix that does not fit any more is computed for each tenant, and the log says so.
         """
         for tokens in self._prefixes:
             for adapter in adapters:

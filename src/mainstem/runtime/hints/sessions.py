@@ -1,15 +1,15 @@
-"""Sessions: when the next turn of a conversation comes, and what is brought up to the device before.
+"""Sessions: predicts when the next turn of a conversation comes, and brings its pages to the device before that.
 
     turn ends ---------------------- pause ----------------------> next turn
                           begin --storage, host: what the device lacks--> due        until
                                                                                       '-- in vain: evicted first
 
-What a client says of its next use always orders eviction (`mainstem.cache.expected`). Besides, and only if `share` is
-above 0, a session that came back before, or whose client says when it comes, is brought up before it is due, by the
-time that loading takes. It is due after the median of its latest pauses. A session has a name (`Hints.session`), or it
-is a prompt that begins with an earlier one. Nothing is brought up while a request waits or could lack the pages, and
-unused sessions that were brought up hold `share` of the device's pages at most. Beyond what is free, those pages are
-what the policy evicts next. A session that is late by as much as its pause was brought up in vain, and goes first.
+A client's hint of the next use always orders eviction (`mainstem.cache.expected`). If `share` is above 0, a session
+that came back before, or whose client says when it comes, is also brought up: before it is due, by the time that
+loading takes. It is due after the median of its latest pauses. A session has a name (`Hints.session`), or it is a
+prompt that begins with an earlier one. Nothing is brought up while a request waits or could lack the pages, and unused
+sessions that were brought up hold at most `share` of the device's pages. Beyond free pages, they take those that the
+policy evicts next. A session that is late by as much as its pause was brought up in vain, and is evicted first.
 
 Times are passed in, the same on all ranks, which all do the same.
 """
@@ -35,7 +35,7 @@ from mainstem.runtime.schedule.sequence import Sequence
 
 Outcome = Literal["used", "late", "vain", "skipped"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-"""What came of a session that was to be brought up.
+"""The outcomes of a session that was to be brought up.
 
     used      it came back, and the device had what was brought up
     late      it came back before that, and the host had more of it than the device
@@ -55,7 +55,7 @@ _POLL_S = 0.01
 
 @dataclass(eq=False, slots=True)
 class _Session:
-    """What is known of one.
+    """A session, and its plan.
 
     Args:
         name: of the client, or a number.

@@ -137,7 +137,7 @@ class Pools:
 
 
 class HasPools(Computes, Protocol):
-    """What a cache needs of those who hold pools."""
+    """The holder of pools, as a cache needs it."""
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the KV of a page's first positions."""

@@ -45,7 +45,7 @@ _IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures
 
 
 class Computes(Protocol):
-    """What tiers need of a runner."""
+    """A model's runner, as the tiers need it."""
 
     @property
     def computation(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where a request keeps a copy of its recurrent state, and so where its chunks end.
+"""The positions at which a request keeps a copy of its recurrent state; its chunks end there.
 
     0 ---- hit ------- x ------- reach -- x -- mark ----- end -- length     positions are page boundaries
             |          |           |      |      |          |

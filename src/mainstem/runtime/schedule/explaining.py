@@ -33,7 +33,7 @@ _OF_STORAGE: dict[str, Cause] = {
 """The cause of what storage has and did not bring, by that of `Missed`."""
 
 _GONE = ("evicted", "over_quota", "forgotten", "removed")
-"""What storage may still have, where it was not asked."""
+"""Causes of what the cache lost and storage may still have, where it was not asked."""
 
 _UNSTORED_PAGES, _MAX_SYMBOL = 1 << 16, 2**31 - 1
 
@@ -62,7 +62,7 @@ def known_to(
 
 @dataclass(slots=True)
 class Circumstances:
-    """What bears on one request.
+    """All that decides how one prompt is explained.
 
     Args:
         known: what the cache knew when it was admitted, covering its prompt.

@@ -1,4 +1,4 @@
-"""What a scheduler counts, and how long its forwards take, for the estimate of prefill times."""
+"""The counters of a scheduler, and the times of its forwards, from which prefill times are estimated."""
 
 from __future__ import annotations
 

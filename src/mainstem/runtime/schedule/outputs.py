@@ -1,4 +1,4 @@
-"""What was sampled becomes events: text and scores of each token, and how a request ends."""
+"""Makes events of sampled tokens: the text and scores of each token, and the end of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from storage for one prompt: one prefetch after another, each from where the cache ends by then.
+"""Reads one prompt from storage: one prefetch after another, each from where the cache ends by then.
 
 ```
 begin -> waits   the request is not admitted yet, since more may soon arrive

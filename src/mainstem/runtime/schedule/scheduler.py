@@ -81,7 +81,7 @@ _NO_CHOICE: list[Choice] = [None]
 
 
 class Runner(Protocol):
-    """What the scheduler needs of a model."""
+    """A model's runner, as the scheduler needs it."""
 
     @property
     def vocab_size(self) -> int:
@@ -213,7 +213,7 @@ class Scheduler:
     def _repeats(self, sequence: Sequence) -> bool:
         """Repeats what another engine has said of the answer; returns whether that ends it.
 
-        What is left is what a preempted request is: its prompt and some tokens, of which nothing is computed.
+        The request is then like one that was preempted: a prompt and some tokens, of which nothing is computed.
         """
         try:
             for token in sequence.request.said.tolist():

@@ -181,7 +181,7 @@ class Sequence:
 
         OutOfPages: there are too few for all; what was freed stays freed, and nothing else has changed.
 
-        Where there are states, the window before the last page boundary stays: a state that is kept there needs it.
+        A model with states keeps the window before the last page boundary: a state that is kept there needs it.
         """
         assert self._lease is not None
         begin = self.computed - self.computed % self._page_size if self._page_size else self.computed
@@ -263,7 +263,7 @@ class Sequence:
     def advance(self, n: int) -> Reason | None:
         """Counts n tokens as computed, and publishes every page that they fill, so that others can use it at once.
 
-        Where there are states, the pages of the answer are published at its end: without its state they are no use.
+        A model with states publishes the pages of the answer at its end: they are no use without its state.
 
         Returns:
             The reason of the planned checkpoint that was kept there; None if there was none, or no slot.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 Stage: TypeAlias = Literal["queue", "match", "prefetch", "load", "prefill", "decode", "store"]
-"""What a request does.
+"""The stages of a request.
 
 queue: it waits to be admitted. match: the longest prefix is found, and pages for the rest, evictions included.
 prefetch: storage is read for it. load: pages of the host are copied to the device. prefill: its prompt is computed.

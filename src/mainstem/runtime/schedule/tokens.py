@@ -40,7 +40,7 @@ class Tokens:
 
     @property
     def symbols(self) -> NDArray[np.int32]:
-        """What must be equal in two sequences that share KV: tokens, and the identity of images."""
+        """The numbers that are equal in two sequences that may share KV: tokens, and the identities of images."""
         return self._symbols[: self.length]
 
     @property

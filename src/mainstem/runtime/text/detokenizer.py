@@ -208,8 +208,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 def hiding(params: SamplingParams, special: Mapping[str, int]) -> tuple[bool, Collection[int]]:
     """Returns whether special tokens have no text, and which tokens have none besides.
 
-    Those that a stop text of a request names have their text, whatever it says of special tokens: else it would never
-    stop.
+    A special token that a stop text names keeps its text, whatever the request says of special tokens: else it would
+    never stop.
 
     Args:
         params: of the request.
