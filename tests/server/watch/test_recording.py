@@ -6,12 +6,8 @@ import errno
 import json
 import os
 import re
-import signal
 import stat
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -429,42 +425,3 @@ def test_counts_are_in_the_metrics(tmp_path: Path) -> None:
     found = re.findall(r'^mainstem_recorded_requests_total{outcome="(\w+)"} (\S+)$', text, re.MULTILINE)
     assert found == [("written", "1.0"), ("dropped", "0.0"), ("failed", "0.0")]
     assert "recorded" not in TestClient(create_app(FakeEngine())).get("/metrics").text  # type: ignore[arg-type]
-
-
-SERVER = """
-import logging, sys
-from pathlib import Path
-from rigs.fake_engine import FakeEngine
-from mainstem.server.serving import serve
-from mainstem.server.serving import bind
-from mainstem.settings.server import RecordConfig, ServerConfig
-
-logging.basicConfig(level=logging.INFO)
-config = ServerConfig(port=0, record=RecordConfig(Path(sys.argv[1])))
-serve(FakeEngine(step_s=0.03), config, bind(config))
-"""
-
-
-@pytest.mark.deadline
-def test_sigterm_loses_nothing(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(tmp_path / "r")],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
-        assert process.stderr is not None
-        url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+/v1", line)))
-        body = json.dumps({"model": "fake", "prompt": "a prompt", "stream": True}).encode()
-        wanted = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(wanted, timeout=patience(20)) as reply:
-            assert reply.readline()
-            process.send_signal(signal.SIGTERM)
-            assert reply.read().endswith(b"[DONE]\n\n")
-        assert process.wait(patience(20)) == 0
-    finally:
-        process.kill()
-        process.communicate()
-    assert [(line["finish"], line["output_tokens"]) for line in lines(tmp_path / "r")[1]] == [("stop", 13)]
