@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,8 @@ def ends() -> Options:
     return {"kv-events": f"tcp://127.0.0.1:{free_port()}", "kv-events-replay": f"tcp://127.0.0.1:{free_port()}"}
 
 
-@pytest.fixture
-def pair(serve: Serve, ends: Options) -> Iterator[tuple[Server, Listener]]:
-    with serve(ends) as server, listening(str(ends["kv-events"]), str(ends["kv-events-replay"])) as listener:
-        yield server, listener
+def follow(ends: Options) -> AbstractContextManager[Listener]:
+    return listening(str(ends["kv-events"]), str(ends["kv-events-replay"]))
 
 
 def pages(tokens: list[int]) -> set[tuple[int, ...]]:
@@ -51,31 +50,29 @@ def flush(server: Server, listener: Listener, is_empty: Callable[[], bool]) -> N
     listener.until(flushed)
 
 
-def test_a_router_knows_what_a_server_has_on_each_tier(pair: tuple[Server, Listener]) -> None:
-    server, listener = pair
-    server.ask(PROMPT, tokens=1)
-    listener.replay()
-    listener.until(lambda: listener.on("GPU") >= pages(PROMPT) and listener.on("CPU") >= pages(PROMPT))
-    longer = PROMPT + [3] * PAGE
-    server.ask(longer, tokens=1)
-    listener.until(lambda: listener.on("GPU") >= pages(longer) and listener.on("CPU") >= pages(longer))
-    flush(server, listener, lambda: not listener.follower.replica.blocks)
-    counted = server.http.get("/v1/cache/stats").json()["events"]
-    assert counted["published"] > 3 and counted["dropped"] == 0 and counted["replays"] >= 1
+def test_a_router_knows_what_a_server_has_on_each_tier_and_salts_by_the_ids_that_it_can_make(
+    serve: Serve, ends: Options
+) -> None:
+    with serve(ends) as server, follow(ends) as listener:
+        server.ask(PROMPT, tokens=1)
+        listener.replay()
+        listener.until(lambda: listener.on("GPU") >= pages(PROMPT) and listener.on("CPU") >= pages(PROMPT))
+        longer = PROMPT + [3] * PAGE
+        server.ask(longer, tokens=1)
+        listener.until(lambda: listener.on("GPU") >= pages(longer) and listener.on("CPU") >= pages(longer))
+        flush(server, listener, lambda: not listener.follower.replica.blocks)
+        counted = server.http.get("/v1/cache/stats").json()["events"]
+        assert counted["published"] > 3 and counted["dropped"] == 0 and counted["replays"] >= 1
 
-
-def test_a_salt_is_shown_as_the_id_that_a_router_can_make(pair: tuple[Server, Listener]) -> None:
-    server, listener = pair
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 1, "cache_salt": "a tenant"}
-    assert server.http.post("/v1/completions", json=body).status_code == 200
-    listener.replay()
-    listener.until(lambda: listener.on("GPU") >= pages(PROMPT))
-    salts = {block.stored.cache_salt for block in listener.follower.replica.blocks.values()}
-    assert salts == {salt_id(Namespace(salt="a tenant"), SECRET.encode())}
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 1, "cache_salt": "a tenant"}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        listener.until(lambda: listener.on("GPU") >= pages(PROMPT))
+        salts = {block.stored.cache_salt for block in listener.follower.replica.blocks.values()}
+        assert salts == {salt_id(Namespace(salt="a tenant"), SECRET.encode())}
 
 
 def test_a_router_follows_a_server_through_its_restart(serve: Serve, ends: Options) -> None:
-    with listening(str(ends["kv-events"]), str(ends["kv-events-replay"])) as listener:
+    with follow(ends) as listener:
         with serve(ends) as server:
             server.ask(PROMPT, tokens=1)
             listener.until(lambda: listener.batches > 0)
@@ -92,7 +89,7 @@ def test_a_router_follows_a_server_through_its_restart(serve: Serve, ends: Optio
 
 def test_what_is_in_storage_is_known_until_it_is_removed(serve: Serve, ends: Options) -> None:
     stored: Options = {**ends, "storage": "memory:", "prefetch-min-tokens": "16"}
-    with serve(stored) as server, listening(str(ends["kv-events"]), str(ends["kv-events-replay"])) as listener:
+    with serve(stored) as server, follow(ends) as listener:
         server.ask(PROMPT, tokens=1)
         server.settle()
         listener.replay()
@@ -112,10 +109,7 @@ def test_what_a_server_finds_in_storage_is_in_storage_when_its_host_has_given_it
         server.ask(PROMPT, tokens=1)
         assert server.stop() == 0
     longer = PROMPT[: 3 * PAGE] + [3] * PAGE * 2
-    with (
-        serve({**over, **ends}) as server,
-        listening(str(ends["kv-events"]), str(ends["kv-events-replay"])) as listener,
-    ):
+    with serve({**over, **ends}) as server, follow(ends) as listener:
         assert server.ask(longer, tokens=1).storage == 3 * PAGE
         server.settle()
         listener.replay()
