@@ -38,8 +38,8 @@ _SEALER, _STORE, _PENDING, _HOST = (
     "tiers/host/tier.py",
 )
 _BACKUP, _LOAD = "tiers/host/backup.py", "tiers/host/load.py"
-_PREFETCH, _ATTACH_POINT, _BIDIRECTIONAL, _WARM = (
-    f"tiers/prefetch/{part}.py" for part in ("prefetch", "attach_point", "bidirectional", "warm")
+_PREFETCH, _READS, _ATTACH_POINT, _BIDIRECTIONAL, _WARM = (
+    f"tiers/prefetch/{part}.py" for part in ("prefetch", "reads", "attach_point", "bidirectional", "warm")
 )
 _WRITE = "tiers/storage/write.py"
 _SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
@@ -326,7 +326,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- prefetch
     _mutant(
-        "pages that fail verification are accepted", "LMCache#4467", _PREFETCH,
+        "pages that fail verification are accepted", "LMCache#4467", _READS,
         "return 1 if self.call.failed else 2 + self.call.value", "return 2 + len(self.page_ids)",
     ),
     _mutant(
@@ -335,10 +335,9 @@ PYTHON: tuple[Mutant, ...] = (
         "self._point.names(self._plan.have, self._plan.have + len(page_ids))",
     ),
     _mutant(
-        "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
-        "        while self._reads and self._reads[0].ended:\n            read = self._reads.popleft()\n",
-        "        while read := next((each for each in self._reads if each.ended), None):\n"
-        "            self._reads.remove(read)\n",
+        "batches are added in the order of their arrival", "ATOM#1807", _READS,
+        "        while self._begun and self._begun[0].ended:\n            yield self._begun.popleft()\n",
+        "        yield from self.take_ended()\n",
     ),
     _mutant(
         "pages after a miss are accepted", "sglang#39444", _PREFETCH,
@@ -384,7 +383,7 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "what arrived before its turn counts as arrived to its end", "-", _PREFETCH,
+        "what arrived before its turn counts as arrived to its end", "-", _READS,
         "read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True",
         "read.good, read.failed, read.ended = len(read.page_ids), outcome == 1, True",
         "scheduler",

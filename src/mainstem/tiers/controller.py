@@ -38,8 +38,8 @@ from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.load import Load
 from mainstem.tiers.host.tier import HostPages, HostTier
 from mainstem.tiers.pending import PendingList
+from mainstem.tiers.prefetch.missed import LATE, Missed
 from mainstem.tiers.prefetch.prefetch import Prefetch
-from mainstem.tiers.prefetch.waits import LATE, Missed
 from mainstem.tiers.storage.store import Store
 from mainstem.tiers.storage.tier import StorageTier
 from mainstem.tiers.storage.write import Writes

@@ -14,7 +14,7 @@ from mainstem.cache.explain import CAUSES, Evicted, Parted, Stretch, Stretches
 from mainstem.cache.keys import Encoded
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.runtime.schedule.explaining import Circumstances, Found, Unstored, known_to
-from mainstem.tiers.prefetch.waits import Missed
+from mainstem.tiers.prefetch.missed import Missed
 
 PAGE = 4
 GONE = Evicted("policy", "device", "lru", 1, 5.0, 7.0, 9, None)

@@ -9,8 +9,8 @@ import pytest
 from rigs.hand_driven import A, B, C, Rig, begin_load, only_on_host, prompt, stored, stored_keys
 
 from mainstem.errors import BadTokens, StorageError
+from mainstem.tiers.prefetch.missed import LATE
 from mainstem.tiers.prefetch.prefetch import Prefetch
-from mainstem.tiers.prefetch.waits import LATE
 
 
 def test_stored_pages_are_prefetched_to_the_host_and_loaded_to_the_device() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mainstem.cache.explain import NEW, Cause, Stretch, Stretches, Tier, joined
 from mainstem.cache.keys import Encoded, hash_blocks
 from mainstem.cache.namespaces import NamespaceLike
-from mainstem.tiers.prefetch.waits import Missed
+from mainstem.tiers.prefetch.missed import Missed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,8 @@ from mainstem.cache.namespaces import NamespaceLike
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.runtime.schedule.timeline import Timeline
 from mainstem.runtime.schedule.tokens import Tokens
+from mainstem.tiers.prefetch.missed import Missed
 from mainstem.tiers.prefetch.prefetch import Prefetch
-from mainstem.tiers.prefetch.waits import Missed
 
 _MOST = 4  # prefetches of one request
 

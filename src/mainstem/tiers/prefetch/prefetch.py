@@ -17,19 +17,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Literal
 
 from mainstem.cache.tree import Ids
 from mainstem.tiers.pending import Polled
 from mainstem.tiers.prefetch.attach_point import AttachPoint
 from mainstem.tiers.prefetch.bidirectional import BidirectionalLoad
+from mainstem.tiers.prefetch.missed import Cause, Missed, Shortfall
 from mainstem.tiers.prefetch.plan import Plan
 from mainstem.tiers.prefetch.reader import Reader
-from mainstem.tiers.prefetch.waits import ANY, Cause, Missed, Wait
-from mainstem.tiers.storage.store import StoreCall
+from mainstem.tiers.prefetch.reads import Read, Reads
+from mainstem.tiers.prefetch.waits import ANY, Wait
 
 _LEAST_READ = 4  # pages, where a request computes meanwhile
 
@@ -63,34 +62,6 @@ _NEXT = {
     Phase.BACKWARD: (Phase.ENDED,),
     Phase.ENDED: (),
 }
-
-
-@dataclass(eq=False)
-class _Read:
-    """A batch of pages of one component, read from storage into private host pages; None: they have no content."""
-
-    row: int
-    begin: int
-    page_ids: Ids
-    call: StoreCall[int] | None
-    good: int = 0  # pages that arrived intact, from the first
-    failed: bool = False  # the call as a whole
-    ended: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.page_ids)
-
-    @property
-    def done(self) -> bool:
-        return self.call is None or self.call.done()
-
-    @property
-    def outcome(self) -> int:
-        """1: the call failed as a whole; otherwise 2 + the number of intact pages, from the first."""
-        if self.call is None:
-            return 2 + len(self.page_ids)
-        return 1 if self.call.failed else 2 + self.call.value
 
 
 class Prefetch:
@@ -127,14 +98,11 @@ class Prefetch:
         self._depth = plan.have  # the end that it aims at
         self._promised: int | None = None  # the end that storage seemed to have at first, and the host has room for
         self._offer: int | None = None  # the deepest end, as this rank sees it
-        self._left: deque[tuple[int, int, int]] = deque()  # pages to read for that: row, begin, end
-        self._reads: deque[_Read] = deque()
+        self._reads = Reads(reader, self._may_settle, self._arrived)
         self._load: BidirectionalLoad | None = None  # once a request computes meanwhile, or is expected to
         self._expired = False  # whether its requests wait no more
         self._counted = False  # whether what was late then has been counted
-        self._obstacle: Literal["fault", "host_room"] | None = None  # why less is read than storage has
-        self._fault: str | None = None  # of the last page that did not arrive
-        self._missed: list[Missed] = []
+        self._shortfall = Shortfall(reader.late)
         self._asked = [(row, plan.asked(row.number)) for row in reader.rows]
         every_end = not (reader.pending.alone or plan.any_end)
         search = partial(plan.search, every_end=every_end)
@@ -159,7 +127,7 @@ class Prefetch:
     def private_pages(self, row: int) -> int:
         """Returns the number of host pages of a component that are being read into and not in the tree yet."""
         held = self._load.private_pages if self._load is not None and row == 0 else 0
-        return held + sum(len(read.page_ids) for read in self._reads if read.row == row)
+        return held + self._reads.private_pages(row)
 
     def _enter(self, phase: Phase) -> None:
         assert phase in _NEXT[self._phase], (self._phase, phase)
@@ -195,7 +163,7 @@ class Prefetch:
             front, self._load.front = self._load.front, computed // self._page_size
             end = min(self._load.front, self._expected)
             self._load.meanwhile += max(0, end - front)
-            self._miss(front, end, self._why_computed)
+            self._shortfall.note(front, end, self._why_computed)
 
     def ahead(self, computed: int) -> int | None:
         """Returns how many positions the leader computes next at most; None: as many as it likes.
@@ -242,37 +210,34 @@ class Prefetch:
         end = self._depth if looked_up else self._plan.pages
         if self._load is not None and (pages := self._load.ahead(front)) is not None:
             end = front + pages
-        reads = [(max(read.begin, front), min(read.end, end)) for read in self._reads]
-        left = [(max(begin, front), min(last, end)) for _, begin, last in self._left]
-        spans = [span for span in (*reads, *left) if span[0] < span[1]]
+        spans = self._reads.spans(front, end)
         if looked_up and not spans:
             return ANY
         certain = min((begin for begin, _ in spans), default=front) - front  # nobody reads these
-        under_way = sum(len(read.page_ids) for read in self._reads)
-        later = sum(max(0, last - begin) for begin, last in left)
-        return max(certain * self._page_size, self._wait.positions(front, under_way, later))
+        later = sum(last - begin for begin, last in self._reads.spans_left(front, end))
+        return max(certain * self._page_size, self._wait.positions(front, self._reads.under_way, later))
 
     def _join(self, load: BidirectionalLoad) -> None:
         ours = load.join()
         self._reader.pending.counts["prefetched"] += ours
         self.loaded += ours * self._page_size
         if load.broken:
-            self._obstacle = self._obstacle or "host_room"
-            self._left.clear()
+            self._shortfall.without_room()
+            self._reads.left.clear()
             self._reader.pending.counts["prefetch_dropped"] += load.release()
 
-    def _take(self, load: BidirectionalLoad, read: _Read) -> None:
+    def _take(self, load: BidirectionalLoad, read: Read) -> None:
         """Keeps what has arrived until the front meets it. The pages after a lost one are read again."""
         lost = read.begin + read.good
         self._reader.host.pools[0].release(read.page_ids[read.good :])
         if read.good:
             load.add(read.begin, read.page_ids[: read.good])
         if lost < read.end:
-            self._note_fault(read)
-            self._count_late(lost, read.end if read.failed else lost + 1, "fault")
+            self._shortfall.lost(read.fault)
+            self._shortfall.count(lost, read.end if read.failed else lost + 1, "fault")
             self._plan.stored[0][lost] = False
             if lost + 1 < read.end and not read.failed:
-                self._left = deque(sorted([*self._left, (0, lost + 1, read.end)]))
+                self._reads.put_back(lost + 1, read.end)
 
     def _read_back(self, load: BidirectionalLoad) -> None:
         config = self._store.config
@@ -280,20 +245,15 @@ class Prefetch:
         share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
         while self.users > 0 and not load.broken and len(self._reads) < config.batches:
             room = self._reader.room(self)
-            begin, end = load.next_read(self._left, load.front + soon, self._depth, room)
+            begin, end = load.next_read(self._reads.left, load.front + soon, self._depth, room)
             page_ids = self._reader.allocate(self._namespace, 0, min(end - begin, share))
             if not len(page_ids):
                 break
-            self._cut(end - len(page_ids), end)
+            self._reads.cut(end - len(page_ids), end)
             self._begin_read(0, end - len(page_ids), page_ids)
         if not self._reads and (self.users <= 0 or not load):
             self._reader.pending.counts["prefetch_dropped"] += load.release()
             self._end()
-
-    def _cut(self, begin: int, end: int) -> None:
-        """Takes pages out of those left to read."""
-        parts = [part for row, b, e in self._left for part in ((row, b, min(e, begin)), (row, max(b, end), e))]
-        self._left = deque(part for part in parts if part[1] < part[2])
 
     # ---------------------------------------------------------------- how long to wait, and what was missed
 
@@ -303,19 +263,8 @@ class Prefetch:
         Args:
             key: the symbols of its prompt; only pages that it shares with the one that is read count.
         """
-        shared, missed = self._point.shared(key), [*self._missed]
-        if not missed and not self.ended:
-            missed.append(Missed(self._usable, self._expected, "meanwhile"))
-        cut = (each._replace(end=min(each.end, shared)) for each in missed)
-        return [each for each in cut if each.begin < each.end]
-
-    def _miss(self, begin: int, end: int, cause: Cause) -> None:
-        if begin < end:
-            self._missed.append(Missed(begin, end, cause, self._fault if cause == "fault" else None))
-
-    def _count_late(self, begin: int, end: int, cause: Cause) -> None:
-        self._reader.late[cause] += end - begin
-        self._miss(begin, end, cause)
+        meanwhile = None if self.ended else Missed(self._usable, self._expected, "meanwhile")
+        return self._shortfall.within(self._point.shared(key), meanwhile)
 
     def _late(self) -> bool:
         """Whether a request should stop waiting, as this rank sees it."""
@@ -331,20 +280,19 @@ class Prefetch:
         if self.wanted and self.users > 0:
             self._counted = True
             end = self._plan.pages if self._phase is Phase.LOOKUP or self._lookup.refused else self._expected
-            self._count_late(self._usable, end, self._why())
+            self._shortfall.count(self._usable, end, self._why())
         if self.wanted and self._phase is Phase.LOOKUP:
             self._store.gave_up(self._wait.waited_s)
 
     def _overdue(self) -> bool:
-        calls = (read.call for read in self._reads)
-        return self._lookup.overdue() or any(call is not None and call.overdue() for call in calls)
+        return self._lookup.overdue() or self._reads.overdue
 
     def _why(self) -> Cause:
         """Returns why no request waits for the missing pages."""
         if self._lookup.refused or self._store.breaker.open:
             return "breaker"
-        if self._obstacle is not None:
-            return self._obstacle
+        if self._shortfall.obstacle is not None:
+            return self._shortfall.obstacle
         return "slow" if self._store.slow and not self._overdue() else "timeout"
 
     @property
@@ -363,7 +311,7 @@ class Prefetch:
         """The end from which a request can go on because of it."""
         if self._plan.any_end:
             return self._point.pages
-        reading = self._phase in (Phase.LOOKUP, Phase.AGREEING) or self._left or self._reads
+        reading = self._phase in (Phase.LOOKUP, Phase.AGREEING) or self._reads.left or self._reads
         return self._plan.have if reading else self._depth
 
     # ---------------------------------------------------------------- what to aim at
@@ -381,8 +329,8 @@ class Prefetch:
     def _found(self, outcome: int) -> None:
         self._enter(Phase.AGREEING)
         if self._lookup.failed:
-            self._fault = self._lookup.fault
-            self._miss(self._plan.have, self._plan.pages, "breaker" if self._lookup.refused else "fault")
+            cause: Cause = "breaker" if self._lookup.refused else "fault"
+            self._shortfall.failed(self._plan.have, self._plan.pages, cause, self._lookup.fault)
         self._wait.answered(outcome - 1 - self._plan.have, self._lookup.took_s)
         self._agreed(self._plan.pages, outcome)
 
@@ -412,7 +360,7 @@ class Prefetch:
         self._depth = depth
         self._point.back_to(depth)
         self._point.mark_held(self._plan)
-        self._left = deque(self._plan.missing(depth) if depth > self._plan.have else ())
+        self._reads.left = deque(self._plan.missing(depth) if depth > self._plan.have else ())
         if self._load is None:
             self._enter(Phase.FORWARD)
             self._read_forward()
@@ -424,12 +372,10 @@ class Prefetch:
         """Returns the end that storage has, or none if that is too near. Notes which component limits it."""
         have = self._plan.have
         pages, component = self._reader.note_short(self._plan, depth)
-        if pages:
-            self._missed.append(Missed(depth, depth + pages, "component", component))
+        self._shortfall.note(depth, depth + pages, "component", component)
         if depth - have >= self._min_pages:
             return depth
-        if depth > have:
-            self._missed.append(Missed(have, depth, "too_few"))
+        self._shortfall.note(have, depth, "too_few")
         return have
 
     # ---------------------------------------------------------------- reads
@@ -437,26 +383,24 @@ class Prefetch:
     def _read_forward(self) -> None:
         """Begins more reads; ends if there are none."""
         config = self._store.config
-        while self.users > 0 and self._left and len(self._reads) < config.batches:
-            row, begin, end = self._left[0]
+        left = self._reads.left
+        while self.users > 0 and left and len(self._reads) < config.batches:
+            row, begin, end = left[0]
             page_ids = self._reader.allocate(self._namespace, row, end - begin)
             if len(page_ids):
-                self._cut_first(len(page_ids))
+                left.popleft()
+                if begin + len(page_ids) < end:
+                    left.appendleft((row, begin + len(page_ids), end))
                 self._begin_read(row, begin, page_ids)
             elif self._reads:
                 break  # a read under way may make room
             else:
                 self._do_without_room(row)
                 return
-        if not self._reads and (self.users <= 0 or not self._left):
+        if not self._reads and (self.users <= 0 or not left):
             if not self._plan.any_end:
                 self.loaded = (self._usable - self._plan.have) * self._page_size
             self._end()
-
-    def _cut_first(self, pages: int) -> None:
-        row, begin, end = self._left.popleft()
-        if begin + pages < end:
-            self._left.appendleft((row, begin + pages, end))
 
     def _end(self) -> None:
         self._enter(Phase.ENDED)
@@ -464,24 +408,19 @@ class Prefetch:
         self._on_end()
 
     def _begin_read(self, row: int, begin: int, page_ids: Ids) -> None:
-        self._wait.asked(all(read.done for read in self._reads))
-        call = self._reader.read(row, self._point.names(begin, begin + len(page_ids)), page_ids)
-        read = _Read(row, begin, page_ids, call)
-        self._reads.append(read)
-        self._reader.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
+        self._wait.asked(self._reads.all_done)
+        self._reads.begin(row, begin, self._point.names(begin, begin + len(page_ids)), page_ids)
 
-    def _vote(self, read: _Read) -> int:
-        """Votes once a batch has been read and its pages can be added to the tree."""
-        return read.outcome if read.done and (self._phase is Phase.BACKWARD or not self._point.in_flight) else 0
+    def _may_settle(self) -> bool:
+        """Whether pages that were read can be added to the tree."""
+        return self._phase is Phase.BACKWARD or not self._point.in_flight
 
-    def _arrived(self, read: _Read, outcome: int) -> None:
-        read.good, read.failed, read.ended = max(0, outcome - 2), outcome == 1, True
+    def _arrived(self, read: Read) -> None:
         if read.row == 0 and read.call is not None and not read.failed:
             self._wait.arrived(len(read.page_ids), read.call.ended_s)
         if self._phase is Phase.BACKWARD and self._load is not None:  # it goes on at the next poll
-            for done in [each for each in self._reads if each.ended]:
-                self._reads.remove(done)
-                self._take(self._load, done)
+            for ended in self._reads.take_ended():
+                self._take(self._load, ended)
             return
         self._place_in_order()
         if self._phase is Phase.FORWARD:
@@ -492,8 +431,7 @@ class Prefetch:
     def _place_in_order(self) -> None:
         """Adds to the tree what has arrived up to the first read under way; nothing after a page that did not."""
         host, counts = self._reader.host, self._reader.pending.counts
-        while self._reads and self._reads[0].ended:
-            read = self._reads.popleft()
+        for read in self._reads.take_in_order():
             good = read.good if self._phase is Phase.FORWARD else 0
             kept, ours = self._point.place(read.row, read.begin, read.page_ids[:good])
             counts["prefetched"] += ours
@@ -503,14 +441,11 @@ class Prefetch:
             host.pools[read.row].release(read.page_ids[good:])
             if kept < len(read.page_ids) and self._phase is Phase.FORWARD:
                 self._enter(Phase.DRAINING)
-                self._note_fault(read)
+                self._shortfall.lost(read.fault)
                 self._plan.stored[read.row][read.begin + kept] = False
                 if kept < good:  # the host has lost what is before it: nothing more can be added
-                    self._left.clear()
+                    self._reads.left.clear()
                     self._depth = self._plan.have
-
-    def _note_fault(self, read: _Read) -> None:
-        self._obstacle, self._fault = "fault", None if read.call is None else read.call.fault
 
     def _aim_again(self) -> None:
         """Aims at what is left without a page that did not arrive."""
@@ -524,6 +459,7 @@ class Prefetch:
         """Aims at what is left if the host has no room for more pages of a component."""
         most = self._point.pages if row == 0 and self._point.connected else self._plan.have
         if self.wanted and not self._expired:
-            self._count_late(most, self._depth, "host_room")
-        self._promised, self._obstacle = most, self._obstacle or "host_room"
+            self._shortfall.count(most, self._depth, "host_room")
+        self._shortfall.without_room()
+        self._promised = most
         self._propose(most)

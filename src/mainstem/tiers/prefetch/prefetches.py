@@ -10,10 +10,11 @@ from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList
 from mainstem.tiers.prefetch.attach_point import AttachPoint
+from mainstem.tiers.prefetch.missed import Missed
 from mainstem.tiers.prefetch.plan import Plan
 from mainstem.tiers.prefetch.prefetch import Prefetch
 from mainstem.tiers.prefetch.reader import Reader
-from mainstem.tiers.prefetch.waits import Missed, Wait
+from mainstem.tiers.prefetch.waits import Wait
 from mainstem.tiers.storage.names import PageNames
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.store import Store

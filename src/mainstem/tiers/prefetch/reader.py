@@ -13,8 +13,8 @@ from mainstem.cache.tree import Ids
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList
+from mainstem.tiers.prefetch.missed import Cause
 from mainstem.tiers.prefetch.plan import Plan
-from mainstem.tiers.prefetch.waits import Cause
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.store import Store, StoreCall
 

@@ -15,40 +15,9 @@ waited for in vain is marked as slow: no request waits for it until a call takes
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
 
 from mainstem.tiers.costs import Costs
 from mainstem.tiers.storage.store import Store
-
-Cause = Literal["timeout", "slow", "breaker", "fault", "host_room", "limit", "meanwhile"]
-LATE: tuple[Cause, ...] = get_args(Cause)
-"""Why pages were computed although storage has them, or may have them.
-
-    timeout     computing was expected to be as fast, or a call exceeded its deadline
-    slow        the store was marked as slow
-    breaker     no calls are made: the breaker is open, or the store is closed
-    fault       storage had the page, but it or a page before it could not be read
-    host_room   the host had no room
-    limit       `max_prefetches` were under way
-    meanwhile   they were computed while others were read
-"""
-
-
-class Missed(NamedTuple):
-    """Pages of a prompt that storage has, or may have, and that a request could not use.
-
-    Args:
-        begin, end: pages of the prompt.
-        cause: one of `LATE`; "component": one is missing, which `detail` names; "too_few": storage has fewer than are
-            worth reading; "unasked": fewer than are worth asking for are missing.
-        detail: the component, or the fault of storage.
-    """
-
-    begin: int
-    end: int
-    cause: Cause | Literal["component", "too_few", "unasked"]
-    detail: str | None = None
-
 
 ANY = 1 << 30
 """As many positions as there are."""

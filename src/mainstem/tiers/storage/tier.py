@@ -8,8 +8,8 @@ from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList, Polled
+from mainstem.tiers.prefetch.missed import LATE
 from mainstem.tiers.prefetch.prefetches import Prefetches
-from mainstem.tiers.prefetch.waits import LATE
 from mainstem.tiers.prefetch.warm import Warming
 from mainstem.tiers.storage.store import Store
 from mainstem.tiers.storage.write import Writes
