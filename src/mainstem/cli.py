@@ -9,7 +9,6 @@ Exit codes: 0 success; 1 failure; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from mainstem import __version__
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.here import check_output
 from mainstem.imports import is_missing, needs
@@ -111,19 +111,12 @@ Examples:
 Every server of a store gets the same file: mainstem serve --storage file:./kv --storage-codec smollm2.npz"""
 
 
-def _version() -> str:
-    try:
-        return f"mainstem {importlib.metadata.version('mainstem')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "mainstem (not installed, run from source)"
-
-
 app = cyclopts.App(
     name="mainstem",
     help="A prefix cache for LLM inference: what was computed for one prompt is not computed again for the next.",
     help_epilogue=_EXAMPLES,
     help_format="plaintext",
-    version=_version,
+    version=f"mainstem {__version__}",
     suppress_keyboard_interrupt=False,
 )
 

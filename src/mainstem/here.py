@@ -36,14 +36,12 @@ def check_output(name: str, path: Path, *others: str | Path) -> None:
         raise BadArgument(name, str(path), "a file that is neither read nor another result")
 
 
-def listen(host: str, port: int, *, host_name: str = "host", port_name: str = "port") -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Binds an address. Connections are refused until the socket listens.
 
     Args:
         host: a name or an address of this machine; empty or *: all of its addresses.
         port: 0 takes a free one.
-        host_name: the setting that gives the host.
-        port_name: the setting that gives the port.
 
     Raises:
         BadArgument: the host is none of this machine, or the port is taken or not allowed.
@@ -58,11 +56,11 @@ def listen(host: str, port: int, *, host_name: str = "host", port_name: str = "p
             listener.bind((plain, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise BadArgument(port_name, port, f"free: another program listens at {host} port {port}") from error
+                raise BadArgument("port", port, f"free: another program listens at {host} port {port}") from error
             if error.errno == errno.EACCES:
-                raise BadArgument(port_name, port, f"1024 or more for this user: {error.strerror}") from error
+                raise BadArgument("port", port, f"1024 or more for this user: {error.strerror}") from error
             ours = "an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses"
-            raise BadArgument(host_name, host, f"{ours}: {error.strerror}") from error
+            raise BadArgument("host", host, f"{ours}: {error.strerror}") from error
         undo.pop_all()
     return listener
 

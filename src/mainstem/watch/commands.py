@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from http.client import HTTPException
 from json import dumps, loads
@@ -111,22 +111,22 @@ def lint_requests(
         on_bad: Whether a line without a prompt ends it, or is skipped and counted.
         json: Print one JSON object.
     """
+    from mainstem.replay.readers.lines import Source
     from mainstem.watch.lint import Linter, about
     from mainstem.watch.prompts import BadRequestBody
 
     if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
         raise BadArgument("prefill_tokens_per_s", prefill_tokens_per_s, "above 0")
     linter, skipped = Linter(about if tokenizer is None else _counter(tokenizer)), 0
-    for number, line in _lines(requests):
-        try:
-            body, time_s = _body(line)
-            linter.add(body, time_s)
-        except BadRequestBody as error:
-            if on_bad == "fail":
-                raise MainstemError(
-                    f"{requests}, line {number}: {error} (--on-bad skip leaves bad lines out)"
-                ) from None
-            skipped += 1
+    with Source(requests) as source:
+        for number, line in source.lines():
+            try:
+                linter.add(*_body(line))
+            except BadRequestBody as error:
+                if on_bad == "fail":
+                    wrong = f"{requests}, line {number}: {error} (--on-bad skip leaves bad lines out)"
+                    raise MainstemError(wrong) from None
+                skipped += 1
     report = linter.report()
     if not report.requests:
         raise MainstemError(f"{requests} has no request")
@@ -268,13 +268,6 @@ def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dic
         "cached_tokens": count_found(found.stretches),
         "stretches": [as_json(each, trace.block_size) for each in found.stretches],
     }
-
-
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    from mainstem.replay.readers.lines import Source
-
-    with Source(path) as source:
-        yield from source.lines()
 
 
 def _body(line: bytes) -> tuple[dict[str, Any], float | None]:

@@ -349,8 +349,11 @@ class Linter:
         self._salted += bool(prompt.salt)
         self._fresh += bool(losses and not own)
         findings = self._findings if own else self._across
-        for (cause, where), each in _grouped(losses).items():
-            findings.note(cause, where, each[0].examples, 1, sum(count(loss.text) for loss in each))
+        noted: set[tuple[str, str]] = set()
+        for loss in losses:
+            at = loss.cause, loss.where
+            findings.note(*at, loss.examples, int(at not in noted), count(loss.text))
+            noted.add(at)
 
     def report(self) -> Report:
         """Returns what was found so far."""
@@ -361,13 +364,6 @@ class Linter:
         self._report.findings = sorted(found.values(), key=lambda one: (-one.lost_tokens, one.cause, one.where))
         self._report.seconds = self._times[1] - self._times[0] if self._times else 0.0
         return self._report
-
-
-def _grouped(losses: Sequence[Loss]) -> dict[tuple[str, str], list[Loss]]:
-    found: dict[tuple[str, str], list[Loss]] = {}
-    for loss in losses:
-        found.setdefault((loss.cause, loss.where), []).append(loss)
-    return found
 
 
 def _most_common(prompt: Prompt, others: Sequence[Prompt]) -> int:

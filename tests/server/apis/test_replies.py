@@ -99,18 +99,6 @@ def test_a_whole_chat_answer() -> None:
     assert body["usage"]["prompt_tokens_details"] == details
 
 
-def test_a_whole_completion() -> None:
-    reply = CompletionReply(HEAD, spell, ChunkUsage(False))
-    body = as_json(reply.whole([ANSWER], usage_body([USAGE], 1)))
-    assert body["object"] == "text_completion"
-    assert body["choices"][0]["text"] == "Hé"
-    logprobs = body["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["Hé", "\ufffd"]
-    assert logprobs["text_offset"] == [0, 2]
-    assert logprobs["token_logprobs"] == [-0.5, -1.0]
-    assert logprobs["top_logprobs"][0] == {"Hé": -0.5, " you": -9999.0}
-
-
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
     plain, counted = kind(HEAD, spell, ChunkUsage(False)), kind(HEAD, spell, ChunkUsage(True))
@@ -119,17 +107,6 @@ def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
     last = as_json(counted.last(usage_body([USAGE], 1)))
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 13
-
-
-@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
-def test_chunks_can_carry_what_was_used_so_far(kind: Any) -> None:
-    reply = kind(HEAD, spell, ChunkUsage(True, prompt_tokens=7))
-    assert reply.chunk(0, Delta("", (1, 2))) is None
-    used = [as_json(reply.chunk(index, Delta("a", (1,))))["usage"] for index in (0, 1)]
-    assert used == [
-        {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
-        {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11},
-    ]
 
 
 def test_chat_chunks() -> None:
@@ -296,14 +273,6 @@ def test_offsets_within_one_event_never_leave_its_text() -> None:
     assert chunk["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3]
     short = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).chunk(0, Delta("H", (1, 2), delta.logprobs[::2])))
     assert short["choices"][0]["logprobs"]["text_offset"] == [0, 1]
-
-
-def test_an_event_is_one_line_of_data() -> None:
-    reply = ChatReply(HEAD, spell, ChunkUsage(False))
-    event = reply.events(0, Delta("two\nlines", (1,)))
-    assert event.startswith(b"data: {")
-    assert event.endswith(b"}\n\n")
-    assert event.count(b"\n") == 2
 
 
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])

@@ -93,40 +93,12 @@ def test_what_codex_sends_is_answered() -> None:
 # --- tools --------------------------------------------------------------------------------------------------------
 
 
-def test_a_custom_tool_is_called_with_a_text() -> None:
+def test_a_custom_tool_is_called_with_a_text_that_is_held_by_its_grammar() -> None:
     engine = FakeEngine(lambda _: calls(("patch", as_arguments(ADDED))))
     body = ask(client(engine, **SPEAKS), tools=[PATCHES]).json()
-    (item,) = body["output"]
-    assert item == {
-        "type": "custom_tool_call",
-        "id": f"ctc_{body['id'].removeprefix('resp_')}_0",
-        "status": "completed",
-        "call_id": item["call_id"],
-        "name": "patch",
-        "input": ADDED,
-    }
-    assert body["tools"] == [PATCHES]
+    assert (body["output"][0]["input"], body["tools"]) == (ADDED, [PATCHES])
     grammar = engine.streams[-1].request.params.grammar
     assert grammar is not None and "%lark" in grammar.text
-
-
-def test_its_text_is_streamed_as_it_comes() -> None:
-    engine = FakeEngine(lambda _: calls(("patch", as_arguments('a"b'))))
-    events = named_events(ask(client(engine, **SPEAKS), tools=[PATCHES], stream=True))
-    shown = [event for event in events if "custom_tool_call_input" in event["type"]]
-    assert [event["type"] for event in shown] == [
-        *["response.custom_tool_call_input.delta"] * 3,
-        "response.custom_tool_call_input.done",
-    ]
-    assert [event["delta"] for event in shown[:3]] == ["a", '"', "b"]
-    added = next(event for event in events if event["type"] == "response.output_item.added")
-    assert (added["item"]["type"], added["item"]["input"], added["item"]["status"]) == (
-        "custom_tool_call",
-        "",
-        "in_progress",
-    )
-    assert {*shown[-1]} == {"type", "sequence_number", "output_index", "item_id", "input"}
-    assert (shown[-1]["input"], shown[-1]["item_id"]) == ('a"b', added["item"]["id"])
 
 
 def test_tools_of_a_namespace_are_offered_under_both_names_and_called_by_each() -> None:

@@ -284,28 +284,6 @@ def calls(text: str) -> str:
     return FORMATS["hermes"].written([("patch", as_arguments(text)), ("f", "{}")])
 
 
-def test_a_chat_has_the_text_of_a_call() -> None:
-    engine = FakeEngine(lambda _: calls(ADDED))
-    body = chat(engine, tools=[TOOL, FUNCTION]).json()
-    first, second = body["choices"][0]["message"]["tool_calls"]
-    assert first == {"id": first["id"], "type": "custom", "custom": {"name": "patch", "input": ADDED}}
-    assert second == {"id": second["id"], "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert body["choices"][0]["finish_reason"] == "tool_calls"
-    prompt = engine.tokenizer.decode(engine.streams[-1].request.tokens)
-    assert '"name": "patch"' in prompt
-    assert '"input": {"type": "string"}' in prompt
-
-
-def test_a_stream_has_it_as_it_comes() -> None:
-    response = chat(FakeEngine(lambda _: calls('a"b')), tools=[TOOL, FUNCTION], stream=True)
-    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    first = [call for call in deltas if call["index"] == 0]
-    assert first[0] == {"index": 0, "id": first[0]["id"], "type": "custom", "custom": {"name": "patch", "input": ""}}
-    assert first[1:] == [{"index": 0, "custom": {"input": text}} for text in ("a", '"', "b")]
-    assert [call["function"]["arguments"] for call in deltas if call["index"] == 1] == ["", "{", "}"]
-
-
 def test_what_a_chat_says_it_takes_back() -> None:
     message = chat(FakeEngine(lambda _: calls(ADDED)), tools=[TOOL, FUNCTION]).json()["choices"][0]["message"]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in message["tool_calls"]]

@@ -40,7 +40,7 @@ class ToolCall(Struct):
 
     def __post_init__(self) -> None:
         """Checks that it has the field of its type, and no other."""
-        _check_type(self, self.type, ("function", "custom"))
+        _check_type(self, self.type)
 
     def template_input(self) -> dict[str, Any]:
         """Returns it as chat templates take it."""
@@ -50,13 +50,13 @@ class ToolCall(Struct):
         return call(self.id, self.function.name, self.function.arguments)
 
 
-def _check_type(part: Struct, kind: str, others: Sequence[str]) -> None:
-    """Checks that a part of a body has the field of its type, and none of other types."""
+def _check_type(part: Struct, kind: str) -> None:
+    """Checks that a part of a body has the field of its type, and not that of the other type."""
     if getattr(part, kind) is None:
         raise ValueError(f"Object missing required field `{kind}`")
-    for name in others:
-        if name != kind and getattr(part, name) is not None:
-            raise ValueError(f"`{name}`: not a field of the type {kind!r}")
+    other = {"function": "custom", "custom": "function"}[kind]
+    if getattr(part, other) is not None:
+        raise ValueError(f"`{other}`: not a field of the type {kind!r}")
 
 
 class FunctionSpec(Struct):
@@ -120,7 +120,7 @@ class ToolSpec(Struct):
     def __post_init__(self) -> None:
         """Checks that it has the field of its type, and no other."""
         if self.type in ("function", "custom"):
-            _check_type(self, self.type, ("function", "custom"))
+            _check_type(self, self.type)
         elif not is_hosted(self.type):
             raise ValueError(f"`type`: must be 'function' or 'custom', got {self.type!r}")
 
@@ -170,7 +170,7 @@ class NamedTool(Struct):
 
     def __post_init__(self) -> None:
         """Checks that it has the field of its type, and no other."""
-        _check_type(self, self.type, ("function", "custom"))
+        _check_type(self, self.type)
 
     @property
     def path(self) -> dict[str, str]:
