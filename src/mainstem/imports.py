@@ -61,13 +61,13 @@ def load_object(argument: str, path: str) -> object:
     if (here := os.getcwd()) not in sys.path:  # a console script has its own folder on the path instead
         sys.path.append(here)
     try:
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise BadArgument(argument, path, f"module:name; there is no module {error.name}") from error
         why = f"{type(error).__name__}: {error}"
         raise BadArgument(argument, path, f"an object of a module that can be imported: {why}") from error
     try:
-        return getattr(found, name)
+        return getattr(loaded, name)
     except AttributeError as error:
         raise BadArgument(argument, path, f"module:name; {module} has no {name}") from error

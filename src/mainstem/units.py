@@ -46,10 +46,10 @@ def parse_bytes(name: str, text: str) -> int:
     Raises:
         BadArgument: the text is not a size.
     """
-    found = _SIZE.fullmatch(text.strip().lower())
-    if not found:
+    match = _SIZE.fullmatch(text.strip().lower())
+    if not match:
         raise BadArgument(name, text, "bytes, or a number with KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB or PiB")
-    return int(Fraction(found[1]) * _BYTES[found[2]])
+    return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
 def parse_rate(name: str, text: str) -> float:
@@ -90,10 +90,10 @@ def parse_seconds(name: str, text: str) -> float:
     Raises:
         BadArgument: the text is not a time.
     """
-    found = _TIME.fullmatch(text.strip().lower())
-    if not found:
+    match = _TIME.fullmatch(text.strip().lower())
+    if not match:
         raise BadArgument(name, text, "a time, such as 500ms, 2s or 5m")
-    return float(Fraction(found[1]) * _SECONDS[found[2]])
+    return float(Fraction(match[1]) * _SECONDS[match[2]])
 
 
 def parse_timeout(name: str, text: str) -> float:

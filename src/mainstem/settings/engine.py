@@ -338,8 +338,8 @@ def _is_name_of_peers(text: object) -> bool:
 
 
 def _is_peer(text: object) -> bool:
-    found = _PEER.fullmatch(text) if isinstance(text, str) else None
-    return found is not None and int(found["port"]) < 1 << 16
+    match = _PEER.fullmatch(text) if isinstance(text, str) else None
+    return match is not None and int(match["port"]) < 1 << 16
 
 
 @dataclass(frozen=True)
@@ -438,8 +438,8 @@ _ADDRESS = re.compile(r"tcp://(?P<host>[\w.-]+|\*|\[[\da-fA-F:]+\]):(?P<port>\d{
 
 def _address() -> Range:
     def holds(value: object) -> bool:
-        found = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
-        return found is not None and int(found["port"]) < 1 << 16
+        match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+        return match is not None and int(match["port"]) < 1 << 16
 
     return Range("tcp://HOST:PORT, such as tcp://127.0.0.1:5557", holds)
 

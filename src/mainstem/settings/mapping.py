@@ -46,14 +46,14 @@ def read_settings(kind: type[S], given: object, at: str = "", environment: Mappi
 
 def names_of(kind: type[Settings]) -> set[str]:
     """Returns the names that a mapping of these settings may have."""
-    hints, found = get_type_hints(kind), set()
+    hints, names = get_type_hints(kind), set()
     for field in fields(kind):
         rule = declared(field)
         if rule is None:
-            found |= names_of(hints[field.name])
+            names |= names_of(hints[field.name])
         elif rule.flag:
-            found.add(field.name)
-    return found
+            names.add(field.name)
+    return names
 
 
 def _made(kind: type[S], given: Mapping[str, object], environment: Mapping[str, str]) -> S:

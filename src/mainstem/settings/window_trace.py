@@ -49,15 +49,15 @@ def read_window_trace(path: Path) -> WindowTrace:
 def _parsed(line: str, place: str) -> Sequence[int] | Use:
     allowed = 'either {"tokens": [...]} or {"length": ..., "like": ..., "shared": ...}'
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise BadArgument(place, line[:80], f"{allowed}: {error}") from error
-    if isinstance(found, dict) and isinstance(found.get("tokens"), list):
-        tokens: list[int] = found["tokens"]
+    if isinstance(value, dict) and isinstance(value.get("tokens"), list):
+        tokens: list[int] = value["tokens"]
         return tokens
-    if not isinstance(found, dict) or "length" not in found or not found.keys() <= {"length", "like", "shared"}:
+    if not isinstance(value, dict) or "length" not in value or not value.keys() <= {"length", "like", "shared"}:
         raise BadArgument(place, line[:80], allowed)
-    return Use(**found)
+    return Use(**value)
 
 
 WINDOW_TRACE = Unit(lambda _, text: read_window_trace(Path(text)))

@@ -206,9 +206,9 @@ def _explain_online(
     query = {"route": route, "distances": "true"}  # which only the admin is given
     base, headers = address(server), {"Content-Type": "application/json", **_keys(api_key, admin_key)}
     url = f"{base}/v1/cache/explain?{urllib.parse.urlencode(query)}"
-    asked = urllib.request.Request(url, dumps(body).encode(), headers)  # http or https, see `address`
+    request = urllib.request.Request(url, dumps(body).encode(), headers)  # http or https, see `address`
     try:
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
             return _checked(loads(reply.read()))
     except urllib.error.HTTPError as error:
         raise MainstemError(_said(error) or f"{base} {not_ours(error)}") from None
@@ -275,13 +275,13 @@ def _body(line: bytes) -> tuple[dict[str, Any], float | None]:
     from mainstem.watch.prompts import BadRequestBody
 
     try:
-        found = loads(line)
+        value = loads(line)
     except (ValueError, RecursionError) as error:
         raise BadRequestBody(f"not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BadRequestBody("not a JSON object")
-    body = found["body"] if isinstance(found.get("body"), dict) else found
-    times = (found.get(key, body.get(key)) for key in ("timestamp", "time", "created"))
+    body = value["body"] if isinstance(value.get("body"), dict) else value
+    times = (value.get(key, body.get(key)) for key in ("timestamp", "time", "created"))
     return body, next((float(time_s) for time_s in times if isinstance(time_s, int | float)), None)
 
 

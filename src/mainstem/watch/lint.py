@@ -163,12 +163,12 @@ def _pieces(text: str, at: int, begin: int, end: int) -> Iterator[tuple[str, int
     last = _LAST_SEPARATOR.match(text, begin, at)
     begin = begin if last is None else last.end()
     while begin < end:
-        found = _SEPARATORS.search(text, begin, min(end, begin + _LONGEST))
-        if found is None:
+        separator = _SEPARATORS.search(text, begin, min(end, begin + _LONGEST))
+        if separator is None:
             return
-        if piece := text[begin : found.start()].strip(_WRAPPING):
-            yield piece, found.start()
-        begin = found.end()
+        if piece := text[begin : separator.start()].strip(_WRAPPING):
+            yield piece, separator.start()
+        begin = separator.end()
 
 
 def _words(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
@@ -188,12 +188,12 @@ def _words(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
 
 def _split(text: str, begin: int, end: int) -> list[tuple[str, int]]:
     """Returns the first words from a position on, and where each begins."""
-    found = []
+    words = []
     for match in re.compile(r"\S+").finditer(text, begin, end - 1):
-        found.append((match[0], match.start()))
-        if len(found) == _WORDS + _AGREE:
+        words.append((match[0], match.start()))
+        if len(words) == _WORDS + _AGREE:
             break
-    return found
+    return words
 
 
 RULES: Sequence[Rule] = (_tools, _parts, _values, _spaces, _words)
@@ -279,12 +279,12 @@ class _Model:
 
     def neighbours(self, keys: _Keys) -> list[Prompt]:
         """Returns the earlier prompts that begin most like this one, of its salt and of all."""
-        found = {}
+        prompts = {}
         for order, key in zip(self._orders, keys, strict=True):
             at = bisect_left(order, (*key, self._next))
             for *_, number in order[max(0, at - 1) : at + 1]:
-                found[number] = self._prompts[number]
-        return [found[number] for number in sorted(found)]
+                prompts[number] = self._prompts[number]
+        return [prompts[number] for number in sorted(prompts)]
 
     def add(self, prompt: Prompt, keys: _Keys) -> None:
         number, self._next = self._next, self._next + 1
@@ -357,11 +357,11 @@ class Linter:
 
     def report(self) -> Report:
         """Returns what was found so far."""
-        found = _Findings()
+        findings = _Findings()
         across = self._across if self._fresh * _OFTEN >= self._salted else _Findings()
         for one in (*self._findings.values(), *across.values()):
-            found.note(one.cause, one.where, one.examples, one.requests, one.lost_tokens)
-        self._report.findings = sorted(found.values(), key=lambda one: (-one.lost_tokens, one.cause, one.where))
+            findings.note(one.cause, one.where, one.examples, one.requests, one.lost_tokens)
+        self._report.findings = sorted(findings.values(), key=lambda one: (-one.lost_tokens, one.cause, one.where))
         self._report.seconds = self._times[1] - self._times[0] if self._times else 0.0
         return self._report
 

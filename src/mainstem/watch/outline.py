@@ -31,10 +31,10 @@ def read(survey: Callable[[int, int], Survey], count: int = SLICE) -> Nodes:
     names: dict[int, bytes] = {}
     first, places = 0, 1
     while first < places:
-        found = survey(first, count)
-        parts.append(found.rows)
-        names |= found.names
-        first, places = first + count, found.places
+        part = survey(first, count)
+        parts.append(part.rows)
+        names |= part.names
+        first, places = first + count, part.places
     return Nodes(np.concatenate(parts), names)
 
 
@@ -142,7 +142,7 @@ class Nodes:
 
     def rest(self, chosen: Numbers) -> dict[str, Numbers]:
         """Returns, for each of the chosen rows, `nodes` and `pages` of what is below it and not chosen."""
-        found: dict[str, Numbers] = {}
+        sums: dict[str, Numbers] = {}
         drawn = np.zeros(len(self.rows) + 1, bool)
         drawn[chosen] = True
         children = chosen[drawn[self.above[chosen]] & (self.above[chosen] != chosen)]
@@ -150,8 +150,8 @@ class Nodes:
         for name in ("nodes", "pages"):
             left = self.below[name] - own[name]
             np.subtract.at(left, self.above[children], self.below[name][children])
-            found[name] = left[chosen]
-        return found
+            sums[name] = left[chosen]
+        return sums
 
 
 def left_device(before: Nodes, now: Nodes) -> tuple[Numbers, Numbers]:
@@ -187,12 +187,12 @@ def _same(before: Nodes, now: Nodes) -> Numbers:
 def _joined(before: Nodes, now: Nodes, same: Numbers) -> Numbers:
     """Returns the rows of nodes that have become the beginning of the one below them."""
     starts = np.append(now.column("start"), np.iinfo(np.int64).max)[same]
-    found: list[int] = []
+    rows: list[int] = []
     for row in np.flatnonzero(starts < before.column("start")):
         above = int(before.above[row])
         while above < len(before.rows) and before.column("start")[above] >= starts[row]:
-            found.append(above)
+            rows.append(above)
             if before.above[above] == above:
                 break
             above = int(before.above[above])
-    return np.array(found, np.int64)
+    return np.array(rows, np.int64)

@@ -105,16 +105,16 @@ class Window:
 
         Linear within a bucket, whose lowest begins at 0; beyond the last bound, that bound.
         """
-        found = sorted(
+        buckets = sorted(
             (float(dict(labels)["le"]), count)
             for (key, labels), count in self.growth.values.items()
             if key == f"{name}_bucket"
         )
-        if not found or found[-1][1] <= 0:
+        if not buckets or buckets[-1][1] <= 0:
             return None
-        rank = q * found[-1][1]
+        rank = q * buckets[-1][1]
         low, below = 0.0, 0.0
-        for bound, count in found:
+        for bound, count in buckets:
             if count >= rank and count > below:
                 return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
             low, below = (low if math.isinf(bound) else bound), count

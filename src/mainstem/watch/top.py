@@ -85,9 +85,9 @@ class Watch:
             servers.
         """
         with ThreadPoolExecutor(len(self._servers)) as pool:
-            found = list(pool.map(self._scrape, self._servers))
+            samples = list(pool.map(self._scrape, self._servers))
         looks, windows = [], []
-        for server, sample in zip(self._servers, found, strict=True):
+        for server, sample in zip(self._servers, samples, strict=True):
             before = self._last.pop(server, None)
             if isinstance(sample, str):
                 looks.append(Look(server, error=sample))

@@ -187,8 +187,8 @@ _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 def _as_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message as templates take it: without thoughts that say nothing, as in a chat."""
     content = None if message["content"] is None else joined(message["content"])
-    given = {**message, "content": content, "reasoning_content": message.get("reasoning_content") or None}
-    return {name: given[name] for name in _FIELDS if given.get(name) is not None or name == "content"}
+    fields = {**message, "content": content, "reasoning_content": message.get("reasoning_content") or None}
+    return {name: fields[name] for name in _FIELDS if fields.get(name) is not None or name == "content"}
 
 
 def after_part(message: int, parts: int, ttl: str | None, texts: Sequence[str]) -> Mark:

@@ -146,13 +146,13 @@ class Embeddings:
         if ask.dimensions not in (None, size):
             allowed = f"the model's embeddings have {size} dimensions, and cannot be cut to {ask.dimensions}; omit it"
             raise ApiError(400, f"dimensions: {allowed}", param="dimensions")
-        given = prompts_of(ask.input, "input")
-        if len(given) > MAX_INPUTS:
+        inputs = prompts_of(ask.input, "input")
+        if len(inputs) > MAX_INPUTS:
             raise ApiError(400, f"input: at most {MAX_INPUTS} inputs in a request", param="input")
         namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant if self._access.separates else None)
         prompts, made = self._preparation.prompts, []
-        for i, each in enumerate(given):
-            name = "input" if len(given) == 1 and isinstance(ask.input, str) else f"input[{i}]"
+        for i, each in enumerate(inputs):
+            name = "input" if len(inputs) == 1 and isinstance(ask.input, str) else f"input[{i}]"
             if not each:
                 raise ApiError(400, f"{name}: must not be empty", param=name)
             with errors.client_names({"prompt": name}):

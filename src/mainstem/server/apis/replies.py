@@ -332,17 +332,17 @@ class ChunkReply(Reply):
     def _scored(self, score: TokenLogprob) -> dict[int, PromptLogprob]:
         top = [(score.token, score.logprob, score.rank)]
         top += [(*pair, rank) for rank, pair in enumerate(score.top[: self._extras.prompt_logprobs], 1)]
-        found: dict[int, PromptLogprob] = {}
+        by_token: dict[int, PromptLogprob] = {}
         for token, logprob, rank in top:
-            found.setdefault(token, PromptLogprob(finite(logprob), rank, self._spell(token).text))
-        return found
+            by_token.setdefault(token, PromptLogprob(finite(logprob), rank, self._spell(token).text))
+        return by_token
 
     def _token_ids(self, deltas: Sequence[Delta]) -> list[int] | UnsetType:
         return [token for delta in deltas for token in delta.tokens] if self._extras.prompt_tokens else UNSET
 
     def _prompt_ids(self, index: int) -> list[int] | UnsetType:
-        given = self._extras.prompt_tokens
-        return given[index // self._extras.choices] if given else UNSET
+        ids = self._extras.prompt_tokens
+        return ids[index // self._extras.choices] if ids else UNSET
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> Struct | None:

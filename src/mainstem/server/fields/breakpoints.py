@@ -133,9 +133,9 @@ def after_tools(tools: Iterable[tuple[bool, Breakpoint | CacheControl | None]]) 
         tools: for each tool, whether the model may call it, and its breakpoint. The breakpoint of a tool that is left
             out is after the tool before it.
     """
-    found, shown = list[Mark](), -1
+    marks, index = list[Mark](), -1
     for offered, own in tools:
-        shown += offered
-        if own is not None and shown >= 0:
-            found.append(Mark(own.ttl, tool=shown))
-    return found
+        index += offered
+        if own is not None and index >= 0:
+            marks.append(Mark(own.ttl, tool=index))
+    return marks

@@ -229,19 +229,19 @@ class _Refused(Exception):
 
 
 def _addresses(host: str, port: int) -> list[str]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in found]
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in infos]
 
 
 def _is_public(address: str) -> bool:
     """Returns whether an address is public, and no detour to another address (RFC 6890; 6052, 3056, 4380)."""
-    given = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(given, ipaddress.IPv6Address):
-        if given.ipv4_mapped is not None:
-            return _is_public(str(given.ipv4_mapped))
-        if given not in _UNICAST or given.sixtofour is not None or given.teredo is not None:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return _is_public(str(ip.ipv4_mapped))
+        if ip not in _UNICAST or ip.sixtofour is not None or ip.teredo is not None:
             return False
-    return given.is_global and not given.is_multicast
+    return ip.is_global and not ip.is_multicast
 
 
 _UNICAST = ipaddress.IPv6Network("2000::/3")

@@ -119,8 +119,8 @@ def document() -> dict[str, Any]:
     """Returns the description, as it is written in JSON."""
     bodies = [body for each in OPERATIONS.values() for body in (each.request, each.response, each.event)]
     types = dict.fromkeys([ErrorBody, *(body for body in bodies if body not in (None, str))])
-    found, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
-    by_type = dict(zip(types, found, strict=True))
+    references, schemas = msgspec.json.schema_components(types, ref_template=_REFERENCE)
+    by_type = dict(zip(types, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _described(path, operation, by_type)

@@ -219,13 +219,13 @@ def _take_unknown(at: str, name: str, known: Iterable[str], unheeded: Unheeded) 
 @cache
 def _structs(kind: type[Struct]) -> dict[str, type[Struct]]:
     """Returns the fields that hold objects of a type, or lists of them."""
-    return {name: found for name, hint in get_type_hints(kind).items() if (found := _struct_in(hint))}
+    return {name: struct for name, hint in get_type_hints(kind).items() if (struct := _struct_in(hint))}
 
 
 def _struct_in(hint: Any) -> type[Struct] | None:
     if isinstance(hint, type) and issubclass(hint, Struct):
         return hint
-    return next((found for part in get_args(hint) if (found := _struct_in(part))), None)
+    return next((struct for part in get_args(hint) if (struct := _struct_in(part))), None)
 
 
 def _objects(raw: Raw, at: str) -> Iterable[tuple[str, Raw]]:
@@ -266,5 +266,5 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint at the field that was meant: by another API's name for it, or by a slip."""
     known = list(known)
     others = next((group for group in _SAME if name in group), ())
-    found = [each for each in others if each in known] or difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    near = [each for each in others if each in known] or difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -60,15 +60,15 @@ def sampling_of(request: Struct) -> dict[str, Any]:
         ApiError: 400; the key of a bias is no token id.
     """
     names = SamplingParams.__dataclass_fields__.keys() & {*request.__struct_fields__} - _APART
-    given = {name: value for name in names if (value := getattr(request, name)) is not None}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    if given.get("top_k") == -1:
-        del given["top_k"]
-    if "stop" in given:
-        given["stop"] = stops_of(given["stop"])
-    if "logit_bias" in given:
-        given["logit_bias"] = _biases(given["logit_bias"])
-    return {"temperature": 1.0, **given}
+    params = {name: value for name in names if (value := getattr(request, name)) is not None}
+    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+    if params.get("top_k") == -1:
+        del params["top_k"]
+    if "stop" in params:
+        params["stop"] = stops_of(params["stop"])
+    if "logit_bias" in params:
+        params["logit_bias"] = _biases(params["logit_bias"])
+    return {"temperature": 1.0, **params}
 
 
 def stops_of(given: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -94,16 +94,16 @@ class Structured(Common, kw_only=True):
             ("regex", "regex", self.regex),
             ("ebnf", "lark", self.ebnf),
         ]
-        given = [
+        forms = [
             *_of_format(self.response_format),
             *(form for field, schema in schemas.items() for form in of_schema(field, schema)),
             *([AnswerForm("structured_outputs.json_object", Grammar("json_object"))] if outputs.json_object else []),
             *(AnswerForm(field, Grammar(kind, text)) for field, kind, text in texts if text),
         ]
-        if len(given) > 1:
-            names = " and ".join(each.at for each in given)
-            raise ApiError(400, f"{names}: at most one of them may be set", param=given[1].at)
-        return given[0] if given else None
+        if len(forms) > 1:
+            names = " and ".join(each.at for each in forms)
+            raise ApiError(400, f"{names}: at most one of them may be set", param=forms[1].at)
+        return forms[0] if forms else None
 
 
 def _of_format(format: ResponseFormat | None) -> list[AnswerForm]:
@@ -114,13 +114,13 @@ def _of_format(format: ResponseFormat | None) -> list[AnswerForm]:
         message = f"response_format.type: must be one of {allowed}, got {format.type!r}"
         raise ApiError(400, message, param="response_format.type", code="unsupported_parameter")
     inner = format.json_schema or JsonSchema()
-    asked = [*of_schema(_SCHEMA, inner.schema), *of_schema("response_format.schema", format.schema)]
+    forms = [*of_schema(_SCHEMA, inner.schema), *of_schema("response_format.schema", format.schema)]
     if format.type == "json_object":
-        return asked or [AnswerForm("response_format", Grammar("json_object"))]
-    if format.type == "json_schema" and not asked:
+        return forms or [AnswerForm("response_format", Grammar("json_object"))]
+    if format.type == "json_schema" and not forms:
         field = _SCHEMA.removesuffix(".schema") if format.json_schema is None else _SCHEMA
         raise ApiError(400, f"{field}: this field is required with type 'json_schema'", param=field)
-    return asked if format.type == "json_schema" else []
+    return forms if format.type == "json_schema" else []
 
 
 def _encoded(choice: list[str] | None) -> str | None:

@@ -68,10 +68,10 @@ def by_schema(schema: Mapping[str, Any]) -> Check:
 
     def check(arguments: str) -> Fits:
         try:
-            given = json.loads(arguments)
+            value = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-        return fits(schema, given)
+        return fits(schema, value)
 
     return check
 
@@ -120,12 +120,12 @@ def _size(value: Any) -> int:
 
 
 def _all(each: Iterable[Fits]) -> Fits:
-    found = {*each}
-    return False if False in found else None if None in found else True
+    results = {*each}
+    return False if False in results else None if None in results else True
 
 
-def _not(found: Fits) -> Fits:
-    return None if found is None else not found
+def _not(result: Fits) -> Fits:
+    return None if result is None else not result
 
 
 def _any(each: Iterable[Fits]) -> Fits:
@@ -134,8 +134,8 @@ def _any(each: Iterable[Fits]) -> Fits:
 
 def _number_of(each: Iterable[Fits], least: float, most: float) -> Fits:
     """Returns whether so many are true."""
-    found = [*each]
-    sure, possible = found.count(True), found.count(True) + found.count(None)
+    results = [*each]
+    sure, possible = results.count(True), results.count(True) + results.count(None)
     return False if sure > most or possible < least else True if least <= sure and possible <= most else None
 
 
@@ -174,8 +174,8 @@ def _others(judge: _Judge, said: Any, value: dict[str, Any], schema: Mapping[str
 
 
 def _condition(judge: _Judge, said: Any, value: Any, schema: Mapping[str, Any]) -> Fits:
-    found = judge.fits(said, value)
-    return None if found is None else judge.fits(schema.get("then" if found else "else", True), value)
+    result = judge.fits(said, value)
+    return None if result is None else judge.fits(schema.get("then" if result else "else", True), value)
 
 
 _NUMBER, _NONE = (int, float), type(None)

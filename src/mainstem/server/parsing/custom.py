@@ -151,10 +151,10 @@ class _Text:
 
 def _found(written: str) -> str:
     try:
-        given = json.loads(written)
+        arguments = json.loads(written)
     except (ValueError, RecursionError):  # it was cut off
         return written
-    return given[INPUT] if isinstance(given, dict) and isinstance(given.get(INPUT), str) else written
+    return arguments[INPUT] if isinstance(arguments, dict) and isinstance(arguments.get(INPUT), str) else written
 
 
 # ---------------------------------------------------------------- grammars
@@ -214,11 +214,11 @@ def by_characters(lark: str, *, escaped: bool) -> str:
     """
     parts, at, characters = list[str](), 0, _Characters(escaped)
     while at < len(lark):
-        found = _TOKENS.match(lark, at)
-        if found is None:
+        token = _TOKENS.match(lark, at)
+        if token is None:
             raise NotHeld(f"it has {lark[at : at + 12]!r}")
-        parts.append(_token(found, characters))
-        at = found.end()
+        parts.append(_token(token, characters))
+        at = token.end()
     return "".join(parts)
 
 
@@ -344,10 +344,10 @@ class _Expression:
         """
         parts, at = ["("], 0
         while at < len(self._text):
-            found = _ATOMS.match(self._text, at)
-            if found is None:
+            match = _ATOMS.match(self._text, at)
+            if match is None:
                 raise NotHeld(f"an expression has {self._text[at : at + 8]!r}")
-            atom, at = self._atom(found), found.end()
+            atom, at = self._atom(match), match.end()
             parts += [_QUOTES] if atom in ("|", ")") and parts[-1] in ("|", "(") else []
             parts.append(atom)
         parts += [_QUOTES] if parts[-1] in ("|", "(") else []

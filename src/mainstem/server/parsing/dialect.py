@@ -265,8 +265,8 @@ def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Tool], dialec
 def _plain_content(message: Mapping[str, Any], names: Mapping[str, str], calls: CallFormat) -> Any:
     content = message["content"] or ""
     if message["role"] == "tool":
-        given = message["tool_call_id"]
-        return _joined(f"Result of {names.get(given, given)}:", content, "\n")
+        call_id = message["tool_call_id"]
+        return _joined(f"Result of {names.get(call_id, call_id)}:", content, "\n")
     made = [(call["function"]["name"], call["function"]["arguments"] or "{}") for call in message.get("tool_calls", ())]
     return _joined(content, calls.written(made), "\n") if made else content
 

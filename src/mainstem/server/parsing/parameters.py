@@ -43,13 +43,13 @@ class Parameters:
 
     def schema(self, name: str) -> Mapping[str, Any]:
         """Returns the schema of a parameter, without references at its top; empty: it may be anything."""
-        found = _mapping(self._schema.get("properties")).get(name, self._schema.get("additionalProperties"))
+        schema = _mapping(self._schema.get("properties")).get(name, self._schema.get("additionalProperties"))
         for _ in range(_DEPTH):
-            reference = _mapping(found).get("$ref")
+            reference = _mapping(schema).get("$ref")
             if not isinstance(reference, str):
                 break
-            found = self._referred(reference)
-        return _mapping(found)
+            schema = self._referred(reference)
+        return _mapping(schema)
 
     def types(self, name: str) -> frozenset[str]:
         """Returns the types of JSON that a parameter may have."""

@@ -442,16 +442,16 @@ class HarmonyScanner(CallScanner):
             header += character
             if character == END or not _may_be_header(header.lstrip()):
                 raise Malformed
-        found = _HEADER.fullmatch(" ".join(header.split()))
-        if found is None:
+        match = _HEADER.fullmatch(" ".join(header.split()))
+        if match is None:
             raise Malformed
-        if recipient := found["author_to"] or found["channel_to"]:
+        if recipient := match["author_to"] or match["channel_to"]:
             self._begin(recipient.removeprefix("functions."))
             yield from self._arguments(True)
             return
-        if found["channel"] is None:
+        if match["channel"] is None:
             raise Malformed
-        thinks = found["channel"] == "analysis"
+        thinks = match["channel"] == "analysis"
         self._taken, self._held = [""], ""
         if thinks and self._thought:
             self._think("\n")

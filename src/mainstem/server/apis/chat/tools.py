@@ -175,8 +175,8 @@ class NamedTool(Struct):
     @property
     def path(self) -> dict[str, str]:
         """The name of the tool, by the path of the name."""
-        given = self.custom or self.function
-        return {} if given is None else {f"{self.type}.name": given.name}
+        tool = self.custom or self.function
+        return {} if tool is None else {f"{self.type}.name": tool.name}
 
 
 class AllowedTools(Struct):

@@ -133,9 +133,9 @@ class MessageReply(BlockReply):
         return named_event("content_block_stop", {"index": block.index})
 
     def finish(self, usage: UsageBody) -> MessageBody:
-        found = usage.prompt_tokens_details
-        read, added = (0, 0) if isinstance(found, UnsetType) else (found.cached_tokens, found.cache_write_tokens)
-        by_ttl = {} if isinstance(found, UnsetType) else found.cache_write_tokens_by_ttl or {}
+        details = usage.prompt_tokens_details
+        read, added = (0, 0) if isinstance(details, UnsetType) else (details.cached_tokens, details.cache_write_tokens)
+        by_ttl = {} if isinstance(details, UnsetType) else details.cache_write_tokens_by_ttl or {}
         created = CacheCreation(by_ttl.get("5m", 0), by_ttl.get("1h", 0))
         thinking = ThinkingTokens(self.answer.reasoning_tokens)
         rest = usage.prompt_tokens - read - added
@@ -251,6 +251,6 @@ def _too_long(error: RequestTooLong) -> str:
     """Returns the words of this API, which clients look for: they compact, or ask for a shorter answer."""
     tokens, most = error.tokens, error.maximum
     if error.answer and tokens <= most:
-        asked = f"input length and `max_tokens` exceed context limit: {tokens} + {error.answer} > {most}"
-        return f"{asked}, decrease input length or `max_tokens` and try again"
+        problem = f"input length and `max_tokens` exceed context limit: {tokens} + {error.answer} > {most}"
+        return f"{problem}, decrease input length or `max_tokens` and try again"
     return f"prompt is too long: {tokens} tokens > {most} maximum" + ("" if error.counted else " (at least)")

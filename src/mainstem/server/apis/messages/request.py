@@ -191,9 +191,9 @@ def _mark_last(built: ConversationBuilder, request: MessageRequest) -> None:
     own = isinstance(blocks, list) and bool(blocks) and blocks[-1].cache_control is not None
     if request.cache_control is not None and not own:
         built.mark(request.cache_control.ttl)
-    found = built.marked + sum(tool.cache_control is not None for tool in request.tools or ())
-    if found > MOST:
-        raise wrong("cache_control", f"at most {MOST} breakpoints in a request, got {found}")
+    breakpoints = built.marked + sum(tool.cache_control is not None for tool in request.tools or ())
+    if breakpoints > MOST:
+        raise wrong("cache_control", f"at most {MOST} breakpoints in a request, got {breakpoints}")
 
 
 def _offered(tools: Sequence[Tool]) -> Iterator[tuple[str, Function]]:

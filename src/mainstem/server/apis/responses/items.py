@@ -180,8 +180,8 @@ def _add_call(built: ConversationBuilder, item: Item, kind: str, at: str) -> Non
 
 def _call_id(item: Item, at: str) -> str:
     """Returns the id of a call; outputs of `local_shell_call` have it as their own."""
-    given = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
-    return given or str(needed(item, "call_id", at))
+    call_id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
+    return call_id or str(needed(item, "call_id", at))
 
 
 def _add_message(built: ConversationBuilder, item: Item, at: str) -> None:

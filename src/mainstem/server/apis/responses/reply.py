@@ -205,29 +205,29 @@ class ResponseReply(BlockReply):
         return body
 
     def _body(self, status: str) -> ResponseBody:
-        asked = self._request
-        reasoning, text = asked.reasoning, asked.text
+        request = self._request
+        reasoning, text = request.reasoning, request.text
         return ResponseBody(
             id=self._head.id,
             created_at=self._head.created,
             model=self._head.model,
             status=status,
             output=[self._item(block) for block in self.answer.blocks if not block.withdrawn],
-            instructions=asked.instructions,
-            previous_response_id=asked.previous_response_id,
-            max_output_tokens=asked.max_output_tokens,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_logprobs=asked.top_logprobs or 0,
-            metadata=asked.metadata or {},
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            instructions=request.instructions,
+            previous_response_id=request.previous_response_id,
+            max_output_tokens=request.max_output_tokens,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_logprobs=request.top_logprobs or 0,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
             text={"format": {"type": "text"}} if text is None else msgspec.to_builtins(text),
-            tools=[_shown_tool(tool) for tool in asked.tools or ()],
-            tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
-            store=asked.store is not False,
-            prompt_cache_key=asked.prompt_cache_key,
-            prompt_cache_options=_applied(asked.prompt_cache_options),
+            tools=[_shown_tool(tool) for tool in request.tools or ()],
+            tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+            store=request.store is not False,
+            prompt_cache_key=request.prompt_cache_key,
+            prompt_cache_options=_applied(request.prompt_cache_options),
         )
 
     def _item(self, block: Block) -> dict[str, Any]:
