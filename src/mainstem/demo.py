@@ -1,4 +1,4 @@
-"""The demo: what the cache saves, shown on a real model, in one of two stories.
+"""The demo: the time that the cache saves on a real model, in one of two stories.
 
 `run` asks five questions about a document. Each question is answered twice: cold, with an empty cache, so that the
 whole prompt is computed; and warm, after the document alone was computed, so that its pages are cached.

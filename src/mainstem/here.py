@@ -1,4 +1,4 @@
-"""Files, addresses and memory of this machine. Commands check it before they do what takes long.
+"""Files, addresses and memory of this machine. Commands check these before they begin something that takes long.
 
 Each error is a `BadArgument` that names the setting, says what is wrong with its value, and what would do.
 """

@@ -1,7 +1,7 @@
-"""`Metric`: how Prometheus is told of a number, in a row beside the number.
+"""`Metric`: the row that shows a number to Prometheus, beside the number.
 
-A class of statistics has its rows in `METRICS`. Statistics that it has as a field have theirs in their own class. So
-what is counted, its row and its documentation change together, and no list of all metrics is kept.
+A class of statistics has its rows in `METRICS`. Statistics that it has as a field have theirs in their own class. So a
+counter, its row and its documentation change together, and no list of all metrics is kept.
 """
 
 from __future__ import annotations

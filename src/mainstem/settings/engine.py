@@ -30,7 +30,7 @@ from mainstem.settings.window_trace import WINDOW_TRACE, WindowTrace
 from mainstem.units import SIZE
 
 MAX_LOGPROBS = 20
-SEEDS = 2**64  # different seeds
+SEEDS = 2**64  # number of different seeds
 SECRET_BYTES = 16  # the least length of a secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -219,9 +219,9 @@ class Limits(Settings):
             ones and kept if they are right; the answer is the same. 0 turns this off, as does a GPU that repeats steps.
         max_running: Maximum number of requests that run at the same time; 1 or more.
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
-        prefetch_sessions: Part of the device's pages for sessions that are expected back soon: what the host and
-            storage have of one is brought up before its next turn comes. Up to 1; 0 turns this off.
-        explain: Say of each prompt why it was computed, where it was not found: in answers that ask for it, at
+        prefetch_sessions: Part of the device's pages for sessions that are expected back soon: their pages are loaded
+            from the host and storage before their next turn comes. Up to 1; 0 turns this off.
+        explain: Explain why tokens of a prompt were computed instead of found: in answers that ask for it, at
             /v1/cache/explain, and in metrics.
     """
 
@@ -347,14 +347,14 @@ class PeerConfig(Settings):
     """Reads out of the host tiers of other engines; by default none. See docs/fleet.md.
 
     Args:
-        peer_listen: HOST:PORT at which other engines read pages out of the host tier. Whoever has the storage secret
-            may read them; without one the address must be on this machine.
-        peers: HOST:PORT of another engine. What it has on its host is read rather than computed, as from storage.
-            dns:HOST:PORT: all that the name has, but this machine. Repeat it for several.
-        peer_share: Part of the time that is spent for other engines at most; up to 1.
-        peer_bytes: Pages that are on their way to other engines at once: bytes, or a size such as 64MiB.
+        peer_listen: HOST:PORT at which other engines read pages out of the host tier. Any engine with the storage
+            secret may read them; without a secret the address must be on this machine.
+        peers: HOST:PORT of another engine. Pages in its host tier are read rather than computed, as from storage.
+            dns:HOST:PORT: all addresses of the name, except this machine's. Repeat it for several.
+        peer_share: Largest part of the time that may be spent for other engines; up to 1.
+        peer_bytes: Size of the pages that may be on their way to other engines at once: bytes, or a size such as 64MiB.
         peer_timeout_s: Seconds that an answer of another engine may take; above 0.
-        peers_later: Whether more engines are named while it runs.
+        peers_later: Whether more engines are named while this one runs.
     """
 
     peer_listen: str | None = setting(None, Range("HOST:PORT, such as 127.0.0.1:7100", _is_peer))
@@ -394,12 +394,12 @@ class TierConfig(StorageSecret):
 
     Args:
         size: The size of the host tier.
-        host: What goes to the host.
+        host: The pages that go to the host.
         storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
             redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
         storage_codec: Encoding of stored pages: unchanged (none), 8 bits per number (int8, fp8), or the file of a
             calibration (mainstem calibrate), about 3 bits. All but none lose precision.
-        limits: What requests wait for, and the limits of storage.
+        limits: How long requests wait for storage, and the limits of storage.
         peers: Other engines whose host tiers are read.
         warm: Prefetch the hottest stored prefixes into the host tier at startup.
     """
@@ -497,9 +497,9 @@ class EngineConfig(Limits, Shares):
             With --tenants, of the largest part that it may have.
         max_retain_s: Longest time, in seconds, that a request may retain a prefix for; above 0.
         overwrite_freed: Overwrite pages and states with zeros when they become free, on the device and on the host.
-        role: What of a request is computed here. prefill: prompts, for others who read their pages at --peer-listen; an
-            answer ends once they can. decode: answers; prompts are read from --peers as far as they have them, and
-            computed otherwise. both: all.
+        role: The part of a request that is computed here. prefill: prompts, whose pages other engines read at
+            --peer-listen; an answer ends once they can. decode: answers; prompts are read from --peers as far as these
+            have them, and computed otherwise. both: all.
         tiers: The host tier and storage.
         events: Where the cache publishes what it holds.
     """

@@ -10,8 +10,8 @@
 
         max_running: int = setting(16, integer(1))
 
-The dataclass is what the part of the program takes, and what the command line takes (`mainstem.settings.flags`): the
-flag is the name of the field, and its help is the docstring. Knows no command line.
+A part of the program takes the dataclass, and so does the command line (`mainstem.settings.flags`): the flag is the
+name of the field, and its help is the docstring. Knows no command line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What `setting` adds to a field.
+    """The rules that `setting` adds to a field.
 
     Args:
         range: what it may be.
@@ -58,7 +58,7 @@ class Declared:
 
 
 ANY = Range("anything", lambda value: True)
-"""For what other code checks."""
+"""The range of a setting that other code checks."""
 
 
 def setting(

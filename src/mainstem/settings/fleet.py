@@ -1,4 +1,4 @@
-"""The settings of a fleet: what each of its replicas runs, how many there are, and where the fleet is found.
+"""The settings of a fleet: its replicas, their number, and the address of the front.
 
 model: ./my-model                   # as for `mainstem serve`
 replicas: 2
@@ -31,14 +31,14 @@ _REPLICAS, _MOST_REPLICAS = 2, 1024
 
 @dataclass(frozen=True)
 class Autoscaling(Settings):
-    """How many replicas there are, by what they have to do.
+    """The number of replicas, by the load.
 
     Args:
         min: The fewest replicas; 1 or more.
         max: The most replicas.
-        target_ongoing: Requests under way at each replica at which another one is started; above 0.
-        min_hit_rate: Part of the prompts' tokens that should be found, up to 1. Another one is started where fewer are,
-            and pages are evicted. Default: hits do not count.
+        target_ongoing: Running requests of each replica at which another replica is started; above 0.
+        min_hit_rate: Part of the prompts' tokens that should be found, up to 1. Another replica is started if fewer are
+            found and pages are evicted. Default: hits do not count.
         window_s: Seconds over which hits and evictions are counted.
     """
 
@@ -61,8 +61,8 @@ class PrefillSize(Settings):
 
     Args:
         replicas: How many there are, beside the others; 1 or more.
-        min_bytes: Requests with shorter bodies are computed where they are answered.
-        timeout_s: Seconds that this may take; what they have not computed then is computed there. Above 0.
+        min_bytes: A request with a shorter body is computed by the replica that answers it.
+        timeout_s: Seconds that this may take; the replica that answers computes the rest. Above 0.
     """
 
     replicas: int = setting(1, integer(1, _MOST_REPLICAS))
@@ -86,8 +86,8 @@ class FleetSize(Settings):
         host: Address of the front. The default is reachable from this machine only, 0.0.0.0 from everywhere.
         port: Port of the front, 1 to 65535.
         store: Store that all replicas share, or none. Default: a folder of this user.
-        peers: Whether replicas read what others have in their memory. Default: where they can, which is without
-            `engine.storage_codec` and with one process each.
+        peers: Whether replicas read pages in the memory of others. Default: if they can, which needs no
+            `engine.storage_codec` and one process each.
         node_host: Address of this machine at which Ray's processes listen. The default is this machine only.
         address: HOST:PORT of a Ray cluster that runs already. Default: one is started here.
         warm_timeout_s: Seconds for which a new replica reads hot prefixes from the store before it gets requests.
@@ -152,11 +152,11 @@ class FleetConfig(FleetSize):
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether nothing of it can be reached from another machine, but maybe its front."""
+        """Whether only the front, if anything, can be reached from another machine."""
         return self.node_host == "127.0.0.1" and self.address is None
 
     def engine_at(self, host: str, role: Role = "both") -> EngineConfig:
-        """Returns the settings of a replica with a role, that others reach at an address of its machine."""
+        """Returns the settings of a replica with a role; other replicas reach it at `host`."""
         events = replace(self.engine.events, kv_events=_EVENTS, kv_events_replay=_EVENTS)
         engine = replace(self.engine, events=events, role=role)
         peers = engine.tiers.peers

@@ -70,7 +70,7 @@ def _made(kind: type[S], given: Mapping[str, object], environment: Mapping[str, 
 
 
 def _value(field: Field[Any], hint: object, value: object) -> object:
-    """Returns a value as its setting has it; what has another type is left for the setting to refuse."""
+    """Converts a value to the type of its setting; the setting refuses a value that cannot be converted."""
     rule = declared(field)
     if rule is not None and rule.unit is not None and isinstance(value, str):
         return rule.unit.parse(field.name, value)

@@ -92,7 +92,7 @@ class Setup(Settings):
         storage_blocks: The same for storage, below the host or directly below the device.
         ttl: Blocks unused for longer than this expire: 300s, 5m.
         replicas: Number of independent caches of this capacity; 1 or more.
-        routing: Which replica gets a request: each in turn (round-robin); of two drawn at random the less loaded
+        routing: Which replica gets a request: each in turn (round-robin); the less loaded of two drawn at random
             (two-choices); by its first block, modulo the replicas (hash) or so that few move when one is added
             (consistent-hash); the one with the longest prefix that is not busy (prefix); or the one that a fleet's
             front chooses (cost).

@@ -155,7 +155,7 @@ class SavingsConfig(Settings):
 
     Args:
         watts: Power that the machine draws while it computes prompts. Above 0.
-        price_per_hour: What an hour of the machine costs, in any currency. Above 0.
+        price_per_hour: Price of an hour of the machine, in any currency. Above 0.
     """
 
     watts: float | None = setting(None, number(0, above=True))
@@ -199,25 +199,25 @@ class ServerConfig(Settings):
             one, * any name. Repeat it for several names.
         cors_origin: Origin of web pages whose scripts may use the server, such as https://chat.example.org; * for all.
             Repeat it for several origins. Default: none.
-        images: Where images of requests may come from, and how large they may be.
-        record: What is recorded of requests.
-        prefill: Where prompts are computed.
-        savings: What computing is assumed to take.
+        images: The sources of images in requests, and their limits.
+        record: The recording of requests.
+        prefill: The server that computes prompts.
+        savings: The assumed cost of computing.
         otlp: Address of an OpenTelemetry collector, such as http://127.0.0.1:4318. Each request is sent there as a
             trace, over OTLP/HTTP; no text is in it. Needs mainstem[otlp].
-        unknown_fields: What becomes of a request with a field that the server does not know. refuse: status 400;
-            warn: it is answered, and the header X-Mainstem-Unknown-Fields names the field.
+        unknown_fields: How to treat a request with a field that the server does not know. refuse: status 400; warn: it
+            is answered, and the header X-Mainstem-Unknown-Fields names the field.
         remember_answers: Memory for the tokens of answers, which are found again when a chat sends them back as text:
             bytes, or a size such as 64MiB; 0 turns this off.
         precompute_turns: After an answer, and while nothing else runs, compute the next turn as the chat template will
-            render it, where it drops what the model thought or changes what it said.
+            render it, if the template drops the reasoning or changes the answer.
         embeddings: Serve /v1/embeddings: the mean of the model's last hidden states over a text. Chat models are not
             trained for that.
         tool_call_parser: Format in which the model writes calls of tools. auto: by its chat template and vocabulary.
-        reasoning_parser: Form in which the model marks what it thinks before it answers; it is split off. none: it is
+        reasoning_parser: Form in which the model marks its reasoning before an answer; it is split off. none: it is
             left in the text; auto: by its chat template and vocabulary.
-        response_bytes: Memory for answers of /v1/responses that clients may come back to.
-            The client that has the most gives way with its oldest; 0 keeps none.
+        response_bytes: Memory for answers of /v1/responses that clients may come back to. When it is full, the client
+            that has the most memory loses its oldest answer; 0 keeps none.
         response_ttl_s: Seconds for which such an answer is kept at most.
         max_body_bytes: Maximum size of a request body.
         ping_interval_s: Seconds without anything to send after which a stream sends a ping, so that no client or proxy

@@ -1,4 +1,4 @@
-"""The tenants of a server: who they are, and how much of the cache each has, from the file of `--tenants`.
+"""The tenants of a server and their quotas of the cache, from the file of `--tenants`.
 
 [others]                                  # every key, or every salt, without a table of its own
 device.maximum = "25%"
@@ -108,7 +108,7 @@ def read_tenants(path: Path) -> Tenants:
     """Reads the file of `--tenants`.
 
     Raises:
-        BadArgument: it cannot be read, or says what no tenant has; the message names the field.
+        BadArgument: it cannot be read, or a tenant is malformed; the message names the field.
     """
     try:
         tenants = msgspec.toml.decode(path.read_bytes(), type=Tenants)

@@ -1,4 +1,4 @@
-"""Expected sequences, from which the engine finds the best ratio of window pages: what a line of the file says."""
+"""The file of expected sequences, from which the engine finds the best ratio of window pages."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ lint = cyclopts.App(name="lint", help_epilogue=_LINT_EXAMPLES, help_format="plai
 
 @top.default
 def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Show what servers do between two looks, and did since they started: hits by tier, latencies, memory, storage.
+    """Show the hits by tier, latencies, memory and storage of servers: now, and since they started.
 
     Ctrl-C ends it.
 
@@ -103,7 +103,7 @@ def lint_requests(
     on_bad: Literal["fail", "skip"] = "fail",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Find what in prompts keeps them from sharing their prefixes, what that costs, and what to change.
+    """Find the parts of prompts that keep them from sharing prefixes, their cost, and the remedy.
 
     Args:
         tokenizer: Name or folder of the tokenizer that counts tokens. Default: four bytes are a token.
@@ -153,7 +153,7 @@ def explain_request(
     policy: str = "lru",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Say where a prompt would be found, and why the rest would be computed. Nothing is run.
+    """Explain which part of a prompt would be found, and why the rest would be computed. Nothing is run.
 
     Args:
         server: URL or HOST:PORT of `mainstem serve`.

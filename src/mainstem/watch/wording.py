@@ -20,7 +20,7 @@ _DETAILS = {
 
 
 def why(stretch: Mapping[str, Any]) -> str:
-    """Returns where a stretch was found, or why it was computed."""
+    """Says where a stretch was found, or why it was computed."""
     if "tier" in stretch:
         return f"found {'in' if stretch['tier'] == 'storage' else 'on the'} {stretch['tier']}"
     words = CAUSES.get(stretch["cause"], str(stretch["cause"]).replace("_", " "))
