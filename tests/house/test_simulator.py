@@ -118,44 +118,28 @@ def test_a_run_that_does_not_end_fails(
     assert "the run does not end" in why
 
 
-def test_a_campaign_resumes_where_it_ended(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    arguments = ["--profile", "cache", "components", "--operations", "300", "--processes", "2", "--json", str(record)]
-    first = _simulate(*arguments, "--until-operations", "3000")
-    assert first.returncode == 0, first.stdout + first.stderr
-    before = json.loads(record.read_text())["profiles"]
-    assert _simulate(*arguments, "--until-operations", "6000", "--resume").returncode == 0
-    after = json.loads(record.read_text())["profiles"]
-    assert sum(profile["operations"] for profile in after.values()) >= 6000
-    again = Record()
-    for seed in range(after["cache"]["seeds"]):
-        again.add(run_seed("cache", seed, 300))
-    assert before["cache"]["seeds"] < after["cache"]["seeds"]
-    assert (again.operations, again.faults) == (after["cache"]["operations"], after["cache"]["faults"])
-
-
-def test_a_resumed_campaign_takes_up_profiles_that_its_record_lacks(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    arguments = ["--processes", "1", "--json", str(record), "--until-operations"]
-    first = ["--profile", "cache", "--operations", "200", "--seeds", "5:"]
-    assert _simulate(*first, *arguments, "1000").returncode == 0
-    assert _simulate("--profile", "cache", "hybrid", "quotas", *arguments, "6000", "--resume").returncode == 0
-    after = json.loads(record.read_text())
-    assert (after["first_seed"], after["operations_a_seed"]) == (5, 200)  # as it began
-    assert all(after["profiles"][name]["seeds"] for name in ("cache", "hybrid", "quotas"))
-
-
-def test_a_resumed_campaign_replays_the_failures_of_its_record(tmp_path: Path) -> None:
+def test_a_campaign_resumes_where_it_ended_with_profiles_that_its_record_lacks_and_its_failures(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    arguments = ["--profile", "cache", "--operations", "200", "--processes", "1", "--json", str(path)]
-    assert _simulate(*arguments, "--seeds", "5:6").returncode == 0
+    arguments = ["--processes", "2", "--json", str(path), "--until-operations"]
+    first = _simulate("--profile", "cache", "components", "--operations", "200", "--seeds", "5:", *arguments, "1500")
+    assert first.returncode == 0, first.stdout + first.stderr
     record = json.loads(path.read_text())
+    before = record["profiles"]["cache"]["seeds"]
     mended, not_yet = ("python -m simulator --profile cache --seed 5 --operations 200", "python -c 1/0")
     record["profiles"]["cache"]["failures"] = [[mended, "then"], [not_yet, "now"]]
     path.write_text(json.dumps(record))
-    done = _simulate(*arguments, "--seeds", "5:6", "--resume")
+    done = _simulate("--profile", "cache", "components", "quotas", *arguments, "5000", "--resume")
     assert done.returncode == 1 and f"mended  {mended}" in done.stdout and f"FAILED  {not_yet}" in done.stdout
-    assert json.loads(path.read_text())["profiles"]["cache"]["failures"] == [[not_yet, "now"]]
+    after = json.loads(path.read_text())
+    assert (after["first_seed"], after["operations_a_seed"]) == (5, 200)  # as it began
+    profiles = after["profiles"]
+    assert sum(profile["operations"] for profile in profiles.values()) >= 5000
+    assert profiles["quotas"]["seeds"] and before < profiles["cache"]["seeds"]
+    assert profiles["cache"]["failures"] == [[not_yet, "now"]]
+    again = Record()
+    for seed in range(5, 5 + profiles["cache"]["seeds"]):
+        again.add(run_seed("cache", seed, 200))
+    assert (again.operations, again.faults) == (profiles["cache"]["operations"], profiles["cache"]["faults"])
 
 
 def test_a_record_becomes_a_row_that_replaces_the_last_one() -> None:

@@ -44,19 +44,18 @@ def test_only_an_excuse_that_holds_here_excuses() -> None:
     assert excuse_of("I feel tired, and no drum", excuses) is None
 
 
-@pytest.mark.parametrize(
-    ("code", "workers"),
-    [
-        ("import pytest\n\ndef test_a(): pytest.skip('no harp')", ()),
-        ("import pytest\npytest.skip('no harp', allow_module_level=True)", ("-n", "1")),
-        ("import pytest\n\n@pytest.mark.skipif(True, reason='no harp')\ndef test_a(): pass", ("-n", "1")),
-    ],
-)
-def test_a_run_that_skips_without_an_excuse_fails(run: pytest.Pytester, code: str, workers: tuple[str, ...]) -> None:
-    run.makepyfile(test_one="def test_b(): pass", test_two=code)
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_a_run_that_skips_without_an_excuse_fails(run: pytest.Pytester, workers: tuple[str, ...]) -> None:
+    run.makepyfile(
+        test_one="import pytest\n\ndef test_a(): pytest.skip('no harp')",
+        test_two="import pytest\npytest.skip('no lute', allow_module_level=True)",
+        test_three="import pytest\n\n@pytest.mark.skipif(True, reason='no lyre')\ndef test_a(): pass",
+        test_four="def test_a(): pass",
+    )
     result = run.runpytest_subprocess("-p", "no:cacheprovider", *workers)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["skipped, though nothing on this machine excuses it: no harp"])
+    for thing in ("harp", "lute", "lyre"):
+        result.stdout.fnmatch_lines([f"skipped, though nothing on this machine excuses it: no {thing}"])
 
 
 def test_what_a_machine_lacks_fails_no_run_however_much_it_is_and_can_be_run_later(run: pytest.Pytester) -> None:
@@ -119,17 +118,21 @@ NEEDING = {
 
 
 @pytest.mark.deadline
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
-def test_a_machine_without_the_tool_runs_green_and_says_how_to_get_it(tool: Tool, tmp_path: Path) -> None:
-    path = path_without([program for group in tool.programs for program in group], tmp_path)
+@pytest.mark.parametrize("lacks", [NEEDING.keys() - {VALGRIND}, {VALGRIND}], ids=["most", "valgrind"])
+def test_a_machine_without_tools_runs_green_and_says_how_to_get_each(lacks: set[Tool], tmp_path: Path) -> None:
+    """The test that needs valgrind needs a compiler first."""
+    assert {*NEEDING} == {*TOOLS}
+    path = path_without([program for tool in lacks for group in tool.programs for program in group], tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c"]
-    command += [str(ROOT / "pyproject.toml"), NEEDING[tool]]
+    command += [str(ROOT / "pyproject.toml"), *(NEEDING[tool] for tool in lacks)]
     env = {**os.environ, "PATH": path}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stdout
-    assert re.search(rf"^ +\d+ {re.escape(tool.reason)}$", done.stdout, re.MULTILINE), done.stdout
+    for tool in lacks:
+        assert re.search(rf"^ +\d+ {re.escape(tool.reason)}$", done.stdout, re.MULTILINE), done.stdout
     left_out = (tmp_path / ".pytest_cache" / "left-out").read_text().split()
-    assert {test.partition("[")[0].rpartition("::")[2] for test in left_out} == {NEEDING[tool].rpartition("::")[2]}
+    needing = {NEEDING[tool].rpartition("::")[2] for tool in lacks}
+    assert {test.partition("[")[0].rpartition("::")[2] for test in left_out} == needing
 
 
 def test_each_tool_is_looked_for_in_the_table_alone() -> None:
