@@ -29,10 +29,11 @@ from mainstem.server.access.tenants import Tenancy, show_owner
 from mainstem.server.apis.tokenization import TokenRoutes
 from mainstem.server.cache_routes import CacheRoutes
 from mainstem.server.fields.rules import IGNORED_HEADER, UNKNOWN_HEADER
-from mainstem.server.generating import Generating, Parts
+from mainstem.server.generating import Generating
 from mainstem.server.kept.kept_routes import KeptRoutes
 from mainstem.server.kept.precompute import Precompute
 from mainstem.server.kept.stored import StoredChats
+from mainstem.server.parts import Parts
 from mainstem.server.prefill import Prefiller, PrefillFirst, Prefills, PrefillServer
 from mainstem.server.preparation import Preparation
 from mainstem.server.run import Pings
@@ -122,11 +123,7 @@ def create_app(
 
 
 def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> list[Route]:
-    engine, access, preparation, bodies = parts.engine, parts.access, parts.preparation, parts.bodies
-    about = About(engine, access, preparation, int(parts.now()), parts.draining)
-    page = live.Live(
-        engine, parts.metrics.reuse, preparation.names[0], parts.name_of, parts.clock, parts.now, generating.explain
-    )
+    about, page = About(parts), live.Live(parts, generating.explain)
 
     async def metrics(http: HttpRequest) -> Response:
         text = await anyio.to_thread.run_sync(parts.metrics.exposition)
@@ -134,11 +131,11 @@ def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> li
 
     return [
         *generating.routes(),
-        *KeptRoutes(generating.responses, StoredChats(generating.kept), access, bodies.read).routes(),
+        *KeptRoutes(parts, generating.responses, StoredChats(generating.kept)).routes(),
         *about.routes(),
-        *CacheRoutes(engine, access, preparation, bodies, tenancy, about, page, parts.draining).routes(),
+        *CacheRoutes(parts, tenancy, about, page).routes(),
         *generating.explain.routes(),
-        *TokenRoutes(engine, access, preparation, bodies).routes(),
+        *TokenRoutes(parts.engine, parts.access, parts.preparation, parts.bodies).routes(),
         Route("/metrics", metrics, methods=["GET"]),
     ]
 

@@ -5,9 +5,7 @@ Knows HTTP. `management` has the bodies, `watch.live` the live page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import msgspec
@@ -19,18 +17,14 @@ from starlette.routing import Route
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import BadArgument
 from mainstem.server import errors, management
-from mainstem.server.access.api_keys import Access
 from mainstem.server.access.tenants import Tenancy
 from mainstem.server.apis.bodies import decode
 from mainstem.server.errors import ApiError, client_names
-from mainstem.server.preparation import Preparation
+from mainstem.server.parts import Parts
 from mainstem.server.prompting import Tokens
-from mainstem.server.transport import BodyReader, json_response
+from mainstem.server.transport import json_response
 from mainstem.server.watch import live
 from mainstem.server.watch.about import About
-
-if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
 
 _LORA = {"name": "lora_name", "adapter": "lora_name", "path": "lora_path"}
 """The fields of bodies, by the engine's names."""
@@ -40,29 +34,16 @@ class CacheRoutes:
     """The routes.
 
     Args:
-        engine: has the cache.
-        access: knows the keys.
-        preparation: makes tokens of prefixes.
-        bodies: reads bodies.
+        parts: of the server.
         tenancy: the tenants, if there are any.
         about: describes adapters.
         page: the samples of the live page.
-        draining: returns whether the server takes no more requests.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        access: Access,
-        preparation: Preparation,
-        bodies: BodyReader,
-        tenancy: Tenancy | None,
-        about: About,
-        page: live.Live,
-        draining: Callable[[], bool],
-    ) -> None:
-        self._engine, self._access, self._preparation, self._bodies = engine, access, preparation, bodies
-        self._tenancy, self._about, self._live, self._draining = tenancy, about, page, draining
+    def __init__(self, parts: Parts, tenancy: Tenancy | None, about: About, page: live.Live) -> None:
+        self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
+        self._bodies, self._draining = parts.bodies, parts.draining
+        self._tenancy, self._about, self._live = tenancy, about, page
 
     def routes(self) -> list[Route]:
         """Returns them."""

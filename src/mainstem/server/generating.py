@@ -10,7 +10,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,6 @@ from mainstem.cache.namespaces import Namespace
 from mainstem.errors import MainstemError
 from mainstem.runtime.request import Request
 from mainstem.server import errors
-from mainstem.server.access.api_keys import Access
 from mainstem.server.access.envelope import shown
 from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
 from mainstem.server.apis.embeddings import EmbeddingRequest, Embeddings
@@ -36,61 +35,23 @@ from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.rules import Unheeded
 from mainstem.server.fields.sampling import Common
 from mainstem.server.kept.continuing import RESUME, ChoiceProgress, ContinuableStream, StreamProgress, resumed
-from mainstem.server.kept.precompute import Precompute
 from mainstem.server.kept.response_store import Kept, Owner, ResponseStore
 from mainstem.server.kept.stored import StoredResponses
 from mainstem.server.parsing.output import PlainText
-from mainstem.server.preparation import Preparation, Prepared
-from mainstem.server.run import NO_BUFFER, EventStream, Pings, Run, Watcher, best, scored
-from mainstem.server.transport import BodyReader, json_response
+from mainstem.server.parts import Parts
+from mainstem.server.preparation import Prepared
+from mainstem.server.run import NO_BUFFER, EventStream, Run, Watcher, best, scored
+from mainstem.server.transport import json_response
 from mainstem.server.watch.diagnosis import Fingerprint
 from mainstem.server.watch.explain import Explanations
-from mainstem.server.watch.metrics import Metrics
-from mainstem.server.watch.recording import Kind, Recorder
-from mainstem.server.watch.tracing import Trace, Tracing
-from mainstem.settings.server import ServerConfig
+from mainstem.server.watch.recording import Kind
+from mainstem.server.watch.tracing import Trace
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
     from mainstem.runtime.stream import Stream
 
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a server that its routes use.
-
-    Args:
-        engine: generates.
-        config: the settings of the server.
-        access: knows the keys.
-        preparation: makes the engine's requests.
-        bodies: reads bodies.
-        metrics, recorder, tracing: watch.
-        precompute: computes next turns; None: off.
-        pings: of streams.
-        clock: returns seconds, monotonic.
-        now: returns seconds since the epoch.
-        draining: returns whether new requests are refused.
-        name_of: returns the name of an owner of prefixes.
-    """
-
-    engine: Engine
-    config: ServerConfig
-    access: Access
-    preparation: Preparation
-    bodies: BodyReader
-    metrics: Metrics
-    recorder: Recorder | None
-    tracing: Tracing | None
-    precompute: Precompute | None
-    pings: Pings
-    clock: Callable[[], float]
-    now: Callable[[], float]
-    draining: Callable[[], bool]
-    name_of: Callable[[bytes], str]
 
 
 class Generating:
@@ -117,10 +78,7 @@ class Generating:
             parts.engine, parts.access, parts.preparation, parts.bodies.parsed, self._begin_embeddings, parts.draining,
             serves=config.embeddings,
         )  # fmt: skip
-        self.explain = Explanations(
-            parts.engine, parts.access, parts.preparation, parts.name_of, self.read, parts.bodies.parsed, parts.clock,
-            hides=config.public_prefix is not None,
-        )  # fmt: skip
+        self.explain = Explanations(parts, self.read)
 
     def routes(self) -> list[Route]:
         """Returns them."""

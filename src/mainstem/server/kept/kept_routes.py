@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -12,10 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mainstem.server.access.api_keys import Access
 from mainstem.server.errors import ApiError
 from mainstem.server.kept.response_store import Owner
 from mainstem.server.kept.stored import StoredChats, StoredResponses
+from mainstem.server.parts import Parts
 from mainstem.server.transport import json_response
 
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -25,19 +25,13 @@ class KeptRoutes:
     """The routes.
 
     Args:
-        responses, chats: what is kept.
-        access: knows the keys.
-        read: reads the body of a request.
+        parts: of the server.
+        responses, chats: the kept answers.
     """
 
-    def __init__(
-        self,
-        responses: StoredResponses,
-        chats: StoredChats,
-        access: Access,
-        read: Callable[[HttpRequest], Awaitable[bytes]],
-    ) -> None:
-        self._responses, self._chats, self._access, self._read = responses, chats, access, read
+    def __init__(self, parts: Parts, responses: StoredResponses, chats: StoredChats) -> None:
+        self._access, self._read = parts.access, parts.bodies.read
+        self._responses, self._chats = responses, chats
         self._looking = anyio.CapacityLimiter(1)  # a list reads all that an owner has, in several times its memory
 
     def routes(self) -> list[Route]:

@@ -7,9 +7,7 @@ says which version of that API it speaks: https://docs.claude.com/en/api/models-
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import msgspec
@@ -19,18 +17,14 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mainstem import __version__
-from mainstem.server.access.api_keys import Access
 from mainstem.server.apis import replies, tokenization
 from mainstem.server.apis.messages import reply as message_reply
 from mainstem.server.errors import ApiError
 from mainstem.server.fields import openapi
 from mainstem.server.kept import listing
 from mainstem.server.management import Health
-from mainstem.server.preparation import Preparation
+from mainstem.server.parts import Parts
 from mainstem.server.transport import json_response
-
-if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Mainstem</title>
@@ -70,18 +64,12 @@ class About:
     """The routes that describe a server.
 
     Args:
-        engine: runs the models.
-        access: the keys.
-        preparation: knows the names of the models.
-        started: seconds since the epoch at which the server began.
-        draining: returns whether it takes no more requests.
+        parts: of the server, which began when this is made.
     """
 
-    def __init__(
-        self, engine: Engine, access: Access, preparation: Preparation, started: int, draining: Callable[[], bool]
-    ) -> None:
-        self._engine, self._access, self._preparation = engine, access, preparation
-        self._started, self._draining = started, draining
+    def __init__(self, parts: Parts) -> None:
+        self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
+        self._started, self._draining = int(parts.now()), parts.draining
 
     def routes(self) -> list[Route]:
         """Returns the routes."""

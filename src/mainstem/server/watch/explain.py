@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,12 +32,12 @@ from starlette.routing import Route
 from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
 from mainstem.runtime.request import Delta, Request, Usage
-from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import encode
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
-from mainstem.server.preparation import Preparation, Prepared
+from mainstem.server.parts import Parts
+from mainstem.server.preparation import Prepared
 from mainstem.server.run import EndWatcher, Watcher
 from mainstem.server.watch.explained import (
     Explanation,
@@ -50,8 +50,6 @@ from mainstem.server.watch.explained import (
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from mainstem.runtime.engine import Engine
 
 PATH = "/v1/cache/explain"
 _KEPT_BYTES = 16 << 20
@@ -104,32 +102,16 @@ class Explanations:
     """The latest explanations of one server, and the routes that show them.
 
     Args:
-        engine: explains, if it was started to.
-        access: knows the keys.
-        preparation: makes requests of bodies, and text of tokens.
-        name_of: returns the name of an owner of prefixes.
+        parts: of the server, whose engine explains if it was started to.
         parse: reads a body, by the path of the route that it is for, for a client.
-        read: reads a body, and parses it on a thread.
-        clock: returns seconds, monotonic.
-        hides: whether only the admin sees the prompt that another one parted from: if prefixes are public.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        access: Access,
-        preparation: Preparation,
-        name_of: Callable[[bytes], str],
-        parse: Callable[[str, bytes, Owner], Generation],
-        read: Callable[[HttpRequest, Callable[[bytes], Explanation]], Awaitable[Explanation]],
-        clock: Callable[[], float],
-        *,
-        hides: bool,
-    ) -> None:
-        self.on = engine.config.explain
-        self._engine, self._access, self._preparation = engine, access, preparation
-        self._name_of, self._parse, self._read, self._hides = name_of, parse, read, hides
-        self._kept = ResponseStore[Account](_KEPT_BYTES, _TTL_S, clock)
+    def __init__(self, parts: Parts, parse: Callable[[str, bytes, Owner], Generation]) -> None:
+        self.on = parts.engine.config.explain
+        self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
+        self._bodies, self._name_of, self._parse = parts.bodies, parts.name_of, parse
+        self._hides = parts.config.public_prefix is not None  # or a client could see prompts of others
+        self._kept = ResponseStore[Account](_KEPT_BYTES, _TTL_S, parts.clock)
         self._recent: deque[tuple[str, Owner]] = deque(maxlen=_RECENT)
         self._tenants: dict[bytes, tuple[Counter[str], Counter[str]]] = {}  # hits and length; misses
         self._lock = threading.Lock()
@@ -222,7 +204,7 @@ class Explanations:
         def explain(body: bytes) -> Explanation:
             return self._explain(self._parse(route, body, tenant), tenant, admin, admin and measured == "true")
 
-        return _json(await self._read(http, explain))
+        return _json(await self._bodies.parsed(http, explain))
 
     def _explain(self, asked: Generation, tenant: Owner, admin: bool, distances: bool) -> Explanation:
         made = self._preparation.prepare(asked, tenant if self._access.separates else None)

@@ -34,10 +34,9 @@ from mainstem.server.watch.explained import RecentMiss
 from mainstem.watch.outline import Nodes, Numbers, left_device, read
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
     from mainstem.runtime.engine_core import EngineStats
+    from mainstem.server.parts import Parts
     from mainstem.server.watch.explain import Explanations
-    from mainstem.server.watch.metrics import Reuse
 
 EVERY_S = 1.0
 _LOAD = 20  # a sample that took t is followed by a pause of 20 t
@@ -177,29 +176,14 @@ class Live:
     """Takes the samples of one server.
 
     Args:
-        engine: whose cache it is.
-        reuse: counts tokens that were asked for again after their eviction.
-        model: the name of the model.
-        name_of: returns the name of an owner of prefixes.
-        clock: returns seconds, monotonic.
-        now: returns seconds since the epoch.
+        parts: of the server.
         explanations: of the latest requests.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        reuse: Reuse,
-        model: str,
-        name_of: Callable[[bytes], str],
-        clock: Callable[[], float],
-        now: Callable[[], float],
-        explanations: Explanations,
-    ) -> None:
-        self._explanations = explanations
-        self._engine, self._reuse, self._model, self._name_of = engine, reuse, model, name_of
-        self._clock, self._now = clock, now
-        self._page_size = engine.config.page_size
+    def __init__(self, parts: Parts, explanations: Explanations) -> None:
+        self._engine, self._reuse, self._model = parts.engine, parts.metrics.reuse, parts.preparation.names[0]
+        self._name_of, self._clock, self._now = parts.name_of, parts.clock, parts.now
+        self._explanations, self._page_size = explanations, parts.engine.config.page_size
         self._taking = anyio.Lock()
         self._look: _Look | None = None
         self._looked_s = 0.0
