@@ -504,7 +504,7 @@ def test_a_server_without_the_feature_says_so_once() -> None:
     assert reply.json()["error"]["param"] == "explain"
     for ask in (server.post("/v1/cache/explain?route=/v1/completions", json={}), server.get("/v1/cache/explain/x")):
         assert (ask.status_code, ask.json()["error"]["code"]) == (404, "explain_off")
-    assert complete(server, "x", explain=False).get("explanation") is None
+    assert complete(server, "x", explain=False, model="fake").get("explanation") is None
 
 
 def test_a_body_for_no_route_is_refused() -> None:
