@@ -1187,7 +1187,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- expected uses
     _mutant(
-        "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/foresight.cpp",
+        "what a child's users expect does not hold for its parent", "-", _CORE + "eviction/lookahead.cpp",
         "  all_->pass_up(node, order_.nodes_[node].parent);\n", "",
         "tests/cache/policies/test_expected.py::test_what_goes_tells_the_page_before_it",
     ),

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import NoReturn, Protocol
 
 from simulator.world import World, WrongError
@@ -31,60 +32,29 @@ class Profile(Protocol):
         """Releases what the run holds."""
 
 
-def find_profile(name: str) -> type[Profile]:
-    """Returns the profile with a name."""
-    if name == "cache":
-        from simulator.leases import Leases
-
-        return Leases
-    if name == "hybrid":
-        from simulator.leases import Hybrids
-
-        return Hybrids
-    if name == "advice":
-        from simulator.advice import Advice
-
-        return Advice
-    if name == "quotas":
-        from simulator.quotas import Tenants
-
-        return Tenants
-    if name == "explain":
-        from simulator.explain import Explain
-
-        return Explain
-    if name == "components":
-        from simulator.components import Components
-
-        return Components
-    if name == "fleet":
-        from simulator.fleet import Fleet
-
-        return Fleet
-    if name == "ranks":
-        from simulator.ranks import Ranks
-
-        return Ranks
-    from simulator.requests import HybridRequests, Requests
-
-    return HybridRequests if name == "hybrid-scheduler" else Requests
-
-
-SHARES = {
-    "cache": 8,
-    "hybrid": 2,
-    "scheduler": 2,
-    "hybrid-scheduler": 1,
-    "components": 1,
-    "ranks": 1,
-    "advice": 1,
-    "quotas": 1,
-    "explain": 1,
-    "fleet": 1,
+_CLASSES = {
+    "cache": ("leases", "Leases", 8),
+    "hybrid": ("leases", "Hybrids", 2),
+    "scheduler": ("requests", "Requests", 2),
+    "hybrid-scheduler": ("requests", "HybridRequests", 1),
+    "components": ("components", "Components", 1),
+    "ranks": ("ranks", "Ranks", 1),
+    "advice": ("advice", "Advice", 1),
+    "quotas": ("quotas", "Tenants", 1),
+    "explain": ("explain", "Explain", 1),
+    "fleet": ("fleet", "Fleet", 1),
 }
-"""Relative number of seeds of each profile in a campaign."""
+"""Module and class of each profile, and its relative number of seeds in a campaign."""
 
+SHARES = {name: share for name, (_, _, share) in _CLASSES.items()}
 PROFILES = tuple(SHARES)
+
+
+def find_profile(name: str) -> type[Profile]:
+    """Returns the profile with a name. Imports only its module: a mutant may break the others."""
+    module, kind, _ = _CLASSES[name]
+    profile: type[Profile] = getattr(import_module(f"simulator.{module}"), kind)
+    return profile
 
 
 @dataclass

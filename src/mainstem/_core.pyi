@@ -9,16 +9,17 @@ import numpy
 import numpy.typing
 
 
-def encode_tokens(tokens: object, limit: int) -> bytes:
+def encode_tokens(tokens: object | None, limit: int) -> bytes:
     """Encodes token ids as little-endian 4-byte symbols. Raises BadTokens."""
 
-def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes:
-    """See mainstem.hash_blocks, which checks its arguments."""
+def hash_blocks(tokens: object | None, block_tokens: int, width: int, seed: object) -> bytes:
+    """As mainstem.hash_blocks, which checks its arguments."""
 
 def owner_of(ns: bytes) -> bytes:
-    """
-    Who owns what is in an encoded namespace; see mainstem.cache.namespaces.owner_of.
-    """
+    """As mainstem.cache.namespaces.owner_of."""
+
+def policies() -> list[str]:
+    """The names of the policies that rank nodes themselves."""
 
 class TreeStats:
     """
@@ -99,23 +100,19 @@ class Tree:
 
     def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int, bool]], tiers: int, policy: str, hash_seed: int, protected_hits: int = 2) -> None: ...
 
-    def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]:
+    def match(self, ns: bytes, tokens: object | None, limit: int, partial: bool) -> tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]:
         """
         The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.
         """
 
-    def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> tuple[int, int, int]:
+    def peek(self, ns: bytes, tokens: object | None, limit: int, partial: bool, most: int | None = None) -> tuple[int, int, int]:
         """
         Symbols that a match of the first `most` symbols would find (-1: all but one): in whole pages, in the next page, and in further whole pages when every tier counts.
         """
 
-    def continuation(self, ns: bytes, tokens: object, limit: int, most: int) -> bytes:
-        """At most `most` symbols that followed a key, in the sequence used last."""
+    def continuation(self, ns: bytes, tokens: object | None, limit: int, most: int) -> bytes: ...
 
-    def remember(self, pages: int) -> None:
-        """
-        Remembers from now on what is evicted or removed: so many pages. The tree must be empty.
-        """
+    def remember(self, pages: int) -> None: ...
 
     def tick(self) -> int:
         """The number of matches and insertions, and of ends of leases."""
@@ -125,58 +122,34 @@ class Tree:
         Runs of the whole pages: (begin, end, cause, departure, tick of the last use) in symbols; of a departure: why, tier, hits, ticks of the last use and of the departure, stack distance in pages; -1: not known. Then how many symbols of the last run agree with the nearest key, how that goes on, and the tick before which nothing may be known.
         """
 
-    def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
-        """
-        The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.
-        """
+    def insert(self, ns: bytes, tokens: object | None, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
+        """The fields of mainstem.Inserted."""
 
-    def remove(self, ns: bytes, symbols: bytes) -> int:
-        """
-        Removes the page that a key ends in, and everything after it. Returns the number of pages removed.
-        """
+    def remove(self, ns: bytes, symbols: bytes) -> int: ...
 
-    def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]:
-        """
-        Evicts removed nodes that are neither locked nor in flight; their ids, by component.
-        """
+    def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]: ...
 
-    def removed(self, node: int) -> bool:
-        """Whether a node was removed."""
+    def removed(self, node: int) -> bool: ...
 
     def lock(self, node: int, tier: int) -> None: ...
 
     def unlock(self, node: int, tier: int) -> None: ...
 
     def retain(self, ns: bytes, key: bytes, tier: int, room: Sequence[int]) -> tuple[int, int, list[int]]:
-        """
-        Retains, on a tier, what it has by itself of a key and `room` is enough for. Returns the node where that ends (0: nothing), its pages, and the ids by component that no other retention keeps.
-        """
+        """Returns the node (0: nothing), its pages, and ids by component."""
 
-    def retain_node(self, node: int, tier: int, room: Sequence[int]) -> tuple[int, int, list[int]]:
-        """The same for exactly the prefix that ends at a node, or nothing."""
+    def retain_node(self, node: int, tier: int, room: Sequence[int]) -> tuple[int, int, list[int]]: ...
 
     def end_retention(self, node: int, tier: int) -> list[int]:
-        """
-        Ends one; returns the ids by component that no other keeps. Raises NotLocked.
-        """
+        """Returns ids by component. Raises NotLocked."""
 
-    def demote(self, ns: bytes, key: bytes, tiers: int) -> list[int]:
-        """
-        What begins with a key, and of the key what no other sequence has, is evicted first on the first tiers until it is used again. Returns its nodes.
-        """
+    def demote(self, ns: bytes, key: bytes, tiers: int) -> list[int]: ...
 
-    def expect(self, ns: bytes, key: bytes, account: int, now: float, due: float) -> int:
-        """
-        The sequence that begins with a key is expected to be used next at `due`; it is `now`, by any clock that never goes back. `account`: who says so. Returns the pages of the key that are there.
-        """
+    def expect(self, ns: bytes, key: bytes, account: int, now: float, due: float) -> int: ...
 
-    def tell_time(self, now: float) -> None:
-        """The time, by the clock of expect()."""
+    def note_time(self, now: float) -> None: ...
 
-    def path(self, ns: bytes, key: bytes) -> list[int]:
-        """
-        The nodes along a key, from the top, as far as the tree has whole ones.
-        """
+    def path(self, ns: bytes, key: bytes) -> list[int]: ...
 
     def attach(self, node: int, component: int, tier: int, ids: numpy.typing.NDArray[numpy.int32], ready: bool) -> None: ...
 
@@ -184,36 +157,23 @@ class Tree:
 
     def cancel(self, node: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]: ...
 
-    def evict(self, ids: int, component: int, tier: int, ns: bytes | None = b"") -> list[numpy.typing.NDArray[numpy.int32]]:
-        """
-        With shares, room is made for the owner of the namespace `ns`; None: whatever the shares are.
-        """
+    def evict(self, ids: int, component: int, tier: int, ns: bytes | None = b"") -> list[numpy.typing.NDArray[numpy.int32]]: ...
 
     def share_out(self, others: Sequence[tuple[int, int]], named: Sequence[tuple[bytes, Sequence[tuple[int, int]]]]) -> None:
         """
-        Gives owners their shares, by component and then by tier: guaranteed and at most so many ids. See tree.h.
+        Each share by component and then by tier: guaranteed and at most so many ids.
         """
 
-    def owner(self, node: int) -> bytes:
-        """Who owns a node; see `owner_of`."""
+    def owner(self, node: int) -> bytes: ...
 
-    def owners(self) -> list[bytes]:
-        """
-        The owners that have anything or a share of their own, where there are shares; see `owner_of`.
-        """
+    def owners(self) -> list[bytes]: ...
 
     def owned(self, ns: bytes) -> list[tuple[int, int, int]]:
-        """
-        The counts, as of `counts`, of what the owner of a namespace has, by component and then by tier.
-        """
+        """As of `counts`, by component and then by tier."""
 
-    def available(self, component: int, tier: int, ns: bytes = b"") -> int:
-        """How many ids can be evicted for the owner of a namespace."""
+    def available(self, component: int, tier: int, ns: bytes = ...) -> int: ...
 
-    def beyond_maximum(self, component: int, tier: int) -> tuple[bytes, int]:
-        """
-        An owner that has more than its maximum, and how many ids of that can be evicted; 0: nobody has.
-        """
+    def beyond_maximum(self, component: int, tier: int) -> tuple[bytes, int]: ...
 
     def waiting(self, component: int, tier: int) -> tuple[int, int, int, int, int, int, int] | None:
         """
@@ -222,56 +182,33 @@ class Tree:
 
     def rank(self, node: int, component: int, tier: int, major: float, minor: float) -> None: ...
 
-    def end(self, node: int) -> int:
-        """Pages from the root to the node's end."""
+    def end(self, node: int) -> int: ...
 
-    def start(self, node: int) -> int:
-        """Pages from the root to the node's beginning."""
+    def start(self, node: int) -> int: ...
 
-    def parent(self, node: int) -> int:
-        """The parent of a node; 0: the root."""
+    def parent(self, node: int) -> int: ...
 
-    def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]:
-        """
-        From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where `below` would get a gap, or at such a node with fewer than `hits` hits.
-        """
+    def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]: ...
 
-    def locate(self, ns: bytes, key: bytes, pages: int) -> int:
-        """
-        The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.
-        """
+    def locate(self, ns: bytes, key: bytes, pages: int) -> int: ...
 
-    def extent(self, ns: bytes, key: bytes) -> int:
-        """
-        How many pages of a key some tier has of the first component; where that may begin late, how many have nodes.
-        """
+    def extent(self, ns: bytes, key: bytes) -> int: ...
 
-    def ends_or_parts(self, node: int) -> bool:
-        """Whether a sequence ends at a node, or others part there."""
+    def ends_or_parts(self, node: int) -> bool: ...
 
     def presence(self, node: int, component: int, tier: int) -> int:
         """0: absent, 1: in flight, 2: present."""
 
     def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]:
-        """
-        Everything present on a tier, each page once, the hottest first; see PathSpan in tree.h.
-        """
+        """The fields of each PathSpan."""
 
-    def in_flight_above(self, node: int, tier: int) -> int:
-        """
-        The node that names the transfer of the nearest pages in flight above a node; 0: none.
-        """
+    def in_flight_above(self, node: int, tier: int) -> int: ...
 
-    def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
-        """The node's own ids; empty unless present."""
+    def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]: ...
 
-    def next_victim(self, component: int, tier: int, want: int = 1, ns: bytes = b"") -> int:
-        """The node that evict() takes first of `want` ids for a namespace, or 0."""
+    def next_victim(self, component: int, tier: int, want: int = 1, ns: bytes = ...) -> int: ...
 
-    def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]:
-        """
-        The name of a node's namespace, and the symbols from page `begin` to the node's end.
-        """
+    def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]: ...
 
     def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
         """Ids from the root to the node's end; -1 where the cell is absent."""
@@ -284,26 +221,18 @@ class Tree:
         """
 
     def survey(self, first: int, count: int) -> bytes:
-        """
-        The numbers of the live nodes, and roots, among `count` places from `first` on: the fields of mainstem.cache.tree.SURVEYED, 8 bytes each, native.
-        """
+        """The fields of mainstem.cache.tree.SURVEYED, 8 bytes each, native."""
 
-    def name_at(self, place: int) -> bytes:
-        """The name of the namespace whose root is at a place."""
+    def name_at(self, place: int) -> bytes: ...
 
-    def places(self) -> int:
-        """Places that nodes have or had; that of number 0 is nobody's."""
+    def places(self) -> int: ...
 
     def counts(self, component: int, tier: int) -> tuple[int, int, int]:
         """Ids present, locked (of those present), and in flight."""
 
-    def stats(self) -> TreeStats:
-        """The counts, which are kept up to date."""
+    def stats(self) -> TreeStats: ...
 
-    def listen(self, key: bytes, places: Sequence[int], limit: int) -> None:
-        """
-        Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages that nobody has taken. `places` is, by tier, the number above all page ids. The tree must be empty.
-        """
+    def listen(self, key: bytes, places: Sequence[int], limit: int) -> None: ...
 
     def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None:
         """
@@ -315,16 +244,11 @@ class Tree:
         Everything that a match can find now, in the form of `take_moves`, parents first.
         """
 
-    def note_written(self, node: int, begin: int) -> None:
-        """
-        Pages from `begin` to the end of a node, which the host has, are in storage from now on.
-        """
+    def note_written(self, node: int, begin: int) -> None: ...
 
-    def note_deleted(self, node: int) -> None:
-        """The pages of a node were deleted from storage."""
+    def note_deleted(self, node: int) -> None: ...
 
-    def moves_dropped(self) -> int:
-        """Pages that were noted in vain."""
+    def moves_dropped(self) -> int: ...
 
     def bytes(self) -> int:
         """Memory used, in bytes; reads every node."""
@@ -444,29 +368,20 @@ class Cache:
     def take_back(self) -> None:
         """Ends leases that were dropped."""
 
-    def settle(self) -> None:
-        """
-        Evicts what owners have beyond their maxima, as far as it is not in use.
-        """
+    def settle(self) -> None: ...
 
-    def counters(self) -> LeaseCounters:
-        """What its leases have counted, by now."""
+    def counters(self) -> LeaseCounters: ...
 
-    def take_touched(self) -> list[int]:
-        """
-        Ends of the prefixes matched and published since the last call, if there is more than one tier.
-        """
+    def take_touched(self) -> list[int]: ...
 
     @property
-    def has_touched(self) -> bool:
-        """Whether `take_touched` would return any."""
+    def has_touched(self) -> bool: ...
 
-    def end_load(self, load: int) -> None:
-        """Ends a load whose lease is closed: its pages are freed."""
+    def end_load(self, load: int) -> None: ...
 
 class Lease:
     """
-    One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a context manager.
+    One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a context manager. Its tables and its state, and all calls but `finish` and `abort`, raise LeaseClosed once the lease has ended: others may own its pages by then.
     """
 
     def __init__(self, cache: Cache, ns: bytes, tokens: object, priority: int, most: int | None = None, inside: bool = False) -> None: ...
@@ -499,36 +414,20 @@ class Lease:
     def tables(self) -> tuple[numpy.typing.NDArray[numpy.int32], ...]:
         """
         For each component, the page ids of the sequence, int32 [pages], the tree's first. Of a component that does not read everything, those before what is read are -1. A state's table is empty. Read them again after `reserve`, `slide` and `publish`.
-
-        Raises:
-            LeaseClosed: the lease has ended; others may own its pages by now.
         """
 
     @property
     def page_table(self) -> numpy.typing.NDArray[numpy.int32]:
-        """
-        The first component's table.
-
-        Raises:
-            LeaseClosed: the lease has ended.
-        """
+        """The first component's table."""
 
     @property
     def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None:
-        """
-        The next component's table, if it has one.
-
-        Raises:
-            LeaseClosed: the lease has ended.
-        """
+        """The next component's table, if it has one."""
 
     @property
     def state(self) -> int:
         """
         The slot of the recurrent state that this sequence computes with; -1 if there are no states. It starts as a copy of the tree's state at the hit; without a hit it holds garbage.
-
-        Raises:
-            LeaseClosed: the lease has ended.
         """
 
     @property
@@ -544,7 +443,6 @@ class Lease:
         Raises:
             OutOfPages: no room for more window pages; pages before the window were freed all the same: nothing reads them.
             BadArgument: end is beyond what is reserved, or begin beyond what has window pages.
-            LeaseClosed: the lease has ended.
         """
 
     def checkpoint(self, position: int, room: bool = True, mark: bool = False) -> bool:
@@ -560,7 +458,6 @@ class Lease:
 
         Raises:
             BadArgument: not a page boundary, before what is published, or beyond what is reserved.
-            LeaseClosed: the lease has ended.
         """
 
     def reserve(self, n: int, counts: bool = True) -> None:
@@ -570,16 +467,14 @@ class Lease:
         Raises:
             OutOfPages: no room; nothing was changed.
             BadArgument: n is negative.
-            LeaseClosed: the lease has ended.
         """
 
-    def append(self, tokens: object) -> None:
+    def append(self, tokens: object | None) -> None:
         """
         Appends decoded tokens to the sequence. O(1) per token.
 
         Raises:
             BadTokens: a token is out of range; nothing was appended.
-            LeaseClosed: the lease has ended.
         """
 
     def publish(self, upto: int) -> None:
@@ -590,7 +485,6 @@ class Lease:
 
         Raises:
             BadArgument: upto is beyond what is reserved, or beyond the sequence.
-            LeaseClosed: the lease has ended.
         """
 
     def finish(self, upto: int | None = None) -> None:
@@ -784,7 +678,7 @@ class Replay:
         """
 
     def bytes(self) -> int:
-        """Memory used in addition to the trees, in bytes."""
+        """Memory used beside the trees."""
 
 class Optimum:
     """The offline optimum; see src/mainstem/core/csrc/replay/optimum.h."""
@@ -874,7 +768,7 @@ class IndexCounts:
 
 class Routing:
     """
-    Which worker has which page, and when each would answer; see src/mainstem/core/csrc/routing/index.h and ranking.h.
+    Which worker has which page, and when each would answer; see src/mainstem/core/csrc/routing/index.h and ranking.h. Media: 0 the device, 1 the host, 2 storage.
     """
 
     def __init__(self, key: bytes, page_tokens: int, capacity: int) -> None:
@@ -882,34 +776,24 @@ class Routing:
         Takes a secret key of 16 bytes, the tokens of a page, and the pages of all workers together at most.
         """
 
-    def add(self) -> int:
-        """Adds a worker, and returns its number."""
+    def add(self) -> int: ...
 
-    def drop(self, worker: int) -> None:
-        """Forgets a worker; its number may be another one's from now on."""
+    def drop(self, worker: int) -> None: ...
 
-    def expect_for(self, worker: int, seconds: float) -> None:
-        """Sets how long pages that a worker was sent count as soon to be there."""
+    def expect_for(self, worker: int, seconds: float) -> None: ...
 
-    def share_store(self, worker: int, store: int) -> None:
-        """Sets the store of a worker, by a number; 0: one of its own."""
+    def share_store(self, worker: int, store: int) -> None: ...
 
-    def store(self, worker: int, medium: int, space: bytes, parent: object, hashes: object, tokens: object) -> None:
-        """Follows an event that stored pages. 0, 1, 2: device, host, storage."""
+    def store(self, worker: int, medium: int, space: bytes, parent: object | None, hashes: object | None, tokens: object | None) -> None: ...
 
-    def remove(self, worker: int, medium: int, hashes: object) -> None:
-        """Follows an event that removed pages."""
+    def remove(self, worker: int, medium: int, hashes: object | None) -> None: ...
 
-    def clear(self, worker: int) -> None:
-        """Follows an event that cleared all."""
+    def clear(self, worker: int) -> None: ...
 
-    def malformed(self, worker: int) -> None:
-        """Counts an event that makes no sense."""
+    def malformed(self, worker: int) -> None: ...
 
     def match(self, space: bytes, tokens: object) -> tuple[list[int], list[int], list[int]]:
-        """
-        Returns how many pages each worker has from the beginning: on its device or expected there; there or on its host; there or in storage.
-        """
+        """Returns the fields of Depths."""
 
     def rank(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], stay: int | None, now_s: float) -> numpy.typing.NDArray[numpy.int32]:
         """Returns workers, the best first."""
@@ -919,25 +803,20 @@ class Routing:
         Returns the same with what they are ordered by, the seconds until a first token, and the tokens that need not be computed.
         """
 
-    def sent(self, worker: int, space: bytes, tokens: object, now_s: float) -> None:
-        """Takes into account that a request went to a worker."""
+    def sent(self, worker: int, space: bytes, tokens: object, now_s: float) -> None: ...
 
-    def ended(self, worker: int, now_s: float) -> None:
-        """Takes into account that a request of a worker has ended."""
+    def ended(self, worker: int, now_s: float) -> None: ...
 
-    def expire(self, now_s: float) -> None:
-        """Gives up what was expected for too long."""
+    def expire(self, now_s: float) -> None: ...
 
     def set_times(self, worker: int, prefill: tuple[float, float], host: tuple[float, float], storage: tuple[float, float], peer: tuple[float, float] | None) -> None:
         """
-        Sets what a worker's time goes to, in seconds: for a token, and for each position that it attends to; then latency and time for a token of loads. No time for peers: it reads from none.
+        Each in seconds: for a token, and for each position that it attends to; then latency and time for a token.
         """
 
-    def set_queue(self, worker: int, tokens: float, now_s: float) -> None:
-        """Takes into account how many tokens a worker has still to compute."""
+    def set_queue(self, worker: int, tokens: float, now_s: float) -> None: ...
 
-    def counts(self) -> IndexCounts:
-        """Returns the counts."""
+    def counts(self) -> IndexCounts: ...
 
     def check(self) -> None:
         """Raises CorruptTree."""

@@ -154,16 +154,16 @@ void pools() {
 // External ranks: a candidate without one waits at the front, and stops eviction.
 void external_ranks() {
   Tree tree(4, 1, kFull, 1, "external", 1);
-  NodeStats stats{};
-  expect(!tree.waiting(0, 0, &stats), "no candidate waits in an empty tree");
+  expect(!tree.waiting(0, 0), "no candidate waits in an empty tree");
   const Handle one = insert(tree, key_of({1, 2}), 0).node;
   const Handle two = insert(tree, key_of({3, 4}), 2).node;
   expect(tree.evict(1, 0, 0)[0].empty(), "nothing is evicted without a rank");
   for (int i = 0; i < 2; ++i) {
-    expect(tree.waiting(0, 0, &stats), "a candidate waits for its rank");
-    tree.rank(stats.node, 0, 0, {stats.node == one ? 2.0 : 1.0, 0});
+    const std::optional<NodeStats> waiting = tree.waiting(0, 0);
+    expect(waiting.has_value(), "a candidate waits for its rank");
+    tree.rank(waiting->node, 0, 0, {waiting->node == one ? 2.0 : 1.0, 0});
   }
-  expect(!tree.waiting(0, 0, &stats), "all have a rank");
+  expect(!tree.waiting(0, 0), "all have a rank");
   tree.check();
   expect(tree.evict(2, 0, 0)[0] == Ids({2, 3}), "the lowest rank goes first");
   expect_bad("node", [&] { tree.rank(0, 0, 0, {1, 0}); });
@@ -173,7 +173,7 @@ void external_ranks() {
   tree.lock(one, 0);
   expect_bad("node", [&] { tree.rank(one, 0, 0, {1, 0}); });
   tree.unlock(one, 0);
-  expect(tree.waiting(0, 0, &stats), "the policy is asked for a new rank");
+  expect(tree.waiting(0, 0).has_value(), "the policy is asked for a new rank");
   tree.check();
 }
 

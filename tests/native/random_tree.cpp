@@ -828,7 +828,7 @@ class TreeWorld : Paging {
   // Which node goes next is left to the tree from now on; whatever goes, it holds what the model holds.
   void advise() {
     now_ += choose_.below(20);
-    tree_.tell_time(now_);
+    tree_.note_time(now_);
     const Path asked = front_pages(some_path());
     std::uint32_t pages = pages_of(asked.second);
     while (pages > 0 && !exists(front(asked, pages)))

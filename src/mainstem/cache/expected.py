@@ -62,7 +62,7 @@ class Expected:
     def poll(self, now: float) -> None:
         """Notes the time, which never falls. `PrefixCache.poll` calls it."""
         self._now = max(self._now, now)
-        self._tree.core.tell_time(self._now)
+        self._tree.core.note_time(self._now)
 
     def wait(self, seconds: float | None, steps: float | None) -> float | None:
         """Returns in how many seconds a prefix is used next; None: neither is given."""

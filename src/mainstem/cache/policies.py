@@ -12,6 +12,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
+from mainstem import _core
 from mainstem.errors import BadArgument
 from mainstem.imports import PATH, load_object
 
@@ -66,20 +67,12 @@ class BuiltIn:
         return self.name.partition(":")[0]
 
 
-BUILT_IN = {
-    policy.name: policy
-    for policy in (
-        BuiltIn("lru"),
-        BuiltIn("lfu"),
-        BuiltIn("fifo"),
-        BuiltIn("mru"),
-        BuiltIn("filo"),
-        BuiltIn("slru", "Karedy, Love and Wherry, Computer 1994"),
-        BuiltIn("priority"),
-        BuiltIn("arc", "Megiddo and Modha, FAST 2003"),
-        BuiltIn("gittins", "docs/research/learned-policy.md; the index: Gittins, J. R. Stat. Soc. B, 1979"),
-    )
+_SOURCES = {
+    "slru": "Karedy, Love and Wherry, Computer 1994",
+    "arc": "Megiddo and Modha, FAST 2003",
+    "gittins": "docs/research/learned-policy.md; the index: Gittins, J. R. Stat. Soc. B, 1979",
 }
+BUILT_IN = {name: BuiltIn(name, _SOURCES.get(name, "")) for name in _core.policies()}
 """The built-in policies by name."""
 REMOVED = frozenset({"lru-2", "2q", "s3-fifo", "sieve", "w-tinylfu", "gdsf", "flop-aware", "length-aware"})
 """Policies that earlier versions had; the mean of our workloads is worse with each than with lru."""

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "eviction/foresight.h"
+#include "eviction/lookahead.h"
 
 namespace mainstem {
 
@@ -130,7 +130,7 @@ inline void Eviction::drop(Index node, std::size_t column) {
 [[gnu::noinline]] void Eviction::put_in_queue(Index node, std::size_t column) {
   const Node& n = nodes_[node];
   if (shares_) shares_->put(node, column, rank_of(node, column, n.accessed), n.start);
-  if (expected_ && Foresight(*this).offer(node, column)) return;
+  if (expected_ && Lookahead(*this).offer(node, column)) return;
   const Place place = place_of(node, column, n.accessed);
   const std::uint32_t before = queues(column).queue(node);
   if (before < queue_count_ && before != place.queue) order(column, before).remove(node);
@@ -288,7 +288,7 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
     n.forked = n.forked && !cells_.empty_of(node, cells_.component_index(column));
   if (was_present && cells_.component(column).weighs) restore_above(node, column);
   const Index parent = n.parent;
-  if (expected_ && column == kAdvised) Foresight(*this).gone(node, was_present);
+  if (expected_ && column == kAdvised) Lookahead(*this).gone(node, was_present);
   refresh(node, column);
   refresh(parent, column);
   // Using a child uses its parent. An insertion after a node does not mark all nodes above: that would cost O(depth),
@@ -301,7 +301,7 @@ void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcep
   const std::size_t column = cells_.column_of(0, tier);
   if (cells_.cell(node, column).present()) {
     if (remembers_) replacements_[column]->gone(node, pages);
-    if (expected_ && column == kAdvised) Foresight(*this).trim(node, pages);
+    if (expected_ && column == kAdvised) Lookahead(*this).trim(node, pages);
   }
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
@@ -314,7 +314,7 @@ void Eviction::asked(std::string_view ns, const Walk& path, Bytes key) noexcept 
   const Index deepest = path.empty() ? kNone : path.back().node;
   key = key.first(key.size() / nodes_.page_bytes * nodes_.page_bytes);
   const std::uint64_t root = root_name(ns);
-  if (expected_) Foresight(*this).ask(ns, deepest, root, key);
+  if (expected_) Lookahead(*this).ask(ns, deepest, root, key);
   for (std::uint32_t tier = 0; remembers_ && tier < cells_.tiers; ++tier)
     replacement(cells_.column_of(0, tier))->asked(root, deepest, key);
   for (const Step& step : path)
@@ -423,8 +423,8 @@ void Eviction::credit(Index node, std::size_t column) {
   at.worth = cells_.component(column).weighs ? worth_of_state(node, column) : kInserted;
 }
 
-// What was used often is used again sooner, but far from as often as before: the fourth root of the uses was the best
-// of several rules (docs/decisions.md).
+// A state that was used often is used again sooner, but by far not in proportion: the fourth root of the uses was the
+// best of several rules (docs/decisions.md).
 double Eviction::worth_of_state(Index node, std::size_t column) const {
   const Standing& at = standing(node, column);
   const double likely = at.superseded ? kSuperseded : std::sqrt(std::sqrt(1.0 + at.uses));
@@ -481,13 +481,13 @@ void Eviction::reassess(std::size_t column) {
 void Eviction::expect(Index node, Account account, double now, double due) {
   if (!cells_.component(0).leaf_only()) return;
   has_one_order_ = false;
-  Foresight(*this).expect(node, account, now, due);
+  Lookahead(*this).expect(node, account, now, due);
 }
 
 Index Eviction::victim(std::size_t column, OwnerId owner, std::uint64_t want) {
   if (has_one_order_) [[likely]]
     return choose(column);
-  const auto by_policy = [&] { return expected_ && column == kAdvised ? Foresight(*this).choose() : choose(column); };
+  const auto by_policy = [&] { return expected_ && column == kAdvised ? Lookahead(*this).choose() : choose(column); };
   if (!shares_) return by_policy();
   if (!ranks_itself() && unranked(column) != kNone) return kNone;
   if (cells_.component(column).weighs) reassess(column);

@@ -1,6 +1,6 @@
-// Eviction: in which order nodes lose what they hold. It hears what came, was used, left, was split or joined, and
-// answers which node is next, which nodes may be joined, and where a cell must be split. It reads nodes and cells, and
-// writes what ranks a node: recency, hits, priority.
+// Eviction: the order in which nodes lose their pages. The tree reports every arrival, use, departure, split and join;
+// Eviction answers which node is next, which nodes may be joined, and where a cell must be split. It reads nodes and
+// cells, and writes the fields that rank a node: recency, hits, priority.
 //
 // Each column has an order of its candidates. The cells of full attention rank by the policy. A window or a state has a
 // standing of its own, since a match that passes over it does not use it. A policy that remembers more than the node
@@ -25,8 +25,9 @@ namespace mainstem {
 // else 0. For the worth of a state see credit() in eviction.cpp.
 inline constexpr double kInserted = 1, kMatched = 2;
 
-// What a superseded state counts of what it saves: few sequences go back. How far the inflation follows the worth of an
-// evicted state: GreedyDual has 1, which forgets long prompts too soon. docs/decisions.md has what was measured.
+// kSuperseded: the part of its savings that a superseded state counts, since few sequences go back. kAging: how far the
+// inflation follows the worth of an evicted state; GreedyDual has 1, which forgets long prompts too soon. See
+// docs/decisions.md for measurements.
 inline constexpr double kSuperseded = 0.1, kAging = 0.1;
 
 struct Standing {
@@ -90,8 +91,8 @@ class Eviction {
   void demote(Index node, std::uint32_t tiers) noexcept;
   // Somebody expects it to be used next at `due`, see expected.h. From the first time on, nodes have names.
   void expect(Index node, Account account, double now, double due);
-  void tell_time(double now) {
-    if (expected_) expected_->tell_time(now);
+  void note_time(double now) {
+    if (expected_) expected_->note_time(now);
   }
   const Expected* expected() const { return expected_.get(); }
 
@@ -124,7 +125,7 @@ class Eviction {
 
  private:
   friend struct Probe;
-  friend class Foresight;
+  friend class Lookahead;
 
   std::uint64_t name_of(const Node& node) const;  // from the one above
   // The rank and the place of a node as if it had last been used at `accessed`.

@@ -1,16 +1,16 @@
-// Expected: when prefixes are used next, as somebody has said, and how far that is believed.
+// Expected: announcements of when prefixes are used next, and how far they are believed.
 //
 //   due     when the prefix that ends with a node is used next, by the caller's clock
-//   wait    from now to then. What is late by a minute is taken to be two minutes away, and of what nobody has said
-//           anything, what was idle for a minute
+//   wait    from now to then. A node that is a minute late is taken to be two minutes away, and so is a node without an
+//           announcement that was idle for a minute
 //
-// What waits longest goes first. Where that is another node than the policy's, the two are a bet: the node that stays
-// is spared, the pages that go are remembered by name. A bet is lost if those are asked for while the policy would
-// still have them, and won if the spared ones are. Each account may lose a part of the pages that it asks for, and no
-// more: beyond that the policy decides, as without advice.
+// The node with the longest wait goes first. If the policy would take another node, that is a bet: the policy's node is
+// spared, and the pages that go instead are remembered by name. The bet is lost if those are asked for while the policy
+// would still have them; it is won if the spared ones are asked for. Each account may lose a small part of the pages
+// that it asks for. Beyond that, the policy decides as without advice.
 //
-// A node whose child goes takes over what is expected of the child, so that a whole context goes before another one is
-// cut; but not if it is used by others, too.
+// When a child goes, its parent takes over the child's announcement, so that a whole context goes before another one is
+// cut. It does not if others use the parent, too.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 
 namespace mainstem {
 
-// Who gives advice; kNobody: no account.
+// The giver of advice; kNobody: no account.
 using Account = std::uint8_t;
 inline constexpr Account kNobody = 0, kAccounts = 255;
 
@@ -40,7 +40,8 @@ class Ledger {
     const double left = (allowance(a) - a.lost) / chance(a);
     return of == kNobody ? 0 : left - number(std::max(a.gone, a.spared));
   }
-  // Whether to wait for what its bets bring. Who has lost half of what it may, and can stake nothing, is in the way.
+  // Whether to wait for the outcome of its bets. An account that has lost half its allowance and has nothing left to
+  // stake would block eviction.
   bool believed(Account of) const {
     return of != kNobody && (room(of) >= 1 || accounts_[of].lost <= allowance(accounts_[of]) / 2);
   }
@@ -82,9 +83,9 @@ class Ledger {
  private:
   using Gone = Recall<double>;
 
-  // What an account may lose, as a part of the pages that it asks for. Gains count up to kMostGained times that, so
-  // that a change for the worse is noticed soon. kPrior: bets that count as lost before there are others. kMemory: bets
-  // after which earlier ones count half.
+  // kMayLose: the part of the requested pages that an account may lose. Gains count up to kMostGained times that, so
+  // that a change for the worse is noticed soon. kPrior: bets that count as lost before there are others. kMemory:
+  // after so many bets, earlier ones count half.
   static constexpr double kMayLose = 0.0015, kMostGained = 10, kPrior = 32, kMemory = 16384;
   static constexpr std::size_t kMostGone = 1u << 22;
 
@@ -143,7 +144,7 @@ class Expected {
   bool offered(Index node) const { return furthest_.contains(node); }
   bool sound() const { return furthest_.sound() && soonest_.sound(); }
 
-  void tell_time(double now) {
+  void note_time(double now) {
     if (now <= now_) return;
     if (reported_) {
       seconds_ += now - now_;
@@ -169,7 +170,8 @@ class Expected {
     all_[node].account = account;
     all_[node].said = true;
   }
-  // A child is gone: what was said last of the two holds for the parent, unless others than the child's users use it.
+  // A child is gone: the later of the two announcements holds for the parent, unless others than the child's users use
+  // it.
   void pass_up(Index child, Index parent) noexcept {
     const Expectation &below = all_[child], &above = all_[parent];
     if (!holds(child) || nodes_[parent].root() || nodes_[parent].hits > nodes_[child].hits + 1) return;

@@ -20,7 +20,7 @@ namespace mainstem {
 
 using Bytes = std::span<const std::uint8_t>;
 
-// What a policy may read.
+// The state that a policy may read.
 struct Surroundings {
   const Array<Node>& nodes;
   const Array<std::uint64_t>& names;  // by node: the name of its last page

@@ -154,7 +154,7 @@ class ShareOrders {
   }
 
   // The next victim for an owner that asks for `want` ids; `by_policy` returns that of the policy among all candidates.
-  // Where that one may not go, its rank decides among the others: for policies that remember, recency.
+  // If that one may not go, the rank decides among the others: for policies that remember, recency.
   template <class ByPolicy>
   Index victim(std::size_t column, OwnerId asker, std::uint64_t want, ByPolicy by_policy) const {
     const ShareOrder& order = orders_[column];

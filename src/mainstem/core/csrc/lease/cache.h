@@ -20,7 +20,7 @@
 
 namespace mainstem {
 
-// What a dropped lease leaves. It may have been dropped on any thread, at any point.
+// The holdings of a dropped lease. It may have been dropped on any thread, at any point.
 struct Abandoned {
   Handle node;
   Handle donor;        // the donor of a copy that was never ended, or 0

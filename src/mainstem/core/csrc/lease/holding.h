@@ -39,7 +39,7 @@ class Paged {
 
   void take(const Cache& cache, Handle node, std::uint32_t owned);  // what a match found; the table has room
   void free(Cache& cache, std::size_t owned);
-  // What adopt() needs: memory for a table that names the tree's pages instead.
+  // Allocates memory for adopt(): a table that names the tree's pages instead.
   void prepare_adoption() { spare_ = table.copy(table.room()); }
   void adopt(Cache& cache, const Adoption& adoption);
 

@@ -44,7 +44,7 @@ class Lease {
   // Allocates full-attention pages for n more positions. `counts`: whether the lease is a query of the cache.
   void reserve(std::uint64_t n, bool counts = true);
   // Positions [begin, end) are computed next: frees pages before the window of `begin`, then allocates window pages for
-  // them. Where there are too few for all, what was freed stays freed: nothing reads it any more.
+  // them. If there are too few, the freed pages stay free: nothing reads them any more.
   void slide(std::uint64_t begin, std::uint64_t end);
   // The state of the sequence is at `position`, a page boundary: a copy of it is published with the pages up to there.
   // Without `room`, uses a free slot only. With `mark`, other sequences are expected to part there. Returns whether

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -94,23 +95,63 @@ auto to_python(const std::vector<T>& values) {
   return all;
 }
 
+template <class T>
+auto to_python(const std::optional<T>& value) {
+  return value ? std::optional(to_python(*value)) : std::nullopt;
+}
+inline auto to_python(const PathSpan& s) {
+  return std::tuple(s.from, s.at, to_bytes(s.ns), to_bytes(s.symbols));
+}
+inline auto to_python(const CellView& cell) {
+  return std::tuple(to_python(cell.presence), cell.locks, to_python(cell.ids));
+}
+inline auto to_python(const NodeView& n) {
+  return std::tuple(to_python(n.stats), n.parent, n.children, n.removed, to_bytes(n.key), to_python(n.cells));
+}
+
+template <class Result, class Call>
+auto returned(Call call) {
+  if constexpr (std::is_void_v<Result>)
+    call();
+  else
+    return to_python(call());
+}
+
 template <auto method>
 struct Bound;
 template <class T, class Result, class... Arguments, Result (T::*method)(Arguments...)>
 struct Bound<method> {
-  static auto call(T& self, typename Passed<Arguments>::Type... passed) {
-    return to_python((self.*method)(Passed<Arguments>::to_core(passed)...));
+  template <class Self = T>
+  static auto call(Self& self, typename Passed<Arguments>::Type... passed) {
+    return returned<Result>([&]() -> Result { return (self.*method)(Passed<Arguments>::to_core(passed)...); });
+  }
+  // The same of a part.
+  template <auto part, class Whole>
+  static auto call_of(Whole& self, typename Passed<Arguments>::Type... passed) {
+    return call(self.*part, passed...);
   }
 };
 template <class T, class Result, class... Arguments, Result (T::*method)(Arguments...) const>
 struct Bound<method> {
-  static auto call(const T& self, typename Passed<Arguments>::Type... passed) {
-    return to_python((self.*method)(Passed<Arguments>::to_core(passed)...));
+  template <class Self = T>
+  static auto call(const Self& self, typename Passed<Arguments>::Type... passed) {
+    return returned<Result>([&]() -> Result { return (self.*method)(Passed<Arguments>::to_core(passed)...); });
+  }
+  template <auto part, class Whole>
+  static auto call_of(const Whole& self, typename Passed<Arguments>::Type... passed) {
+    return call(self.*part, passed...);
   }
 };
 // A method of the core for Python: bytes for names and keys, arrays for ids, tuples for records.
-template <auto method>
-constexpr auto bound = &Bound<method>::call;
+// `Self`: a class that Python knows, if the method is that of its base.
+template <auto method, class... Self>
+constexpr auto bound = &Bound<method>::template call<Self...>;
+
+template <class Whole, class Part>
+Whole* whole_of(Part Whole::*);
+// A method of a part of the object that Python has.
+template <auto part, auto method>
+constexpr auto through = &Bound<method>::template call_of<part, std::remove_pointer_t<decltype(whole_of(part))>>;
 
 // Binds a struct of counters (structure/counters.h). Python gets a copy, which it cannot change.
 template <class Counters>

@@ -18,7 +18,10 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr std::int64_t kMaxPositions = std::numeric_limits<std::int32_t>::max();
+std::uint64_t position(nb::handle value, const char* name,
+                       std::uint64_t most = std::numeric_limits<std::int32_t>::max()) {
+  return static_cast<std::uint64_t>(integer(value, name, 0, static_cast<std::int64_t>(most)));
+}
 
 struct PyCache {
   PyCache(nb::object tree, nb::tuple pools, std::int64_t token_limit, bool enabled)
@@ -37,6 +40,9 @@ struct PyCache {
   std::int64_t token_limit;  // limit of token ids; 0: keys are symbols
   Cache cache;
 };
+
+template <auto method>
+constexpr auto of_cache = through<&PyCache::cache, method>;
 
 // A policy, and so the callback that runs it, may refer to the cache and to leases: the collector must see the cycle.
 int traverse_cache(PyObject* self, visitproc visit, void* arg) {
@@ -113,6 +119,37 @@ class PyLease : public KeptAlive, public Lease {
     more.check(0);
     Lease::append(more.bytes());
   }
+  void reserve(nb::handle n, bool counts) {
+    require_open();
+    Lease::reserve(position(n, "n"), counts);
+  }
+  void slide(nb::handle begin, nb::handle end) {
+    require_open();
+    Lease::slide(position(begin, "begin"), position(end, "end"));
+  }
+  bool checkpoint(nb::handle at, bool room, bool mark) {
+    require_open();
+    return Lease::checkpoint(position(at, "position"), room, mark);
+  }
+  void publish(nb::handle upto) {
+    require_open();
+    Lease::publish(position(upto, "upto", publishable()));
+  }
+  void finish(nb::handle upto) {
+    if (closed()) return;
+    Lease::finish(upto.is_none() ? std::nullopt : std::optional(position(upto, "upto", publishable())));
+  }
+  auto begin_copy() {
+    const std::optional<PageCopy> copy = Lease::begin_copy();
+    return copy ? std::optional(std::tuple(copy->source, copy->target, copy->positions)) : std::nullopt;
+  }
+  auto begin_load() {
+    const PageLoad load = Lease::begin_load();
+    std::vector<std::tuple<IdArray, IdArray>> moves;
+    for (std::size_t c = 0; c < components(); ++c)
+      moves.emplace_back(to_array(load.source[c]), to_array(load.target[c]));
+    return std::tuple(load.id, moves);
+  }
 
   IdArray table(std::uint32_t component) { return view_of(Lease::table(component), &views_[component]); }
   nb::tuple tables() {
@@ -169,10 +206,6 @@ void make_lease(PyLease* self, nb::handle owner, const nb::bytes& ns, nb::handle
                      std::min(most.value_or(length), length - 1), inside);
 }
 
-std::uint64_t position(nb::handle value, const char* name, std::uint64_t limit) {
-  return static_cast<std::uint64_t>(integer(value, name, 0, static_cast<std::int64_t>(limit)));
-}
-
 }  // namespace
 
 void bind_cache(nb::module_& m) {
@@ -204,28 +237,19 @@ void bind_cache(nb::module_& m) {
           },
           "copy"_a, nb::sig("def copy_state_with(self, copy: collections.abc.Callable[[int, int], object]) -> None"),
           "Calls copy(source, target) from now on to copy states from slot to slot.")
-      .def(
-          "take_back", [](PyCache& self) { self.cache.end_abandoned(); }, "Ends leases that were dropped.")
-      .def(
-          "settle", [](PyCache& self) { self.cache.settle(); },
-          "Evicts what owners have beyond their maxima, as far as it is not in use.")
-      .def(
-          "counters", [](const PyCache& self) { return self.cache.counters; }, "What its leases have counted, by now.")
-      .def(
-          "take_touched", [](PyCache& self) { return self.cache.take_touched(); },
-          "Ends of the prefixes matched and published since the last call, if there is more than one tier.")
-      .def_prop_ro(
-          "has_touched", [](const PyCache& self) { return self.cache.has_touched(); },
-          "Whether `take_touched` would return any.")
-      .def(
-          "end_load", [](PyCache& self, std::uint64_t load) { self.cache.end_load(load); }, "load"_a,
-          "Ends a load whose lease is closed: its pages are freed.");
+      .def("take_back", of_cache<&Cache::end_abandoned>, "Ends leases that were dropped.")
+      .def("settle", of_cache<&Cache::settle>)
+      .def("counters", [](const PyCache& self) { return self.cache.counters; })
+      .def("take_touched", of_cache<&Cache::take_touched>)
+      .def_prop_ro("has_touched", of_cache<&Cache::has_touched>)
+      .def("end_load", of_cache<&Cache::end_load>, "load"_a);
 
   nb::class_<Pages>(m, "_Pages", nb::type_slots(kPagesSlots), "The memory of a page table.");
 
   nb::class_<PyLease>(m, "Lease", nb::type_slots(kLeaseSlots),
                       "One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a "
-                      "context manager.")
+                      "context manager. Its tables and its state, and all calls but `finish` and `abort`, raise "
+                      "LeaseClosed once the lease has ended: others may own its pages by then.")
       .def("__init__", &make_lease, "cache"_a, "ns"_a, "tokens"_a.none(), "priority"_a.none(), "most"_a = nb::none(),
            "inside"_a = false,
            nb::sig("def __init__(self, cache: Cache, ns: bytes, tokens: object, priority: int, "
@@ -240,130 +264,73 @@ void bind_cache(nb::module_& m) {
                    nb::sig("def tables(self) -> tuple[numpy.typing.NDArray[numpy.int32], ...]"),
                    "For each component, the page ids of the sequence, int32 [pages], the tree's first. Of a component "
                    "that does not read everything, those before what is read are -1. A state's table is empty. Read "
-                   "them again after `reserve`, `slide` and `publish`.\n\n"
-                   "Raises:\n"
-                   "    LeaseClosed: the lease has ended; others may own its pages by now.")
+                   "them again after `reserve`, `slide` and `publish`.")
       .def_prop_ro(
-          "page_table", [](PyLease& self) { return self.table(0); },
-          "The first component's table.\n\n"
-          "Raises:\n"
-          "    LeaseClosed: the lease has ended.")
-      .def_prop_ro("window_table", &PyLease::window_table,
-                   "The next component's table, if it has one.\n\n"
-                   "Raises:\n"
-                   "    LeaseClosed: the lease has ended.")
+          "page_table", [](PyLease& self) { return self.table(0); }, "The first component's table.")
+      .def_prop_ro("window_table", &PyLease::window_table, "The next component's table, if it has one.")
       .def_prop_ro(
           "state", &Lease::state,
           "The slot of the recurrent state that this sequence computes with; -1 if there are no states. It starts as a "
-          "copy of the tree's state at the hit; without a hit it holds garbage.\n\n"
-          "Raises:\n"
-          "    LeaseClosed: the lease has ended.")
+          "copy of the tree's state at the hit; without a hit it holds garbage.")
       .def_prop_ro(
           "reach", &Lease::reach,
           "Positions that the first component alone matched; if they exceed the hit, a checkpoint there pays off.")
+      .def("slide", &PyLease::slide, "begin"_a.none(), "end"_a.none(),
+           nb::sig("def slide(self, begin: int, end: int) -> None"),
+           "Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the "
+           "window of `begin`. Does nothing without a window.\n\n"
+           "Raises:\n"
+           "    OutOfPages: no room for more window pages; pages before the window were freed all the same: nothing "
+           "reads them.\n"
+           "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.")
+      .def("checkpoint", &PyLease::checkpoint, "position"_a.none(), "room"_a = true, "mark"_a = false,
+           nb::sig("def checkpoint(self, position: int, room: bool = True, mark: bool = False) -> bool"),
+           "Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there "
+           "are published. Replaces a copy that was not published.\n\n"
+           "Args:\n"
+           "    position: a page boundary, not before what is published.\n"
+           "    room: evict another state if no slot is free.\n"
+           "    mark: other sequences are expected to part from this one here, as at the end of a system prompt: a "
+           "newer state of this sequence does not supersede this one.\n\n"
+           "Returns whether there was a slot for it.\n\n"
+           "Raises:\n"
+           "    BadArgument: not a page boundary, before what is published, or beyond what is reserved.")
       .def(
-          "slide",
-          [](PyLease& self, nb::handle begin, nb::handle end) {
-            self.require_open();
-            self.slide(position(begin, "begin", kMaxPositions), position(end, "end", kMaxPositions));
-          },
-          "begin"_a.none(), "end"_a.none(), nb::sig("def slide(self, begin: int, end: int) -> None"),
-          "Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the "
-          "window of `begin`. Does nothing without a window.\n\n"
-          "Raises:\n"
-          "    OutOfPages: no room for more window pages; pages before the window were freed all the same: nothing "
-          "reads them.\n"
-          "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.\n"
-          "    LeaseClosed: the lease has ended.")
-      .def(
-          "checkpoint",
-          [](PyLease& self, nb::handle at, bool room, bool mark) {
-            self.require_open();
-            return self.checkpoint(position(at, "position", kMaxPositions), room, mark);
-          },
-          "position"_a.none(), "room"_a = true, "mark"_a = false,
-          nb::sig("def checkpoint(self, position: int, room: bool = True, mark: bool = False) -> bool"),
-          "Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there "
-          "are published. Replaces a copy that was not published.\n\n"
-          "Args:\n"
-          "    position: a page boundary, not before what is published.\n"
-          "    room: evict another state if no slot is free.\n"
-          "    mark: other sequences are expected to part from this one here, as at the end of a system prompt: a "
-          "newer state of this sequence does not supersede this one.\n\n"
-          "Returns whether there was a slot for it.\n\n"
-          "Raises:\n"
-          "    BadArgument: not a page boundary, before what is published, or beyond what is reserved.\n"
-          "    LeaseClosed: the lease has ended.")
-      .def(
-          "reserve",
-          [](PyLease& self, nb::handle n, bool counts) {
-            self.require_open();
-            self.reserve(position(n, "n", kMaxPositions), counts);
-          },
-          "n"_a.none(), "counts"_a = true, nb::sig("def reserve(self, n: int, counts: bool = True) -> None"),
+          "reserve", &PyLease::reserve, "n"_a.none(), "counts"_a = true,
+          nb::sig("def reserve(self, n: int, counts: bool = True) -> None"),
           "Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window. `counts`: "
           "whether the lease counts as a query of the cache.\n\n"
           "Raises:\n"
           "    OutOfPages: no room; nothing was changed.\n"
-          "    BadArgument: n is negative.\n"
-          "    LeaseClosed: the lease has ended.")
-      .def("append", &PyLease::append, "tokens"_a.none(), nb::sig("def append(self, tokens: object) -> None"),
+          "    BadArgument: n is negative.")
+      .def("append", &PyLease::append, "tokens"_a.none(),
            "Appends decoded tokens to the sequence. O(1) per token.\n\n"
            "Raises:\n"
-           "    BadTokens: a token is out of range; nothing was appended.\n"
-           "    LeaseClosed: the lease has ended.")
+           "    BadTokens: a token is out of range; nothing was appended.")
       .def(
-          "publish",
-          [](PyLease& self, nb::handle upto) {
-            self.require_open();
-            self.publish(position(upto, "upto", self.publishable()));
-          },
-          "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
+          "publish", &PyLease::publish, "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
           "Publishes the whole pages of positions [0, upto), which are computed: others can find them now.\n\n"
           "Pages that another lease published first are freed, and `page_table` names the tree's instead. The cost "
           "grows with the new pages, not with the prefix. Only if another lease was first is the table copied, so that "
           "views of it do not change.\n\n"
           "Raises:\n"
-          "    BadArgument: upto is beyond what is reserved, or beyond the sequence.\n"
-          "    LeaseClosed: the lease has ended.")
-      .def(
-          "finish",
-          [](PyLease& self, nb::handle upto) {
-            if (self.closed()) return;
-            if (upto.is_none())
-              self.finish({});
-            else
-              self.finish(position(upto, "upto", self.publishable()));
-          },
-          "upto"_a = nb::none(), nb::sig("def finish(self, upto: int | None = None) -> None"),
-          "Publishes [0, upto), unlocks, and frees every private page. A second call does nothing.\n\n"
-          "Args:\n"
-          "    upto: positions whose KV is computed. None: all reserved positions, less the last one if tokens were "
-          "appended, since no forward has computed the KV of a token that was just sampled.\n\n"
-          "Raises:\n"
-          "    BadArgument: see `publish`; the lease stays open.")
+          "    BadArgument: upto is beyond what is reserved, or beyond the sequence.")
+      .def("finish", &PyLease::finish, "upto"_a = nb::none(),
+           nb::sig("def finish(self, upto: int | None = None) -> None"),
+           "Publishes [0, upto), unlocks, and frees every private page. A second call does nothing.\n\n"
+           "Args:\n"
+           "    upto: positions whose KV is computed. None: all reserved positions, less the last one if tokens were "
+           "appended, since no forward has computed the KV of a token that was just sampled.\n\n"
+           "Raises:\n"
+           "    BadArgument: see `publish`; the lease stays open.")
       .def("abort", &Lease::abort,
            "Unlocks and frees every private page; published pages stay. A second call does nothing.")
-      .def(
-          "begin_copy",
-          [](PyLease& self) -> std::optional<std::tuple<std::int32_t, std::int32_t, std::uint32_t>> {
-            const std::optional<PageCopy> copy = self.begin_copy();
-            if (!copy) return {};
-            return std::tuple(copy->source, copy->target, copy->positions);
-          },
-          "Source page, target page and positions of a copy that would extend the hit; for `PrefixCache`.")
+      .def("begin_copy", &PyLease::begin_copy,
+           "Source page, target page and positions of a copy that would extend the hit; for `PrefixCache`.")
       .def("end_copy", &Lease::end_copy, "copied"_a, "Ends the copy that `begin_copy` started.")
-      .def(
-          "begin_load",
-          [](PyLease& self) {
-            const PageLoad load = self.begin_load();
-            std::vector<std::tuple<IdArray, IdArray>> moves;
-            for (std::size_t c = 0; c < self.components(); ++c)
-              moves.emplace_back(to_array(load.source[c]), to_array(load.target[c]));
-            return std::tuple(load.id, moves);
-          },
-          "The number of the load, and for each component the host's ids and the private ids to copy them to; for the "
-          "tiers.")
+      .def("begin_load", &PyLease::begin_load,
+           "The number of the load, and for each component the host's ids and the private ids to copy them to; for the "
+           "tiers.")
       .def("end_load", &Lease::end_load, "arrived"_a,
            "Ends the load that `begin_load` started; if it arrived, publishes it and adds it to the hit.")
       .def_prop_ro("closed", &Lease::closed, "Whether the lease has ended.")

@@ -25,7 +25,7 @@ void check_ids(std::span<const std::int32_t> ids, const Table& table, const char
       throw BadValue{name, std::to_string(id), "in [0, " + std::to_string(table.shape(0)) + ")"};
 }
 
-void copy(const Table& target, nb::handle targets, const Table& source, nb::handle sources) {
+void copy(const Table& target, IdArray targets, const Table& source, IdArray sources) {
   const View to(targets), from(sources);
   const Rows written = rows_of(target, "target"), read = rows_of(source, "source");
   if (target.shape(1) != source.shape(1))

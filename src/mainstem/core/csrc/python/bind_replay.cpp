@@ -49,8 +49,8 @@ struct Requests {
 
 // Columns of requests, and of what became of them.
 struct Window {
-  Window(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, nb::handle stored,
-         std::uint32_t tiers)
+  Window(FloatArray times, Int64Array tokens, Int64Array offsets, Uint64Array blocks,
+         const std::optional<Int64Array>& stored, std::uint32_t tiers)
       : time_view(times),
         token_view(tokens),
         offset_view(offsets),
@@ -60,8 +60,8 @@ struct Window {
         lengths(column<std::int64_t>(token_view, "tokens")) {
     require(times_s.size() == size(), "times", times_s.size(), "one per request");
     require(lengths.size() == size(), "tokens", lengths.size(), "one per request");
-    if (!stored.is_none()) {
-      in_store = column<std::int64_t>(stored_view.emplace(stored), "stored");
+    if (stored) {
+      in_store = column<std::int64_t>(stored_view.emplace(*stored), "stored");
       require(in_store.size() == size(), "stored", in_store.size(), "one per request");
     }
     hit_ids = new_ids(size() * tiers, &hits);
@@ -81,7 +81,7 @@ struct Window {
     peers[i] = static_cast<std::int32_t>(choice.peer);
     reaches[i] = static_cast<std::int32_t>(choice.peer_reach);
   }
-  nb::tuple columns() const { return nb::make_tuple(hit_ids, replica_ids, peer_ids, reach_ids); }
+  auto columns() const { return std::tuple(hit_ids, replica_ids, peer_ids, reach_ids); }
 
   const View time_view, token_view, offset_view, block_view;
   std::optional<View> stored_view;
@@ -89,7 +89,7 @@ struct Window {
   std::span<const double> times_s;
   std::span<const std::int64_t> lengths, in_store;  // no store: none
   std::int32_t *hits = nullptr, *replicas = nullptr, *peers = nullptr, *reaches = nullptr;
-  nb::object hit_ids, replica_ids, peer_ids, reach_ids;
+  IdArray hit_ids, replica_ids, peer_ids, reach_ids;
 };
 
 Replica::Evict evict_by_order(Tree* tree) {
@@ -112,16 +112,15 @@ class PyReplay {
  public:
   PyReplay(nb::sequence trees, const std::vector<std::uint64_t>& capacities, double ttl_s, const std::string& routing,
            nb::sequence evictions, std::uint32_t block_tokens, const Costs& costs, std::uint32_t parts)
-      : replay_(replicas(trees, capacities, ttl_s, evictions),
-                Router(parse_routing(routing), static_cast<std::uint32_t>(nb::len(trees)), block_tokens, times(costs)),
-                parts) {
-    for (nb::handle tree : trees)
-      trees_.push_back(nb::borrow(tree));
-  }
+      : trees_(nb::cast<std::vector<nb::object>>(trees)),
+        replay_(replicas(trees, capacities, ttl_s, evictions),
+                Router(parse_routing(routing), static_cast<std::uint32_t>(trees_.size()), block_tokens, times(costs)),
+                parts) {}
   PyReplay(const PyReplay&) = delete;
   PyReplay& operator=(const PyReplay&) = delete;
 
-  nb::tuple feed(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, nb::handle stored) {
+  auto feed(FloatArray times, Int64Array tokens, Int64Array offsets, Uint64Array blocks,
+            const std::optional<Int64Array>& stored) {
     Window window(times, tokens, offsets, blocks, stored, tiers());
     {
       const nb::gil_scoped_release unlocked;
@@ -132,7 +131,8 @@ class PyReplay {
     return window.columns();
   }
 
-  nb::tuple route(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks, nb::handle stored) {
+  auto route(FloatArray times, Int64Array tokens, Int64Array offsets, Uint64Array blocks,
+             const std::optional<Int64Array>& stored) {
     window_ = std::make_unique<Window>(times, tokens, offsets, blocks, stored, tiers());
     Window& window = *window_;
     {
@@ -202,7 +202,7 @@ class PyReplay {
   std::unique_ptr<Window> window_;  // that was routed last
 };
 
-void add(Optimum& optimum, nb::handle offsets, nb::handle blocks) {
+void add(Optimum& optimum, Int64Array offsets, Uint64Array blocks) {
   const View offset_view(offsets), block_view(blocks);
   const Requests requests(offset_view, block_view);
   const nb::gil_scoped_release unlocked;
@@ -240,20 +240,10 @@ void bind_replay(nb::module_& m) {
           "evicts. Costs: seconds of a token, of a position that it attends to, of a token from the host, from storage "
           "and from another replica; None: replicas read nothing from each other. Parts: how many threads may serve.")
       .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a, "stored"_a = nb::none(),
-           nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
-                   "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
-                   "numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> "
-                   "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
-                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
            "Serves requests, one after another; a store that all replicas share has the first `stored` blocks of each. "
-           "Returns the blocks that each hit, [requests * tiers], the replica that "
-           "served it, the peer that it asks, and the blocks from the first that the peer holds; 0: it asks none.")
+           "Returns the blocks that each hit, [requests * tiers], the replica that served it, the peer that it asks, "
+           "and the blocks from the first that the peer holds; 0: it asks none.")
       .def("route", &PyReplay::route, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a, "stored"_a = nb::none(),
-           nb::sig("def route(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
-                   "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
-                   "numpy.typing.NDArray[numpy.uint64], stored: numpy.typing.NDArray[numpy.int64] | None = None) -> "
-                   "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
-                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]"),
            "Routes requests by what was learned so far. Returns the same columns; `serve` fills in the hits.")
       .def("serve", &PyReplay::serve, "part"_a,
            "Serves the requests that were routed last to the replicas of a part, each part once; from any thread.")
@@ -262,14 +252,11 @@ void bind_replay(nb::module_& m) {
       .def("totals", &PyReplay::totals, "replica"_a, "tier"_a,
            "Blocks hit, loaded, written, evicted and expired; age and idle time of evicted blocks, in accesses and in "
            "seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).")
-      .def("bytes", &PyReplay::bytes, "Memory used in addition to the trees, in bytes.");
+      .def("bytes", &PyReplay::bytes, "Memory used beside the trees.");
 
   nb::class_<Optimum>(m, "Optimum", "The offline optimum; see src/mainstem/core/csrc/replay/optimum.h.")
       .def(nb::init<>())
-      .def("add", &add, "offsets"_a, "blocks"_a,
-           nb::sig("def add(self, offsets: numpy.typing.NDArray[numpy.int64], blocks: "
-                   "numpy.typing.NDArray[numpy.uint64]) -> None"),
-           "Adds the next requests.")
+      .def("add", &add, "offsets"_a, "blocks"_a, "Adds the next requests.")
       .def("finish", &Optimum::finish, "Ends the trace: `run` may be called now, from several threads.")
       .def("run", &run, "capacity"_a, "Returns the blocks that each request hits, and the number of blocks evicted.");
 }

@@ -22,6 +22,8 @@ namespace {
 constexpr std::size_t kKeyBytes = 16;
 constexpr std::int64_t kTokens = std::int64_t{1} << 31;
 
+using Pair = std::tuple<double, double>;  // seconds: to begin with and for a token
+
 SipKey to_key(std::string_view bytes) {
   require(bytes.size() == kKeyBytes, "bytes of the key", bytes.size(), "16");
   const auto* data = reinterpret_cast<const std::uint8_t*>(bytes.data());
@@ -34,85 +36,100 @@ std::span<const std::uint8_t> bytes_of(const nb::bytes& bytes) {
 
 // Numbers from another process; none if one is no number of this size.
 template <class T>
-std::optional<std::vector<T>> numbers(nb::handle given) {
-  std::vector<T> found;
-  if (!nb::try_cast(given, found)) return std::nullopt;
-  return found;
+std::optional<std::vector<T>> numbers(nb::handle sequence) {
+  std::vector<T> all;
+  return nb::try_cast(sequence, all) ? std::optional(std::move(all)) : std::nullopt;
 }
 
-std::optional<LoadTime> to_load(const std::optional<std::tuple<double, double>>& given) {
-  if (!given) return std::nullopt;
-  return LoadTime{std::get<0>(*given), std::get<1>(*given)};
-}
-
-class PyRouting {
+// Token ids of a prompt; unlike those of events, they must be right.
+class Prompt {
  public:
-  PyRouting(const nb::bytes& key, std::uint32_t page_tokens, std::uint64_t capacity)
+  explicit Prompt(nb::handle tokens) : tokens_(tokens, kTokens) { tokens_.check(0); }
+  std::span<const std::uint32_t> span() const {
+    const Bytes bytes = tokens_.bytes();
+    return {reinterpret_cast<const std::uint32_t*>(bytes.data()), bytes.size() / sizeof(std::uint32_t)};
+  }
+  std::uint32_t length() const { return static_cast<std::uint32_t>(span().size()); }
+
+ private:
+  Tokens tokens_;
+};
+
+// The index and the ranking, which have a worker in common.
+struct Routed {
+  Routed(const nb::bytes& key, std::uint32_t page_tokens, std::uint64_t capacity)
       : index(to_key(view(key)), page_tokens, capacity), ranking(page_tokens) {}
-  PyRouting(const PyRouting&) = delete;
-  PyRouting& operator=(const PyRouting&) = delete;
+  Routed(const Routed&) = delete;
+  Routed& operator=(const Routed&) = delete;
 
   void store(WorkerId worker, std::uint32_t medium, const nb::bytes& space, nb::handle parent, nb::handle hashes,
              nb::handle tokens) {
-    const auto given = numbers<std::uint64_t>(hashes);
+    const auto names = numbers<std::uint64_t>(hashes);
     const auto ids = numbers<std::uint32_t>(tokens);
     std::uint64_t before = 0;
     const bool first = parent.is_none();
-    if (medium >= kMedia || !given || !ids || (!first && !nb::try_cast(parent, before))) {
+    if (medium >= kMedia || !names || !ids || (!first && !nb::try_cast(parent, before))) {
       index.malformed(worker);
       return;
     }
     index.store(worker, Medium{medium}, index.space(bytes_of(space)),
-                first ? std::nullopt : std::optional<std::uint64_t>(before), *given, *ids);
+                first ? std::nullopt : std::optional<std::uint64_t>(before), *names, *ids);
   }
   void remove(WorkerId worker, std::uint32_t medium, nb::handle hashes) {
-    const auto given = numbers<std::uint64_t>(hashes);
-    if (medium < kMedia && given)
-      index.remove(worker, Medium{medium}, *given);
+    const auto names = numbers<std::uint64_t>(hashes);
+    if (medium < kMedia && names)
+      index.remove(worker, Medium{medium}, *names);
     else
       index.malformed(worker);
   }
+  void drop(WorkerId worker) {
+    index.drop(worker);
+    ranking.forget(worker);
+  }
   auto match(const nb::bytes& space, nb::handle tokens) {
-    const Symbols symbols(tokens);
-    Depths depths;
-    index.match(index.space(bytes_of(space)), symbols.span(), &depths);
+    index.match(index.space(bytes_of(space)), Prompt(tokens).span(), &depths);
     return std::tuple(depths.pages[0], depths.pages[1], depths.pages[2]);
   }
-  const std::vector<Estimate>& ranked(const nb::bytes& space, nb::handle tokens, nb::handle workers,
+  const std::vector<Estimate>& ranked(const nb::bytes& space, nb::handle tokens, IdArray workers,
                                       std::optional<WorkerId> stay, double now_s) {
-    const Symbols symbols(tokens);
+    const Prompt prompt(tokens);
     const View ids(workers);
-    const IdSpan asked = ids.ids();
-    for (const std::int32_t worker : asked)
-      known(static_cast<WorkerId>(worker));
-    const std::span<const WorkerId> among{reinterpret_cast<const WorkerId*>(asked.data()), asked.size()};
+    const std::span<const WorkerId> among{reinterpret_cast<const WorkerId*>(ids.ids().data()), ids.ids().size()};
+    for (const WorkerId worker : among)
+      known(worker);
     index.expire(now_s);
-    index.match(index.space(bytes_of(space)), symbols.span(), &depths_);
-    return ranking.rank(depths_, symbols.length(), among, stay, now_s);
+    index.match(index.space(bytes_of(space)), prompt.span(), &depths);
+    return ranking.rank(depths, prompt.length(), among, stay, now_s);
   }
-  IdArray rank(const nb::bytes& space, nb::handle tokens, nb::handle workers, std::optional<WorkerId> stay,
-               double now_s) {
-    const std::vector<Estimate>& found = ranked(space, tokens, workers, stay, now_s);
+  IdArray rank(const nb::bytes& space, nb::handle tokens, IdArray workers, std::optional<WorkerId> stay, double now_s) {
+    const std::vector<Estimate>& best_first = ranked(space, tokens, workers, stay, now_s);
     std::int32_t* ids = nullptr;
-    IdArray out = new_ids(found.size(), &ids);
-    for (const Estimate& one : found)
+    IdArray out = new_ids(best_first.size(), &ids);
+    for (const Estimate& one : best_first)
       *ids++ = static_cast<std::int32_t>(one.worker);
     return out;
   }
-  nb::list estimates(const nb::bytes& space, nb::handle tokens, nb::handle workers, std::optional<WorkerId> stay,
-                     double now_s) {
-    nb::list found;
+  auto estimates(const nb::bytes& space, nb::handle tokens, IdArray workers, std::optional<WorkerId> stay,
+                 double now_s) {
+    std::vector<std::tuple<WorkerId, double, double, std::uint32_t>> all;
     for (const Estimate& one : ranked(space, tokens, workers, stay, now_s))
-      found.append(nb::make_tuple(one.worker, one.cost_s, one.seconds, one.cached));
-    return found;
+      all.emplace_back(one.worker, one.cost_s, one.seconds, one.cached);
+    return all;
   }
   void sent(WorkerId worker, const nb::bytes& space, nb::handle tokens, double now_s) {
-    const Symbols symbols(tokens);
+    const Prompt prompt(tokens);
     const Digest name = index.space(bytes_of(space));
-    index.match(name, symbols.span(), &depths_);
-    index.expect(known(worker), name, symbols.span(), now_s);
-    ranking.sent(worker, depths_, symbols.length(), now_s);
+    index.match(name, prompt.span(), &depths);
+    index.expect(known(worker), name, prompt.span(), now_s);
+    ranking.sent(worker, depths, prompt.length(), now_s);
   }
+  void ended(WorkerId worker, double now_s) { ranking.ended(known(worker), now_s); }
+  void set_times(WorkerId worker, Pair prefill, Pair host, Pair storage, const std::optional<Pair>& peer) {
+    const auto load = [](const Pair& time) { return LoadTime{std::get<0>(time), std::get<1>(time)}; };
+    ranking.set_times(known(worker), {std::get<0>(prefill), std::get<1>(prefill), load(host), load(storage),
+                                      peer ? std::optional(load(*peer)) : std::nullopt});
+  }
+  void set_queue(WorkerId worker, double tokens, double now_s) { ranking.set_queue(known(worker), tokens, now_s); }
   WorkerId known(WorkerId worker) const {
     require(index.known(worker), "worker", worker, "a worker that was added and not dropped");
     return worker;
@@ -120,104 +137,45 @@ class PyRouting {
 
   RoutingIndex index;
   Ranking ranking;
-
- private:
-  // Token ids of a prompt; unlike those of events, they must be right.
-  class Symbols {
-   public:
-    explicit Symbols(nb::handle tokens) : tokens_(tokens, kTokens) { tokens_.check(0); }
-    std::span<const std::uint32_t> span() const {
-      const Bytes bytes = tokens_.bytes();
-      return {reinterpret_cast<const std::uint32_t*>(bytes.data()), bytes.size() / sizeof(std::uint32_t)};
-    }
-    std::uint32_t length() const { return static_cast<std::uint32_t>(span().size()); }
-
-   private:
-    Tokens tokens_;
-  };
-
-  Depths depths_;  // of the last match
+  Depths depths;  // of the last match
 };
+
+template <auto method>
+constexpr auto of_index = through<&Routed::index, method>;
 
 }  // namespace
 
 void bind_routing(nb::module_& m) {
   bind_counters<IndexCounts>(m, "IndexCounts", "What a routing index holds, and what it has seen.");
-  nb::class_<PyRouting>(m, "Routing",
-                        "Which worker has which page, and when each would answer; see "
-                        "src/mainstem/core/csrc/routing/index.h and ranking.h.")
+  nb::class_<Routed>(
+      m, "Routing",
+      "Which worker has which page, and when each would answer; see "
+      "src/mainstem/core/csrc/routing/index.h and ranking.h. Media: 0 the device, 1 the host, 2 storage.")
       .def(nb::init<const nb::bytes&, std::uint32_t, std::uint64_t>(), "key"_a, "page_tokens"_a, "capacity"_a,
            "Takes a secret key of 16 bytes, the tokens of a page, and the pages of all workers together at most.")
-      .def(
-          "add", [](PyRouting& r) { return r.index.add(); }, "Adds a worker, and returns its number.")
-      .def(
-          "drop",
-          [](PyRouting& r, WorkerId worker) {
-            r.index.drop(worker);
-            r.ranking.forget(worker);
-          },
-          "worker"_a, "Forgets a worker; its number may be another one's from now on.")
-      .def(
-          "expect_for", [](PyRouting& r, WorkerId w, double s) { r.index.expect_for(w, s); }, "worker"_a, "seconds"_a,
-          "Sets how long pages that a worker was sent count as soon to be there.")
-      .def(
-          "share_store", [](PyRouting& r, WorkerId w, std::uint32_t store) { r.index.share_store(w, store); },
-          "worker"_a, "store"_a, "Sets the store of a worker, by a number; 0: one of its own.")
-      .def("store", &PyRouting::store, "worker"_a, "medium"_a, "space"_a, "parent"_a.none(), "hashes"_a.none(),
-           "tokens"_a.none(),
-           nb::sig("def store(self, worker: int, medium: int, space: bytes, parent: object, hashes: object, tokens: "
-                   "object) -> None"),
-           "Follows an event that stored pages. 0, 1, 2: device, host, storage.")
-      .def("remove", &PyRouting::remove, "worker"_a, "medium"_a, "hashes"_a.none(),
-           nb::sig("def remove(self, worker: int, medium: int, hashes: object) -> None"),
-           "Follows an event that removed pages.")
-      .def(
-          "clear", [](PyRouting& r, WorkerId worker) { r.index.clear(worker); }, "worker"_a,
-          "Follows an event that cleared all.")
-      .def(
-          "malformed", [](PyRouting& r, WorkerId worker) { r.index.malformed(worker); }, "worker"_a,
-          "Counts an event that makes no sense.")
-      .def("match", &PyRouting::match, "space"_a, "tokens"_a,
-           nb::sig("def match(self, space: bytes, tokens: object) -> tuple[list[int], list[int], list[int]]"),
-           "Returns how many pages each worker has from the beginning: on its device or expected there; there or on "
-           "its host; there or in storage.")
-      .def("rank", &PyRouting::rank, "space"_a, "tokens"_a, "workers"_a, "stay"_a.none(), "now_s"_a,
-           nb::sig("def rank(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], stay: "
-                   "int | None, now_s: float) -> numpy.typing.NDArray[numpy.int32]"),
+      .def("add", of_index<&RoutingIndex::add>)
+      .def("drop", &Routed::drop, "worker"_a)
+      .def("expect_for", of_index<&RoutingIndex::expect_for>, "worker"_a, "seconds"_a)
+      .def("share_store", of_index<&RoutingIndex::share_store>, "worker"_a, "store"_a)
+      .def("store", &Routed::store, "worker"_a, "medium"_a, "space"_a, "parent"_a.none(), "hashes"_a.none(),
+           "tokens"_a.none())
+      .def("remove", &Routed::remove, "worker"_a, "medium"_a, "hashes"_a.none())
+      .def("clear", of_index<&RoutingIndex::clear>, "worker"_a)
+      .def("malformed", of_index<&RoutingIndex::malformed>, "worker"_a)
+      .def("match", &Routed::match, "space"_a, "tokens"_a, "Returns the fields of Depths.")
+      .def("rank", &Routed::rank, "space"_a, "tokens"_a, "workers"_a, "stay"_a.none(), "now_s"_a,
            "Returns workers, the best first.")
-      .def("estimates", &PyRouting::estimates, "space"_a, "tokens"_a, "workers"_a, "stay"_a.none(), "now_s"_a,
-           nb::sig("def estimates(self, space: bytes, tokens: object, workers: numpy.typing.NDArray[numpy.int32], "
-                   "stay: int | None, now_s: float) -> list[tuple[int, float, float, int]]"),
+      .def("estimates", &Routed::estimates, "space"_a, "tokens"_a, "workers"_a, "stay"_a.none(), "now_s"_a,
            "Returns the same with what they are ordered by, the seconds until a first token, and the tokens that need "
            "not be computed.")
-      .def("sent", &PyRouting::sent, "worker"_a, "space"_a, "tokens"_a, "now_s"_a,
-           nb::sig("def sent(self, worker: int, space: bytes, tokens: object, now_s: float) -> None"),
-           "Takes into account that a request went to a worker.")
-      .def(
-          "ended", [](PyRouting& r, WorkerId worker, double now_s) { r.ranking.ended(r.known(worker), now_s); },
-          "worker"_a, "now_s"_a, "Takes into account that a request of a worker has ended.")
-      .def(
-          "expire", [](PyRouting& r, double now_s) { r.index.expire(now_s); }, "now_s"_a,
-          "Gives up what was expected for too long.")
-      .def(
-          "set_times",
-          [](PyRouting& r, WorkerId worker, std::tuple<double, double> prefill, std::tuple<double, double> host,
-             std::tuple<double, double> storage, std::optional<std::tuple<double, double>> peer) {
-            r.ranking.set_times(r.known(worker), {std::get<0>(prefill), std::get<1>(prefill), *to_load(host),
-                                                  *to_load(storage), to_load(peer)});
-          },
-          "worker"_a, "prefill"_a, "host"_a, "storage"_a, "peer"_a.none(),
-          "Sets what a worker's time goes to, in seconds: for a token, and for each position that it attends to; then "
-          "latency and time for a token of loads. No time for peers: it reads from none.")
-      .def(
-          "set_queue",
-          [](PyRouting& r, WorkerId worker, double tokens, double now_s) {
-            r.ranking.set_queue(r.known(worker), tokens, now_s);
-          },
-          "worker"_a, "tokens"_a, "now_s"_a, "Takes into account how many tokens a worker has still to compute.")
-      .def(
-          "counts", [](const PyRouting& r) { return r.index.counts(); }, "Returns the counts.")
-      .def("check", [](const PyRouting& r) { r.index.check(); }, "Raises CorruptTree.");
+      .def("sent", &Routed::sent, "worker"_a, "space"_a, "tokens"_a, "now_s"_a)
+      .def("ended", &Routed::ended, "worker"_a, "now_s"_a)
+      .def("expire", of_index<&RoutingIndex::expire>, "now_s"_a)
+      .def("set_times", &Routed::set_times, "worker"_a, "prefill"_a, "host"_a, "storage"_a, "peer"_a.none(),
+           "Each in seconds: for a token, and for each position that it attends to; then latency and time for a token.")
+      .def("set_queue", &Routed::set_queue, "worker"_a, "tokens"_a, "now_s"_a)
+      .def("counts", of_index<&RoutingIndex::counts>)
+      .def("check", of_index<&RoutingIndex::check>, "Raises CorruptTree.");
 }
 
 }  // namespace mainstem

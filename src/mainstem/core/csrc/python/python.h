@@ -45,11 +45,18 @@ class View {
 // Raises the error of that name in mainstem.errors with these arguments.
 void raise_error(const char* name, nb::handle arguments);
 
-// A NumPy array of int32 in signatures; an argument may be any object, which View checks.
-class IdArray : public nb::object {
-  static bool any(PyObject*) { return true; }
-  NB_OBJECT_DEFAULT(IdArray, nb::object, "numpy.typing.NDArray[numpy.int32]", any)
-};
+// NumPy arrays in signatures; an argument may be any object, which View checks.
+#define MAINSTEM_ARRAY(Name, dtype)                                                   \
+  class Name : public nb::object {                                                    \
+    static bool any(PyObject*) {                                                      \
+      return true;                                                                    \
+    }                                                                                 \
+    NB_OBJECT_DEFAULT(Name, nb::object, "numpy.typing.NDArray[numpy." dtype "]", any) \
+  }
+MAINSTEM_ARRAY(IdArray, "int32");
+MAINSTEM_ARRAY(Int64Array, "int64");
+MAINSTEM_ARRAY(Uint64Array, "uint64");
+MAINSTEM_ARRAY(FloatArray, "float64");
 
 // Returns numpy.empty(n, int32), and sets `data` to its memory.
 IdArray new_ids(std::size_t n, std::int32_t** data);

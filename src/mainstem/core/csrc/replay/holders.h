@@ -1,7 +1,7 @@
 // Holders: which replicas hold a block, and on which tiers. Blocks are known by `path_name`, which covers all blocks
 // before them, so a block has one place in all trees, and a tier that holds it holds those before it.
 //
-//   block 17  -> one replica: its number and tiers, in the slot itself
+//   block 17  -> one replica: its number and tiers, in the table itself
 //   block 4   -> several: a list sorted by replica, beside the table
 //
 // Changes are collected while replicas serve, by shard, so that threads may apply them: each takes its shards. Knows no
@@ -14,7 +14,7 @@
 #include <span>
 #include <vector>
 
-#include "structure/memory.h"
+#include "routing/table.h"
 
 namespace mainstem {
 
@@ -70,24 +70,16 @@ class Holders {
   std::size_t bytes() const;
 
  private:
-  static constexpr std::uint32_t kEmpty = ~std::uint32_t{0}, kList = 1u << 31;
+  static constexpr std::uint32_t kList = 1u << 31;
 
-  // Open addressing with linear probing. A value is a Holder, or kList and the number of a list.
   struct Shard {
-    Array<std::uint64_t> names;
-    Array<std::uint32_t> values;
-    std::size_t size = 0;
+    BlockTable table{0};  // by name: a Holder, or kList and the number of a list
     std::vector<std::vector<Holder>> lists;
-    std::vector<std::uint32_t> free;
+    std::vector<std::uint32_t> free;  // lists without a block
 
-    std::size_t home(std::uint64_t name) const { return name & (values.size() - 1); }
-    std::size_t next(std::size_t slot) const { return (slot + 1) & (values.size() - 1); }
-    std::size_t find(std::uint64_t name) const;  // its slot, or the empty one where it would be
-    void grow();
     void add(const Change& change);
     void remove(const Change& change);
-    void erase(std::size_t slot);
-    void add_to_list(std::size_t slot, const Change& change);
+    void add_to_list(std::uint32_t* value, const Change& change);
   };
   static std::uint32_t as_value(Holder holder) { return holder.replica() << Holder::kTiers | holder.tiers(); }
   static Holder as_holder(std::uint32_t value) {

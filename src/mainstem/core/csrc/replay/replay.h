@@ -116,7 +116,7 @@ class Replica {
   bool any_expired_ = false;
 };
 
-// Requests of a batch, and what became of them; one entry for each, `tiers` for each in `hits`.
+// A batch of requests, by column: one entry for each request, except that `hits` gets the blocks found on each tier.
 struct Served {
   std::span<const double> times_s;
   std::span<const std::uint64_t> offsets;
@@ -130,8 +130,8 @@ struct Served {
 //   route(window)      -> serve(part 0) | serve(part 1) | ...      -> learn(part 0) | learn(part 1) | ...
 //   one after another     replicas with number % parts == part        shards of what the router knows
 //
-// What the router is told of the replicas' blocks is of the end of the window before, for any number of parts: events
-// reach a router late. `serve_one` is a window of one request.
+// The router sees the replicas' blocks as they were at the end of the last window, for any number of parts: in a fleet,
+// events reach a router late, too. `serve_one` is a window of one request.
 class Replay {
  public:
   Replay(std::vector<Replica> replicas, Router router, std::uint32_t parts);

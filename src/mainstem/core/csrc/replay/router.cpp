@@ -189,7 +189,7 @@ void Router::note(double now_s, std::uint64_t tokens, std::uint32_t replica, Hol
     holders->add({names_[i], replica, 0, true});
 }
 
-// What a token of now weighs among the loads.
+// Returns the weight of a token that is sent now among the loads.
 double Router::scale(double now_s) {
   if (now_s - base_s_ > kRebase_s) {
     const double factor = std::exp2((base_s_ - now_s) / kHalfLife_s);

@@ -1,8 +1,8 @@
 // Owners: whose the ids of a node are, how many each owner has, and how many it may have. An owner is a tenant, or what
 // else names a group of namespaces; see owner_of(). Owner 0 is nobody: it has what was removed.
 //
-// Of each column an owner has a guarantee and a maximum, in ids. What it has up to the guarantee gives way to nobody
-// else; what it has beyond the maximum goes first. Without shares there are no Owners.
+// An owner has a guarantee and a maximum for each column, in ids. Its ids up to the guarantee give way to nobody else;
+// those beyond the maximum go first. Without shares there are no Owners.
 #pragma once
 
 #include <algorithm>

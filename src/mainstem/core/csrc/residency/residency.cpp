@@ -324,7 +324,7 @@ void Residency::make_room_to_split(Index node, std::uint32_t pages) {
       rooms_[column] = cell(node, column).ids.room(pages);
 }
 
-// What a split does to each cell, on every tier:
+// A split treats each cell, on every tier, by its component:
 //   full, window   the upper half takes the first ids, and joins the transfer if they are in flight
 //                  its locks are those of the lower half: a lock of full attention passes through it, and the lock of a
 //                  window begins at a node boundary, so that it covers both halves or ends between nodes

@@ -1,8 +1,8 @@
 // Residency: which ids each node holds, by component and tier, and what keeps them there: locks, pins and transfers. It
 // knows the nodes and their links. It knows no keys and no policy.
 //
-// A column is a component on a tier; a node has a cell for each. What can fail is done before anything changes:
-// reserve(), make_room_to_split(), make_room_to_join().
+// A column is a component on a tier; a node has a cell for each. Everything that can fail comes before any change, in
+// reserve(), make_room_to_split() and make_room_to_join().
 #pragma once
 
 #include <array>

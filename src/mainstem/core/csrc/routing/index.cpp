@@ -107,9 +107,9 @@ BlockIndex RoutingIndex::find(Digest digest) {
   return slot ? slot->block : kNoBlock;
 }
 
-// Finds several pages of one path, after the one that is `last`, which may be none; returns the last one. Pages of a
-// path were mostly stored one after another, and so are their blocks: then the table is not asked. Where it is, slots
-// come first, then blocks: each of all pages together, so that memory answers for all of them at once.
+// Finds several consecutive pages of one path, which follow the block `last` (or none); returns the last of them. Pages
+// of a path were mostly stored one after another, and so their blocks are neighbours: then no look-up in the table is
+// needed. Otherwise the slots of all pages are prefetched, and then all their blocks, so that memory latencies overlap.
 BlockIndex RoutingIndex::find(std::span<const Digest> digests, BlockIndex last, BlockIndex* found) {
   std::size_t i = 0;
   for (; i < digests.size() && (std::size_t{last} + 1) * stride_ < words_.size(); found[i++] = ++last) {
@@ -303,7 +303,7 @@ void RoutingIndex::expire(double now_s) {
   }
 }
 
-// Takes the oldest due away. What it expected ends, unless an event came, or the page was sent again.
+// Removes the oldest due. Its page is not expected any more, unless an event came, or the page was sent again.
 void RoutingIndex::pop_due(Worker* of, WorkerId worker, std::uint64_t* count) noexcept {
   const Due due = of->dues[of->first++];
   --pairs_;

@@ -6,15 +6,15 @@
 //   a block   | digest | page number, namespace | stamp | workers on device | on host | in storage | expected |
 //                                                         one bit for each worker
 //
-// Tokens are not kept. Two prefixes are the same block if their digests are, under a key that never leaves the process:
-// whoever lacks it cannot make two that agree, and by chance two of 2^32 blocks do with a probability of 2^-65. Hashes
-// of events name blocks of one worker only, so nothing that one worker sends concerns another.
+// Tokens are not kept. Two prefixes are the same block if their digests are equal. The digests have a key that never
+// leaves the process, so nobody else can construct two equal ones; by chance, two of 2^32 blocks are equal with a
+// probability of 2^-65. Hashes of events name blocks of one worker only, so no worker can change another's blocks.
 //
 // A block is expected on a worker that was sent its tokens, until an event of the worker says what is there, or for as
 // long as the worker's expectations last.
 //
-// What does not fit is forgotten, first what was stored or sent longest ago, and of that the end of a path: an index
-// that forgets knows less than there is, never something else. Knows neither times of requests nor costs.
+// A full index forgets: first the blocks that were stored or sent longest ago, and of those the end of a path. It then
+// knows fewer blocks than there are, and never wrong ones. It knows neither times of requests nor costs.
 #pragma once
 
 #include <array>

@@ -69,7 +69,7 @@ void Ranking::forget(WorkerId worker) {
   at(worker) = {};
 }
 
-// What a second of work done now weighs, in seconds of base_s_.
+// Returns the weight of a second of work that is done now; one done at base_s_ has the weight 1.
 double Ranking::weight(double now_s) {
   if (now_s - base_s_ > kRebase_s) {
     for (State& state : states_)
@@ -81,7 +81,7 @@ double Ranking::weight(double now_s) {
 
 // ---------------------------------------------------------------- estimates
 
-// Seconds of service alone, without queue and work. The last token is computed in any case.
+// Estimates the service time alone, without queue and recent work. The last token is always computed.
 Estimate Ranking::estimate(const WorkerTimes& times, WorkerId worker, const Depths& depths, std::uint32_t tokens,
                            std::uint32_t of_peers) const {
   const std::uint32_t most = tokens ? tokens - 1 : 0;
@@ -108,7 +108,7 @@ Estimate Ranking::estimate(const WorkerTimes& times, WorkerId worker, const Dept
   return best;
 }
 
-// The share of the time lately that a worker was in use.
+// Returns the share of the recent time in which a worker was busy.
 double Ranking::busy(const Estimate& one) {
   return std::min(1.0, one.work_s * std::numbers::ln2 / kHalfLife_s);
 }
@@ -120,7 +120,7 @@ void Ranking::score(const Depths& depths, std::uint32_t tokens, std::span<const 
   const std::vector<std::uint32_t>&host = on_host(depths), &storage = depths.pages[2];
   if (depths.pages[0].size() > states_.size()) states_.resize(depths.pages[0].size());
   double in_use = 0;
-  std::optional<Estimate> cold;  // of a worker that has nothing of its own: the same for all with its times and store
+  std::optional<Estimate> cold;  // of a worker without any page: the same for all with equal times and the same store
   for (const WorkerId worker : workers) {
     const State& of = states_[worker];
     const bool is_cold = host[worker] == 0 && worker != deepest.worker;

@@ -1,21 +1,20 @@
 // Ranking: which worker should get a request, by when each would send its first token, as far as is known.
 //
-//   cost  =  queue  +  (1 + others + busy) * service          service  =  least over the ways to begin of load +
-//   compute
+//   cost     =  queue + (1 + others + busy) * service
+//   service  =  load + compute, for the cheapest way to begin
 //
-//   ways to begin   what the device has | + host | + storage | + a peer
-//   compute         token_s * n + attended_s * n * (positions before, and half of n), as the engines estimate it
+//   ways to begin   use the device's pages | also the host's | also those in storage | also a peer's
+//   compute         token_s * n + attended_s * n * (positions before + n / 2), as the engines estimate it
 //   load            latency + s for each token
-//   queue           what the worker was sent and cannot have done yet, at the speed that it reports
-//   others          what a worker computes although another one has it, those who come next wait for, and its pages
-//   push
-//                   others out. `kOthers` if the workers were in use for `kInUse` of the time lately or more, and none
-//                   if they were idle: then nobody waits, and a request goes where its first token is soonest
-//   busy            of the time lately, the share that the worker was in use. So equal workers get equal work
+//   queue           work that was sent to the worker and cannot be done yet, at the speed that the worker reports
+//   others          computing what another worker has makes later requests wait, and pushes pages out. `kOthers` if the
+//                   workers were busy for `kInUse` of the recent time or more; 0 if they were idle: then nobody waits,
+//                   and a request goes to the worker with the earliest first token
+//   busy            the share of the recent time in which the worker was busy, so that equal workers get equal work
 //
-// A prefix that is asked for more often than one worker can serve is computed by another one as soon as waiting costs
-// more: it is there from then on. What each worker has is passed in, and so is time: the fleet's front knows it from
-// events, a replay from its trees, and both choose by this one ranking.
+// If one worker cannot serve all requests for a prefix, another one computes it as soon as waiting costs more, and has
+// it from then on. The caller passes the time and the pages that each worker has: the fleet's front knows them from
+// events, a replay from its trees. Both use this ranking.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +33,7 @@ struct LoadTime {
   bool operator==(const LoadTime&) const = default;
 };
 
-// What a worker's time goes to.
+// How long a worker takes for a token.
 struct WorkerTimes {
   double token_s = 0, attended_s = 0;  // to compute; the second one for each position that a token attends to
   LoadTime host, storage;
@@ -59,18 +58,18 @@ class Ranking {
  public:
   static constexpr double kHalfLife_s = 60;  // of the work that a worker did
   static constexpr double kOthers = 8, kInUse = 0.4;
-  // A session stays where it was if that costs at most so much more, and this part of computing all of its prompt.
+  // A session stays with its worker if that costs at most this much more, plus this part of computing its whole prompt.
   static constexpr double kStay_s = 0.02, kStay = 0.1;
 
   explicit Ranking(std::uint32_t page_tokens) : page_tokens_(page_tokens) {}
 
   void set_times(WorkerId worker, const WorkerTimes& times);
-  // The worker says how much of what it was sent it has not computed yet.
+  // The worker reports how many of the tokens that it was sent it has not computed yet.
   void set_queue(WorkerId worker, double tokens, double now_s);
   void forget(WorkerId worker);
 
-  // The workers, the best first, for a prompt of which each has so many pages. `stay`: where the session of the request
-  // was.
+  // Returns the workers, the best first. `depths`: pages of the prompt that each has. `stay`: the worker of the session
+  // so far.
   const std::vector<Estimate>& rank(const Depths& depths, std::uint32_t tokens, std::span<const WorkerId> workers,
                                     std::optional<WorkerId> stay, double now_s);
   // The first of them, without the order of the others.
@@ -97,7 +96,7 @@ class Ranking {
 
   std::uint32_t page_tokens_;
   std::vector<State> states_;
-  double base_s_ = 0;  // work is halved every kHalfLife_s: a second of work weighs more the later it is done
+  double base_s_ = 0;  // recent work weighs more: instead of halving the old every kHalfLife_s, new work weighs double
   std::vector<Estimate> ranked_;
 };
 

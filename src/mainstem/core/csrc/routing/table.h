@@ -36,6 +36,7 @@ class BlockTable {
   Slot* find(std::uint64_t word) {
     return find(word, [](const Slot&) { return true; });
   }
+  const Slot* find(std::uint64_t word) const { return const_cast<BlockTable*>(this)->find(word); }
   void prefetch(std::uint64_t word) const {
     if (!slots_.empty()) __builtin_prefetch(&slots_[home(word)]);
   }

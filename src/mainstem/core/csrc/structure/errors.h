@@ -1,4 +1,4 @@
-// What the core throws. The bindings turn each into an exception of mainstem.errors.
+// The errors of the core. The bindings turn each into an exception of mainstem.errors.
 #pragma once
 
 #include <cstdint>

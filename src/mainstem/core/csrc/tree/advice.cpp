@@ -1,6 +1,6 @@
-// Advice: what somebody knows of the future. A retained prefix is locked until the caller, who knows the time, ends
-// that; the tree counts what retentions keep, so that it can be bounded. A demoted prefix is evicted first. When one is
-// expected to be used next is weighed against the policy, see eviction/expected.h.
+// Advice about the future. A retained prefix is locked until the caller, who knows the time, ends the retention; the
+// tree counts the ids that retentions keep, so that the caller can bound them. A demoted prefix is evicted first. An
+// announced next use is weighed against the policy, see eviction/expected.h.
 #include <algorithm>
 
 #include "tree/tree.h"
@@ -72,8 +72,8 @@ IdCounts Tree::end_retention(Handle handle, std::uint32_t tier) {
   return alone;
 }
 
-// The nodes from which everything begins with a key, and the one above them if nothing else is below it; else kNone.
-// Where the tree has less of the key, its last node, unless another sequence goes on from there.
+// Returns the highest nodes below which everything begins with a key, and the node above them if nothing else is below
+// it (else kNone). If the tree has less of the key, returns its last node, unless another sequence goes on from there.
 std::pair<std::vector<Index>, Index> Tree::beginning_with(std::string_view ns, Bytes key) {
   const std::uint32_t pages = nodes_.whole_pages(key);
   const Bytes tail = key.subspan(std::size_t{pages} * nodes_.page_bytes);
@@ -130,7 +130,7 @@ std::uint32_t Tree::expect(std::string_view ns, Bytes key, Account account, doub
   return found;
 }
 
-std::vector<Handle> Tree::path(std::string_view ns, Bytes key) const {
+std::vector<Handle> TreeView::path(std::string_view ns, Bytes key) const {
   Walk found;
   nodes_.walk(nodes_.find_root(ns), key, nodes_.whole_pages(key), &found, {});
   std::vector<Handle> handles;

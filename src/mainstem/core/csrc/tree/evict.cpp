@@ -153,11 +153,4 @@ Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::
   }
 }
 
-bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {
-  const Index node = eviction_.unranked(cells_.find_column(component, tier));
-  if (node == kNone) return false;
-  *out = stats(node);
-  return true;
-}
-
 }  // namespace mainstem

@@ -37,17 +37,31 @@ std::vector<std::uint64_t> last_uses(const Structure& nodes) {
   return used;
 }
 
-}  // namespace
+// One explanation; reads the parts of a tree.
+struct Explainer {
+  const Structure& nodes;
+  const Residency& cells;
+  const Eviction& order;
+  Ghosts* ghosts;  // null: what is gone is not remembered
 
-Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
-  const std::uint32_t pages = nodes_.whole_pages(key);
-  const Index root = nodes_.find_root(ns);
+  Explanation explain(std::string_view ns, Bytes key, bool distances);
+  std::int64_t last_use(const Walk& path, std::uint32_t pages) const;
+  Cause missing(const Walk& path) const;
+  Cause cause_here(Index node, Cause missing) const;
+  void explain_gone(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from, Explanation* to);
+  void explain_parting(Index root, const Walk& path, Bytes key, Explanation* to) const;
+  void measure(Explanation* of);
+};
+
+Explanation Explainer::explain(std::string_view ns, Bytes key, bool distances) {
+  const std::uint32_t pages = nodes.whole_pages(key);
+  const Index root = nodes.find_root(ns);
   Walk path;
-  if (root != kNone) nodes_.walk(root, key, pages, &path, {});
+  if (root != kNone) nodes.walk(root, key, pages, &path, {});
   Explanation found;
-  found.tick = eviction_.tick();
-  found.horizon = ghosts_ ? ghosts_->horizon() : 0;
-  const PeekResult usable = root == kNone ? PeekResult() : PeekResult(cells_.reach(path), cells_.tiers);
+  found.tick = order.tick();
+  found.horizon = ghosts ? ghosts->horizon() : 0;
+  const PeekResult usable = root == kNone ? PeekResult() : PeekResult(cells.reach(path), cells.tiers);
   std::uint32_t at = usable.pages + usable.host_pages;
   const auto here = [&](std::uint32_t begin, std::uint32_t end, Cause cause) {
     if (begin < end) add(&found, {begin, end, cause, 0, {}, -1, last_use(path, end)});
@@ -56,7 +70,7 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
   here(usable.pages, at, Cause::host);
   Cause missing = path.empty() ? Cause::forgotten : this->missing(path);
   for (const Step& step : path) {
-    const std::uint32_t end = nodes_[step.node].start + step.pages;
+    const std::uint32_t end = nodes[step.node].start + step.pages;
     if (end <= at) continue;
     const Cause cause = cause_here(step.node, missing);
     if (cause == Cause::in_flight) missing = cause;  // what follows waits for it
@@ -68,37 +82,38 @@ Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
     if (found.runs.back().cause == Cause::never_seen && found.runs.back().begin == at && root != kNone)
       explain_parting(root, path, key, &found);
   }
-  if (distances && ghosts_ && eviction_.tells_recency()) measure(&found);
+  if (distances && ghosts && order.tells_recency()) measure(&found);
   return found;
 }
 
-// When the last of the first pages of a path was used last. Who uses what is below uses that page, too, and a node does
-// not know of it: so it is known at the end of a branch alone, where a conversation goes on.
-std::int64_t Tree::last_use(const Walk& path, std::uint32_t pages) const {
+// Returns the last use of the last of the first `pages` pages of a path; -1: not known. A use of anything below is a
+// use of that page, too, and its node does not record it. So the answer is known only at the end of a branch, where a
+// conversation goes on.
+std::int64_t Explainer::last_use(const Walk& path, std::uint32_t pages) const {
   for (const Step& step : path) {
-    const Node& n = nodes_[step.node];
-    if (n.end() >= pages) return n.children() || !tells_recency() ? -1 : static_cast<std::int64_t>(n.accessed);
+    const Node& n = nodes[step.node];
+    if (n.end() >= pages) return n.children() || !order.tells_recency() ? -1 : static_cast<std::int64_t>(n.accessed);
   }
   return -1;
 }
 
 // Why a match cannot end as far as full attention goes: the component that allows least.
-Cause Tree::missing(const Walk& path) const {
+Cause Explainer::missing(const Walk& path) const {
   Cause cause = Cause::window_missing;
   std::uint32_t least = ~std::uint32_t{0};
-  for (std::uint32_t c = 0; c < cells_.components(); ++c) {
+  for (std::uint32_t c = 0; c < cells.components(); ++c) {
     Coverage cover;
     std::uint32_t most = 0;
     for (const Step& step : path) {
-      const Node& n = nodes_[step.node];
+      const Node& n = nodes[step.node];
       bool usable = false;
-      for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier)
-        usable = usable || cells_.cell(step.node, cells_.column_of(c, tier)).present();
-      cover.pass(cells_.rows[c], usable, n.start + step.pages, step.pages == n.pages);
-      if (cover.allows(cells_.rows[c], n.start + step.pages, nodes_.page_size)) most = n.start + step.pages;
+      for (std::uint32_t tier = 0; tier < cells.tiers; ++tier)
+        usable = usable || cells.cell(step.node, cells.column_of(c, tier)).present();
+      cover.pass(cells.rows[c], usable, n.start + step.pages, step.pages == n.pages);
+      if (cover.allows(cells.rows[c], n.start + step.pages, nodes.page_size)) most = n.start + step.pages;
     }
-    const bool is_state = !cells_.rows[c].per_page();
-    if (most > least || (most == least && !is_state) || (c == 0 && cells_.rows[0].leaf_only())) continue;
+    const bool is_state = !cells.rows[c].per_page();
+    if (most > least || (most == least && !is_state) || (c == 0 && cells.rows[0].leaf_only())) continue;
     least = most;
     cause = is_state ? Cause::state_missing : Cause::window_missing;
   }
@@ -106,23 +121,23 @@ Cause Tree::missing(const Walk& path) const {
 }
 
 // Why a page of a node of the tree is not used.
-Cause Tree::cause_here(Index node, Cause missing) const {
+Cause Explainer::cause_here(Index node, Cause missing) const {
   bool present = false, in_flight = false;
-  for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
-    const Cell& cell = cells_.cell(node, cells_.column_of(0, tier));
+  for (std::uint32_t tier = 0; tier < cells.tiers; ++tier) {
+    const Cell& cell = cells.cell(node, cells.column_of(0, tier));
     present = present || cell.present();
     in_flight = in_flight || cell.in_flight();
   }
   if (present) return missing;
   if (in_flight) return Cause::in_flight;
-  return cells_.rows[0].leaf_only() ? Cause::forgotten : Cause::window_missing;
+  return cells.rows[0].leaf_only() ? Cause::forgotten : Cause::window_missing;
 }
 
-// Pages of which the tree has no node. What follows a page that was never seen was never seen, either.
-void Tree::explain_gone(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from, Explanation* to) {
-  const std::uint32_t pages = nodes_.whole_pages(key);
-  if (!ghosts_) return add(to, {from, pages, Cause::forgotten});
-  const std::vector<Ghosts::Known> known = ghosts_->find(ns, key, path, from);
+// Explains pages without a node. Pages after one that was never seen were never seen, either.
+void Explainer::explain_gone(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from, Explanation* to) {
+  const std::uint32_t pages = nodes.whole_pages(key);
+  if (!ghosts) return add(to, {from, pages, Cause::forgotten});
+  const std::vector<Ghosts::Known> known = ghosts->find(ns, key, path, from);
   for (std::uint32_t page = from; page < known.size(); ++page) {
     const bool departed = known[page].kind == Ghosts::Known::departed;
     const Cause cause = departed ? Cause::departed : Cause::forgotten;
@@ -131,20 +146,20 @@ void Tree::explain_gone(std::string_view ns, Bytes key, const Walk& path, std::u
   if (known.size() < pages) add(to, {static_cast<std::uint32_t>(known.size()), pages, Cause::never_seen});
 }
 
-// Where a prompt parts from the nearest one that the tree has: inside the node that it leaves, or from a child of it.
-void Tree::explain_parting(Index root, const Walk& path, Bytes key, Explanation* to) const {
+// Finds where a prompt parts from the nearest one of the tree: inside the last node of its path, or at a child of it.
+void Explainer::explain_parting(Index root, const Walk& path, Bytes key, Explanation* to) const {
   const Step last = path.empty() ? Step{root, 0} : path.back();
-  const Bytes tail = key.subspan(std::size_t{to->runs.back().begin} * nodes_.page_bytes);
+  const Bytes tail = key.subspan(std::size_t{to->runs.back().begin} * nodes.page_bytes);
   Index nearest = kNone;
   std::uint32_t inside = 0, symbols = 0;
-  if (last.pages < nodes_[last.node].pages) {
+  if (last.pages < nodes[last.node].pages) {
     nearest = last.node;
     inside = last.pages;
-    symbols = nodes_.agreement(nearest, inside, tail);
+    symbols = nodes.agreement(nearest, inside, tail);
   } else {
-    Index at = nodes_[last.node].last_child;
-    for (std::uint32_t seen = 0; at != kNone && seen < kNearest; ++seen, at = nodes_[at].previous) {
-      const std::uint32_t agree = nodes_.agreement(at, 0, tail);
+    Index at = nodes[last.node].last_child;
+    for (std::uint32_t seen = 0; at != kNone && seen < kNearest; ++seen, at = nodes[at].previous) {
+      const std::uint32_t agree = nodes.agreement(at, 0, tail);
       if (nearest != kNone && agree <= symbols) continue;
       nearest = at;
       symbols = agree;
@@ -153,8 +168,8 @@ void Tree::explain_parting(Index root, const Walk& path, Bytes key, Explanation*
   if (nearest == kNone || (to->runs.back().begin == 0 && symbols == 0)) return;
   to->runs.back().cause = Cause::parted;
   to->parted = symbols;
-  const std::size_t at = std::size_t{inside} * nodes_.page_bytes + std::size_t{symbols} * nodes_.symbol_bytes;
-  to->other = text(nodes_[nearest].key).substr(at, kOtherSymbols * nodes_.symbol_bytes);
+  const std::size_t at = std::size_t{inside} * nodes.page_bytes + std::size_t{symbols} * nodes.symbol_bytes;
+  to->other = text(nodes[nearest].key).substr(at, kOtherSymbols * nodes.symbol_bytes);
 }
 
 // ---------------------------------------------------------------- stack distances
@@ -162,27 +177,33 @@ void Tree::explain_parting(Index root, const Walk& path, Bytes key, Explanation*
 // The stack distance of a page (Mattson et al. 1970): how many pages LRU would have to hold to have it still. Those are
 // the pages used since, of any namespace, and those of its own path that were used with it and come before it, itself
 // included. Of a run it is that of the last page. Not known once pages are forgotten that were used later.
-void Tree::measure(Explanation* of) {
+void Explainer::measure(Explanation* of) {
   const auto concerns = [](const Explained& run) {
     return run.cause == Cause::departed && run.departure.why != Why::removed;
   };
   if (std::none_of(of->runs.begin(), of->runs.end(), concerns)) return;
-  const std::vector<Ghosts::Page> evicted = ghosts_->evicted();
-  const std::vector<std::uint64_t> used = last_uses(nodes_);
+  const std::vector<Ghosts::Page> evicted = ghosts->evicted();
+  const std::vector<std::uint64_t> used = last_uses(nodes);
   for (Explained& run : of->runs) {
-    if (!concerns(run) || ghosts_->latest_forgotten() > run.departure.accessed) continue;
+    if (!concerns(run) || ghosts->latest_forgotten() > run.departure.accessed) continue;
     const std::uint64_t since = run.departure.accessed;
     run.distance = 0;
     const auto count = [&](std::uint32_t start, std::uint32_t pages, std::uint64_t accessed) {
       if (accessed > since) run.distance += pages;
       if (accessed == since && start < run.end) run.distance += std::min(pages, run.end - start);
     };
-    for (Index node = 1; node < nodes_.nodes().size(); ++node)
-      if (nodes_[node].live && !nodes_[node].removed && !nodes_[node].root())
-        count(nodes_[node].start, nodes_[node].pages, used[node]);
+    for (Index node = 1; node < nodes.nodes().size(); ++node)
+      if (nodes[node].live && !nodes[node].removed && !nodes[node].root())
+        count(nodes[node].start, nodes[node].pages, used[node]);
     for (const Ghosts::Page& page : evicted)
       count(page.number, 1, page.accessed);
   }
+}
+
+}  // namespace
+
+Explanation Tree::explain(std::string_view ns, Bytes key, bool distances) {
+  return Explainer{nodes_, cells_, eviction_, ghosts_.get()}.explain(ns, key, distances);
 }
 
 }  // namespace mainstem

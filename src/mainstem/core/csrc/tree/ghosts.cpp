@@ -27,9 +27,9 @@ std::uint32_t short_hash(std::uint64_t of) {
 
 }  // namespace
 
-// What was here at some time, or may have been: a Bloom filter (Bloom 1970) whose entries set three bits in each of two
-// words that lie together (Putze et al. 2009). In two generations: when the younger is full, the older is emptied, and
-// what it had is lost.
+// The pages that were here at some time: a Bloom filter (Bloom 1970) whose entries set three bits in each of two words
+// that lie together (Putze et al. 2009). It has two generations: when the younger is full, the older is emptied, and
+// its entries are lost.
 class Ghosts::Filter {
  public:
   explicit Filter(std::size_t pages) : most_(std::max(kFewest, pages * kForgotten)) {
@@ -299,7 +299,7 @@ std::uint64_t Ghosts::newest(std::uint64_t first) const {
   return slot ? ring_[slot - 1].number : 0;
 }
 
-// What is at page `page` - 1 of the path to an end: a ghost, or a node.
+// Returns the ghost or node at page `page` - 1 of the path to an end.
 Ghosts::Holder Ghosts::holder(Handle end, std::uint32_t page) const {
   for (;;) {
     const Index slot = ends_.find(short_hash(end), [&](Index at) { return ring_[at - 1].self == end; });

@@ -1,8 +1,8 @@
 // Ghosts: what the tree had and has no more. They answer, for a page that is in no node, whether it was evicted (and
 // how), removed, or never here; of what they had to forget, that they cannot know.
 //
-// A ghost is what went at once: consecutive pages of one path. It has the symbols of its node, and its place: the
-// handles of where it began and ended. Where it went is known by these: nothing above it is read, or hashed.
+// A ghost stands for consecutive pages of one path that left together. It has the symbols of its node, and its place:
+// the handles of the nodes at its beginning and end. These locate it, so nothing above it is read or hashed.
 //
 //   an eviction --copied--> a ring of ghosts, the oldest first, and one of their symbols: at most so many pages
 //                            | index(): when somebody asks, new ones are entered by their first page, and by their end
@@ -11,11 +11,11 @@
 //
 // A page is where a ghost says if the key has its symbols, and those of all pages above. The latter is so if the ghost
 // begins at a live node on the key's path, or where a ghost ends of which the same is known. A split leaves handles
-// where they are. Where a node is joined to one below it, a ghost without pages says where its end is now: it is older
-// than whatever begins there later, and pushed out after all that began there before.
+// where they are. When a node is joined to the one below it, a ghost without pages records its new end: it is older
+// than every ghost that begins there later, and pushed out after all that began there before.
 //
-// The filter knows a page by its namespace, its place and its own symbols alone. What looks like a page that was here
-// may have been.
+// The filter knows a page by its namespace, its place and its own symbols alone, so it can only say that a page may
+// have been here.
 #pragma once
 
 #include <cstdint>
@@ -65,8 +65,8 @@ class Ghosts {
   void joined(Index upper, Index lower) noexcept {                             // they are about to be
     if (std::exchange(places_[upper], {}).begins && !nodes_[upper].removed) note_join(upper, lower);
   }
-  // All pages of nodes, of which nobody may find anything any more. What was removed is not kept: from now on the
-  // symbols of all ghosts are hashes.
+  // All pages of nodes are removed: nobody may find them any more. Removed symbols are not kept: from now on all ghosts
+  // have hashes of their symbols.
   void removed(const std::vector<Index>& tops, Why why, std::uint64_t tick) noexcept;
   void removed_space(std::string_view ns) noexcept;
   void removed_page(std::string_view ns, Bytes key, const Walk& path);  // the last of a key
@@ -74,7 +74,7 @@ class Ghosts {
   // ---- what they answer
   // By page of a key from `from` on, as far as the last that is not never seen. `path`: the walk along the key.
   std::vector<Known> find(std::string_view ns, Bytes key, const Walk& path, std::uint32_t from);
-  // What is never seen is so since this tick; before it, nothing is known. 0: since the tree was made.
+  // "Never seen" means: not since this tick; before it, nothing is known. 0: since the tree was made.
   std::uint64_t horizon() const { return horizon_; }
   std::vector<Page> evicted();  // pages that were evicted and are not in the tree, each once
   std::uint64_t latest_forgotten() const { return latest_forgotten_; }  // last use of a page in the filter

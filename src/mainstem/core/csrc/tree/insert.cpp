@@ -240,7 +240,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   return result;
 }
 
-bool Tree::knows(std::string_view ns, Handle after, Bytes key) const {
+bool TreeView::knows(std::string_view ns, Handle after, Bytes key) const {
   const Index from = nodes_.resolve(after) ? nodes_.resolve(after) : nodes_.find_root(ns);
   return from != kNone && key.size() >= nodes_.page_bytes && nodes_.step_down(from, key.data(), 1).node != kNone;
 }

@@ -196,8 +196,7 @@ void Journal::note_stored(MovedPages* to, Index node, std::uint32_t tier, std::u
 
 // ---------------------------------------------------------------- what listeners take
 
-// An operation may fill the cells of a path from its end up. What comes without anything leaving in between may change
-// places.
+// An operation may fill the cells of a path from its end up. Arrivals without a departure in between may change places.
 const MovedPages& Journal::noted() noexcept {
   const auto came = [](const Moved& move) { return move.stored; };
   const auto end = noted_.moves.end();

@@ -61,8 +61,8 @@ class Journal {
   void require_place(std::uint32_t tier, IdSpan ids) const;
 
   // ---- what listeners take
-  // What was noted since the last clear(), parents before children that came with them; nothing if more than `limit`
-  // pages were, so that `lost` is true.
+  // Returns the moves since the last clear(), parents before children that came with them. If there were more than
+  // `limit` pages, returns nothing, and lost() is true.
   const MovedPages& noted() noexcept;
   bool lost() const { return lost_; }
   void clear() noexcept;

@@ -24,12 +24,12 @@ Index Tree::end_at(Walk* path, std::uint32_t pages) {
 }
 
 // Returns how many symbols of `tail` agree with page `page` of a node; 0 if that page is not on the device.
-std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const {
+std::uint32_t TreeView::agreement(Index node, std::uint32_t page, Bytes tail) const {
   return cells_.cell(node, 0).present() ? nodes_.agreement(node, page, tail) : 0;
 }
 
 // Returns the child of `node` whose first page agrees longest with `tail`, among the youngest.
-Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
+TreeView::Inside TreeView::look_inside(Index node, Bytes tail) const {
   Inside best;
   Index at = nodes_[node].last_child;
   for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen, at = nodes_[at].previous) {
@@ -93,7 +93,7 @@ Handle Tree::locate(std::string_view ns, Bytes key, std::uint32_t pages) {
   return nodes_.handle(end_at(&path_, pages));
 }
 
-std::uint32_t Tree::extent(std::string_view ns, Bytes key) const {
+std::uint32_t TreeView::extent(std::string_view ns, Bytes key) const {
   Walk path;
   nodes_.walk(nodes_.find_root(ns), key, nodes_.whole_pages(key), &path, {});
   std::uint32_t pages = 0;
@@ -104,7 +104,7 @@ std::uint32_t Tree::extent(std::string_view ns, Bytes key) const {
   return pages;
 }
 
-PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
+PeekResult TreeView::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
   const Index root = nodes_.find_root(ns);
   Walk path;
   nodes_.walk(root, key, nodes_.whole_pages(key), &path, check_rest);
@@ -122,7 +122,7 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckR
 }
 
 // Returns the child used last whose key begins with `tail`, which is shorter than a page.
-Index Tree::child_used_last(Index node, Bytes tail) const {
+Index TreeView::child_used_last(Index node, Bytes tail) const {
   Index best = kNone;
   Index at = nodes_[node].last_child;
   for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen, at = nodes_[at].previous) {
@@ -132,7 +132,7 @@ Index Tree::child_used_last(Index node, Bytes tail) const {
   return best;
 }
 
-std::string Tree::continuation(std::string_view ns, Bytes key, std::size_t most) const {
+std::string TreeView::continuation(std::string_view ns, Bytes key, std::size_t most) const {
   const std::uint32_t pages = nodes_.whole_pages(key);
   const Index root = nodes_.find_root(ns);
   Walk path;

@@ -3,7 +3,7 @@
 #include <iterator>
 #include <tuple>
 
-#include "tree/tree.h"
+#include "tree/views.h"
 
 namespace mainstem {
 
@@ -15,12 +15,12 @@ Ids ids_of(const Cell& cell) {
 
 }  // namespace
 
-NodeStats Tree::stats(Index node) const {
+NodeStats TreeView::stats(Index node) const {
   const Node& n = nodes_[node];
   return {nodes_.handle(node), n.created, n.accessed, n.hits, n.start, n.pages, n.priority};
 }
 
-std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
+std::vector<Handle> TreeView::lacking(Handle handle_, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
   cells_.require_tier(from);
   cells_.require_tier(to);
   std::vector<Index> path;
@@ -43,7 +43,7 @@ std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint3
   return found;
 }
 
-Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
+Handle TreeView::in_flight_above(Handle node, std::uint32_t tier) const {
   cells_.require_tier(tier);
   Index at = nodes_.resolve(node);
   while (!nodes_[at].root()) {
@@ -54,7 +54,7 @@ Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
   return 0;
 }
 
-std::vector<Handle> Tree::hottest(std::uint32_t tier) const {
+std::vector<Handle> TreeView::hottest(std::uint32_t tier) const {
   cells_.require_tier(tier);
   std::vector<Index> found;
   for (Index node = 1; node < nodes_.nodes().size(); ++node)
@@ -72,12 +72,12 @@ std::vector<Handle> Tree::hottest(std::uint32_t tier) const {
   return handles;
 }
 
-Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const {
+Ids TreeView::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const {
   const Cell& c = cell(node, component, tier);
   return c.present() ? ids_of(c) : Ids{};
 }
 
-std::vector<PathSpan> Tree::hot_spans(std::uint32_t tier) const {
+std::vector<PathSpan> TreeView::hot_spans(std::uint32_t tier) const {
   std::vector<PathSpan> spans;
   std::vector<std::int64_t> number(nodes_.nodes().size(), -1);  // index of the span that a node is in
   for (const Handle hot : hottest(tier)) {
@@ -99,19 +99,24 @@ std::vector<PathSpan> Tree::hot_spans(std::uint32_t tier) const {
   return spans;
 }
 
-std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t begin) const {
+std::pair<std::string, std::string> TreeView::path_key(Handle handle_, std::uint32_t begin) const {
   const Index node = nodes_.resolve(handle_);
   if (node == kNone) return {};
   return {std::string(text(nodes_[nodes_.root_of(node)].key)),
           nodes_.symbols(node, std::min(begin, nodes_[node].end()))};
 }
 
-void Tree::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
-                    std::int32_t* out) const {
+void TreeView::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
+                        std::int32_t* out) const {
   cells_.copy_ids(nodes_.resolve(node), cells_.find_column(component, tier), begin, out);
 }
 
-TreeStats Tree::stats() const {
+std::optional<NodeStats> TreeView::waiting(std::uint32_t component, std::uint32_t tier) const {
+  const Index node = eviction_.unranked(cells_.find_column(component, tier));
+  return node == kNone ? std::nullopt : std::optional(stats(node));
+}
+
+TreeStats TreeView::stats() const {
   const CellCounts pages = counts(0, kDevice);
   TreeStats stats{counters_};
   stats.cached_pages = pages.present;
@@ -127,7 +132,7 @@ TreeStats Tree::stats() const {
   return stats;
 }
 
-std::vector<std::string> Tree::namespaces() const {
+std::vector<std::string> TreeView::namespaces() const {
   std::vector<std::string> names;
   for (Index node = 1; node < nodes_.nodes().size(); ++node)
     if (nodes_[node].live && nodes_[node].root()) names.emplace_back(text(nodes_[node].key));
@@ -135,7 +140,7 @@ std::vector<std::string> Tree::namespaces() const {
   return names;
 }
 
-std::vector<std::int64_t> Tree::survey(std::size_t first, std::size_t count) const {
+std::vector<std::int64_t> TreeView::survey(std::size_t first, std::size_t count) const {
   std::vector<std::int64_t> rows;
   const std::size_t last = first + std::min(count, places() - std::min(first, places()));
   const auto presence = [&](Index node, std::uint32_t tier) {
@@ -166,13 +171,13 @@ std::vector<std::int64_t> Tree::survey(std::size_t first, std::size_t count) con
   return rows;
 }
 
-std::string Tree::name_at(std::size_t place) const {
+std::string TreeView::name_at(std::size_t place) const {
   if (place == 0 || place >= places()) return {};
   const Node& n = nodes_[static_cast<Index>(place)];
   return n.live && n.root() ? std::string(text(n.key)) : std::string();
 }
 
-NodeView Tree::view(Index node) const {
+NodeView TreeView::view(Index node) const {
   const Node& n = nodes_[node];
   NodeView view{stats(node), nodes_.handle(n.parent), n.children(), n.removed != 0, {}, {}};
   view.key = text(n.key);
@@ -184,7 +189,7 @@ NodeView Tree::view(Index node) const {
 }
 
 // Depth first, parents before children, children by age. Removed nodes come last.
-std::vector<NodeView> Tree::nodes(std::string_view ns) const {
+std::vector<NodeView> TreeView::nodes(std::string_view ns) const {
   std::vector<NodeView> views;
   const Index root = nodes_.find_root(ns);
   const auto show = [&](Index node) {
@@ -203,7 +208,7 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   return views;
 }
 
-std::vector<CellCounts> Tree::owned(std::string_view ns) const {
+std::vector<CellCounts> TreeView::owned(std::string_view ns) const {
   std::vector<CellCounts> counts(cells_.columns);
   const OwnerId owner = cells_.find_owner(ns);
   for (std::size_t column = 0; owner != kNoOwner && column < cells_.columns; ++column)

@@ -1,4 +1,4 @@
-#include "eviction/foresight.h"
+#include "eviction/lookahead.h"
 
 #include <cmath>
 #include <limits>
@@ -11,14 +11,14 @@ namespace {
 
 constexpr int kAtOnce = 16;  // nodes that one choice may spare, or give back
 
-// What a lost bet costs under a policy that counts uses: what comes back has lost its counts, too. When those policies
-// would have dropped a page is not known: it is taken to be when as many pages have gone as there are.
+// The cost of a lost bet under a policy that counts uses: a page that comes back has lost its counts, too. When such a
+// policy would have dropped a page is not known; it is taken to be when as many pages have gone as there are.
 constexpr double kCountsLost = 2;
 
 }  // namespace
 
 // From now on, nodes have names and expectations.
-void Foresight::begin() {
+void Lookahead::begin() {
   const Array<Node>& nodes = std::as_const(order_.nodes_).nodes();
   auto begun = std::make_unique<Expected>(nodes, order_.tick_);
   begun->reserve(order_.room_);
@@ -38,18 +38,18 @@ void Foresight::begin() {
   all_ = order_.expected_.get();
 }
 
-void Foresight::expect(Index node, Account account, double now, double due) {
+void Lookahead::expect(Index node, Account account, double now, double due) {
   if (!all_) begin();
   Index root = node;
   while (!order_.nodes_[root].root())
     root = order_.nodes_[root].parent;
-  all_->tell_time(now);
+  all_->note_time(now);
   all_->own(root, account);
   all_->say(node, due, account);
   order_.refresh(node, kAdvised);
 }
 
-bool Foresight::offer(Index node, std::size_t column) {
+bool Lookahead::offer(Index node, std::size_t column) {
   if (column != kAdvised) return false;
   if (!all_->holds(node) || order_.goes_first(node, column)) {
     all_->drop(node);
@@ -61,25 +61,25 @@ bool Foresight::offer(Index node, std::size_t column) {
   return true;
 }
 
-void Foresight::drop_from_policy(Index node) {
+void Lookahead::drop_from_policy(Index node) {
   const std::uint32_t queue = order_.queues(kAdvised).queue(node);
   if (queue == order_.queue_count_) return;
   order_.order(kAdvised, queue).remove(node);
   if (order_.replacement(kAdvised)) order_.replacement(kAdvised)->withdrawn(node);
 }
 
-void Foresight::end(Index node) {
+void Lookahead::end(Index node) {
   all_->forget(node);
   order_.refresh(node, kAdvised);
 }
 
-void Foresight::gone(Index node, bool was_present) noexcept {
+void Lookahead::gone(Index node, bool was_present) noexcept {
   if (was_present) trim(node, order_.nodes_[node].pages);
   all_->pass_up(node, order_.nodes_[node].parent);
   all_->forget(node);
 }
 
-void Foresight::trim(Index node, std::uint32_t pages) noexcept {
+void Lookahead::trim(Index node, std::uint32_t pages) noexcept {
   all_->went += pages;
   if (all_->wager != node) return;
   const Structure& nodes = order_.nodes_;
@@ -90,14 +90,14 @@ void Foresight::trim(Index node, std::uint32_t pages) noexcept {
 }
 
 // When the policy alone evicts a node, as a number: its rank, or how many pages will have gone.
-double Foresight::rank_alone(Index node) const {
+double Lookahead::rank_alone(Index node) const {
   if (!order_.policy_.keeps_order) return number(all_->went + order_.cells_.counts(kAdvised).present);
   const Node& n = order_.nodes_[node];
   const Rank rank = order_.policy_.rank(n, n.accessed, order_.protected_hits_);
   return std::ldexp(rank.major, 40) + rank.minor;
 }
 
-void Foresight::ask(std::string_view ns, Index deepest, std::uint64_t root_name, Bytes key) noexcept {
+void Lookahead::ask(std::string_view ns, Index deepest, std::uint64_t root_name, Bytes key) noexcept {
   const std::size_t page_bytes = order_.nodes_.page_bytes;
   const Index root = order_.nodes_.find_root(ns);
   all_->ledger.asked(root == kNone ? kNobody : all_->at(root).account, key.size() / page_bytes);
@@ -110,7 +110,7 @@ void Foresight::ask(std::string_view ns, Index deepest, std::uint64_t root_name,
   }
 }
 
-Index Foresight::choose() {
+Index Lookahead::choose() {
   Expected& all = *all_;
   const auto account = [&](Index node) { return all.at(node).account; };
   all.wager = kNone;

@@ -1,13 +1,13 @@
-// Foresight: what the order does where somebody has said when prefixes are used next; the rules are in expected.h.
+// Lookahead: how the order uses announcements of the next use of prefixes; the rules are in expected.h.
 #pragma once
 
 #include "eviction/eviction.h"
 
 namespace mainstem {
 
-class Foresight {
+class Lookahead {
  public:
-  explicit Foresight(Eviction& order) : order_(order), all_(order.expected_.get()) {}
+  explicit Lookahead(Eviction& order) : order_(order), all_(order.expected_.get()) {}
 
   void expect(Index node, Account account, double now, double due);
   // A candidate takes its place among the expected ones. Returns whether the policy must not see it.
@@ -17,7 +17,8 @@ class Foresight {
   // A node is about to lose its last pages, or all, on the device.
   void trim(Index node, std::uint32_t pages) noexcept;
   void gone(Index node, bool was_present) noexcept;
-  // What waits longest of the policy's choice and of what is expected. The policy's choice is spared if it is expected.
+  // Returns the node with the longest wait: the policy's choice or an expected one. An expected choice of the policy is
+  // spared.
   Index choose();
 
  private:
