@@ -90,7 +90,7 @@ class GhostRunner:
         numbers = []
         for segment in segments:
             sequence = running[id(segment.tables[0])]
-            text = np.concatenate([sequence.known, sequence.draft])[: segment.end]
+            text = np.concatenate([sequence.tokens.known, sequence.draft])[: segment.end]
             require(np.array_equal(text[segment.start :], segment.tokens), "tokens of another request")
             numbers.append(fingerprints(process.origin_of(sequence.request.namespace), text))
         for layer in range(memory.layers):
