@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from mainstem.server.errors import ApiError
 from mainstem.server.kept.listing import between, page
-from mainstem.server.kept.response_store import Kept, ResponseStore
+from mainstem.server.kept.response_store import ResponseStore
 from mainstem.server.parsing.custom import as_arguments
 from mainstem.server.parsing.formats import FORMATS
 from tests.server.apis.test_responses import SPEAKS, WEATHER, ask, client, error_of
@@ -326,36 +326,36 @@ def test_a_page_has_so_many_entries_at_most(most: int) -> None:
 @pytest.mark.parametrize(
     ("query", "shown", "more"),
     [
+        ({}, "abcde", False),
+        ({"limit": "2"}, "ab", True),
+        ({"limit": "5"}, "abcde", False),
         ({"after_id": "b", "limit": "2"}, "cd", True),
         ({"after_id": "b", "limit": "3"}, "cde", False),
+        ({"after_id": "e"}, "", False),
+        ({"before_id": "e", "limit": "2"}, "cd", True),
         ({"before_id": "c", "limit": "1"}, "b", True),
         ({"before_id": "c", "limit": "2"}, "ab", False),
         ({"before_id": "c", "limit": "3"}, "ab", False),
-        ({"limit": "5"}, "abcde", False),
+        ({"before_id": "a"}, "", False),
     ],
 )
 def test_a_list_is_read_in_either_direction(query: dict[str, str], shown: str, more: bool) -> None:
     assert between([*"abcde"], query) == ([*shown], more)
 
 
-# --- the store ----------------------------------------------------------------------------------------------------
-
-
-def test_a_replaced_response_keeps_its_place_and_time() -> None:
-    now = [0.0]
-    store = ResponseStore[Kept](3000, 10.0, lambda: now[0])
-    for id in "ab":
-        store.put(None, id, Kept(b"x", b""))
-    now[0] = 9.0
-    store.replace(None, "a", Kept(b"y" * 100, b""))
-    store.replace(None, "c", Kept(b"z", b""))
-    assert [(id, kept.body[:1]) for id, kept in store.entries(None)] == [("a", b"y"), ("b", b"x")]
-    assert store.size == sum(kept.size for _, kept in store.entries(None))
-    assert store.entries(b"other") == []
-    store.replace(None, "b", Kept(b"w" * 2300, b""))
-    assert [id for id, _ in store.entries(None)] == ["b"], "what is larger now takes the room of the oldest"
-    now[0] = 10.0
-    assert store.entries(None) == []
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"limit": "x"}, "limit"),
+        ({"after_id": "z"}, "after_id"),
+        ({"before_id": ""}, "before_id"),
+        ({"before_id": "a", "after_id": "b"}, "before_id"),
+    ],
+)
+def test_a_page_that_cannot_be_is_refused(query: dict[str, str], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        between([*"abcde"], query)
+    assert (caught.value.status, caught.value.detail.param) == (400, param)
 
 
 def test_a_response_is_streamed_and_listed_alike() -> None:

@@ -58,10 +58,24 @@ class Store(RuleBasedStateMachine):
         if new.size > ROOM:
             return
         self._keep([*self.entries, (self.clock.now_s + TTL_S, owner, id, new)])
+        self._shrink()
+
+    def _shrink(self) -> None:
         while self._size() > ROOM:
             largest = max(self.owners, key=self._size)
             oldest = next(each for each in self.entries if each[1] == largest)
             self._keep([each for each in self.entries if each is not oldest])
+
+    @precondition(lambda self: self.entries)
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS), size=st.integers(0, ROOM + 10))
+    def replace(self, data: st.DataObject, owner: Owner, size: int) -> None:
+        """The new one has the place and the time of the old one."""
+        entry = data.draw(st.sampled_from(self.entries))
+        new = kept(size, "z")
+        self.store.replace(owner, entry[2], new)
+        if entry[1] == owner:
+            self._keep([(*entry[:3], new) if each is entry else each for each in self.entries])
+            self._shrink()
 
     @rule(seconds=st.floats(0, TTL_S))
     def wait(self, seconds: float) -> None:
@@ -86,8 +100,10 @@ class Store(RuleBasedStateMachine):
     @invariant()
     def holds_what_it_should(self) -> None:
         assert self.store.size == self._size() <= ROOM
+        for owner in OWNERS:
+            assert self.store.entries(owner) == [each[2:] for each in self.entries if each[1] == owner]
         for _, owner, id, value in self.entries:
-            assert self.store.get(owner, id) == value
+            assert self.store.find(id) == value
             for other in OWNERS:
                 assert other == owner or self.store.get(other, id) is None
 

@@ -12,8 +12,6 @@ from starlette.testclient import TestClient
 
 from mainstem import __version__
 from mainstem.server.app import create_app
-from mainstem.server.errors import ApiError
-from mainstem.server.kept import listing
 from mainstem.settings.server import ServerConfig
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -50,40 +48,6 @@ def test_the_whole_body_of_a_list() -> None:
     one = {"id": "fake", "display_name": "fake", "created_at": "1970-01-02T00:00:00Z", "type": "model"}
     sizes = {"max_input_tokens": 4096, "max_tokens": 4096, "lifecycle": "active"}
     assert body == {"data": [{**one, **sizes}], "has_more": True, "first_id": "fake", "last_id": "fake"}
-
-
-@pytest.mark.parametrize(
-    ("query", "ids", "has_more"),
-    [
-        ({}, "abcde", False),
-        ({"limit": "2"}, "ab", True),
-        ({"limit": "2", "after_id": "b"}, "cd", True),
-        ({"limit": "2", "after_id": "c"}, "de", False),
-        ({"after_id": "e"}, "", False),
-        ({"limit": "2", "before_id": "e"}, "cd", True),
-        ({"limit": "2", "before_id": "c"}, "ab", False),
-        ({"before_id": "a"}, "", False),
-    ],
-)
-def test_pages_in_both_directions(query: dict[str, str], ids: str, has_more: bool) -> None:
-    assert listing.between([*"abcde"], query) == ([*ids], has_more)
-
-
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        ({"limit": "0"}, "limit"),
-        ({"limit": "1001"}, "limit"),
-        ({"limit": "x"}, "limit"),
-        ({"after_id": "z"}, "after_id"),
-        ({"before_id": ""}, "before_id"),
-        ({"before_id": "a", "after_id": "b"}, "before_id"),
-    ],
-)
-def test_a_page_that_cannot_be(query: dict[str, str], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        listing.between([*"abcde"], query)
-    assert (caught.value.status, caught.value.detail.param) == (400, param)
 
 
 def test_errors_about_models_have_the_form_of_the_clients_api() -> None:
