@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mainstem.storage.peer import Giving, Line, PeerBackend, Share
+from mainstem.storage.peer import Line, PeerBackend, Responder, Share
 from mainstem.tiers.host.shelf import Shelf
 from simulator.network import Network
 from simulator.process import SECRET
@@ -32,11 +32,13 @@ class Giver:
 
     def __init__(self, world: World, shelf: Shelf) -> None:
         self._world, self._spent_s = world, 0.0
-        self._giving = Giving(shelf, SECRET, Share(world.random.choice((0.01, 1.0)), clock=self._clock), self._clock)
+        self._responder = Responder(
+            shelf, SECRET, Share(world.random.choice((0.01, 1.0)), clock=self._clock), self._clock
+        )
 
     def answer(self, parts: Sequence[bytes]) -> Answer:
         """Returns the parts of an answer."""
-        head, values = self._giving.answer(parts, lambda: _IN_FLIGHT_BYTES)
+        head, values = self._responder.answer(parts, lambda: _IN_FLIGHT_BYTES)
         self._world.seen["pulled from a peer"] += len(values)
         return [memoryview(part) for part in [*head, *map(bytes, values)]]
 

@@ -14,7 +14,7 @@ from mainstem.errors import BadArgument, check_integer
 
 
 class _Attention:
-    """What kinds of attention share unless they say otherwise."""
+    """The defaults of kinds of attention."""
 
     __slots__ = ()
 
@@ -52,18 +52,29 @@ class Full(_Attention):
 
 
 @dataclass(frozen=True, slots=True)
-class Window(_Attention):
+class _Local(_Attention):
+    """Attention to some of the last positions."""
+
+    tokens: int
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
+
+    def row(self) -> tuple[str, int, bool]:
+        """Returns the row in the form that the core takes."""
+        return self.name, self.tokens, False
+
+
+@dataclass(frozen=True, slots=True)
+class Window(_Local):
     """Sliding-window attention over the last `tokens` symbols; earlier pages may be absent.
 
     Raises:
         BadArgument: `tokens` is below 1.
     """
 
-    tokens: int
     name: ClassVar[str] = "window"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
 
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
@@ -82,13 +93,9 @@ class Window(_Attention):
         """Returns the first position that a match ending at each of these needs."""
         return np.maximum(ends - self.tokens, 0)
 
-    def row(self) -> tuple[str, int, bool]:
-        """Returns the row in the form that the core takes."""
-        return "window", self.tokens, False
-
 
 @dataclass(frozen=True, slots=True)
-class Chunked(_Attention):
+class Chunked(_Local):
     """Chunked local attention: a query at position p reads positions [p - p % tokens, p] only.
 
     Pages before the last boundary may be absent. A match that ends at a boundary, a multiple of `tokens`, needs none.
@@ -97,11 +104,7 @@ class Chunked(_Attention):
         BadArgument: `tokens` is below 1.
     """
 
-    tokens: int
     name: ClassVar[str] = "chunked"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
 
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
@@ -118,10 +121,6 @@ class Chunked(_Attention):
     def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the first position that a match ending at each of these needs; at a boundary, its end."""
         return ends - ends % self.tokens
-
-    def row(self) -> tuple[str, int, bool]:
-        """Returns the row in the form that the core takes."""
-        return "chunked", self.tokens, False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _NEWEST = 0.05
 
 
 class Expected:
-    """What is expected of the prefixes of one cache.
+    """The next uses that are expected of the prefixes of one cache.
 
     Attributes:
         step_s: seconds that a step takes: a request, from its arrival to its end, as the latest ones took.
@@ -40,7 +40,7 @@ class Expected:
     def expect(self, tokens: TokenLike, due: float, namespace: NamespaceLike = None) -> int:
         """Says when a prefix is asked for next; what was said of it before does not count any more.
 
-        That ends with the next use of the prefix, and when it is late by as much as it was ahead.
+        An expectation ends with the next use of the prefix, or once it is as late as it was said ahead.
 
         Args:
             tokens: the prefix; with what follows it, as long as that is one sequence.

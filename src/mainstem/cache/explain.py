@@ -44,13 +44,13 @@ CAUSES: Mapping[Cause, str] = {
     "scored": "log-probabilities of the prompt, or its embedding, need every position",
     "disabled": "the cache is off",
 }
-"""What each cause of a miss means, in words for people."""
+"""The meaning of each cause of a miss, in words for people."""
 
 NEW = ("never_seen", "parted")
 """The causes of what has no earlier page."""
 
 Why = Literal["policy", "quota", "demoted", "dropped"]
-"""What made it go: the policy's order; its owner had more than its quota; it was demoted or dropped."""
+"""The reason of an eviction: the policy's order; its owner had more than its quota; it was demoted or dropped."""
 
 TIERS: tuple[Literal["device"], Literal["host"], Literal["storage"]] = ("device", "host", "storage")
 _MOST_NOTES = 4096
@@ -89,7 +89,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """Where a prompt parts from the nearest one that the tree has.
+    """The place where a prompt parts from the nearest one that the tree has.
 
     Attributes:
         at: the position of the first token that differs.
@@ -132,7 +132,7 @@ Stretches: TypeAlias = tuple[Stretch, ...]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a prompt is, and why the rest must be computed.
+    """The tiers that have parts of a prompt, and why the rest must be computed.
 
     Attributes:
         stretches: they cover the prompt, in order, with one cause each.

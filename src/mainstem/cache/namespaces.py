@@ -82,9 +82,9 @@ def split_adapter(encoded: bytes) -> tuple[str | None, bytes]:
 
 
 def owner_of(encoded: bytes) -> bytes:
-    """Returns who owns what is in an encoded namespace: its tenant, else its salt or name; empty for what has none.
+    """Returns the owner of the pages of an encoded namespace: its tenant, else its salt or name; empty if it has none.
 
-    Adapters and what else KV depends on make other namespaces, but no other owners.
+    Adapters, and anything else that KV depends on, make other namespaces but no other owners.
     """
     return _core.owner_of(encoded)
 

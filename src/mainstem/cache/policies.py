@@ -22,7 +22,7 @@ _MAX_HITS = 2**32 - 1
 
 
 class NodeStats(NamedTuple):
-    """What a policy ranks a node by. Times are ticks of the tree's counter, one per match or insertion."""
+    """The facts by which a policy ranks a node. Times are ticks of the tree's counter, one per match or insertion."""
 
     node: int
     created: int

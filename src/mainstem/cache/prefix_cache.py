@@ -51,7 +51,7 @@ CopyState = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a cache has counted, and what it holds.
+    """The counts of a cache, and what it holds.
 
     Args:
         leases: what leases asked for and found; `leases.hit / leases.queried` is the hit rate.
@@ -284,7 +284,7 @@ class PrefixCache:
         it knows that it may have been there (`forgotten`, of the last 64 capacities or so); with no memory, everything
         that is not cached is `forgotten`. It keeps no tokens of what is gone, only keyed hashes.
 
-        What it says depends on the prompt's namespace alone, see `Tree.explain`.
+        The answer depends on the prompt's namespace alone, see `Tree.explain`.
 
         Args:
             distances: also count `Evicted.distance_pages`, see `Tree.explain`.
@@ -377,8 +377,8 @@ class PrefixCache:
     def demote(self, tokens: TokenLike, namespace: NamespaceLike = None, *, over: bool = False) -> int:
         """Makes a prefix the first to be evicted from the device, until it is used again: advice, it frees nothing now.
 
-        That is what begins with these tokens, and what no other sequence has of the tokens themselves. Where less of
-        them is cached, it is that, unless another sequence goes on from there.
+        It demotes everything that begins with these tokens, and of the tokens themselves the pages that no other
+        sequence has. If fewer of them are cached, it demotes those, unless another sequence goes on from there.
 
         Args:
             over: it is not expected to be used again: its retentions and pins end, and the host evicts it first, too.

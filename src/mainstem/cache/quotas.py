@@ -1,7 +1,7 @@
 """Quotas: how much of each tier an owner has for sure, and how much at most. An owner is a tenant, or a salt or a name.
 
-Knows no tree. The core keeps them (`csrc/residency/owners.h`): who has more than its maximum gives way first, and what
-is within a guarantee gives way to its owner alone.
+Knows no tree. The core keeps them (`csrc/residency/owners.h`): an owner beyond its maximum gives way first, and
+pages within a guarantee give way to their owner alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Share:
     """An owner's share of one tier, in fractions of each of the tier's pools.
 
     Args:
-        guaranteed: what it has of that gives way to nobody else, 0 to 1.
-        maximum: what it has beyond that goes first, as soon as nobody uses it; `guaranteed` to 1.
+        guaranteed: so much of its pages gives way to nobody else, 0 to 1.
+        maximum: its pages beyond that are evicted first, as soon as nobody uses them; `guaranteed` to 1.
 
     Raises:
         BadArgument: a fraction is out of range.

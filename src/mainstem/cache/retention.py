@@ -31,7 +31,7 @@ _SPARE_TIMES = 64  # of ended retentions that the heap may hold beside as many a
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a call has retained.
+    """The result of a call that retains.
 
     Args:
         positions: from the root, in whole pages; 0: nothing fits.
@@ -44,7 +44,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class RetentionStats:
-    """What is retained now.
+    """Counts of what is retained now.
 
     Args:
         prefixes: retained for a time or pinned. pinned: those without an end.
@@ -126,7 +126,7 @@ class Retention:
     def retain(self, tokens: TokenLike, until: float, namespace: NamespaceLike = None, *, renew_s: float = 0.0) -> Kept:
         """Retains a prefix for a time: as much as is cached and fits within the bounds, from the root.
 
-        What is retained already stays so at least as long as it was to be; it is not counted twice.
+        A prefix that is retained already stays so at least as long as before, and is not counted twice.
 
         Args:
             until: when it ends, by the clock whose time `poll` takes.
@@ -319,7 +319,7 @@ class Retention:
     def _room(self, owner: bytes, tier: int) -> list[int]:
         """Returns how many ids of each component an owner may keep beside those that it keeps.
 
-        What others are guaranteed and do not keep is left to them.
+        The guarantees that other owners have not used are left to them.
         """
         quota, room = self._quotas.of(owner), []
         held = self._held[owner][tier] if owner in self._held else [0] * len(self._sum[tier])

@@ -1,4 +1,4 @@
-"""`Tenants`: who shares one cache, and how much of it each has. A tenant is whoever owns namespaces, see `owner_of`."""
+"""`Tenants`: the owners of namespaces (`owner_of`) that share one cache, and how much of it each has."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Tenants:
     def set_quotas(self, quotas: Quotas) -> None:
         """Gives each tenant its quota of each tier.
 
-        What a tenant has beyond its maximum goes first, as soon as no lease uses it. What is within a guarantee goes
-        only for its owner's own requests. All retentions end.
+        Pages beyond a tenant's maximum are evicted first, as soon as no lease uses them. Pages within a guarantee are
+        evicted only for their owner's own requests. All retentions end.
 
         Raises:
             BadArgument: more is guaranteed on the device than all but the reserve.

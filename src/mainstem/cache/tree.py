@@ -117,7 +117,7 @@ there; `locks` are those of the device, retentions included. `flags`: 1 removed,
 
 
 class Survey(NamedTuple):
-    """What is at some of the places of a tree, for tools.
+    """The nodes at some of the places of a tree, for tools.
 
     `rows` are int64 [nodes, len(SURVEYED)]: live nodes, and the root of each namespace as a node without pages.
     `places` is the number of all places. `names` are the encoded namespaces, by the places of their roots.
@@ -212,7 +212,7 @@ class Tree:
     ) -> Explanation:
         """Says of the whole pages of a key where they are, and why the others are nowhere. Changes nothing.
 
-        What it says depends on this namespace alone: what another one has is `never_seen` here. Namespaces share the
+        The answer depends on this namespace alone: the pages of another one are `never_seen` here. Namespaces share the
         memory as they share the pages, so the evictions of one make others `forgotten` sooner.
 
         Args:
@@ -386,7 +386,7 @@ class Tree:
     def cancel(self, node: int, tier: int = 0) -> list[Ids]:
         """Ends a transfer: frees what is in flight under this node; returns its ids, one array per component.
 
-        What was inserted after it is removed (see `remove`). Its own `cancel` returns those ids, or `evict` once its
+        Pages inserted after it are removed (see `remove`). Its own `cancel` returns those ids, or `evict` once its
         own transfer has ended.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Where values are in the shared memory of an owner, which of them are in use, and what is evicted to make room.
+"""The arena: the places of values in the shared memory of an owner, which are in use, and what is evicted for others.
 
 Memory is allocated in whole grains of 4 KiB, as in the file store. To make room, the least recently used value is
 evicted, then those after it in memory, until the new one fits. So values of any sizes need no size classes. A value
@@ -129,7 +129,7 @@ class Arena:
                 self._unpinned[value.key] = value
 
     def drop(self, key: bytes) -> None:
-        """Makes a key absent. Whoever has pinned its value may read on."""
+        """Makes a key absent. Users that have pinned its value may read on."""
         value = self._published.pop(key, None)
         if value is None:
             return

@@ -1,4 +1,4 @@
-"""What an owner does with values: it keeps them in its arena, above a back end, for all of its clients.
+"""`HeldValues`: an owner keeps values in its arena, above a back end, for all of its clients.
 
     exists    in the arena, or else in the back end
     get       pins values in the arena; what is not there is read from the back end into it

@@ -1,4 +1,4 @@
-"""What an owner and its clients say to each other: messages over a Unix socket that keeps their boundaries.
+"""The protocol between an owner and its clients: messages over a Unix socket that keeps their boundaries.
 
     client    owner
     HELLO     WELCOME, with the shared memory; or REFUSED
@@ -10,8 +10,8 @@
     DELETE    OK           CLEAR  OK           STATS  JSON         STATUS  JSON
 
 Any request may be answered by FAILED: a cause and a text. One request at a time on a connection. The first bytes of
-HELLO and of REFUSED are the same in all versions. A message has at most `MAX_BYTES`; whoever sends another one is cut
-off.
+HELLO and of REFUSED are the same in all versions. A message has at most `MAX_BYTES`; a longer one ends its
+connection.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Message(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """What a client wants.
+    """The greeting of a client.
 
     Args:
         version: of its protocol.
@@ -110,7 +110,7 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """What the owner has.
+    """The answer of the owner.
 
     Args:
         pid: its process.

@@ -1,4 +1,4 @@
-"""Where the owner of a store is found on this machine, and how a client starts it.
+"""The place of the owner of a store on this machine, and how a client starts it.
 
     NAME.sock          its socket: NAME is a digest of the store's spec
     NAME.sock.lock     locked (flock) from before it starts until it has ended, so there is at most one
@@ -49,7 +49,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the owner of one store is.
+    """The place of the owner of one store.
 
     Args:
         spec: the store, see `absolute`.

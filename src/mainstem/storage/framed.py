@@ -279,7 +279,7 @@ class FramedBackend(Backend):
         persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=True
     )
     remedy = "its option staging raises that"
-    """What raises the length of the longest value."""
+    """The way to store longer values, for the warning about one that is too long."""
 
     def __init__(self, name: str, where: str, link: Callable[[], Link], namespace: str, timeout_s: float) -> None:
         self._name, self._make_link = name, link

@@ -50,31 +50,24 @@ class Wrapper(Backend):
         self._inner.register(buffers)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend`."""
         return self._inner.exists(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """See `Backend`."""
         return self._inner.get(keys, buffers)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """See `Backend`."""
         return self._inner.put(keys, buffers)
 
     def scan(self) -> Iterator[Sequence[Listed]]:
-        """See `Backend`."""
         return self._inner.scan()
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """See `Backend`."""
         self._inner.delete(keys)
 
     def clear(self) -> None:
-        """See `Backend`."""
         self._inner.clear()
 
     def stats(self) -> BackendStats:
-        """See `Backend`."""
         return self._inner.stats()
 
     def close(self) -> None:

@@ -335,7 +335,7 @@ class Tiers:
 
     @property
     def counts(self) -> Counter[str]:
-        """What the parts have counted, without zeros."""
+        """The counts of the parts, without zeros."""
         return +Counter(self.pending.counts)  # copied at once, since `stats` may be called while it grows
 
     def stats(self) -> TierStats:

@@ -14,7 +14,7 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.cache.tree import Tree
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.prefetch.hottest import PIECE_BYTES, Finding, Keeping, PathSpan, Prefixes, decode, encode
+from mainstem.tiers.prefetch.hottest import PIECE_BYTES, ListRead, ListWrite, PathSpan, Prefixes, decode, encode
 
 PAGE = 4
 MANY = 1 << 20
@@ -140,11 +140,11 @@ CONTENT = random.Random(0).randbytes(3 * PIECE_BYTES)  # four pieces
 
 
 def keep(backend: MemoryBackend, content: bytes, **options: object) -> None:
-    assert Keeping(make_store(backend, **options), content).done()  # type: ignore[arg-type]
+    assert ListWrite(make_store(backend, **options), content).done()  # type: ignore[arg-type]
 
 
 def find(backend: MemoryBackend, pages: int = MANY) -> bytes:
-    finding = Finding(make_store(backend), PAGE, pages)
+    finding = ListRead(make_store(backend), PAGE, pages)
     assert finding.done() and finding.done()
     return finding.value
 
@@ -203,18 +203,18 @@ def test_pieces_that_a_small_host_has_no_room_for_are_not_read() -> None:
 
 def test_pieces_are_stored_in_turn_and_stop_at_one_that_is_rejected() -> None:
     workers = HandWorkers()
-    keeping = Keeping(make_store(FaultyBackend(), workers), CONTENT)
+    keeping = ListWrite(make_store(FaultyBackend(), workers), CONTENT)
     for _ in range(4):
         assert not keeping.done() and len(workers.waiting) == 1
         workers.run()
     assert keeping.done() and not workers.waiting
     full = FaultyBackend(capacity_bytes=2 * PIECE_BYTES + 1000)
     full.instead["put"] = lambda keys, buffers: [False]
-    keeping = Keeping(make_store(full, clock=Clock()), CONTENT)
+    keeping = ListWrite(make_store(full, clock=Clock()), CONTENT)
     assert keeping.done() and full.calls == ["put"]
 
 
 def test_without_a_stored_list_nothing_is_found() -> None:
-    finding = Finding(make_store(FaultyBackend()), PAGE, 10)
+    finding = ListRead(make_store(FaultyBackend()), PAGE, 10)
     assert finding.done() and finding.value == b""
     assert not decode(finding.value, PAGE, 10)

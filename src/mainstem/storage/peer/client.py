@@ -49,7 +49,7 @@ ADDRESS = re.compile(r"(?P<dns>dns:)?(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port
 """HOST:PORT; with `dns:` all addresses of the host."""
 
 NO_SECRET = b"mainstem: peers without a secret"
-"""The secret of those who have none."""
+"""The secret of peers that were given none."""
 
 _FAILURES, _COOLDOWN_S = 3, 5.0
 _FOLLOW_S = 5.0  # how often names are looked up
@@ -89,13 +89,12 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Ask:
+class _Exchange:
     """A request to one peer, and its outcome.
 
     Args:
-        peer: who is asked.
-        request: what.
-        places: of the keys in the batch of the caller.
+        peer: the peer that is asked.
+        places: the places of its keys in the batch of the caller.
         lengths: the answer; empty: the peer is busy.
         values: those that fit their buffers, in the order of the keys.
         error: why there is no answer.
@@ -199,17 +198,17 @@ class PeerBackend(Backend):
             for begin in range(0, len(keys), MOST_KEYS):
                 part = keys[begin : begin + MOST_KEYS]
                 places = range(begin, begin + len(part))
-                asks = [_Ask(peer, self._request(EXISTS, part), places) for peer in self._peers]
-                self._run(asks)
-                for ask in asks:
-                    for at, length in zip(places, ask.lengths, strict=False):
+                exchanges = [_Exchange(peer, self._request(EXISTS, part), places) for peer in self._peers]
+                self._run(exchanges)
+                for exchange in exchanges:
+                    for at, length in zip(places, exchange.lengths, strict=False):
                         if length != ABSENT and not there[at]:
                             there[at] = True
-                            self._see(keys[at], ask.peer)
+                            self._see(keys[at], exchange.peer)
         return there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Asks for each value whom `exists` has found to have it, else one peer after the other."""
+        """Asks for each value the peer that has it, as far as `exists` has found one, else one peer after the other."""
         lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
         with self._call():
             left = {at: self._candidates(key) for at, key in enumerate(keys)}
@@ -220,17 +219,17 @@ class PeerBackend(Backend):
                     if len(places) < MOST_KEYS:
                         places.append(at)
                         left[at] = peers[1:]
-                asks = [
-                    _Ask(
+                exchanges = [
+                    _Exchange(
                         peer,
                         self._request(GET, [keys[at] for at in places], [len(buffers[at]) for at in places]),
                         places,
                     )
                     for peer, places in asked.items()
                 ]
-                self._run(asks)
-                for ask in asks:
-                    self._take(ask, buffers, lengths)
+                self._run(exchanges)
+                for exchange in exchanges:
+                    self._take(exchange, buffers, lengths)
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
@@ -301,12 +300,12 @@ class PeerBackend(Backend):
         Raises:
             BackendUnavailable: one does not.
         """
-        asks = [_Ask(peer, self._request(EXISTS, []), ()) for peer in self._peers]
+        exchanges = [_Exchange(peer, self._request(EXISTS, []), ()) for peer in self._peers]
         with self._call():
-            self._run(asks)
-        for ask in asks:
-            if ask.error is not None and ask.error.cause == "refused":
-                raise BackendUnavailable(str(ask.error))
+            self._run(exchanges)
+        for exchange in exchanges:
+            if exchange.error is not None and exchange.error.cause == "refused":
+                raise BackendUnavailable(str(exchange.error))
         self._greeted = True
 
     def _candidates(self, key: bytes) -> list[_Peer]:
@@ -326,9 +325,9 @@ class PeerBackend(Backend):
     def _request(self, operation: int, keys: Sequence[bytes], lengths: Sequence[int] = ()) -> Request:
         return Request(operation, next(self._numbers), keys, lengths)
 
-    def _take(self, ask: _Ask, buffers: Sequence[memoryview], lengths: list[int]) -> None:
-        values = iter(ask.values)
-        for at, length, key in zip(ask.places, ask.lengths, ask.request.keys, strict=False):
+    def _take(self, exchange: _Exchange, buffers: Sequence[memoryview], lengths: list[int]) -> None:
+        values = iter(exchange.values)
+        for at, length, key in zip(exchange.places, exchange.lengths, exchange.request.keys, strict=False):
             lengths[at] = length
             if length == len(buffers[at]):
                 buffers[at][:] = next(values)
@@ -336,47 +335,47 @@ class PeerBackend(Backend):
                 with self._lock:
                     self._seen.pop(key, None)
 
-    def _run(self, asks: Sequence[_Ask]) -> None:
+    def _run(self, exchanges: Sequence[_Exchange]) -> None:
         """Makes requests at once. An answer that does not come, or makes no sense, is the error of its request.
 
         Raises:
             StorageError: there is no answer to any of them.
         """
         deadline_s = self._clock() + self._timeout_s
-        waiting = {line: ask for ask in asks if (line := self._begin(ask)) is not None}
+        waiting = {line: exchange for exchange in exchanges if (line := self._begin(exchange)) is not None}
         while waiting and (left_s := deadline_s - self._clock()) > 0:
             for line in self._lines.wait([*waiting], left_s):
-                ask = waiting.pop(line)
-                self._end(ask, self._read(ask, line))
+                exchange = waiting.pop(line)
+                self._end(exchange, self._read(exchange, line))
         for late in waiting.values():
             self._end(late, StorageError("timeout", f"no answer from peer {late.peer.address} in {self._timeout_s} s"))
-        errors = [ask.error for ask in asks if ask.error is not None]
-        if errors and len(errors) == len(asks) and any(ask.places for ask in asks):
+        errors = [exchange.error for exchange in exchanges if exchange.error is not None]
+        if errors and len(errors) == len(exchanges) and any(exchange.places for exchange in exchanges):
             raise errors[0]
 
-    def _begin(self, ask: _Ask) -> Line | None:
+    def _begin(self, exchange: _Exchange) -> Line | None:
         """Sends a request; returns where its answer will come, None: it was not sent."""
-        peer = ask.peer
+        peer = exchange.peer
         with self._lock:
             if not peer.breaker.allow():
-                ask.error = StorageError("unreachable", f"peer {peer.address} has failed repeatedly")
+                exchange.error = StorageError("unreachable", f"peer {peer.address} has failed repeatedly")
                 return None
-            while peer.idle and ask.line is None:
+            while peer.idle and exchange.line is None:
                 line = peer.idle.pop()
                 if line.alive():
-                    ask.line = line
+                    exchange.line = line
                 else:
                     line.close()
-        ask.line = ask.line or self._lines.open(peer.address)
-        ask.line.send(write_request(ask.request, self._key))
-        return ask.line
+        exchange.line = exchange.line or self._lines.open(peer.address)
+        exchange.line.send(write_request(exchange.request, self._key))
+        return exchange.line
 
-    def _read(self, ask: _Ask, line: Line) -> StorageError | None:
+    def _read(self, exchange: _Exchange, line: Line) -> StorageError | None:
         """Reads an answer; returns why it is none."""
-        where, parts = f"peer {ask.peer.address}", line.read()
+        where, parts = f"peer {exchange.peer.address}", line.read()
         if parts is None:
             return StorageError("unreachable", f"{where} does not answer")
-        answer = read_answer(parts, ask.request.number, len(ask.request.keys))
+        answer = read_answer(parts, exchange.request.number, len(exchange.request.keys))
         if answer is None:
             return StorageError("protocol", f"{where} answers what was not asked")
         status, lengths = answer
@@ -384,27 +383,27 @@ class PeerBackend(Backend):
             return StorageError("refused", f"{where} has another secret")
         if status not in (OK, BUSY):
             return StorageError("protocol", f"{where} does not understand: it has another version")
-        fit = [wanted for length, wanted in zip(lengths, ask.request.lengths, strict=False) if length == wanted]
+        fit = [wanted for length, wanted in zip(lengths, exchange.request.lengths, strict=False) if length == wanted]
         if fit != [len(value) for value in parts[2:]]:
             return StorageError("protocol", f"{where} sent values of other lengths than it says")
-        ask.lengths, ask.values = lengths, parts[2:]
+        exchange.lengths, exchange.values = lengths, parts[2:]
         if status == BUSY:
             with self._lock:
                 self._counts["busy"] += 1
         return None
 
-    def _end(self, ask: _Ask, error: StorageError | None) -> None:
+    def _end(self, exchange: _Exchange, error: StorageError | None) -> None:
         """Notes how a request ended, and keeps or drops its line."""
-        assert ask.line is not None
-        line, ask.line, ask.error = ask.line, None, error
+        assert exchange.line is not None
+        line, exchange.line, exchange.error = exchange.line, None, error
         with self._lock:
             if error is None:
-                ask.peer.breaker.succeed()
-                if not ask.peer.gone:
-                    ask.peer.idle.append(line)
+                exchange.peer.breaker.succeed()
+                if not exchange.peer.gone:
+                    exchange.peer.idle.append(line)
                     return
             else:
-                ask.peer.breaker.fail()
+                exchange.peer.breaker.fail()
                 first = not self._counts[error.cause]
                 self._counts[error.cause] += 1
         line.close()

@@ -86,11 +86,9 @@ class ZmqLines:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def open(self, address: str) -> Line:
-        """See `Lines`."""
         return _ZmqLine(self._context, address)
 
     def wait(self, lines: Sequence[Line], timeout_s: float) -> Sequence[Line]:
-        """See `Lines`."""
         import zmq
 
         poller, waiting = zmq.Poller(), dict[object, Line]()
@@ -102,5 +100,4 @@ class ZmqLines:
         return [*dict.fromkeys(waiting[ready] for ready, _ in poller.poll(int(timeout_s * 1000) + 1))]
 
     def close(self) -> None:
-        """See `Lines`."""
         self._context.term()

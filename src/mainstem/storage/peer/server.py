@@ -1,7 +1,7 @@
 """The server for an engine's peers: values out of its memory, on a thread of its own, within a share of its time.
 
-Two bounds protect those whom the engine serves itself: `Share`, of time, and the bytes that are on their way. A request
-beyond either of them is answered that the peer is busy, which its sender takes for a miss.
+Two bounds protect the engine's own requests: a share of the time (`Share`), and a limit on the bytes in flight. A
+request beyond either of them is answered BUSY, which its sender takes for a miss.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Share:
         self._left_s -= seconds
 
 
-class Giving:
-    """Answers to peers, without sockets or threads.
+class Responder:
+    """Answers peers, without sockets or threads.
 
     Args:
-        source: what it gives.
-        secret: of those who may ask.
+        source: has the values.
+        secret: of the peers that may ask.
         share: of the time.
         clock: monotonic time in seconds.
 
@@ -156,11 +156,11 @@ class PeerServer:
     """Answers peers until it is closed.
 
     Args:
-        source: what it gives.
+        source: has the values.
         address: HOST:PORT to listen on; port 0 takes a free one.
-        secret: of those who may ask.
+        secret: of the peers that may ask.
         share: of the time.
-        in_flight_bytes: of values that are on their way at once.
+        in_flight_bytes: of values that are sent at once.
         clock: monotonic time in seconds.
 
     Attributes:
@@ -183,7 +183,7 @@ class PeerServer:
     ) -> None:
         with needs("zmq", HINT):
             import zmq
-        self._giving = Giving(source, secret, share or Share(0.1, clock=clock), clock)
+        self._responder = Responder(source, secret, share or Share(0.1, clock=clock), clock)
         self._in_flight_bytes = in_flight_bytes
         self._flying: list[tuple[zmq.MessageTracker, int]] = []
         self._closing = False
@@ -217,8 +217,8 @@ class PeerServer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """See `Giving`."""
-        return dict(self._giving.counts)
+        """Requests by what was answered, and the values and bytes given."""
+        return dict(self._responder.counts)
 
     def close(self) -> None:
         """Ends; a second call does nothing. A peer that waits for an answer gets none."""
@@ -245,10 +245,10 @@ class PeerServer:
 
     def _receive(self) -> None:
         client, *parts = self._router.recv_multipart()
-        self._send(client, *self._giving.answer(parts, self._room))
+        self._send(client, *self._responder.answer(parts, self._room))
 
     def _room(self) -> int:
-        """Returns how many more bytes may be on their way."""
+        """Returns how many more bytes may be sent now."""
         self._flying = [flight for flight in self._flying if not flight[0].done]
         return self._in_flight_bytes - sum(size for _, size in self._flying)
 

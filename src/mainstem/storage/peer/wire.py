@@ -5,7 +5,7 @@
 
     head      magic 4 | version 1 | operation, or status 1 | 0 2 | number of the request 8
 
-The tag is a keyed BLAKE2b over head and body: who lacks the secret is answered nothing but `REFUSED`. The secret does
+The tag is a keyed BLAKE2b over head and body: a sender without the secret gets nothing but `REFUSED`. The secret does
 not travel. Pages are not encrypted: whoever can read the network can read them, as with most stores.
 """
 
@@ -25,7 +25,7 @@ EXISTS, GET = 1, 2
 """Operations."""
 
 OK, BUSY, REFUSED, MALFORMED = 0, 1, 2, 3
-"""Statuses: BUSY, the peer has given as much of its time as it may; REFUSED, the secret is another one."""
+"""Statuses. BUSY: the peer has spent its share of the time. REFUSED: the sender has another secret."""
 
 MOST_KEYS = 4096
 """The most keys of a request."""
@@ -66,7 +66,7 @@ def write_request(request: Request, key: bytes) -> list[bytes]:
 
 
 def read_request(parts: Sequence[bytes], key: bytes) -> Request | int:
-    """Returns a request, or the status that answers what is none."""
+    """Returns a request, or the status to answer if it is none."""
     if len(parts) != 3:
         return MALFORMED
     head, body, tag = parts

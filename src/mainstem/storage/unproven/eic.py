@@ -101,7 +101,6 @@ class _Link(Link):
         self._client: Any = None
 
     async def connect(self) -> None:
-        """See `Link`."""
         where = self._where
         options = self._eic.InitOption()
         options.log_dir = where.log_dir

@@ -88,7 +88,6 @@ class _Link(Link):
         self._connection: Any = None
 
     async def connect(self) -> None:
-        """See `Link`."""
         config = self._module.ClientConfig(connection_type=self._module.TYPE_RDMA, **self._where)
         self._connection = self._module.InfinityConnection(config)
         self._connection.connect()
@@ -111,7 +110,6 @@ class _Link(Link):
         return await self._move("write", names, round_)
 
     async def close(self) -> None:
-        """See `Link`."""
         self._connection.close()
 
     async def _move(self, verb: str, names: Sequence[str], round_: Sequence[Frame]) -> list[bool]:

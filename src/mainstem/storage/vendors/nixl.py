@@ -90,7 +90,6 @@ class Files:
             raise BackendUnavailable(f"nixl: no folder for values: {error}") from error
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Backend.exists`."""
         return [self._path(key).exists() for key in keys]
 
     @contextmanager
@@ -118,7 +117,6 @@ class Files:
         """Does nothing: a folder fails only through its files."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.delete`."""
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 

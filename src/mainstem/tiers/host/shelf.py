@@ -4,7 +4,7 @@ A page's slot holds a sealed value from when it was written to storage, or read 
 shelf knows slots by their keys, and copies no page but for a peer. It reads a slot without a lock: a copy counts only
 if the page was not freed meanwhile, as pages are forgotten before anybody else gets them.
 
-Only the host is given from. Device pages are written by the model at any moment, and leave the host no later than the
+Device pages are not served: they are written by the model at any moment, and leave the host no later than the
 device with "write_through", so that they would add little.
 """
 
@@ -25,8 +25,8 @@ from mainstem.tiers.host.transfer import HostMemory
 _NOTE_BYTES = 64 << 20  # of what is no page, without a store
 
 
-class Gives(Protocol):
-    """What gives the values of a shelf to peers, such as `mainstem.storage.peer.PeerServer`."""
+class ValueServer(Protocol):
+    """Serves the values of a shelf to peers, as `mainstem.storage.peer.PeerServer` does."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -40,11 +40,11 @@ class Shelf:
     """Sealed values in host pages. Any number of threads. It is a `mainstem.storage.peer.Source`.
 
     Attributes:
-        server: what gives its values to peers, which `close` ends; None: nothing.
+        server: serves its values to peers, until `close`; None: nobody does.
     """
 
     def __init__(self) -> None:
-        self.server: Gives | None = None
+        self.server: ValueServer | None = None
         self._slots: dict[bytes, memoryview] = {}
         self._keys: dict[int, bytes] = {}  # by the addresses of slots
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class Shelf:
 
 
 class AndStore:
-    """What is on a shelf, else in a store that peers cannot read themselves. It is a `mainstem.storage.peer.Source`.
+    """The values of a shelf, else of a store that peers cannot read themselves. It is a `mainstem.storage.peer.Source`.
 
     A store that fails has nothing.
 
@@ -143,10 +143,10 @@ class AndStore:
 
 
 class HostOnly(MemoryBackend):
-    """What an engine with peers and without a store has in its place: it keeps notes, and pages are where they are.
+    """Stands in for the store of an engine that has peers and no store: it keeps notes, and finds pages on the shelf.
 
     Args:
-        shelf: where pages are.
+        shelf: has the pages.
     """
 
     capabilities = replace(MemoryBackend.capabilities, overwrites=False)

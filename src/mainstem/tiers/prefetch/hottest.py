@@ -111,7 +111,7 @@ class Prefixes:
         return namespace, b"".join(reversed(parts))
 
 
-class Keeping:
+class ListWrite:
     """A list on its way to the store, one piece after the other. Stops at the first piece that is not stored."""
 
     def __init__(self, store: Store, content: bytes) -> None:
@@ -133,7 +133,7 @@ class Keeping:
         return self._store.keep_note(*self._left.popleft(), PIECE_BYTES)
 
 
-class Finding:
+class ListRead:
     """A list on its way from the store, for a host with this many pages.
 
     Attributes:

@@ -36,7 +36,7 @@ _AT_ONCE = 16
 
 
 class Plan:
-    """What host and storage have of one prompt.
+    """The pages of one prompt that the host and storage have.
 
     Args:
         components: the rows of the tree.

@@ -34,7 +34,7 @@ _LEAST_READ = 4  # pages, where a request computes meanwhile
 
 
 class Phase(Enum):
-    """Where a prefetch is.
+    """The phases of a prefetch.
 
         LOOKUP --> AGREEING --> FORWARD --> ENDED       LOOKUP     storage is asked what it has
                     ^    |       |  |         ^         AGREEING   the ranks agree on the end to aim at

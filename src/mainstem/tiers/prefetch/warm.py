@@ -1,4 +1,4 @@
-"""What a restarted server loads from storage first: the list of the hottest prefixes, kept, found and prefetched.
+"""Warming: a restarted server first loads the hottest prefixes from storage, by a list that is kept there.
 
 `hottest` encodes the list and decodes it. This module decides when it is written, whether all ranks found the same one,
 and how fast its prefixes are prefetched.
@@ -39,11 +39,11 @@ class Warming:
             return  # the last list is still being written
         if spans := self._core.hot_spans(HOST):  # an empty list would replace that of another process
             content = hottest.encode(spans, self._page_bytes, self._pools[0].total)
-            self._pending.add(_Note(hottest.Keeping(self._store, content).done))
+            self._pending.add(_Note(hottest.ListWrite(self._store, content).done))
 
     def begin(self) -> None:
-        finding = hottest.Finding(self._store, self._page_bytes, self._pools[0].total)
-        self._pending.add(Polled(lambda: finding.mark if finding.done() else 0, partial(self._compare, finding)))
+        read = hottest.ListRead(self._store, self._page_bytes, self._pools[0].total)
+        self._pending.add(Polled(lambda: read.mark if read.done() else 0, partial(self._compare, read)))
 
     def go_on(self) -> None:
         """Prefetches the listed prefixes, few at a time, after those that requests ask for."""
@@ -57,11 +57,11 @@ class Warming:
             self.left.drop()
             self._prefetches.begin(namespace, key, min_pages=1)
 
-    def _compare(self, finding: hottest.Finding, lowest: int) -> None:
-        """Asks the ranks for the highest mark of what they found. They use it only if the lowest is the same."""
+    def _compare(self, read: hottest.ListRead, lowest: int) -> None:
+        """Asks the ranks for the highest mark of their lists. They use the list only if the lowest mark is the same."""
 
         def take(outcome: int) -> None:
             if outcome == _MARKS - lowest:
-                self.left = hottest.decode(finding.value, self._page_bytes, self._pools[0].total)
+                self.left = hottest.decode(read.value, self._page_bytes, self._pools[0].total)
 
-        self._pending.add(Polled(lambda: _MARKS - finding.mark, take))
+        self._pending.add(Polled(lambda: _MARKS - read.mark, take))

@@ -1,4 +1,4 @@
-"""What is in a store, value by value: which values are intact, and whose they are.
+"""An audit of a store, value by value: which values are intact, and whose they are.
 
     verify   reads every value: its length, its header, its seal        damaged values can be deleted
     usage    by identity, namespace and component, and by age           from the labels in headers
@@ -141,7 +141,7 @@ class Group:
 
 @dataclass(slots=True)
 class Share:
-    """What a group takes: its values, their bytes, and the bytes by age, named as in `AGES_S`."""
+    """The values of a group, their bytes, and the bytes by age, named as in `AGES_S`."""
 
     values: int = 0
     bytes: int = 0

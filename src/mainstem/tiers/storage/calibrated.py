@@ -60,7 +60,7 @@ LEVELS = 256
 """Lengths of a step: 2**(level / 8)."""
 
 KEPT = 0.42
-"""What is added to a magnitude before it is rounded down: less than half, because small numbers are more likely."""
+"""A magnitude grows by this before it is rounded down: less than half, because small numbers are more likely."""
 
 _SMALLEST = 20  # the class of components whose mean magnitude is a step
 _EIGHTHS = 4  # of an octave in a class
@@ -72,7 +72,7 @@ _FORMAT = "mainstem calibration 1"
 
 @dataclass(frozen=True)
 class Basis:
-    """What was found of one component of the tree. A position of a layer has `width` numbers: of all planes and heads.
+    """The calibration of one component of the tree. A position of a layer has `width` numbers: of all planes and heads.
 
     Args:
         planes: heads, and numbers of each, in the order of the payload: those of keys, then of values.

@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Page(NamedTuple):
-    """What a payload is of.
+    """The place of a payload.
 
     Args:
         component: its name in the tree.

@@ -1,4 +1,4 @@
-"""The identities that wrote to a store: why one that finds nothing there finds nothing.
+"""The identities that wrote to a store, listed in it, so that a server can say why it finds nothing there.
 
 The keys of pages depend on the whole identity, so pages of another layout, page size or number of ranks are never
 found, and nothing shows that they are there. So each store has one note that lists the identities that opened it for
@@ -43,7 +43,7 @@ _TEXT_CHARACTERS = 200  # of one value; the digest of a longer one takes the pla
 _SHOWN_CHARACTERS = 40
 _RANKS = {"tp_size": "ranks"}
 _SHAPING = {"dtype", "page size", "ranks"}
-"""What a layout follows from: where one of these differs, the layout does."""
+"""The fields that determine the layout: where one of them differs, the layout does, too."""
 
 
 def summarize(identity: Identity) -> Summary:

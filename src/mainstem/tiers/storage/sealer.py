@@ -62,7 +62,7 @@ class Label(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the header of a value says, whether or not its seal is right.
+    """The fields of a value's header, whether or not its seal is right.
 
     Args:
         key: of the value.
