@@ -9,7 +9,8 @@ import pytest
 from machine import patience
 
 from mainstem.errors import StorageError
-from mainstem.storage.native import Calls, Memory, address_of
+from mainstem.storage.calls import Calls
+from mainstem.storage.native import Memory, address_of
 
 
 class Client:
@@ -115,7 +116,7 @@ def test_close_deregisters_everything() -> None:
 
 
 def test_calls_end_before_close_and_none_begins_after_it() -> None:
-    calls = Calls("test")
+    calls = Calls("the test store")
     inside, leave, events = threading.Event(), threading.Event(), []
 
     def work() -> None:

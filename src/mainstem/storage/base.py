@@ -226,6 +226,38 @@ class Backend(ABC):
         """Closes the client; a second call does nothing. Persistent values stay."""
 
 
+class ReadOnlyBackend(Backend):
+    """A store that others fill.
+
+    `put` returns False for every key, as a full store does, so that a tier can write to it without errors. `delete` and
+    `clear` raise, because their callers must know that the values still exist.
+    """
+
+    refusal: ClassVar[str]
+    """Why it deletes nothing, for error messages."""
+
+    @abstractmethod
+    def check_open(self) -> None:
+        """Checks that it is open.
+
+        Raises:
+            StorageError: it is closed (cause `closed`).
+        """
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        self.check_open()
+        return [False for _ in zip(keys, buffers, strict=True)]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.check_open()
+        if keys:
+            raise StorageError("refused", f"{self.refusal}: nothing was deleted")
+
+    def clear(self) -> None:
+        self.check_open()
+        raise StorageError("refused", f"{self.refusal}: nothing was cleared")
+
+
 # ---------------------------------------------------------------- specs
 
 RANK = "{rank}"

@@ -1,4 +1,4 @@
-"""Helpers for clients in native code: buffer addresses, memory registration, and a close that waits for calls.
+"""Helpers for clients in native code: buffer addresses, and memory registration.
 
 This module depends on no client and no store: a back end passes the functions that register and deregister memory.
 
@@ -14,7 +14,7 @@ import mmap
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from mainstem.errors import StorageError
@@ -29,45 +29,6 @@ Transfer = Callable[[slice, list[int], list[int]], Sequence[int]]
 def address_of(buffer: memoryview) -> int:
     """Returns the address of a writable buffer, or 0 for an empty one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
-
-
-class Calls:
-    """Counts calls into a client, so that it is closed only when none runs. Most clients crash otherwise.
-
-    Args:
-        name: the store, for error messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._running = 0
-        self._closed = False
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Surrounds a call into the client.
-
-        Raises:
-            StorageError: the store is closed (cause `closed`).
-        """
-        with self._changed:
-            if self._closed:
-                raise StorageError("closed", f"the {self._name} store is closed")
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    def close(self) -> bool:
-        """Rejects new calls and waits for the running ones. Returns True on the first call only."""
-        with self._changed:
-            first, self._closed = not self._closed, True
-            self._changed.wait_for(lambda: not self._running)
-        return first
 
 
 @dataclass(slots=True)

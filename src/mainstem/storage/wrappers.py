@@ -17,7 +17,7 @@ from functools import partial
 from typing import Self, TypeVar, cast
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Listed
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Listed, ReadOnlyBackend
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger(__name__)
@@ -75,42 +75,24 @@ class Wrapper(Backend):
         self._inner.close()
 
 
-class ReadOnly(Wrapper):
+class ReadOnly(ReadOnlyBackend, Wrapper):
     """A read-only view of a store that others fill.
-
-    `put` returns False for every key, as a full store does, so that a tier can write to it without errors. `delete` and
-    `clear` raise, because their callers must know that the values still exist.
 
     Args:
         inner: the wrapped back end.
     """
 
+    refusal = "the store is read-only"
+
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self._closed = False
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores nothing and returns False for every key."""
-        self._check_open()
-        return [False for _ in zip(keys, buffers, strict=True)]
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Raises `StorageError` unless `keys` is empty."""
-        self._check_open()
-        if keys:
-            raise StorageError("refused", "the store is read-only: nothing was deleted")
-
-    def clear(self) -> None:
-        """Raises `StorageError`."""
-        self._check_open()
-        raise StorageError("refused", "the store is read-only: nothing was cleared")
-
     def close(self) -> None:
-        """Closes the inner back end."""
         self._closed = True
         super().close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise StorageError("closed", "the read-only store is closed")
 

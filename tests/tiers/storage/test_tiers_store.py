@@ -125,70 +125,30 @@ def test_limits_may_be_at_the_ends_of_their_ranges() -> None:
 # ---------------------------------------------------------------- the breaker
 
 
-def test_a_breaker_opens_after_consecutive_failures() -> None:
-    breaker = Breaker(3, 5.0, Clock())
-    for _ in range(5):
-        breaker.fail()
-        breaker.fail()
-        breaker.succeed()
-    assert not breaker.open and breaker.allow()
-    for _ in range(3):
-        assert not breaker.open
-        breaker.fail()
-    assert breaker.open and breaker.openings == 1
-    assert not breaker.allow()
-
-
-def test_an_open_breaker_lets_one_call_try_after_the_cool_down() -> None:
+@pytest.mark.parametrize(
+    ("failures", "script", "answers", "openings"),
+    [
+        pytest.param(3, "ffs ffs ff? f?", "yn", 1, id="consecutive failures open it"),
+        pytest.param(1, "f wwww? w??", "nyn", 1, id="after the cool-down one call at a time is tried"),
+        pytest.param(2, "ff wwwww? s??? f?", "yyyyy", 1, id="a try that succeeds closes it, and the count begins anew"),
+        pytest.param(1, "f wwwww?f? wwww? w?f? wwww?", "ynnynn", 1, id="a try that fails is another cool-down"),
+        pytest.param(1, "f wwwww?r? f?", "yyn", 1, id="a try that was given up says nothing"),
+        pytest.param(1, "f wwwww?s f wwwww?s f?", "yyn", 3, id="each opening is counted"),
+    ],
+)
+def test_a_breaker_stops_calls_to_what_fails(failures: int, script: str, answers: str, openings: int) -> None:
+    """f: a call fails, s: succeeds, r: is given up; w: a second of the 5 s of cool-down passes; ?: is a call allowed"""
     clock = Clock()
-    breaker = Breaker(1, 5.0, clock)
-    breaker.fail()
-    clock.now_s += 4.999
-    assert not breaker.allow()
-    clock.now_s += 0.001
-    assert breaker.allow()
-    assert not breaker.allow(), "one at a time"
-    assert breaker.open
-
-
-def test_a_try_that_succeeds_closes_it() -> None:
-    clock = Clock()
-    breaker = Breaker(2, 5.0, clock)
-    breaker.fail()
-    breaker.fail()
-    clock.now_s += 5
-    assert breaker.allow()
-    breaker.succeed()
-    assert not breaker.open
-    assert [breaker.allow() for _ in range(3)] == [True] * 3
-    breaker.fail()
-    assert not breaker.open, "the count starts again"
-
-
-def test_a_try_that_fails_waits_for_another_cool_down() -> None:
-    clock = Clock()
-    breaker = Breaker(1, 5.0, clock)
-    breaker.fail()
-    for _ in range(3):
-        clock.now_s += 5
-        assert breaker.allow()
-        breaker.fail()
-        assert not breaker.allow()
-        clock.now_s += 4
-        assert not breaker.allow()
-        clock.now_s += 1
-    assert breaker.openings == 1, "it never closed in between"
-
-
-def test_openings_are_counted() -> None:
-    clock = Clock()
-    breaker = Breaker(1, 1.0, clock)
-    for opening in range(1, 4):
-        breaker.fail()
-        assert breaker.openings == opening
-        clock.now_s += 1
-        assert breaker.allow()
-        breaker.succeed()
+    breaker = Breaker(failures, 5.0, clock)
+    said = ""
+    for event in script.replace(" ", ""):
+        clock.now_s += event == "w"
+        if event == "?":
+            said += "y" if breaker.allow() else "n"
+        elif event != "w":
+            {"f": breaker.fail, "s": breaker.succeed, "r": breaker.release}[event]()
+    assert (said, breaker.openings) == (answers, openings)
+    assert breaker.open == (answers[-1] == "n")
 
 
 # ---------------------------------------------------------------- look up, read and write

@@ -25,6 +25,7 @@ from mainstem.storage.base import (
     parse_number,
     read_options,
 )
+from mainstem.storage.calls import Calls
 from mainstem.storage.file.catalog import Catalog
 from mainstem.storage.file.disk import FULL, FileSystem, Folder, Reserve
 from mainstem.storage.file.hashes import hashes
@@ -108,9 +109,7 @@ class FileBackend(Backend):
         self._clear_pending = False  # a clear is not complete on disk
         self._stale = False  # the index may name values that left and are not destroyed
         self._write_lock = threading.Lock()  # one writer at a time
-        self._idle = threading.Condition()  # no calls; guards the next two
-        self._calls = 0
-        self._closed = False
+        self._calls = Calls(f"the file store {self._folder.root}")
         try:
             self._folder.open()
             self._load()
@@ -214,9 +213,7 @@ class FileBackend(Backend):
     def close(self) -> None:
         """Waits for running calls, then releases the store for other processes."""
         with self._write_lock:
-            with self._idle:
-                self._closed = True
-                self._idle.wait_for(lambda: not self._calls)
+            self._calls.close()
             self._folder.close()
             self._values.close()
 
@@ -313,18 +310,11 @@ class FileBackend(Backend):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        with self._idle:
-            if self._closed:
-                raise StorageError("closed", f"the file store {self._folder.root} is closed")
-            self._calls += 1
-        try:
-            yield
-        except OSError as error:
-            raise _failure(f"reading from {self._folder.root}", error) from error
-        finally:
-            with self._idle:
-                self._calls -= 1
-                self._idle.notify_all()
+        with self._calls.call():
+            try:
+                yield
+            except OSError as error:
+                raise _failure(f"reading from {self._folder.root}", error) from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, BackendStats, Capabilities, ReadOnlyBackend, check_options
 from mainstem.storage.breaker import Breaker
+from mainstem.storage.calls import Calls
 from mainstem.storage.peer.lines import Line, Lines, ZmqLines
 from mainstem.storage.peer.wire import (
     BUSY,
@@ -109,7 +110,7 @@ class _Exchange:
     error: StorageError | None = None
 
 
-class PeerBackend(Backend):
+class PeerBackend(ReadOnlyBackend):
     """The memory of peers. Nothing can be put, deleted or listed.
 
     Args:
@@ -127,6 +128,7 @@ class PeerBackend(Backend):
             it may start later.
     """
 
+    refusal = "what peers have is theirs"
     capabilities: ClassVar[Capabilities] = Capabilities(
         persistent=False, shared=True, zero_copy=False, evicts=True, overwrites=False
     )
@@ -152,8 +154,8 @@ class PeerBackend(Backend):
         self._numbers = itertools.count(1)
         self._seen: OrderedDict[bytes, _Peer] = OrderedDict()
         self._counts: Counter[str] = Counter()
-        self._running, self._closed, self._greeted = 0, False, False
-        self._lock = threading.Condition()  # guards all of the above but the lines
+        self._calls, self._greeted = Calls("the store of peers"), False
+        self._lock = threading.Lock()  # guards all of the above but the lines
         self._end_of_following = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="mainstem-peers", daemon=True)
         self._look_up()
@@ -194,7 +196,7 @@ class PeerBackend(Backend):
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Asks all peers at once."""
         there = [False] * len(keys)
-        with self._call():
+        with self._calls.call():
             for begin in range(0, len(keys), MOST_KEYS):
                 part = keys[begin : begin + MOST_KEYS]
                 places = range(begin, begin + len(part))
@@ -210,7 +212,7 @@ class PeerBackend(Backend):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Asks for each value the peer that has it, as far as `exists` has found one, else one peer after the other."""
         lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
-        with self._call():
+        with self._calls.call():
             left = {at: self._candidates(key) for at, key in enumerate(keys)}
             while left := {at: peers for at, peers in left.items() if peers and lengths[at] == ABSENT}:
                 asked: dict[_Peer, list[int]] = {}
@@ -232,25 +234,9 @@ class PeerBackend(Backend):
                     self._take(exchange, buffers, lengths)
         return lengths
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores nothing and returns False for every key."""
-        self._check_open()
-        return [False for _ in zip(keys, buffers, strict=True)]
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Raises `StorageError` unless `keys` is empty."""
-        self._check_open()
-        if keys:
-            raise StorageError("refused", "what peers have is theirs: nothing was deleted")
-
-    def clear(self) -> None:
-        """Raises `StorageError`."""
-        self._check_open()
-        raise StorageError("refused", "what peers have is theirs: nothing was cleared")
-
     def stats(self) -> BackendStats:
         """Returns no counts."""
-        self._check_open()
+        self.check_open()
         return BackendStats()
 
     def close(self) -> None:
@@ -258,14 +244,11 @@ class PeerBackend(Backend):
         self._end_of_following.set()
         if self._follower.is_alive():
             self._follower.join()
-        with self._lock:
-            self._closed = True
-            while self._running:
-                self._lock.wait()
+        if self._calls.close():
             for peer in self._peers:
                 while peer.idle:
                     peer.idle.pop().close()
-        self._lines.close()
+            self._lines.close()
 
     # ---------------------------------------------------------------- calls
 
@@ -301,7 +284,7 @@ class PeerBackend(Backend):
             BackendUnavailable: one does not.
         """
         exchanges = [_Exchange(peer, self._request(EXISTS, []), ()) for peer in self._peers]
-        with self._call():
+        with self._calls.call():
             self._run(exchanges)
         for exchange in exchanges:
             if exchange.error is not None and exchange.error.cause == "refused":
@@ -410,35 +393,9 @@ class PeerBackend(Backend):
         if error is not None and first and (self._greeted or error.cause != "refused"):
             log.warning("peers: %s; further faults of this kind are only counted", error)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError("closed", "the connections to peers are closed")
-
-    def _call(self) -> _Running:
-        return _Running(self._enter, self._leave)
-
-    def _enter(self) -> None:
-        with self._lock:
-            self._check_open()
-            self._running += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._running -= 1
-            self._lock.notify_all()
-
-
-class _Running:
-    """Counts a call, so that nothing is closed under it."""
-
-    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._enter, self._leave = enter, leave
-
-    def __enter__(self) -> None:
-        self._enter()
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
+    def check_open(self) -> None:
+        with self._calls.call():
+            pass
 
 
 def _check(address: str) -> None:

@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Self
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import load_package
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Readers, parse_text, read_options
-from mainstem.storage.native import Calls, Memory
+from mainstem.storage.calls import Calls
+from mainstem.storage.native import Memory
 from mainstem.units import parse_bytes, parse_timeout
 
 DONE, FULL, BAD_LENGTH = 0, -200, -600
@@ -107,7 +108,7 @@ class MooncakeBackend(Backend):
         if store.setup(hostname, metadata, segment_bytes, 0, protocol, devices, master) != DONE:
             raise BackendUnavailable(f"mooncake: setup with the master at {master} failed; its log on stderr says why")
         self._store = store
-        self._calls = Calls("mooncake")
+        self._calls = Calls("the mooncake store")
         self._memory = Memory(self._register, self._deregister, staging_bytes)
 
     @classmethod

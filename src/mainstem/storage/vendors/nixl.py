@@ -36,7 +36,8 @@ from mainstem.storage.base import (
     parse_text,
     read_options,
 )
-from mainstem.storage.native import Calls, Memory
+from mainstem.storage.calls import Calls
+from mainstem.storage.native import Memory
 from mainstem.storage.vendors.s3 import S3Backend
 from mainstem.units import parse_bytes, parse_timeout
 
@@ -282,7 +283,7 @@ class NixlBackend(Backend):
         self._name = f"mainstem-{uuid.uuid4().hex}"
         self._agent, self._errors = _new_agent(self._name, place)
         self._registrations: dict[int, Any] = {}
-        self._calls = Calls("nixl")
+        self._calls = Calls("the nixl store")
         self._memory = Memory(self._register, self._deregister, staging_bytes)
 
     @classmethod
