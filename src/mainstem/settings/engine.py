@@ -330,16 +330,21 @@ class StorageSecret(Settings):
 
 
 _LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|localhost|\[::1\]")
-_PEER = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
+_PEER = r"(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})"
+_ADDRESS = r"tcp://(?P<host>[\w.-]+|\*|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})"
 
 
-def _is_name_of_peers(text: object) -> bool:
-    return _is_peer(text.removeprefix("dns:") if isinstance(text, str) else text)
+def _address(words: str, pattern: str) -> Range:
+    """A text of a pattern with a port."""
+
+    def holds(value: object) -> bool:
+        match = re.fullmatch(pattern, value) if isinstance(value, str) else None
+        return match is not None and int(match["port"]) < 1 << 16
+
+    return Range(words, holds)
 
 
-def _is_peer(text: object) -> bool:
-    match = _PEER.fullmatch(text) if isinstance(text, str) else None
-    return match is not None and int(match["port"]) < 1 << 16
+_PEERS = _address("HOST:PORT, such as 10.0.0.2:7100", f"(dns:)?{_PEER}")
 
 
 @dataclass(frozen=True)
@@ -357,8 +362,8 @@ class PeerConfig(Settings):
         peers_later: Whether more engines are named while this one runs.
     """
 
-    peer_listen: str | None = setting(None, Range("HOST:PORT, such as 127.0.0.1:7100", _is_peer))
-    peers: tuple[str, ...] = setting((), texts("HOST:PORT, such as 10.0.0.2:7100", _is_name_of_peers))
+    peer_listen: str | None = setting(None, _address("HOST:PORT, such as 127.0.0.1:7100", _PEER))
+    peers: tuple[str, ...] = setting((), texts(*_PEERS))
     peer_share: float = setting(0.1, number(0, 1, above=True))
     peer_bytes: int = setting(64 << 20, integer(1, INT64_MAX), unit=SIZE)
     peer_timeout_s: float = setting(1.0, seconds(above=True))
@@ -383,9 +388,11 @@ class PeerConfig(Settings):
         return self.peer_listen is not None or bool(self.peers) or self.peers_later
 
 
-def _codec() -> Range:
-    names = one_of(Codec)
-    return Range(f"{names.words}, or a calibration's file", lambda value: names.holds(value) or Path(value).is_file())
+_CODECS = one_of(Codec)
+
+
+def _is_codec(value: str) -> bool:
+    return _CODECS.holds(value) or Path(value).is_file()
 
 
 @dataclass(frozen=True)
@@ -407,7 +414,7 @@ class TierConfig(StorageSecret):
     size: HostSize = HostSize()
     host: HostPolicy = HostPolicy()
     storage: str | None = setting(None, instance(str, "a spec, see mainstem.storage.open_backend"))
-    storage_codec: str = setting("none", _codec())
+    storage_codec: str = setting("none", Range(f"{_CODECS.words}, or a calibration's file", _is_codec))
     limits: StorageConfig = StorageConfig()
     peers: PeerConfig = PeerConfig()
     warm: bool = setting(False, switch())
@@ -433,15 +440,7 @@ class TierConfig(StorageSecret):
         return self.storage is not None or self.size != HostSize() or self.peers.exist
 
 
-_ADDRESS = re.compile(r"tcp://(?P<host>[\w.-]+|\*|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
-
-
-def _address() -> Range:
-    def holds(value: object) -> bool:
-        match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
-        return match is not None and int(match["port"]) < 1 << 16
-
-    return Range("tcp://HOST:PORT, such as tcp://127.0.0.1:5557", holds)
+_EVENTS = _address("tcp://HOST:PORT, such as tcp://127.0.0.1:5557", _ADDRESS)
 
 
 @dataclass(frozen=True)
@@ -455,8 +454,8 @@ class EventConfig(Settings):
         kv_events_keys: Folder of CURVE keys: server.key_secret, and the public key of each router as NAME.key.
     """
 
-    kv_events: str | None = setting(None, _address())
-    kv_events_replay: str | None = setting(None, _address())
+    kv_events: str | None = setting(None, _EVENTS)
+    kv_events_replay: str | None = setting(None, _EVENTS)
     kv_events_keys: Path | None = setting(
         None, Range("a folder", lambda path: isinstance(path, Path) and path.is_dir())
     )
@@ -467,9 +466,9 @@ class EventConfig(Settings):
         if self.kv_events is None:
             self.refuse("--kv-events")
         for name in ("kv_events", "kv_events_replay"):
-            found = _ADDRESS.fullmatch(getattr(self, name) or "")
-            if found and self.kv_events_keys is None and not _LOOPBACK.fullmatch(found["host"]):
-                raise BadArgument(name, found[0], "on 127.0.0.1, localhost or [::1] without --kv-events-keys")
+            match = re.fullmatch(_ADDRESS, getattr(self, name) or "")
+            if match and self.kv_events_keys is None and not _LOOPBACK.fullmatch(match["host"]):
+                raise BadArgument(name, match[0], "on 127.0.0.1, localhost or [::1] without --kv-events-keys")
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ def _joined(windows: Sequence[Window]) -> Window:
 
 def table(looks: Sequence[Look]) -> Table:
     """Returns a table with a row for each measure, and two columns for each server: now, and since its start."""
+    from rich.markup import escape
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
@@ -153,7 +154,8 @@ def table(looks: Sequence[Look]) -> Table:
         made.add_column(look.server.removeprefix("http://"), justify="right")
         made.add_column("in all", justify="right")
     if any(look.error for look in looks):
-        made.add_row("", *(cell for look in looks for cell in (_reddened(look.error), "")))
+        errors = (f"[red]{escape(look.error)}[/red]" if look.error else "" for look in looks)
+        made.add_row("", *(cell for error in errors for cell in (error, "")))
     for each in MEASURES:
         made.add_row(each.title, *(cell for look in looks for cell in _cells(each, look)))
     return made
@@ -162,16 +164,6 @@ def table(looks: Sequence[Look]) -> Table:
 def _cells(each: Measure, look: Look) -> tuple[str, str]:
     total = _shown(each.total_name, look.totals.get(each.total_name)) if each.grows else ""
     return _shown(each.name, look.measures.get(each.name)), total
-
-
-def _reddened(text: str | None) -> str:
-    return f"[red]{_escaped(text)}[/red]" if text else ""
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from mainstem.runtime.text.prompts import Template
 from mainstem.server.apis.bodies import check_value, wrong
 from mainstem.server.fields.breakpoints import Mark
 from mainstem.server.fields.tools import NO_PARAMETERS, Tool
@@ -34,22 +33,6 @@ def joined(content: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if all(part["type"] == "text" for part in content):
         return "\n".join(part["text"] for part in content)
     return list(content)
-
-
-def template_of(
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    variables: Mapping[str, Any] | None,
-    add_special_tokens: bool | None,
-) -> Template:
-    """Returns how a chat template is applied, from the fields of a request.
-
-    Raises:
-        BadArgument: they contradict each other, or a variable has a reserved name.
-    """
-    continues = bool(continue_final_message)
-    begins = not continues if add_generation_prompt is None else add_generation_prompt
-    return Template(begins, continues, variables or {}, special_tokens=bool(add_special_tokens))
 
 
 def call(id: str, name: str, arguments: str, *, custom: bool = False) -> dict[str, Any]:

@@ -76,15 +76,6 @@ class EmbeddingList(Struct):
     object: str = "list"
 
 
-def parse(body: bytes, unheeded: Unheeded | None = None) -> EmbeddingRequest:
-    """Parses the request in a body; fields that do nothing are added to `unheeded`.
-
-    Raises:
-        ApiError: 400; malformed JSON, or a wrong type, name or value.
-    """
-    return decode_known(body, EmbeddingRequest, unheeded, RULES)
-
-
 Made: TypeAlias = tuple[EmbeddingRequest, list[Request]]
 Begin: TypeAlias = Callable[[EmbeddingRequest, Sequence[Request], bytes | None], Run]
 """Submits all of some prompts of a client or none; raises MainstemError in the second case."""
@@ -128,7 +119,11 @@ class Embeddings:
             raise ApiError(404, f"This server has no {PATH}: start it with --embeddings.", code="no_embeddings")
         if self._draining():
             raise errors.draining()
-        ask, prompts = await self._read(http, lambda body: self._made(parse(body, unheeded), tenant))
+
+        def made(body: bytes) -> Made:
+            return self._made(decode_known(body, EmbeddingRequest, unheeded, RULES), tenant)
+
+        ask, prompts = await self._read(http, made)
         vectors: list[NDArray[np.float32]] = []
         most = min(_AT_ONCE, self._engine.config.max_waiting)
         for i in range(0, len(prompts), most):

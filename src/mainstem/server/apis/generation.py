@@ -20,7 +20,7 @@ from mainstem.cache.retention import LEAST_S
 from mainstem.errors import BadArgument
 from mainstem.runtime.request import Hints
 from mainstem.runtime.text.prompts import Template
-from mainstem.server.apis.conversation import parts, template_of
+from mainstem.server.apis.conversation import parts
 from mainstem.server.fields.breakpoints import CacheOptions, Mark, counted
 from mainstem.server.fields.sampling import Common, sampling_of
 from mainstem.server.fields.structured import AnswerForm
@@ -93,7 +93,7 @@ class Conversation:
         messages: as templates take them; see `chat.request.Message.template_input`.
         tooling: the tools.
         path: of the messages, for errors.
-        begins, continues, variables, special_tokens: see `template_of`.
+        begins, continues, variables, special_tokens: see `Template`; None: by default.
         thinks, effort: see `Switches.variables`.
     """
 
@@ -113,9 +113,15 @@ class Conversation:
         return bool(parts(self.messages, "image"))
 
     def template(self, variables: Mapping[str, Any] = {}) -> Template:
-        """Returns how the chat template is applied, with variables that the client may override; see `template_of`."""
-        given = {**variables, **(self.variables or {})}
-        return template_of(self.begins, self.continues, given, self.special_tokens)
+        """Returns how the chat template is applied, with variables that the client may override.
+
+        Raises:
+            BadArgument: the client's fields contradict each other, or a variable has a reserved name.
+        """
+        continues = bool(self.continues)
+        begins = not continues if self.begins is None else self.begins
+        variables = {**variables, **(self.variables or {})}
+        return Template(begins, continues, variables, special_tokens=bool(self.special_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.bodies import TokenId, decode, decode_known
 from mainstem.server.apis.chat.request import Messages
 from mainstem.server.apis.chat.tools import ToolSpec
-from mainstem.server.apis.conversation import template_of
+from mainstem.server.apis.generation import Conversation
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.preparation import Preparation
 from mainstem.server.transport import BodyReader, json_response
@@ -44,9 +44,14 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template(self) -> Template:
-        """Returns how the chat template is applied; see `template_of`."""
-        given = self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
-        return template_of(*given, self.add_special_tokens)
+        """Returns how the chat template is applied, as for a chat."""
+        return Conversation(
+            (),
+            begins=self.add_generation_prompt,
+            continues=self.continue_final_message,
+            variables=self.chat_template_kwargs,
+            special_tokens=self.add_special_tokens,
+        ).template()
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -85,12 +90,6 @@ class Version(Struct):
     """The response of GET /version."""
 
     version: str
-
-
-def describe(tokenizer: Any) -> TokenizerInfo:
-    """Describes a tokenizer of transformers."""
-    names = ("bos_token", "eos_token", "pad_token", "chat_template")
-    return TokenizerInfo(type(tokenizer).__name__, *(getattr(tokenizer, name, None) for name in names))
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
@@ -159,4 +158,6 @@ class TokenRoutes:
 
     async def _tokenizer_info(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
-        return json_response(describe(self._engine.tokenizer))
+        tokenizer, names = self._engine.tokenizer, ("bos_token", "eos_token", "pad_token", "chat_template")
+        values = (getattr(tokenizer, name, None) for name in names)
+        return json_response(TokenizerInfo(type(tokenizer).__name__, *values))

@@ -43,9 +43,8 @@ class CallScanner(Scanner):
         self._names = {tool.name for tool in tooling.callable}
         self._custom = {tool.name for tool in tooling.callable if tool.custom}
         self._most = None if tooling.parallel else 1
-        self._calls_alone = (
-            tooling.choice == "required"
-        )  # then what is no call is the beginning of one that was cut off
+        # Then a text that is no call is the beginning of a call that was cut off.
+        self._calls_alone = tooling.choice == "required"
         self._new_id = new_id
         self._calls = self._complete = 0
         self._open: int | None = None  # the call that is not complete yet
