@@ -24,7 +24,7 @@ def decode(body: bytes, kind: type[Decoded]) -> Decoded:
         ApiError: 400; malformed JSON, or a wrong type or value.
     """
     with _malformed():
-        body.decode()  # also what the type does not have, and what it keeps as it is
+        body.decode()  # msgspec checks no text of fields that it skips or keeps raw
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
@@ -98,7 +98,7 @@ def prompts_of(given: str | list[str | int | list[int]], name: str) -> list[str 
 
 @contextmanager
 def _malformed() -> Iterator[None]:
-    """Makes an ApiError of what is wrong with JSON. Some of it is first read when names are checked."""
+    """Turns errors of malformed JSON into an ApiError; parts of a body are read only when names are checked."""
     try:
         yield
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

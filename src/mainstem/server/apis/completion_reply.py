@@ -121,7 +121,7 @@ class CompletionReply(ChunkReply):
         return CompletionLogprobs(tokens, [finite(entry.logprob) for entry in entries], [*best], offsets)
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns the likeliest tokens at a place and the one that is there, if it is none of them."""
+        """Returns the likeliest tokens at a place, and the chosen one if it is not among them."""
         top = {self._name(token): finite(value) for token, value in entry.top}
         top.setdefault(self._name(entry.token), finite(entry.logprob))
         return top

@@ -87,7 +87,7 @@ class ConversationBuilder:
         return self.messages[-1]["role"] if self.messages else None
 
     def begin(self, role: str, at: str, **fields: str) -> None:
-        """Begins a message, whose path is `at`; adjacent system messages are one, since most templates take one."""
+        """Begins a message, whose path is `at`; adjacent system messages become one, as most templates want."""
         if role == "system" and self.role == "system":
             return
         self.messages.append({"role": role, "content": None, **fields})
@@ -109,7 +109,7 @@ class ConversationBuilder:
         self.marked += 1
 
     def reasoning(self, text: str) -> None:
-        """Adds what the assistant thought before the rest of the last message."""
+        """Adds reasoning of the assistant to the last message."""
         last = self.messages[-1]
         last["reasoning_content"] = last.get("reasoning_content", "") + text
 

@@ -222,7 +222,7 @@ class Generation:
 
 
 def _seed(seed: int, choice: int) -> int:
-    """Returns the seed of a choice: those of one request differ, also after the last seed there is."""
+    """Returns the seed of a choice; the seeds of a request's choices differ, and wrap around after the last one."""
     return seed + choice - SEEDS if 0 <= seed < SEEDS <= seed + choice else seed + choice
 
 

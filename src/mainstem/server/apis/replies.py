@@ -145,8 +145,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 MakeReply: TypeAlias = "Callable[[Head, Spell, ChunkUsage, Extras, Callable[[], OutputParser]], Reply]"
-"""Makes the reply of an API: of the head, what spells a token, the usage in chunks, what is shown besides answers, and
-what parses an answer."""
+"""Makes the reply of an API; the arguments are those of `Reply`."""
 
 Explained: TypeAlias = list[PromptExplained] | UnsetType
 """Why each prompt of a request was found in part only, if it asked for that."""
@@ -214,7 +213,7 @@ class Extras:
 
     @property
     def missed(self) -> tuple[str, int] | None:
-        """The first cause why something of its first prompt was not found, and its tokens; None: there is none."""
+        """The first cause of a miss in the first prompt, and its tokens; None: there is none."""
         account = [] if self.explained is None else self.explained()
         stretches = account[0].stretches if account else []
         causes = [(each.cause, each.end - each.begin) for each in stretches if each.cause is not UNSET]
@@ -230,11 +229,11 @@ NO_EXTRAS = Extras()
 
 
 class ChunkUsage:
-    """The usage in chunks before the last: nothing, null, or what was used so far.
+    """The usage in chunks before the last: nothing, null, or the usage so far.
 
     Args:
         include: whether the last chunk carries the usage; earlier ones then have `usage: null`.
-        prompt_tokens: of all prompts, to carry what was used so far; None: not.
+        prompt_tokens: of all prompts, to carry the usage so far; None: not.
     """
 
     def __init__(self, include: bool, prompt_tokens: int | None = None) -> None:

@@ -18,7 +18,7 @@ MAX_CHOICES = 128
 
 
 class StreamOptions(Struct):
-    """`stream_options`: whether a last chunk carries the usage, and the others what was used so far."""
+    """`stream_options`: whether a last chunk carries the usage, and each earlier chunk the usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -46,7 +46,7 @@ class OpenRequest(Structured, kw_only=True):
     prompt_cache_options: CacheOptions | None = None
 
     def parts(self) -> Mapping[str, Any]:
-        """Returns what these fields say of a `Generation`.
+        """Returns the arguments of a `Generation` that these fields give.
 
         Raises:
             ApiError: 400; they contradict each other.

@@ -62,9 +62,9 @@ class Api:
         alone: fields that make a request one for its prompt alone; None: left out.
         kind: in recordings and traces.
         count: its route that counts tokens.
-        late: whether a prompt that is too long is refused within the stream, if there is one: there its clients look.
+        late: whether a stream itself refuses a prompt that is too long, since its clients look there.
         held: events of a stream before the first one with a token.
-        broken: the events that end a stream of which the begin is not known.
+        broken: the events that end a stream whose beginning is not known.
     """
 
     path: str
@@ -116,7 +116,7 @@ APIS: Mapping[str, Api] = {api.path: api for api in _ROWS}
 
 
 def broken(error: ApiError, path: str) -> bytes:
-    """Returns the events that end a stream of which the begin is not known, in the form of the API at a path."""
+    """Returns the events that end a stream whose beginning is not known, in the form of the API at a path."""
     return (APIS[path].broken if path in APIS else _broken)(error)
 
 

@@ -77,7 +77,7 @@ class Detokenized(Struct):
 
 
 class TokenizerInfo(Struct):
-    """The response of GET /tokenizer_info: what programs need that count and cut texts themselves."""
+    """The response of GET /tokenizer_info, for programs that count and cut texts themselves."""
 
     tokenizer_class: str
     bos_token: str | None

@@ -1,1 +1,1 @@
-"""Fields of requests that several APIs share, and what becomes of each."""
+"""Fields of requests that several APIs share, and how each is treated."""

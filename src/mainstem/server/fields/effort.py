@@ -17,7 +17,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The words of the APIs, from the least to the most."""
 
 _OFF = ("none", "minimal")  # where a template knows only on and off
-_COMMON = ("low", "medium", "high")  # that models were trained on whose template writes any word
+_COMMON = ("low", "medium", "high")  # the words that models were trained on, if their template accepts any word
 _SWITCHES = ("enable_thinking", "thinking")
 _LEVELS = "reasoning_effort"
 _NO_LEVEL = "probe_of_effort"

@@ -25,7 +25,7 @@ _BEYOND = ("not", "if", "dependentSchemas", "dependencies", "unevaluatedProperti
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema whose objects have no properties but those that it names, at any depth.
+    """Returns a schema whose objects, at any depth, have only the properties that it names.
 
     An object stays open where its schema says something of others, or requires one that it does not name. So does what
     is put together of several schemas, and all that is in these: each names a part.
@@ -37,7 +37,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def closed_text(text: str) -> str:
-    """Returns a schema in JSON, closed as by `closed`; what is no schema stays as it is."""
+    """Returns a schema in JSON, closed as by `closed`; a text that is no schema stays as it is."""
     if len(text) > _LONGEST:
         return text
     try:
@@ -49,7 +49,7 @@ def closed_text(text: str) -> str:
 
 
 def _closed(schema: Any, alone: bool, whole: bool) -> Any:
-    """Closes a schema, unless it is not `alone` in what it says of a value; `whole`: whether definitions always are."""
+    """Closes a schema if it alone (`alone`) describes a value; `whole`: whether definitions always do."""
     if not isinstance(schema, dict):
         return schema
     alone = alone and _speakers(schema) < 2
@@ -91,7 +91,7 @@ def _all(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _speakers(schema: Mapping[str, Any]) -> int:
-    """Returns how many parts of a schema say which properties an object has; 2 for what cannot be said so simply."""
+    """Returns how many parts of a schema name properties of an object; 2 or more if they cannot be told apart."""
     several = schema.get("allOf")
     joined = len(several) if isinstance(several, list) else 0
     beyond = 2 * any(name in schema for name in _BEYOND)
@@ -109,7 +109,7 @@ _TRIALS = 200  # of one schema
 
 
 class _Keyword(NamedTuple):
-    """A keyword that a grammar may not hold, the schema that it was taken from, and what it says."""
+    """A keyword that a grammar may not hold, the schema that it was taken from, and its value."""
 
     schema: dict[str, Any]
     name: str
@@ -132,7 +132,7 @@ def holdable(
         return schema, ()
     made = deepcopy(dict(schema))
     doubtful = [_Keyword(part, name, part[name]) for part in [*_all(made)] for name in part if name not in _SURE]
-    doubtful.sort(key=lambda each: each.name != "$ref")  # what nobody refers to is not tried
+    doubtful.sort(key=lambda each: each.name != "$ref")  # definitions without a reference are not tried
     for part, name, _ in doubtful:
         del part[name]
     if problem(made):

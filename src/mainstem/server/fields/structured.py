@@ -23,7 +23,7 @@ _SCHEMA = "response_format.json_schema.schema"
 
 
 class JsonSchema(Struct):
-    """`response_format.json_schema`. The schema is held in any case, whatever `strict` says."""
+    """`response_format.json_schema`. The answer is held to the schema, whether `strict` is set or not."""
 
     schema: Raw = msgspec.field(default_factory=Raw)
     name: str | None = None
@@ -57,7 +57,7 @@ class AnswerForm(NamedTuple):
 
 
 class Structured(Common, kw_only=True):
-    """The fields of a request that say what form its answer has; None and empty texts ask for nothing.
+    """The fields of a request for the form of its answer; None and empty texts ask for nothing.
 
     `guided_json` and its like are vLLM's; `json_schema`, `regex` and `ebnf` SGLang's.
     """

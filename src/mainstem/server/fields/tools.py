@@ -1,4 +1,4 @@
-"""Tools: what a model may call, and which of it a request lets it call."""
+"""The tools of a request, and those of them that the model may call."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Calls and thoughts in what a model writes."""
+"""Calls and reasoning in the output of a model."""

@@ -15,7 +15,7 @@ from mainstem.server.parsing.output import Arguments, Call, NoCall, OutputParser
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 200  # characters of what does not fit
+_SHOWN = 200  # characters of a call that does not fit
 _STEPS = 200_000  # of one check: keywords, their parts, and the parts of the values that are compared with them
 
 Fits: TypeAlias = bool | None
@@ -112,7 +112,7 @@ class _Judge:
         try:
             return rule(self, schema[name], value, schema)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-            return None  # the schema is none
+            return None  # it is no schema
 
 
 def _size(value: Any) -> int:

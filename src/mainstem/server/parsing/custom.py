@@ -100,7 +100,7 @@ class TextInputs:
                 yield from self._open.feed(piece.text)
                 continue
             if isinstance(piece, NoCall):
-                self._open = None  # what was written of it follows
+                self._open = None  # its text follows
             yield from self._end()
             if isinstance(piece, Call) and piece.name in self._names:
                 self._open = _Text(piece.number)
@@ -159,7 +159,7 @@ def _found(written: str) -> str:
 
 # ---------------------------------------------------------------- grammars
 
-_SPECIAL = '"\\' + "".join(map(chr, range(32)))  # what a JSON string does not hold as it is
+_SPECIAL = '"\\' + "".join(map(chr, range(32)))  # characters that a JSON string escapes
 _PLAIN = r'[^"\\\x00-\x1f]'
 _COMMON = {
     "DIGIT": r"[0-9]",
@@ -200,7 +200,7 @@ class NotHeld(Exception):
 
 
 def by_characters(lark: str, *, escaped: bool) -> str:
-    """Returns a grammar of the same texts, or of what stands for them in JSON strings, each in one spelling.
+    """Returns a grammar of the same texts, or of their JSON strings, each in one spelling.
 
     Its terminals are single characters. Those of the grammar itself would not do: a terminal takes as much as it can,
     and every escape begins alike, so that the one of a line break would be taken into the text before it.
@@ -334,7 +334,7 @@ class _Expression:
         if set(flags) - {"i", "s"}:
             raise NotHeld(f"an expression has the flags {flags}")
         self._text, self._ignoring, self._characters = text, "i" in flags, characters
-        self._lines = ["s" in flags]  # whether a dot is a line break, too, in each group
+        self._lines = ["s" in flags]  # whether a dot matches line breaks, in each group
 
     def rule(self) -> str:
         """Returns the rule.

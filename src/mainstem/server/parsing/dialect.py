@@ -1,4 +1,4 @@
-"""How one model speaks: how it writes calls and thoughts, and what its chat template knows of tools.
+"""How one model writes calls and reasoning, and how its chat template takes tools.
 
 The server finds it once, when it starts. The format of calls follows from markers in the chat template or the
 vocabulary, or is set by an option. Since templates have no other interface, the server finds by trial what one takes:
@@ -143,7 +143,7 @@ class Dialect:
         return (*thoughts, *(self.calls.markers if calls else ()))
 
     def ignored(self, thinks: bool | None, effort: str | None) -> list[str]:
-        """Returns the fields of a request that this model cannot heed; what it does in any case, it heeds.
+        """Returns the fields of a request that this model cannot follow; a request for its usual behaviour, it follows.
 
         Args:
             thinks, effort: see `Switches.variables`; the fields are `thinking`; `reasoning_effort`.
@@ -221,7 +221,7 @@ _ASK = {"role": "user", "content": "?"}
 
 
 def traits_of(render: Render) -> TemplateTraits:
-    """Finds by trial what a chat template takes."""
+    """Finds by trial the forms that a chat template takes."""
     has_system = _PROBE in (render([{"role": "system", "content": _PROBE}, _ASK]) or "")
     if _PROBE not in (render([_ASK], [Tool(_PROBE).spec()]) or ""):
         return TemplateTraits(system=has_system)
@@ -301,7 +301,7 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _parsed(arguments: str) -> Mapping[str, Any]:
-    """Returns the arguments of a call as an object, whatever they are: a call that was cut off comes back, too."""
+    """Returns the arguments of a call as an object, also of a call that was cut off."""
     try:
         parsed = json.loads(repaired(arguments) if arguments.strip() else "{}")
     except (NoJson, RecursionError):
@@ -310,7 +310,7 @@ def _parsed(arguments: str) -> Mapping[str, Any]:
 
 
 _GAP = r"/\s{0,2}/"
-"""The white space between a thought and what follows."""
+"""The white space after a thought."""
 
 
 def _rule(form: Grammar) -> str | None:

@@ -178,12 +178,12 @@ class CallFormat:
         return "\n".join([f"offer: {' | '.join(starts)}", *rules, f"TEXT: {text}"])
 
     def _sequence(self, opening: str, first: str, tooling: Tooling, special: Mapping[str, int]) -> str:
-        """Returns one call, by a rule, or several, and what is around them."""
+        """Returns one call, by a rule, or several, with the opening and closing text."""
         more = f"({terms(self.between, special)} call){{0,{MAX_FORCED - 1}}}" if tooling.parallel else ""
         return f"{terms(opening, special)} {first} {more} {terms(self.closing, special)}"
 
     def _alternatives(self, shape: str, tooling: Tooling, special: Mapping[str, int]) -> str:
-        """Returns what a shape is for each of the tools that may be called."""
+        """Returns a shape filled in for each tool that may be called."""
         shapes = [shape.replace(_NAME, tool.name) for tool in tooling.callable]
         return " | ".join(terms(each, special, {_ARGUMENTS: f"arguments_{i}"}) for i, each in enumerate(shapes))
 
@@ -260,7 +260,7 @@ class _Tagged:
         ]
 
     def _value(self, parameters: Parameters, key: str, tool: Tool) -> str:
-        """Returns the terms of a value and of what is after it."""
+        """Returns the terms of a value and of the text after it."""
         schema, after = parameters.schema(key), terms(self._after, self._special)
         if tool.form is not None and (text := held(tool.name, tool.form, escaped=False)) is not None:
             return f"{text} {after}"
@@ -377,7 +377,7 @@ def format_of(template: str, vocabulary: Container[str]) -> CallFormat:
 
 
 def _filled(shape: str, given: Mapping[str, str]) -> str:
-    """Returns a shape with texts for its places, whatever these texts are."""
+    """Returns a shape with texts in its places; the texts may contain any characters."""
     parts = re.split("(" + "|".join(given) + ")", shape)
     return "".join(given.get(part, part) for part in parts)
 

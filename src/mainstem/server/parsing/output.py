@@ -64,7 +64,7 @@ class OutputParser(Protocol):
         """Returns the pieces that are certain after some more text."""
 
     def close(self, cut: bool = False) -> Sequence[Piece]:
-        """Returns what was held back, at the end of the text.
+        """Returns the pieces that were held back, at the end of the text.
 
         Args:
             cut: whether the answer was cut at its limit: then a call that has no end is shown as far as it goes.

@@ -89,7 +89,7 @@ class ReasoningParser(Scanner):
         return True
 
     def _think(self, character: str) -> None:
-        """Adds to the thought. White space waits for what follows, and is dropped at both ends."""
+        """Adds to the thought. White space waits for the next character, and is dropped at both ends."""
         if not character.isspace():
             self._pieces.append(Reasoning(self._held + character))
             self._thought, self._held = True, ""

@@ -1,4 +1,4 @@
-"""JSON as models write it, made strict while it comes: what is strict stays as it is, byte for byte.
+"""JSON as models write it, made strict while it comes; strict JSON stays as it is, byte for byte.
 
     a raw line break, a tab          in a text: escaped
     {"a": 1,}                        the comma is left out
@@ -23,7 +23,7 @@ _Steps: TypeAlias = Generator[None, str, Read]
 
 
 class NoJson(ValueError):
-    """A text is no JSON, and what it was meant to be is unknown."""
+    """A text is no JSON, and its meaning is unknown."""
 
 
 class Repair:
@@ -41,7 +41,7 @@ class Repair:
         next(self._steps)
 
     def feed(self, character: str) -> str:
-        """Returns what is certain of the strict text after one more character.
+        """Returns the part of the strict text that is certain after one more character.
 
         Raises:
             NoJson: the text cannot be repaired.
@@ -113,7 +113,7 @@ class Repair:
             self._out.append(strict(word))
 
     def _word(self, first: str) -> _Steps[str]:
-        """Reads up to what is no part of a number or a name, which is read again."""
+        """Reads up to a character that is no part of a number or a name, and is read again."""
         word, character = "", first
         while character not in _DELIMITERS and not character.isspace():
             word += character
@@ -155,7 +155,7 @@ class Repair:
         self._out.append('"')
 
     def _escape(self) -> _Steps[None]:
-        """Reads what is after a backslash."""
+        """Reads the characters after a backslash."""
         kind = yield from self._next()
         if kind in _ESCAPED:
             self._out.append("\\" + kind)

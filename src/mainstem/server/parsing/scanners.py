@@ -1,4 +1,4 @@
-"""Scanners: the parsers that find calls of tools in what a model writes, one for each form whose arguments are JSON.
+"""Scanners: the parsers that find calls of tools in the output of a model, one for each form with arguments in JSON.
 
 Those of calls whose arguments have tags of their own are in `tagged`.
 
@@ -49,7 +49,7 @@ class CallScanner(Scanner):
         self._calls = self._complete = 0
         self._open: int | None = None  # the call that is not complete yet
         self._takes_text = False  # whether its tool is custom
-        self._taken = [""]  # what was read of a call that may still turn out to be text
+        self._taken = [""]  # the characters of a call that may still turn out to be text
         self._held = ""  # white space after text, which belongs to the form if a call follows
         self._after_call = False
         super().__init__()
@@ -234,7 +234,7 @@ class CallScanner(Scanner):
         return "".join(collected)
 
     def _json_text(self) -> Steps[str]:
-        """Reads a JSON string, and returns what it stands for."""
+        """Reads a JSON string, and returns its value."""
         if (yield from self._peek()) not in _QUOTES:
             raise Malformed
         raw: list[str] = []
@@ -326,7 +326,7 @@ class JsonScanner(CallScanner):
             begins = yield from self._attempt(marker, self._json_calls())
 
     def _gap(self) -> Steps[str]:
-        """Returns what is before a call, or between two."""
+        """Returns the text before a call, or between two."""
         gap = yield from self._blanks()
         while self._after_call and (character := (yield from self._next())) in (";", ","):
             gap += character + (yield from self._blanks())
@@ -403,7 +403,7 @@ class DeepSeekScanner(CallScanner):
             yield from self._end("```")
 
     def _end(self, text: str) -> Steps[None]:
-        """Reads what ends a call, as far as the answer goes."""
+        """Reads the end of a call, as far as the answer goes."""
         yield from self._peek()
         for wanted in text:
             if (character := (yield from self._take())) != wanted and character != END:
@@ -412,7 +412,7 @@ class DeepSeekScanner(CallScanner):
 
 
 class HarmonyScanner(CallScanner):
-    """Messages in channels, of which an answer has several: thoughts, calls and text. All of an answer is in them.
+    """Messages in channels. An answer consists of several: reasoning, calls and text.
 
     `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. A call is
     `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, and a commentary to nobody is
@@ -435,7 +435,7 @@ class HarmonyScanner(CallScanner):
                 self._say(marker)
 
     def _message(self, header: str) -> Steps[None]:
-        """Reads a message, of whose header the beginning was read."""
+        """Reads a message; `header`: the beginning of its header, which was read."""
         while not header.endswith(_MESSAGE):
             character = yield from self._take()
             header += character

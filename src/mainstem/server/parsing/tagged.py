@@ -60,7 +60,7 @@ class TaggedScanner(CallScanner):
         self._settle()
 
     def _argument(self, parameters: Parameters) -> Steps[None]:
-        """Reads an argument, of which the first marker was read."""
+        """Reads an argument after its first marker."""
         name = yield from self._upto(self.key[1])
         if self.value[0]:
             yield from self._peek()
@@ -108,7 +108,7 @@ class TaggedScanner(CallScanner):
         return read
 
     def _upto(self, end: str) -> Steps[str]:
-        """Reads a text up to its end, and returns what is before it."""
+        """Reads up to the text `end`, and returns the text before it."""
         text = ""
         while not text.endswith(end):
             if not (character := (yield from self._take())):

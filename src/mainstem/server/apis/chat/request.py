@@ -56,7 +56,7 @@ class Message(Struct):
     cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
-        """Checks what a message of its role has."""
+        """Checks that a message has the fields of its role."""
         answers = self.role == "assistant"
         if self.role == "function":
             raise ValueError("`role`: 'function' is deprecated; use 'tool' with tool_call_id")

@@ -1,4 +1,4 @@
-"""The tools of a chat in JSON, by the OpenAI API reference: what it offers, what may be called, and what was called.
+"""The tools of a chat in JSON, by the OpenAI API reference: specifications, choices, and calls.
 
 Knows the names of fields, and turns them into a `Tool`. Does not know messages, nor how a model writes calls.
 """

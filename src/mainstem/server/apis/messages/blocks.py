@@ -35,7 +35,7 @@ LEFT_OUT = frozenset(
         "fallback",
     }
 )
-"""Types of blocks in an earlier answer that are Anthropic's alone: encrypted thoughts, and what its servers ran."""
+"""Types of blocks that only Anthropic can use: encrypted reasoning, and tools that its servers ran."""
 
 _ATTRIBUTION = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n\s*)?")
 
@@ -112,7 +112,7 @@ _BLOCKS = {
     "tool": _SHOWN | {"tool_reference": ("tool_name", "cache_control")},
     "document": _TEXT_BLOCK | {"image": ("source", "cache_control")},
 }
-"""The fields of blocks, by the role of their message and by type; `tool` is what is in a `tool_result`."""
+"""The fields of blocks, by the role of their message and by type; `tool` stands for the content of a `tool_result`."""
 _IMAGES = {"base64": ("media_type", "data"), "url": ("url",)}
 _DOCUMENTS = {"text": ("media_type", "data"), "content": ("content",)}
 

@@ -63,7 +63,7 @@ class CacheCreation(Struct):
 
 
 class MessageUsage(Struct):
-    """Tokens of one message. What was found in the cache, and what was added to it, is known at the end.
+    """Tokens of one message. The tokens that were found in the cache, and those added to it, are known at the end.
 
     Neither is part of `input_tokens`. `cache_creation_input_tokens` are those before the last breakpoint,
     whether they are retained or not.
@@ -173,7 +173,7 @@ _REASONS = {
 
 
 def _diagnostics(finding: Finding, usage: MessageUsage, missed: tuple[str, int] | None) -> dict[str, Any] | None:
-    """Returns `diagnostics`; None: nothing has changed, and what could be used was found.
+    """Returns `diagnostics`; None: nothing has changed, and all that could be reused was found.
 
     Args:
         finding: of the comparison.
@@ -236,7 +236,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 def broken(error: ApiError) -> bytes:
-    """Returns the event that ends a stream of which the begin is not known."""
+    """Returns the event that ends a stream whose beginning is not known."""
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 

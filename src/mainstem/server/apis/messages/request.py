@@ -63,7 +63,7 @@ RULES = Rules(
 
 
 class Diagnostics(Struct):
-    """`diagnostics`: the request is compared with the one whose answer has this id, and a later one with this."""
+    """`diagnostics`: compares the request with the one whose answer has this id, and keeps it for a later one."""
 
     previous_message_id: str | None = None
 
@@ -142,7 +142,7 @@ def read(body: bytes, unheeded: Unheeded | None = None) -> Generation:
 
 
 def read_count(body: bytes, unheeded: Unheeded | None = None, model: str = "") -> Generation:
-    """Reads a request whose prompt is counted, which names its model; see `read`."""
+    """Reads a request to count a prompt, which always names its model; see `read`."""
     counted = decode(body, CountRequest)
     return _read(body, MessageRequest(max_tokens=0, **msgspec.structs.asdict(counted)), CountRequest, unheeded)
 

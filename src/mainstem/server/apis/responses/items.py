@@ -128,7 +128,7 @@ class Item(Struct, omit_defaults=True):
 
 
 def add(built: ConversationBuilder, item: Item, at: str) -> list[str]:
-    """Adds an item to a conversation; what the assistant thought, said and called in a row is one message.
+    """Adds an item to a conversation; reasoning, text and calls of the assistant in a row are one message.
 
     Returns:
         The paths of what is not shown, besides items of `LEFT_OUT`.
@@ -156,7 +156,7 @@ def add(built: ConversationBuilder, item: Item, at: str) -> list[str]:
             _begin_turn(built, at, after=("reasoning_content", "content", "tool_calls"))
             _add_call(built, item, kind, at)
         case "additional_tools" | "tool_search_output" | "item_reference":
-            pass  # their tools, and what they refer to, are found before
+            pass  # the reader has already resolved their tools and references
         case _:
             built.result(_call_id(item, at), at, "call_id")
             output = needed(item, "output", at)

@@ -91,7 +91,7 @@ class Failure(Struct):
 
 
 class ResponseBody(Struct):
-    """A response, in any state; what the request said is repeated."""
+    """A response, in any state; it repeats fields of the request."""
 
     id: str
     created_at: int
@@ -125,7 +125,7 @@ class ResponseBody(Struct):
 
 
 class ResponseReply(BlockReply):
-    """Writes one response, and repeats what was asked; see `Reply`."""
+    """Writes one response, which repeats fields of the request."""
 
     _number = 0
     """Of the next event."""
@@ -339,7 +339,7 @@ def _applied(options: ResponseCacheOptions | None) -> dict[str, Any] | None:
 
 
 def broken(error: ApiError) -> bytes:
-    """Returns the event that ends a stream of which the begin is not known."""
+    """Returns the event that ends a stream whose beginning is not known."""
     return named_event("error", {"code": error.detail.code, "message": error.detail.message, "param": None})
 
 

@@ -111,7 +111,7 @@ Include = Literal[
 
 
 class StreamOptions(Struct):
-    """`stream_options`, of which none is honoured."""
+    """`stream_options`; the server honours none of its fields."""
 
 
 class ResponseRequest(Common, kw_only=True):
@@ -180,7 +180,7 @@ def read(body: bytes, unheeded: Unheeded | None = None) -> Generation | Linked:
 
 
 def read_count(body: bytes, unheeded: Unheeded | None, model: str) -> Generation | Linked:
-    """Reads a request whose prompt is counted; see `read`. `model`: where it names none."""
+    """Reads a request to count a prompt; see `read`. `model`: the model, if the request names none."""
     fields = msgspec.structs.asdict(decode(body, InputCountRequest))
     return _read(body, ResponseRequest(**{**fields, "model": fields["model"] or model}), InputCountRequest, unheeded)
 
