@@ -166,7 +166,7 @@ _WRITTEN = {int: "a whole number", float: "a number", bool: "given without a val
 
 
 def _misused(error: cyclopts.CycloptsError) -> str:
-    """Returns what is wrong with a command line, in the words in which it is written."""
+    """Describes the error in a command line, in the words in which it is written."""
     chain = tuple(error.command_chain or ())
     command = " ".join(chain)
     match error:
@@ -257,7 +257,7 @@ def generate(
     json: Annotated[bool, Parameter(negative="")] = False,
     load: ModelConfig = ModelConfig(),
 ) -> None:
-    """Generate text in the terminal. Several prompts share the KV of what they have in common.
+    """Generate text in the terminal. Several prompts share the KV of their common beginning.
 
     Args:
         prompt: Text to answer; each argument is a prompt of its own. Default: the file, or else standard input.
@@ -286,7 +286,7 @@ def demo(
     story: Literal["document", "agents"] = "document",
     prefix_tokens: int | None = None,
 ) -> None:
-    """Show how much sooner the first token arrives when what came before is cached, on a real model.
+    """Show how much sooner the first token arrives with a cached prefix, on a real model.
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.

@@ -1,4 +1,4 @@
-"""Typed errors. Each says what is wrong and what is allowed; a call that raises one changes nothing."""
+"""Typed errors. Each names the problem and the allowed values; a call that raises one changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def redacted(spec: str) -> str:
 
 
 def one_of(name: str, known: Iterable[str], others: str = "") -> str:
-    """Returns what is allowed in place of a name, in words, and the one that may be meant."""
+    """Returns the allowed names, in words, and the one that may be meant."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
     return f"one of {', '.join(names)}{others}" + (f"; did you mean {near[0]}?" if near else "")
@@ -144,7 +144,7 @@ class RequestTooLong(MainstemError, ValueError):
         self.name, self.tokens, self.maximum, self.answer, self.counted = name, tokens, maximum, answer, counted
 
     def renamed(self, name: str) -> RequestTooLong:
-        """Returns the same error of what a client calls by another name."""
+        """Returns the same error with the name that the client uses."""
         return RequestTooLong(name, self.tokens, self.maximum, answer=self.answer, counted=self.counted)
 
 

@@ -66,7 +66,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Memory(NamedTuple):
-    """Bytes of memory of this process's machine or control group: all of it, and what is available without swapping."""
+    """Bytes of memory of this process's machine or control group: in all, and available without swapping."""
 
     total: int
     free: int

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as text: the one grammar of options, of the specs of stores, and of what is printed;
+"""Sizes, rates and times as text: the one grammar of options, of the specs of stores, and of printed values;
 and the bytes of number types.
 
     number     digits with an optional fraction and exponent: 5, 1.5, .5, 1e3; never negative
@@ -33,7 +33,7 @@ _SECONDS = {
     "us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": Fraction(1), "": Fraction(1),
     "m": Fraction(60), "h": Fraction(3600), "d": Fraction(86400),
 }  # fmt: skip
-_LONGEST_S = 1e9  # of a wait: what a system call can take
+_LONGEST_S = 1e9  # the longest wait of a system call
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -32,7 +32,7 @@ _NOT_SHOWN = "(not shown)"
 
 
 class Range(NamedTuple):
-    """The values that a setting may have, in words and as a test. None is allowed besides, where it is the default."""
+    """The values that a setting may have, in words and as a test. None is also allowed if it is the default."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -77,7 +77,7 @@ def setting(
 
 
 def declared(own: Field[Any]) -> Declared | None:
-    """Returns what `setting` added to a field; None: it was not made by `setting`."""
+    """Returns the rules that `setting` added to a field; None: `setting` did not make it."""
     return own.metadata.get("setting")
 
 

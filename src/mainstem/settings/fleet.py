@@ -236,6 +236,6 @@ def _shared(store: str) -> str:
 
 
 def _path(name: str, folder: Path) -> str:
-    """Returns the absolute path of what is there, else the name as it is: replicas have other working folders."""
+    """Returns the absolute path of a file that exists, else the name: replicas have other working folders."""
     path = folder / Path(name).expanduser()
     return os.path.realpath(path) if path.exists() else name

@@ -180,7 +180,7 @@ class Assumptions(Settings):
 
 @dataclass(frozen=True)
 class Fleet(Settings):
-    """Many machines, each a replica with its devices, host memory and link, and what they cost.
+    """Many machines, each a replica with its devices, host memory and link, and their cost.
 
     Args:
         machines: Most machines to try; also tried are halves of it, and the fewest that carry the load.

@@ -1,4 +1,4 @@
-"""The settings of a server: where it listens, who may use it, images, recording."""
+"""The settings of a server: its address, its clients, images, recording."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class PrefillConfig(Settings):
 
 @dataclass(frozen=True)
 class SavingsConfig(Settings):
-    """The assumed cost of computing, so that metrics show what the cache saves.
+    """The assumed cost of computing, so that metrics show the savings of the cache.
 
     Args:
         watts: Power that the machine draws while it computes prompts. Above 0.
@@ -172,7 +172,7 @@ _COLLECTOR = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 def _names_tenants(path: object) -> bool:
     """Reads the file; its errors name the place in it."""
-    from mainstem.settings.tenants import read_tenants  # here, because help must not load what reads it
+    from mainstem.settings.tenants import read_tenants  # here, because help must not load its packages
 
     return isinstance(path, Path) and bool(read_tenants(path))
 

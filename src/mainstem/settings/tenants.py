@@ -93,7 +93,7 @@ class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tenants(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file: the tenants by their names, and what all others have."""
+    """The file: the tenants by their names, and the quota of all others."""
 
     tenants: Mapping[str, Tenant] = {}
     others: Others = Others()

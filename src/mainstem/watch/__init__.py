@@ -1,1 +1,1 @@
-"""Watching servers from outside, by what they publish: `mainstem top`."""
+"""Servers seen from outside: `mainstem top`, `lint` and `explain`."""

@@ -311,7 +311,7 @@ def _print(report: Report, skipped: int, tokens_per_s: float | None) -> None:
 
 
 def _findings(report: Report, tokens_per_s: float | None) -> Table:
-    """Returns a table of what each finding costs; by day where requests have times."""
+    """Returns a table of the cost of each finding, a day if requests have times."""
     from rich.table import Table
 
     from mainstem.units import show_seconds

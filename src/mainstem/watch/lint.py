@@ -1,4 +1,4 @@
-"""`Linter`: finds what in prompts keeps them from sharing their prefixes, and what that costs.
+"""`Linter`: finds the parts of prompts that keep them from sharing prefixes, and their cost.
 
 Prompts are compared as text (see `prompts`). Each is compared with the earlier prompts of its salt next to it in sorted
 order, as they are and with all times, ids and numbers blanked out. Where two prompts part, a rule names the cause, and
@@ -54,7 +54,7 @@ ADVICE = {
 """The advice, by cause."""
 
 ORDERS = {"tools reordered", "tool keys reordered", "parts reordered"}
-"""Causes where what differs is the same text in another order, which would be shared, too."""
+"""Causes of a difference that is the same text in another order, which would be shared, too."""
 
 
 # --- why two prompts part ---------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
 
 Rule = Callable[[Prompt, Prompt, Place], tuple[str, Place] | None]
-"""Returns the cause and where both go on after what differs; None: the rule does not know."""
+"""Returns the cause, and where both prompts go on after the difference; None: the rule does not apply."""
 
 
 def _tools(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
@@ -158,7 +158,7 @@ def _parts(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
 
 
 def _pieces(text: str, at: int, begin: int, end: int) -> Iterator[tuple[str, int]]:
-    """Yields the pieces of a part from the one at a position on, each without what wraps it, and where it ends."""
+    """Yields the pieces of a part, from the one at a position on, each without its wrapping, and its end."""
     begin = max(begin, at - _LONGEST)
     last = _LAST_SEPARATOR.match(text, begin, at)
     begin = begin if last is None else last.end()
@@ -263,7 +263,7 @@ _Keys = tuple[tuple[str, str], ...]
 
 
 def _keys(prompt: Prompt) -> _Keys:
-    """Returns what a prompt is sorted by: its text, as it is and blanked; each after its salt, and alone."""
+    """Returns the keys by which a prompt is sorted: its text, as it is and blanked; each after its salt, and alone."""
     blanked = prompt.text if prompt.ids else _ANY.sub(_BLANK, prompt.text)
     return tuple((salt, text) for salt in (prompt.salt, "") for text in (prompt.text, blanked))
 
@@ -356,7 +356,7 @@ class Linter:
             noted.add(at)
 
     def report(self) -> Report:
-        """Returns what was found so far."""
+        """Returns the findings so far."""
         findings = _Findings()
         across = self._across if self._fresh * _OFTEN >= self._salted else _Findings()
         for one in (*self._findings.values(), *across.values()):
@@ -376,7 +376,7 @@ def _most_lost(prompt: Prompt, others: Sequence[Prompt], shared: int) -> list[Lo
 
 
 def _lost_by_salt(prompt: Prompt, others: Sequence[Prompt]) -> list[Loss]:
-    """Returns what a prompt, the first of its salt, would share with those of other salts; empty if that is little."""
+    """Returns the losses of a prompt, the first of its salt, against other salts; empty if they are small."""
     shared = _most_common(prompt, others)
     losses = _most_lost(prompt, others, shared)
     if shared + sum(len(loss.text) for loss in losses) < SHORTEST:
@@ -391,7 +391,7 @@ def _name(salt: str) -> str:
 
 
 def _losses(here: Prompt, there: Prompt, shared: int) -> Iterator[Loss]:
-    """Yields what a prompt would share with another beyond `shared` characters, if they did not part where they do."""
+    """Yields the text that a prompt would share with another, beyond `shared` characters, without their differences."""
     if here.ids:
         return
     common = _common(here.text, 0, there.text, 0)
@@ -409,7 +409,7 @@ def _losses(here: Prompt, there: Prompt, shared: int) -> Iterator[Loss]:
 
 
 def _step(parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Place) -> tuple[str, int, Place] | None:
-    """Returns the cause, where what would be shared begins, and where both part again; None: that is too little."""
+    """Returns the cause, where the shared text would begin, and where both part again; None: it is too short."""
     if parted is None:
         return None
     cause, after = parted

@@ -56,7 +56,7 @@ class Nodes:
 
     @cached_property
     def index(self) -> Numbers:
-        """The row of what is at each place; the number of rows for none."""
+        """The row of the node at each place; the number of rows if there is none."""
         places = self.column("place")
         index = np.full(int(places.max(initial=0)) + 1, len(self.rows), np.int64)
         index[places] = np.arange(len(self.rows))
@@ -141,7 +141,7 @@ class Nodes:
         return chosen[np.lexsort((self.column("place")[chosen], self.column("created")[chosen]))]
 
     def rest(self, chosen: Numbers) -> dict[str, Numbers]:
-        """Returns, for each of the chosen rows, `nodes` and `pages` of what is below it and not chosen."""
+        """Returns, for each of the chosen rows, `nodes` and `pages` of the rows below it that are not chosen."""
         sums: dict[str, Numbers] = {}
         drawn = np.zeros(len(self.rows) + 1, bool)
         drawn[chosen] = True

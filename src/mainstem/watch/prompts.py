@@ -135,7 +135,7 @@ def _turns(body: Body) -> Iterator[tuple[str, str]]:
     if text := _string(body, "instructions"):
         yield "instructions", _said("system", text)
     if body.get("previous_response_id") is not None:
-        return  # the conversation goes on, but from what is not here
+        return  # the conversation goes on from an answer that is not here
     if isinstance(items, str):
         yield "input", _said("user", items)
     elif items is not None:
@@ -185,7 +185,7 @@ def _string(holder: Body, name: str, at: str = "") -> str:
 
 
 def _objects(value: object, at: str, otherwise: str = "") -> Iterator[Body]:
-    """Yields the objects of a list. `otherwise` is what else it may be, for the error."""
+    """Yields the objects of a list. `otherwise`: the other type that it may have, for the error."""
     if not isinstance(value, list | tuple):
         raise BadRequestBody(f"{at}: must be {otherwise}{' or ' if otherwise else ''}a list of objects")
     for number, each in enumerate(value):

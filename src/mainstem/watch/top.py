@@ -1,4 +1,4 @@
-"""`Watch`: what several servers do, look by look; and the table that shows it."""
+"""`Watch`: the measures of several servers, look by look, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def address(text: str) -> str:
 
 
 def not_ours(error: Exception) -> str:
-    """Returns why an answer is none of `mainstem serve`."""
+    """Says why an answer cannot come from `mainstem serve`."""
     return " ".join(f"does not answer as mainstem serve does ({type(error).__name__}: {error})".split())
 
 
