@@ -27,6 +27,7 @@ from mainstem.fleet.front.asking import Prompt
 from mainstem.fleet.front.routing import CostRouter
 from mainstem.tiers.host.transfer import Move
 from simulator import campaign, mutants
+from simulator.__main__ import main as simulate
 from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.events import adapter_of, pages_of, reaches
@@ -91,9 +92,13 @@ def test_a_seed_always_makes_the_same_run(profile: str, there: Mapping[str, str]
     assert there[profile] == here.digest
 
 
-def test_the_digest_of_a_single_run_is_shown() -> None:
-    shown = _simulate("--profile", "cache", "--seed", "7", "--operations", "400").stdout
-    assert f"digest: {run_seed('cache', 7, 400).digest}" in shown
+def test_the_digest_of_a_single_run_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "simulator --profile cache --seed 7 --operations 400 --processes 1"
+    monkeypatch.setattr(sys, "argv", command.split())
+    assert simulate() == 0
+    assert f"digest: {run_seed('cache', 7, 400).digest}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("waits", "limits_s"), [(False, (0.2, 60)), (True, (60, 0.2))])
@@ -118,17 +123,20 @@ def test_a_run_that_does_not_end_fails(
     assert "the run does not end" in why
 
 
-def test_a_campaign_resumes_where_it_ended_with_profiles_that_its_record_lacks_and_its_failures(tmp_path: Path) -> None:
+def test_a_campaign_resumes_where_it_ended_with_profiles_that_its_record_lacks_and_its_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "record.json"
-    arguments = ["--processes", "2", "--json", str(path), "--until-operations"]
-    first = _simulate("--profile", "cache", "components", "--operations", "200", "--seeds", "5:", *arguments, "1500")
-    assert first.returncode == 0, first.stdout + first.stderr
+    first = "simulator --profile cache components --operations 200 --seeds 5: --until-operations 1500 --processes 1"
+    monkeypatch.setattr(sys, "argv", [*first.split(), "--json", str(path)])
+    assert simulate() == 0
     record = json.loads(path.read_text())
     before = record["profiles"]["cache"]["seeds"]
     mended, not_yet = ("python -m simulator --profile cache --seed 5 --operations 200", "python -c 1/0")
     record["profiles"]["cache"]["failures"] = [[mended, "then"], [not_yet, "now"]]
     path.write_text(json.dumps(record))
-    done = _simulate("--profile", "cache", "components", "quotas", *arguments, "5000", "--resume")
+    again = ("--profile", "cache", "components", "quotas", "--until-operations", "5000", "--processes", "2")
+    done = _simulate(*again, "--json", str(path), "--resume")
     assert done.returncode == 1 and f"mended  {mended}" in done.stdout and f"FAILED  {not_yet}" in done.stdout
     after = json.loads(path.read_text())
     assert (after["first_seed"], after["operations_a_seed"]) == (5, 200)  # as it began
@@ -136,10 +144,10 @@ def test_a_campaign_resumes_where_it_ended_with_profiles_that_its_record_lacks_a
     assert sum(profile["operations"] for profile in profiles.values()) >= 5000
     assert profiles["quotas"]["seeds"] and before < profiles["cache"]["seeds"]
     assert profiles["cache"]["failures"] == [[not_yet, "now"]]
-    again = Record()
+    total = Record()
     for seed in range(5, 5 + profiles["cache"]["seeds"]):
-        again.add(run_seed("cache", seed, 200))
-    assert (again.operations, again.faults) == (profiles["cache"]["operations"], profiles["cache"]["faults"])
+        total.add(run_seed("cache", seed, 200))
+    assert (total.operations, total.faults) == (profiles["cache"]["operations"], profiles["cache"]["faults"])
 
 
 def test_a_record_becomes_a_row_that_replaces_the_last_one() -> None:

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
@@ -146,6 +146,7 @@ def test_a_text_that_is_written_in_place_of_arguments(arguments: str, text: str 
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=30)
 @given(text=TEXTS.filter(lambda text: "</" not in text))
 def test_every_format_writes_calls_that_are_read_back(name: str, text: str) -> None:
     tooling = Tooling((custom_tool("patch", None, None), custom_tool("other", None, None)))
