@@ -1215,7 +1215,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "bets that are lost do not count", "-", _CORE + "eviction/expected.h",
         "    settle(entry, weight);", "    settle(entry, 0);",
-        "tests/cache/policies/test_expected.py::test_wrong_advice_costs_at_most_a_little",
+        "tests/cache/policies/test_expected.py::test_advice_evicts_no_more_pages_than_its_owner_may_lose",
     ),
     _mutant(
         "a page more than the stake goes at once", "-", _CORE + "eviction/expected.h",
