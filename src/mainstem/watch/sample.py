@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,12 +52,12 @@ class Sample:
     @classmethod
     def of_all(cls, samples: Iterable[Sample]) -> Sample:
         """Returns the sum of the samples of several servers, taken at about the same time."""
-        given = list(samples)
+        listed = list(samples)
         total: dict[Key, float] = {}
-        for sample in given:
+        for sample in listed:
             for key, value in sample.values.items():
                 total[key] = total.get(key, 0.0) + value
-        return cls(max((sample.at_s for sample in given), default=0.0), total)
+        return cls(max((sample.at_s for sample in listed), default=0.0), total)
 
     def total(self, name: str, **labels: str) -> float | None:
         """Returns the sum of the series with this name and these labels; None: there is none."""
@@ -148,22 +150,13 @@ class Measure:
         return self.name.removesuffix("_per_s")
 
 
-def _rate(metric: str, **labels: str) -> Callable[[Window], float | None]:
-    return lambda window: window.rate(metric, **labels)
-
-
-def _gauge(metric: str, **labels: str) -> Callable[[Window], float | None]:
-    return lambda window: window.gauge(metric, **labels)
-
-
-def _quantile(metric: str, q: float) -> Callable[[Window], float | None]:
-    return lambda window: window.quantile(metric, q)
+_rate, _gauge, _quantile = (partial(methodcaller, name) for name in ("rate", "gauge", "quantile"))
 
 
 def _found(**labels: str) -> Callable[[Window], float | None]:
     """The part of the new prompt tokens that was found in the cache."""
-    found, asked = "mainstem_cached_tokens_total", "mainstem_prompt_tokens_total"
-    return lambda window: ratio(window.growth.total(found, **labels), window.growth.total(asked))
+    cached, prompt = "mainstem_cached_tokens_total", "mainstem_prompt_tokens_total"
+    return lambda window: ratio(window.growth.total(cached, **labels), window.growth.total(prompt))
 
 
 def _part(metric: str, *owners: str) -> Callable[[Window], float | None]:
@@ -201,7 +194,7 @@ MEASURES = (
     Measure("storage_faults_per_s", "storage faults", _rate("mainstem_storage_faults_total")),
     Measure("storage_breakers_open", "storage breakers open", _gauge("mainstem_storage_breaker_open"), False),
 )
-"""What `mainstem top` shows, in order."""
+"""The rows of `mainstem top`, in order."""
 
 
 def measure(window: Window) -> dict[str, float | None]:
