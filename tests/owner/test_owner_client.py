@@ -16,7 +16,7 @@ import pytest
 from machine import eventually, patience
 from rigs.hand_driven import make_store
 from rigs.owners import MIB, Served, end, folder, freeze, is_alive, served
-from rigs.stores import Values, cause_of
+from rigs.stores import Values, WriteOnce, cause_of
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.owner import client as client_module
@@ -65,24 +65,10 @@ def pid_of(home: Path) -> int:
 # ---------------------------------------------------------------- the promises of a back end
 
 
-class Once(MemoryBackend):
-    """Keeps the first value of a key."""
-
-    capabilities = MemoryBackend.capabilities.__class__(
-        persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False
-    )
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        for key, buffer in zip(keys, buffers, strict=True):
-            if key not in self._values:
-                super().put([key], [buffer])
-        return [True] * len(keys)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(
     ("backend", "host_bytes"),
-    [(MemoryBackend, 64 * MIB), (MemoryBackend, 3 * MIB), (Once, 64 * MIB)],
+    [(MemoryBackend, 64 * MIB), (MemoryBackend, 3 * MIB), (WriteOnce, 64 * MIB)],
     ids=["roomy", "tight", "first value stays"],
 )
 def test_a_client_keeps_every_promise(backend: type[MemoryBackend], host_bytes: int, case: Case) -> None:

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from machine import patience
@@ -13,6 +14,19 @@ from machine import patience
 from mainstem.errors import StorageError
 from mainstem.storage.base import Backend
 from mainstem.storage.conformance import make_keys, make_value
+from mainstem.storage.memory import MemoryBackend
+
+
+class WriteOnce(MemoryBackend):
+    """Keeps the first value of a key."""
+
+    capabilities = replace(MemoryBackend.capabilities, persistent=True, overwrites=False)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            if key not in self._values:
+                super().put([key], [buffer])
+        return [True] * len(keys)
 
 
 class Values:

@@ -57,9 +57,7 @@ class TiersWorld:
             "copies": self.choose(3) == 0,
             "policy": POLICIES[self.choose(len(POLICIES))],
             "host_options": {
-                "write_policy": ["write_through", "write_through", "write_through_selective", "write_back"][
-                    self.choose(4)
-                ],
+                "write_policy": WRITE_POLICIES[self.choose(len(WRITE_POLICIES))],
                 "load_min_tokens": 1 + self.choose(2),
             },
         }

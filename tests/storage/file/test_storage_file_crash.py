@@ -22,7 +22,6 @@ from mainstem.storage.file.space import GRAIN_BYTES
 WORKLOADS = int(os.environ.get("MAINSTEM_CRASH_WORKLOADS", "6"))
 CAPACITY = 24 * GRAIN_BYTES
 SIZES = (1, 700, 4096, 4097, 9000, 20_000)
-LARGEST = max(SIZES)
 MIN_FREE = 1 << 20
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.hand_driven import IDENTITY, SECRET, FaultyBackend, Rig
+from rigs.stores import WriteOnce
 
 from mainstem.cache.identity import Identity
 from mainstem.errors import StorageError
-from mainstem.storage.base import Capabilities
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly
 from mainstem.tiers.storage.identities import LISTED, ROOM_BYTES, Summary, describe, enter, explain, find, summarize
@@ -34,18 +34,6 @@ def entered(backend: MemoryBackend, identity: Identity = IDENTITY, secret: bytes
 
 def listed(backend: MemoryBackend, secret: bytes = SECRET) -> list[Summary]:
     return find(backend, Sealer(None, secret), Counter())
-
-
-class WriteOnce(MemoryBackend):
-    """Keeps the first value of a key."""
-
-    capabilities = Capabilities(persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=False)
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        for key, buffer in zip(keys, buffers, strict=True):
-            if key not in self._values:
-                super().put([key], [buffer])
-        return [True] * len(keys)
 
 
 # ---------------------------------------------------------------- what a summary says

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
+from rigs.stores import WriteOnce
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
-from mainstem.storage.base import ABSENT, Capabilities, Limit
+from mainstem.storage.base import ABSENT, Limit
 from mainstem.storage.breaker import Breaker
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly, Tee
@@ -765,19 +766,8 @@ def test_a_missing_or_damaged_note_is_empty(backend: FaultyBackend, store: Store
     assert store.faults == {"absent": 1, "length": 1, "altered": 1}
 
 
-class KeepsTheFirst(FaultyBackend):
-    """`put` does not overwrite."""
-
-    capabilities = Capabilities(persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False)
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        new = [at for at, key in enumerate(keys) if key not in self.stored_keys()]
-        super().put([keys[at] for at in new], [buffers[at] for at in new])
-        return [True] * len(keys)
-
-
 def test_a_note_replaces_the_one_before_in_every_store() -> None:
-    store = make_store(KeepsTheFirst())
+    store = make_store(WriteOnce())
     for content in (b"first", b"second"):
         assert done(store.keep_note("one", content, 16)) is True
     assert done(store.find_note("one", 16)) == b"second" + bytes(10)
