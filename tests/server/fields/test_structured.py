@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.app_client import chat, client, complete, error_of, events
 from rigs.byte_pairs import byte_pairs
 from rigs.fake_engine import FakeEngine
 from rigs.serving import real_server
@@ -19,7 +20,6 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import LoadedModel, load_model
 from mainstem.server.app import create_app
 from mainstem.settings.engine import EngineConfig, Grammar
-from tests.server.test_app import chat, client, complete, error_of, events
 
 SCHEMA = {
     "type": "object",

@@ -1,0 +1,43 @@
+"""A client of the application over a scripted engine, and the bodies of its answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rigs.fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+from mainstem.server.app import create_app
+from mainstem.settings.server import ServerConfig
+
+PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
+
+
+def client(engine: FakeEngine | None = None, **config: Any) -> TestClient:
+    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config)))
+
+
+def complete(server: TestClient, prompt: Any = PROMPT, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    return server.post("/v1/completions", json={"model": "fake", "prompt": prompt, **fields}, headers=headers)
+
+
+def chat(server: TestClient, content: Any = "hi", **fields: Any) -> Any:
+    messages = [{"role": "user", "content": content}]
+    return server.post("/v1/chat/completions", json={"model": "fake", "messages": messages, **fields})
+
+
+def events(response: Any) -> list[Any]:
+    """The JSON of every event; the last must be [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    datas = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert datas.pop() == "[DONE]"
+    return [json.loads(data) for data in datas]
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
