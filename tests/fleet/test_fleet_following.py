@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -46,6 +46,11 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
+def follow(stack: ExitStack) -> tuple[CostRouter, Following]:
+    router = CostRouter(time.monotonic)
+    return router, stack.enter_context(closing(Following(router.apply)))
+
+
 def found(router: CostRouter, tokens: list[int] = TOKENS) -> dict[str, int]:
     matched = router.match(Prompt(np.array(tokens, np.int32)))
     return {name: depths[0] for name, depths in matched.items()}
@@ -54,9 +59,7 @@ def found(router: CostRouter, tokens: list[int] = TOKENS) -> dict[str, int]:
 def test_a_router_that_starts_in_the_middle_knows_what_is_there(stack: ExitStack) -> None:
     a, b = Engine(stack), Engine(stack)
     a.serve(TOKENS)
-    router = CostRouter(time.monotonic)
-    following = Following(router.apply)
-    stack.callback(following.close)
+    router, following = follow(stack)
     said = {"a": a.said, "b": b.said, "c": {}}
     router.follow(said)
     following.follow(said)
@@ -71,9 +74,7 @@ def test_a_router_that_starts_in_the_middle_knows_what_is_there(stack: ExitStack
 
 def test_a_replica_that_begins_anew_has_nothing_left(stack: ExitStack) -> None:
     a = Engine(stack)
-    router = CostRouter(time.monotonic)
-    following = Following(router.apply)
-    stack.callback(following.close)
+    router, following = follow(stack)
     for engine in (a, Engine(stack)):  # the second one has other addresses, as one does that took its place
         said = {"a": engine.said}
         router.follow(said)
@@ -91,9 +92,7 @@ def test_one_that_sends_what_is_no_batch_is_counted_and_the_others_go_on(stack: 
     context = stack.enter_context(zmq.Context())
     bad = stack.enter_context(context.socket(zmq.PUB))
     port = bad.bind_to_random_port("tcp://127.0.0.1")
-    router = CostRouter(time.monotonic)
-    following = Following(router.apply)
-    stack.callback(following.close)
+    router, following = follow(stack)
     said = {
         "a": a.said,
         "bad": {"events": f"tcp://127.0.0.1:{port}", "replay": "tcp://127.0.0.1:1"},

@@ -96,11 +96,17 @@ def test_it_says_where_peers_and_routers_find_it_and_takes_the_addresses_of_othe
     assert set(replica.seen()) == {"prompt", "cached", "evicted"}
 
 
+def without_a_store(config: FleetConfig) -> FleetConfig:
+    """Replicas that can read from each other alone, and wait for that."""
+    tiers = config.engine.tiers
+    peers = replace(tiers.peers, peer_share=1.0, peers_later=True, peer_timeout_s=30.0)
+    limits = replace(tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
+    tiers = replace(tiers, storage=None, warm=False, peers=peers, limits=limits)
+    return replace(config, engine=replace(config.engine, tiers=tiers))
+
+
 def test_what_one_replica_has_computed_another_one_reads_from_it(config: FleetConfig) -> None:
-    peers = replace(config.engine.tiers.peers, peer_share=1.0, peers_later=True, peer_timeout_s=30.0)
-    limits = replace(config.engine.tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
-    alone = replace(config.engine.tiers, storage=None, warm=False, peers=peers, limits=limits)
-    config = replace(config, engine=replace(config.engine, tiers=alone))
+    config = without_a_store(config)
     with closing(Replica(config, "c", 1)) as first, closing(Replica(config, "d", 1)) as second:
         assert cached(first) == 0
         eventually(lambda: tiers(first).host_cached >= LONG // 16)
@@ -112,10 +118,7 @@ def test_what_one_replica_has_computed_another_one_reads_from_it(config: FleetCo
 
 
 def test_prompts_are_computed_by_others_and_answered_here(config: FleetConfig) -> None:
-    peers = replace(config.engine.tiers.peers, peer_share=1.0, peers_later=True, peer_timeout_s=30.0)
-    limits = replace(config.engine.tiers.limits, prefetch="wait_complete", prefetch_min_tokens=16, call_timeout_s=60.0)
-    alone = replace(config.engine.tiers, storage=None, warm=False, peers=peers, limits=limits)
-    config = replace(config, engine=replace(config.engine, tiers=alone))
+    config = without_a_store(config)
     with closing(Replica(config, "p", 1, role="prefill")) as computes:
         others = Others(computes)
         prefiller = PrefillReplicas(others, PrefillSize(min_bytes=LONG, timeout_s=600.0))

@@ -5,15 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from rigs.app_client import client
 from rigs.fake_engine import FakeEngine
-from starlette.testclient import TestClient
 
 from mainstem.errors import CorruptTree
-from mainstem.server.app import create_app
-
-
-def client(engine: FakeEngine | None = None) -> TestClient:
-    return TestClient(create_app(engine or FakeEngine()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bug", [ZeroDivisionError("detail"), CorruptTree("detail")])

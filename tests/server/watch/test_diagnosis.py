@@ -9,16 +9,15 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+from rigs.app_client import client
 from rigs.clients import named_events, served
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.runtime.request import ImageInput, PreparedPrompt
-from mainstem.server.app import create_app
 from mainstem.server.kept.response_store import ResponseStore
 from mainstem.server.watch.diagnosis import Comparison, Finding, Fingerprint, Shape
-from mainstem.settings.server import ServerConfig
 
 PAGE = 4
 USER = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
@@ -94,10 +93,6 @@ def test_what_is_kept_is_for_its_owner_and_counts_what_it_takes() -> None:
 
 LONG = "Be kind, and know that this is longer than two pages."
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
-
-
-def client(engine: FakeEngine | None = None, **config: Any) -> TestClient:
-    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config)))  # type: ignore[arg-type]
 
 
 def message(server: TestClient, text: str = "hi", key: str = "none", **fields: Any) -> Any:
