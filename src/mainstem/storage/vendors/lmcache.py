@@ -199,24 +199,19 @@ class LMCacheBackend(Backend):
     @contextmanager
     def _session(self, deadline: float | None = None) -> Iterator[_Connection]:
         """Provides a connection for one call. Closes it if the call raises, since replies may still be outstanding."""
-        with self._errors():
+        where = "LMCache server at {}:{}".format(*self._address)
+        try:
             connection = self._take(deadline or time.monotonic() + self._timeout_s)
             try:
                 yield connection
             except BaseException:
                 connection.close()
                 raise
-        self._release(connection)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        where = "LMCache server at {}:{}".format(*self._address)
-        try:
-            yield
         except TimeoutError as error:
             raise StorageError("timeout", f"{where}: no answer in {self._timeout_s:g} s") from error
         except OSError as error:
             raise StorageError("unreachable", f"{where}: {error}") from error
+        self._release(connection)
 
     def _take(self, deadline: float) -> _Connection:
         while True:

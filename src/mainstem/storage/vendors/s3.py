@@ -169,7 +169,9 @@ class S3Backend(Backend):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Sends one request for each thousand keys."""
-        self._delete([self._path(key) for key in keys])
+        with self._as_storage_error():
+            if keys:
+                self._store.delete([self._path(key) for key in keys])
 
     def scan(self) -> Iterator[Sequence[Listed]]:
         """Lists the prefix, a thousand objects at a time: those whose names are keys. Ages are of the last put."""
@@ -207,11 +209,6 @@ class S3Backend(Backend):
             return call()
         except FileNotFoundError:
             return None
-
-    def _delete(self, paths: list[str]) -> None:
-        with self._as_storage_error():
-            if paths:
-                self._store.delete(paths)
 
     def _each(self, job: Callable[[int], T], count: int) -> list[T | StorageError]:
         """Runs jobs concurrently and returns their results. No job is running when it returns."""
