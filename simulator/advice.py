@@ -1,8 +1,8 @@
 """Profile "advice": the profiles "cache" and "hybrid" with prefixes that clients advise on: retained, pinned, demoted.
 
-What was promised is written down, and looked for again and again: whatever is evicted, copied, loaded, fails or is
-removed beside it, a retained prefix is found until its time. Bounds and counts are checked with the cache. When a
-prefix is said to be used next is as good as random here; it must change nothing before its owner can stake a page.
+The profile writes every promise down and looks for it again and again: a retained prefix must be found until its time,
+whatever is evicted, copied, loaded, fails or is removed beside it. The cache's own check verifies bounds and counts.
+Announced next uses are random here; they must change nothing before their owner can stake a page.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Explain:
         self.world.did("remove", len(tokens))
 
     def _ever(self, name: str | None, tokens: list[int]) -> list[Page]:
-        """What a removal says of pages that were gone already: all of a namespace, or the last page of a key."""
+        """Returns what a removal declares of pages that were gone already: all of a namespace, or the last of a key."""
         if not tokens:
             found, left = [], [self.roots[name]]
             while left:

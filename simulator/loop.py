@@ -1,4 +1,4 @@
-"""`Loop`: an event loop of asyncio in virtual time. What it runs, and in which order, is a function of the seed."""
+"""`Loop`: an event loop of asyncio in virtual time. The seed decides what it runs, and in which order."""
 
 from __future__ import annotations
 

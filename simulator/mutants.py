@@ -225,7 +225,7 @@ def _verdicts(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
 
 
 def _control(profile: str) -> Verdict:
-    """What a profile finds without any bug."""
+    """Runs a profile without any bug, which must find nothing."""
     with _folder() as folder:
         return judge(Mutant("nothing", "", "", (), profile), folder, most=_CONTROL_OPERATIONS)
 
@@ -244,7 +244,7 @@ def _verdict(mutant: Mutant, builder: Builder | None = None) -> Verdict:
 
 
 def row(mutant: Mutant, after: str) -> str:
-    """What is known of a mutant, as a row of a table; `after`: how many operations it took to find it, or "-"."""
+    """Returns a mutant as a row of a table; `after`: how many operations it took to find it, or "-"."""
     by = mutant.by.rpartition("::")[2]
     return f"| {mutant.name} | {mutant.like} | `{mutant.file}` | `{by}` | {after} |"
 

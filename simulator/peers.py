@@ -1,4 +1,4 @@
-"""Peers without sockets: what one process has in its memory is asked for by others, over a network that fails and lies.
+"""Peers without sockets: processes ask for pages in another's memory, over a network that fails and lies.
 
 The client and what answers it are the real ones; here are the connections between them. A request and its answer take
 place at one instant, as a call to the store does.
@@ -23,7 +23,7 @@ Answer = list[memoryview]
 
 
 class Giver:
-    """What a process gives to others.
+    """Answers the peers of a process.
 
     Args:
         world: the clock.

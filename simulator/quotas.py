@@ -1,7 +1,7 @@
 """Profile "quotas": the profile "advice" with tenants that have guarantees and maxima.
 
-Who has what is counted here from the nodes of the tree. After every operation, on device and host: who has more than
-its maximum has nothing that could be evicted, and no one has fallen below its guarantee for the sake of another.
+The profile counts each owner's ids from the nodes of the tree. After every operation, on device and host: an owner
+beyond its maximum has nothing that could be evicted, and no owner has fallen below its guarantee for another's sake.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tenants(Advice):
     """A run of the profile "quotas"."""
 
     def __init__(self, world: World) -> None:
-        self.askers: set[bytes] = set()  # who makes room for themselves in this step
+        self.askers: set[bytes] = set()  # owners that make room for themselves in this step
         self.forgets = False
         self.polled: Process | None = None
         self.dropped: set[Process] = set()
@@ -67,7 +67,7 @@ class Tenants(Advice):
 
     def _check_waiting(self, process: Process) -> None:
         self.dropped.discard(process)
-        self.polled = process  # which is when the host evicts what exceeds a maximum
+        self.polled = process  # a poll lets the host evict ids beyond a maximum
         super()._check_waiting(process)
 
     def _advance(self, request: Request) -> None:
@@ -75,7 +75,7 @@ class Tenants(Advice):
         lease = request.lease
         super()._advance(request)
         if lease is not None and request.lease is None and not lease.closed:
-            self.dropped.add(request.process)  # which gives back what it held with a later call
+            self.dropped.add(request.process)  # a later call gives back the lease's pages
 
     def _ask_for_much(self, process: Process, tokens: list[int], space: Namespace | str | None) -> None:
         self.askers.add(owner_of(encode_namespace(space)))

@@ -196,7 +196,7 @@ class TreeWorld : Paging {
     return false;
   }
 
-  // No cause may be wrong. What a page was evicted for is checked by the simulator, which has a log of it.
+  // No cause may be wrong. The simulator, which has a log, checks why a page was evicted.
   void explain() {
     const Path path = some_path();
     doing("explain", path);

@@ -263,7 +263,7 @@ void Structure::take_place(Index node, Index of) {
 //        parent                  parent
 //          |                       |
 //   node [start ........ end)    upper [start .. k)      `node` keeps its end, and therefore its handles.
-//          |                       |                     Whoever is detached stays so: the upper half, then.
+//          |                       |                     Of a detached node, the upper half is detached.
 //       children                 node  [k ..... end)
 //                                  |
 //                               children
