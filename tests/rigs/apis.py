@@ -30,7 +30,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Said:
+class ApiReply:
     """An answer.
 
     Args:
@@ -56,7 +56,7 @@ class Api(ABC):
     def ask(
         self, server: TestClient, tools: Sequence[Tool] = (), *, stream: bool = False, most: int = 400,
         stop: Sequence[str] = (), history: Sequence[dict[str, Any]] = (USER,), **fields: Any,
-    ) -> Said:  # fmt: skip
+    ) -> ApiReply:  # fmt: skip
         """Asks, and reads the answer, which must be one."""
         body = {"model": "fake", "stream": stream, **self.body(tools, most, list(stop), list(history)), **fields}
         reply = server.post(self.path, json=body)
@@ -69,10 +69,10 @@ class Api(ABC):
     ) -> dict[str, Any]: ...
 
     @abstractmethod
-    def whole(self, body: Any) -> Said: ...
+    def whole(self, body: Any) -> ApiReply: ...
 
     @abstractmethod
-    def streamed(self, events: list[dict[str, Any]]) -> Said: ...
+    def streamed(self, events: list[dict[str, Any]]) -> ApiReply: ...
 
     @abstractmethod
     def results(self, kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,11 +88,11 @@ class Chats(Api):
         listed = [{"type": "function", "function": tool.listed("parameters")} for tool in tools]
         return {"messages": history, "max_tokens": most, "stop": stop, **({"tools": listed} if listed else {})}
 
-    def whole(self, body: Any) -> Said:
+    def whole(self, body: Any) -> ApiReply:
         (choice,) = body["choices"]
         return self._said(choice["message"], choice["finish_reason"])
 
-    def streamed(self, events: list[dict[str, Any]]) -> Said:
+    def streamed(self, events: list[dict[str, Any]]) -> ApiReply:
         message: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         reason = ""
@@ -107,10 +107,10 @@ class Chats(Api):
             reason = choice["finish_reason"] or reason
         return self._said({**message, **({"tool_calls": calls} if calls else {})}, reason)
 
-    def _said(self, message: dict[str, Any], reason: str) -> Said:
+    def _said(self, message: dict[str, Any], reason: str) -> ApiReply:
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         ended = {"tool_calls": "calls"}.get(reason, reason)
-        return Said(message["content"] or "", message.get("reasoning_content", ""), calls, ended, [message])
+        return ApiReply(message["content"] or "", message.get("reasoning_content", ""), calls, ended, [message])
 
     def results(self, kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
         calls = [call for message in kept for call in message.get("tool_calls") or ()]
@@ -134,15 +134,15 @@ class Responses(Api):
         listed = [{"type": "function", **tool.listed("parameters")} for tool in tools]
         return {"input": history, "max_output_tokens": most, "stop": stop, "tools": listed}
 
-    def whole(self, body: Any) -> Said:
+    def whole(self, body: Any) -> ApiReply:
         items = body["output"]
         texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
         thoughts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
         calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
         ended = "length" if body["status"] == "incomplete" else "calls" if calls else "stop"
-        return Said("".join(texts), "".join(thoughts), calls, ended, items)
+        return ApiReply("".join(texts), "".join(thoughts), calls, ended, items)
 
-    def streamed(self, events: list[dict[str, Any]]) -> Said:
+    def streamed(self, events: list[dict[str, Any]]) -> ApiReply:
         said = self.whole(events[-1]["response"])
         deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
         assert "".join(deltas) == said.text
@@ -166,10 +166,10 @@ class Messages(Api):
         listed = [tool.listed("input_schema") for tool in tools]
         return {"messages": history, "max_tokens": most, "stop_sequences": stop, "tools": listed}
 
-    def whole(self, body: Any) -> Said:
+    def whole(self, body: Any) -> ApiReply:
         return self._said(body["content"], body)
 
-    def streamed(self, events: list[dict[str, Any]]) -> Said:
+    def streamed(self, events: list[dict[str, Any]]) -> ApiReply:
         blocks: list[dict[str, Any]] = []
         last: dict[str, Any] = {}
         for event in events:
@@ -188,13 +188,13 @@ class Messages(Api):
                 last = event["delta"]
         return self._said(blocks, last)
 
-    def _said(self, blocks: list[dict[str, Any]], ending: Mapping[str, Any]) -> Said:
+    def _said(self, blocks: list[dict[str, Any]], ending: Mapping[str, Any]) -> ApiReply:
         texts = [block["text"] for block in blocks if block["type"] == "text"]
         thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
         calls = [(block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"]
         words = {"end_turn": "stop", "max_tokens": "length", "tool_use": "calls"}
         ended = words.get(ending["stop_reason"]) or ending["stop_sequence"]
-        return Said("".join(texts), "".join(thoughts), calls, ended, [{"role": "assistant", "content": blocks}])
+        return ApiReply("".join(texts), "".join(thoughts), calls, ended, [{"role": "assistant", "content": blocks}])
 
     def results(self, kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
         used = [block["id"] for message in kept for block in message["content"] if block["type"] == "tool_use"]

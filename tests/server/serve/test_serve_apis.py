@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rigs.apis import APIS, USER, Said, Tool
+from rigs.apis import APIS, USER, ApiReply, Tool
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
@@ -31,7 +31,7 @@ def call(arguments: str, name: str = "write") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def said(api: str, streamed: bool, answer: str, **asked: Any) -> Said:
+def said(api: str, streamed: bool, answer: str, **asked: Any) -> ApiReply:
     return APIS[api].ask(server(answer), TOOLS, stream=streamed, **asked)
 
 
