@@ -22,7 +22,7 @@ ELSEWHERE = (421, 503)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a router needs to know of a request.
+    """The parts of a request that a router uses.
 
     Args:
         tokens: int32 [length]; the bytes of the body if the front cannot read it as a prompt.

@@ -52,7 +52,7 @@ TREE_COLUMNS = (
     "id", "parent", "start", "tokens", "nodes_below", "tokens_below", "device_below", "host_below", "rest_nodes",
     "rest_tokens", "idle_s", "idle_below_s", "hits", "device", "host", "locks", "flags", "tenant",
 )  # fmt: skip
-"""What is said of a node, in order.
+"""The columns of a node's row.
 
 `parent`: the index of its row, -1 for none. `*_below`: of it and all below it. `rest_*`: of what is below it and has no
 row. `idle_s`: since its last use; since the server was first looked at, if that is later. `device`, `host`: 0 absent,

@@ -336,7 +336,7 @@ def _used(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:
 
 
 class _End(NamedTuple):
-    """How a choice ended; without usage if its last event never came."""
+    """The end of a choice; without usage if its last event never came."""
 
     finish: str
     usage: Usage | None
