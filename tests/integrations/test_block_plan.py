@@ -10,8 +10,7 @@ from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
-from mainstem.integrations.block_plan import Group, Job, Plan, Planner
-from mainstem.integrations.block_plan import Part as EnginePart
+from mainstem.integrations.block_plan import GroupBlocks, Job, LayerGroup, Planner, StepPlan
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
@@ -21,8 +20,8 @@ BLOCK = 4
 FULL = Row(0, "full 0", exact=False)
 
 
-def group(component: Component, number: int = 0, block_tokens: int = BLOCK, offered: bool = False) -> Group:
-    return Group(Row(number, f"{component.name} {number}", exact=False), component, block_tokens, offered)
+def group(component: Component, number: int = 0, block_tokens: int = BLOCK, offered: bool = False) -> LayerGroup:
+    return LayerGroup(Row(number, f"{component.name} {number}", exact=False), component, block_tokens, offered)
 
 
 def hashes(tokens: int, seed: str = "a", size: int = BLOCK) -> list[bytes]:
@@ -33,7 +32,7 @@ def hashes(tokens: int, seed: str = "a", size: int = BLOCK) -> list[bytes]:
     return found[1:]
 
 
-def planner(*groups: Group, store: Store | None = None, hash_tokens: int = BLOCK) -> Planner:
+def planner(*groups: LayerGroup, store: Store | None = None, hash_tokens: int = BLOCK) -> Planner:
     return Planner([store or make_store(MemoryBackend())], groups or [group(Full())], hash_tokens)
 
 
@@ -46,7 +45,7 @@ def blocks_of(jobs: Sequence[Job]) -> list[tuple[str, list[tuple[int, list[int]]
     return [(job.request, [(part.row.number, part.blocks) for part in job.parts]) for job in jobs]
 
 
-def carry_out(store: Store, plan: Plan) -> None:
+def carry_out(store: Store, plan: StepPlan) -> None:
     """Writes what a plan saves."""
     for job in plan.saves:
         parts = [
@@ -59,7 +58,7 @@ def carry_out(store: Store, plan: Plan) -> None:
 
 def compute(
     plans: Planner, store: Store, request: str, tokens: int, groups: int = 1, namespace: bytes = b""
-) -> tuple[EnginePart, ...]:
+) -> tuple[GroupBlocks, ...]:
     """Begins a request, computes its prompt in one step and saves it; returns what of each group."""
     plans.begin(request, hashes(tokens), namespace)
     plans.scheduled(request, 0, tokens, tables(-(-tokens // BLOCK), groups))
@@ -68,7 +67,7 @@ def compute(
     return plan.saves[0].parts
 
 
-def first_saved(tokens: int, *groups: Group) -> tuple[Planner, Store, FaultyBackend, tuple[EnginePart, ...]]:
+def first_saved(tokens: int, *groups: LayerGroup) -> tuple[Planner, Store, FaultyBackend, tuple[GroupBlocks, ...]]:
     """Returns a planner, with what it saved of a first request, and where."""
     backend = FaultyBackend()
     store = make_store(backend)
@@ -307,7 +306,7 @@ def test_a_request_that_ends_leaves_what_it_has_planned() -> None:
     plans.end("a")
     plans.end("a")
     assert blocks_of(plans.take().saves) == [("a", [(0, [1, 2])])]
-    assert plans.take() == Plan()
+    assert plans.take() == StepPlan()
 
 
 def test_a_block_that_is_no_multiple_of_the_hash_is_refused() -> None:

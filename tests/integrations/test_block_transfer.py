@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.integrations.block_plan import Job, Part
+from mainstem.integrations.block_plan import GroupBlocks, Job
 from mainstem.integrations.block_transfer import Results, Transfers
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.storage.rows import Row
@@ -55,9 +55,9 @@ def name(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def part(row: Row, blocks: Sequence[int], first: int = 0) -> Part:
+def part(row: Row, blocks: Sequence[int], first: int = 0) -> GroupBlocks:
     numbers = range(first, first + len(blocks))
-    return Part(row, [name(number) for number in numbers], list(blocks), [number + 1 for number in numbers])
+    return GroupBlocks(row, [name(number) for number in numbers], list(blocks), [number + 1 for number in numbers])
 
 
 def save(transfers: Transfers, *jobs: Job) -> None:

@@ -121,9 +121,15 @@ class Bench:
         assert not self.scheduler.busy, "it never ends"
         assert all(pool.private == 0 for pool in self.cache.pools.values())
 
-    def run_and_flush(self) -> None:
-        """Runs all requests to their ends; then nothing may be held."""
+    def run_and_flush(self, *failed: str) -> None:
+        """Runs all requests to their ends, which but for these and cancelled ones are as without a cache.
+
+        Then nothing may be held.
+        """
         self.run()
+        for id, request in self.requests.items():
+            if id not in failed and request.content is None and self.last(id).finish_reason != "cancelled":
+                self.assert_complete(id)
         self.check_at_rest()
 
     def one(self, tokens: Sequence[int], images: tuple[ImageInput, ...] = (), **params: Any) -> str:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -162,7 +163,13 @@ def documents(count: int, length: int = 5 * PAGE + 3) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "kept"),
-    [(2, 2, 2, "auto"), (4, 2, 2, "auto"), (8, 8, 2, "auto"), (8, 4, 4, "auto"), (8, 4, 2, "int8")],
+    [
+        (4, 2, 2, "auto"),
+        (8, 4, 2, "int8"),
+        pytest.param(2, 2, 2, "auto", marks=pytest.mark.slow),
+        pytest.param(8, 8, 2, "auto", marks=pytest.mark.slow),
+        pytest.param(8, 4, 4, "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_give_the_answers_and_the_hits_of_one_process(
     opened: Open, folder: Folder, heads: int, kv_heads: int, ranks: int, kept: str
@@ -184,29 +191,22 @@ def test_ranks_give_the_answers_and_the_hits_of_one_process(
     assert not children()
 
 
+def plan(what: str, family: str, changes: dict[str, Any], *, slow: bool = True) -> Any:
+    return pytest.param(family, changes, id=what, marks=[pytest.mark.slow] if slow else [])
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("gemma3_text", {**WINDOWED["gemma3_text"], "vocab_size": VOCAB}),
-        ("phi3", FAMILIES["phi3"]),
-        ("gpt_neox", FAMILIES["gpt_neox"]),
-        ("mixtral", FAMILIES["mixtral"]),
-        ("deepseek_v2", LATENT["deepseek_v2"]),
-        ("deepseek_v3", LATENT["deepseek_v3"]),
-        ("qwen3_next", HYBRIDS["qwen3_next"]),
-        ("jamba", RESUMED["jamba"]),
-        ("kimi_linear", HYBRIDS["kimi_linear"]),
-    ],
-    ids=[
-        "windows",
-        "heads on every rank",
-        "query, key and value as one",
-        "experts",
-        "latents",
-        "latents of all heads",
-        "states",
-        "our scan",
-        "latents and states",
+        plan("windows", "gemma3_text", {**WINDOWED["gemma3_text"], "vocab_size": VOCAB}, slow=False),
+        plan("heads on every rank", "phi3", FAMILIES["phi3"]),
+        plan("query, key and value as one", "gpt_neox", FAMILIES["gpt_neox"]),
+        plan("experts", "mixtral", FAMILIES["mixtral"], slow=False),
+        plan("latents", "deepseek_v2", LATENT["deepseek_v2"]),
+        plan("latents of all heads", "deepseek_v3", LATENT["deepseek_v3"]),
+        plan("states", "qwen3_next", HYBRIDS["qwen3_next"]),
+        plan("our scan", "jamba", RESUMED["jamba"], slow=False),
+        plan("latents and states", "kimi_linear", HYBRIDS["kimi_linear"], slow=False),
     ],
 )
 def test_other_layers_and_plans(opened: Open, folder: Folder, family: str, changes: dict[str, Any]) -> None:
@@ -216,16 +216,6 @@ def test_other_layers_and_plans(opened: Open, folder: Folder, family: str, chang
         one = ask(engine, prompts)
     with opened(model, 2) as engine:
         all_same(ask(engine, prompts), one)
-
-
-def test_sampled_answers_are_those_of_one_process(opened: Open, folder: Folder) -> None:
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7)
-
-    def sampled(ranks: int) -> tuple[int, ...]:
-        with opened(folder("llama", **LLAMA), ranks) as engine:
-            return tuple(engine.generate([documents(1)[0]], params)[0].tokens)
-
-    assert sampled(2) == sampled(1)
 
 
 def test_prompts_are_scored_as_by_one_process(opened: Open, folder: Folder) -> None:
@@ -240,33 +230,6 @@ def test_prompts_are_scored_as_by_one_process(opened: Open, folder: Folder) -> N
     assert len(first) == len(tokens) - 1
     for other in others:
         assert other == pytest.approx(first, abs=1e-3)
-
-
-def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
-    params = SamplingParams(max_tokens=3 * PAGE, ignore_eos=True, temperature=1.0)  # each rank has its own seeds
-    with opened(folder("llama", **LLAMA), 2) as engine:
-        (answer,) = engine.generate([documents(1)[0]], params)
-        (again,) = engine.generate([[*documents(1)[0], *answer.tokens]], params)
-        assert again.usage.cached_tokens == (len(documents(1)[0]) + 3 * PAGE - 1) // PAGE * PAGE
-
-
-def test_stop_texts_count_on_all_ranks_where_they_do_on_one(opened: Open, folder: Folder) -> None:
-    thinks = Dialect(FORMATS["json"], THINKING["qwen3"], TemplateTraits(), {})
-
-    def answered(ranks: int, stop: str) -> list[tuple[tuple[int, ...], str]]:
-        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, stop=(stop,))
-        with opened(folder("llama", **LLAMA), ranks) as engine:
-            made = [partial(thinks.reading, NO_TOOLS, ending, params) for ending in ("<think>", "")]
-            streams = [engine.submit(Request(np.array(documents(1)[0]), params, content=each)) for each in made]
-            answers = [stream.result(timeout_s=PATIENCE_S) for stream in streams]
-            return [(answer.tokens, answer.finish_reason) for answer in answers]
-
-    thought, _ = answered(1, "no word")
-    stop = f"w{thought[0][2]} "
-    one, two = answered(1, stop), answered(2, stop)
-    assert one == two
-    assert one[0] == thought, "within a thought it does not count"
-    assert one[1][1] == "stop" and len(one[1][0]) < NEW_TOKENS
 
 
 def test_a_grammar_is_followed_by_all_ranks_and_known_to_one(opened: Open, tmp_path: Path) -> None:
@@ -290,6 +253,82 @@ def test_a_grammar_is_followed_by_all_ranks_and_known_to_one(opened: Open, tmp_p
         assert answer.finish_reason == "stop" and re.fullmatch("It says: (?:yes|no){2,9}!", answer.text)
 
 
+class TestTwoRanks:
+    """One engine of one process, then one of two, serve all of these."""
+
+    @pytest.fixture(scope="class")
+    def one(self, opened: Open, folder: Folder) -> dict[str, Any]:
+        """The answers of one process."""
+        with opened(folder("llama", **LLAMA), 1) as engine:
+            thought = self.answered(engine, "no word")[0][0]
+            stop = f"w{thought[2]} "
+            return {
+                "sampled": self.sampled(engine),
+                "greedy": ask(engine, documents(3), 24),
+                "thought": thought,
+                "stop": stop,
+                "stopped": self.answered(engine, stop),
+            }
+
+    @pytest.fixture(scope="class")
+    def two(self, one: dict[str, Any], opened: Open, folder: Folder) -> Iterator[Engine]:
+        with opened(folder("llama", **LLAMA), 2) as engine:
+            yield engine
+
+    @staticmethod
+    def sampled(engine: Engine) -> tuple[int, ...]:
+        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7)
+        return tuple(engine.generate([documents(1)[0]], params)[0].tokens)
+
+    @staticmethod
+    def answered(engine: Engine, stop: str) -> list[tuple[tuple[int, ...], str]]:
+        """Returns the answers to a prompt that begins a thought, and to one that does not, with a stop text."""
+        thinks = Dialect(FORMATS["json"], THINKING["qwen3"], TemplateTraits(), {})
+        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, stop=(stop,))
+        made = [partial(thinks.reading, NO_TOOLS, ending, params) for ending in ("<think>", "")]
+        streams = [engine.submit(Request(np.array(documents(1)[0]), params, content=each)) for each in made]
+        answers = [stream.result(timeout_s=PATIENCE_S) for stream in streams]
+        return [(answer.tokens, answer.finish_reason) for answer in answers]
+
+    def test_sampled_answers_are_those_of_one_process(self, one: dict[str, Any], two: Engine) -> None:
+        assert self.sampled(two) == one["sampled"]
+
+    def test_rank_0_samples_for_all(self, two: Engine) -> None:
+        params = SamplingParams(max_tokens=3 * PAGE, ignore_eos=True, temperature=1.0)  # each rank has its own seeds
+        (answer,) = two.generate([documents(1)[0]], params)
+        (again,) = two.generate([[*documents(1)[0], *answer.tokens]], params)
+        assert again.usage.cached_tokens == (len(documents(1)[0]) + 3 * PAGE - 1) // PAGE * PAGE
+
+    def test_stop_texts_count_on_all_ranks_where_they_do_on_one(self, one: dict[str, Any], two: Engine) -> None:
+        assert one["stopped"] == self.answered(two, one["stop"])
+        (thought, _), (plain, reason) = one["stopped"]
+        assert thought == one["thought"], "within a thought it does not count"
+        assert reason == "stop" and len(plain) < NEW_TOKENS
+
+    def test_a_cancelled_request_ends_on_every_rank(self, one: dict[str, Any], two: Engine) -> None:
+        first, second, third = documents(3)
+        cancelled, going = submit(two, first, 400), submit(two, second, 24)
+        next(iter(cancelled))
+        cancelled.cancel()
+        assert cancelled.result(timeout_s=PATIENCE_S).finish_reason == "cancelled"
+        same(going.result(timeout_s=PATIENCE_S), one["greedy"][1])
+        all_same(ask(two, [third], 24), one["greedy"][2:])
+        assert two.stats().cache.tree.locked_pages == 0
+
+    def test_removals_and_flushes_reach_every_rank(self, one: dict[str, Any], two: Engine) -> None:
+        two.flush()
+        all_same(ask(two, documents(3), 24), one["greedy"])
+        assert two.remove(documents(1)[0][:PAGE]) >= 5
+        assert two.flush() > 0
+        assert two.tree()
+        all_same(ask(two, documents(3), 24), one["greedy"])
+
+    def test_adapters_are_refused(self, two: Engine, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedModel, match="adapter french: only a single process serves adapters"):
+            two.load_adapter("french", tmp_path)
+        assert ask(two, documents(1))
+
+
 @pytest.mark.slow
 def test_the_real_model_on_three_ranks(opened: Open, smollm2: Any) -> None:
     text = "A lighthouse stands at the end of the pier. " * 4
@@ -307,22 +346,6 @@ def test_the_real_model_on_three_ranks(opened: Open, smollm2: Any) -> None:
 # ---------------------------------------------------------------- scheduling
 
 
-def test_a_cancelled_request_ends_on_every_rank(opened: Open, folder: Folder) -> None:
-    first, second, third = documents(3)
-    model = folder("llama", **LLAMA)
-    with opened(model, 1) as engine:
-        one = ask(engine, [second, third], 24)
-    with opened(model, 2) as engine:
-        cancelled = submit(engine, first, 400)
-        going = submit(engine, second, 24)
-        next(iter(cancelled))
-        cancelled.cancel()
-        assert cancelled.result(timeout_s=PATIENCE_S).finish_reason == "cancelled"
-        same(going.result(timeout_s=PATIENCE_S), one[0])
-        all_same(ask(engine, [third], 24), one[1:])
-        assert engine.stats().cache.tree.locked_pages == 0
-
-
 def test_preempted_requests_resume_on_every_rank(opened: Open, folder: Folder) -> None:
     prompts, model = documents(3), folder("llama", **LLAMA)
     with opened(model, 1) as engine:
@@ -330,16 +353,6 @@ def test_preempted_requests_resume_on_every_rank(opened: Open, folder: Folder) -
     with opened(model, 2, pages=16) as engine:
         all_same(ask(engine, prompts, 60), one)
         assert engine.stats().totals.preemptions > 0
-
-
-def test_removals_and_flushes_reach_every_rank(opened: Open, folder: Folder) -> None:
-    prompts, model = documents(3), folder("llama", **LLAMA)
-    with opened(model, 2) as engine:
-        before = ask(engine, prompts)
-        assert engine.remove(prompts[0][:PAGE]) == 5
-        assert engine.flush() > 0
-        assert engine.tree()
-        all_same(ask(engine, prompts), before)
 
 
 # ---------------------------------------------------------------- host and storage
@@ -568,11 +581,7 @@ def test_heads_that_the_ranks_cannot_divide_are_refused_with_the_numbers_that_ca
     ("family", "changes", "words"),
     [
         ("gpt2", FAMILIES["gpt2"], "gpt2 cannot be divided among ranks: transformers has no plan for it"),
-        (
-            "lfm2",
-            HYBRIDS["lfm2"],
-            "lfm2 cannot be divided among ranks: transformers has no plan for it",
-        ),
+        ("lfm2", HYBRIDS["lfm2"], "lfm2 cannot be divided among ranks: transformers has no plan for it"),
     ],
 )
 def test_models_that_ranks_cannot_serve_are_refused(
@@ -616,13 +625,6 @@ def test_a_misspelt_store_is_found_before_the_model_is_loaded(tmp_path: Path) ->
         raise AssertionError("it was opened")
 
 
-def test_adapters_are_refused(opened: Open, folder: Folder, tmp_path: Path) -> None:
-    with opened(folder("llama", **LLAMA), 2) as engine:
-        with pytest.raises(UnsupportedModel, match="adapter french: only a single process serves adapters"):
-            engine.load_adapter("french", tmp_path)
-        assert ask(engine, documents(1))
-
-
 def test_a_part_of_the_free_memory_is_refused_because_ranks_would_take_different_ones() -> None:
     with pytest.raises(BadArgument, match=r"host_fraction = 0.5: must be None if tp > 1"):
         EngineConfig(tp=2, tiers=TierConfig(HostSize(host_fraction=0.5)))
@@ -638,10 +640,21 @@ def test_an_engine_has_as_many_ranks_as_have_loaded_its_model(opened: Open, fold
 # ---------------------------------------------------------------- what ranks exchange
 
 
-def test_a_rank_that_would_compute_something_else_ends_instead() -> None:
+def joined(answer_s: float = ANSWER_S) -> tuple[FirstRank, LaterRank]:
+    """Returns two ranks of this process."""
     ours, theirs = multiprocessing.Pipe()
-    first = FirstRank([Peer(1, multiprocessing.current_process(), ours)])
-    later = LaterRank(1, 2, theirs)
+    return FirstRank([Peer(1, multiprocessing.current_process(), ours)], answer_s), LaterRank(1, 2, theirs)
+
+
+def both(first: Callable[[], Any], later: Callable[[], Any]) -> list[Any]:
+    """Returns what two ranks return at once."""
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(later)
+        return [first(), theirs.result()]
+
+
+def test_a_rank_that_would_compute_something_else_ends_instead() -> None:
+    first, later = joined()
     require_equal(first, lambda: [1, 2], "pages")
     require_equal(later, lambda: [1, 2], "pages")
     require_equal(first, lambda: [1, 2], "pages")
@@ -666,31 +679,18 @@ def test_a_scheduler_compares_each_step_with_that_of_rank_0_before_it_computes()
 
 
 def test_ranks_agree_on_the_lowest_votes() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    first, later = FirstRank([Peer(1, multiprocessing.current_process(), ours)]), LaterRank(1, 2, theirs)
-    agreed: list[Sequence[int]] = []
-    thread = threading.Thread(target=lambda: agreed.append(later.agree([1, 2, 0])))
-    thread.start()
-    agreed.append(first.agree([0, 3, 1]))
-    thread.join()
-    assert agreed == [[0, 2, 0], [0, 2, 0]]
+    first, later = joined()
+    assert both(lambda: first.agree([0, 3, 1]), lambda: later.agree([1, 2, 0])) == [[0, 2, 0], [0, 2, 0]]
 
 
 @pytest.mark.parametrize("values", [(0.0, 1e-9), (2e-5, 1e-5), (math.inf, 3.0), (0.0, 0.0), (1e300, math.inf)], ids=str)
 def test_ranks_agree_on_the_largest_value(values: tuple[float, float]) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    first, later = FirstRank([Peer(1, multiprocessing.current_process(), ours)]), LaterRank(1, 2, theirs)
-    agreed: list[float] = []
-    thread = threading.Thread(target=lambda: agreed.append(largest(later, values[1])))
-    thread.start()
-    agreed.append(largest(first, values[0]))
-    thread.join()
-    assert agreed == [max(values)] * 2
+    first, later = joined()
+    assert both(lambda: largest(first, values[0]), lambda: largest(later, values[1])) == [max(values)] * 2
 
 
 def test_a_rank_that_does_not_vote_has_failed() -> None:
-    ours, _theirs = multiprocessing.Pipe()
-    first = FirstRank([Peer(1, multiprocessing.current_process(), ours)], answer_s=0.0)
+    first, _later = joined(answer_s=0.0)
     with pytest.raises(RankFailed, match="rank 1 of 2 does not answer: 0 s are allowed"):
         first.agree([1])
 

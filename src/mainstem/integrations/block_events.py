@@ -17,7 +17,7 @@ E = TypeVar("E")
 
 
 @dataclass(slots=True)
-class _Held(Generic[E]):
+class _HeldEvents(Generic[E]):
     events: Sequence[E]
     lacking: int  # workers that have not confirmed it
 
@@ -31,12 +31,12 @@ class Announcements(Generic[E]):
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._held: dict[int, _Held[E]] = {}
+        self._held: dict[int, _HeldEvents[E]] = {}
         self._ready: list[E] = []
 
     def hold(self, save: int, events: Sequence[E]) -> None:
         """Adds the events of a save, by its number."""
-        self._held[save] = _Held(events, self._workers)
+        self._held[save] = _HeldEvents(events, self._workers)
 
     def confirm(self, saved: Iterable[tuple[int, bool]]) -> None:
         """Takes in the reports of workers: the number of a save, and whether storage has all its blocks.

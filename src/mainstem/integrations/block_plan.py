@@ -32,7 +32,7 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers of a model that share their block ids.
 
     Args:
@@ -49,7 +49,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupBlocks:
     """Blocks of one group.
 
     Args:
@@ -64,9 +64,9 @@ class Part:
     blocks: list[int]
     ends: list[int]
 
-    def cut(self, first: int, last: int | None = None) -> Part:
+    def cut(self, first: int, last: int | None = None) -> GroupBlocks:
         """Returns blocks [first, last) of it."""
-        return Part(self.row, self.names[first:last], self.blocks[first:last], self.ends[first:last])
+        return GroupBlocks(self.row, self.names[first:last], self.blocks[first:last], self.ends[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class Job:
     """
 
     request: str
-    parts: tuple[Part, ...]
+    parts: tuple[GroupBlocks, ...]
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """The jobs of one step, in order; picklable."""
 
     loads: tuple[Job, ...] = ()
@@ -116,7 +116,7 @@ class _Request:
 @dataclass(slots=True)
 class _Step:
     loads: list[Job] = field(default_factory=list)
-    saves: dict[str, list[Part]] = field(default_factory=dict)
+    saves: dict[str, list[GroupBlocks]] = field(default_factory=dict)
 
 
 class Planner:
@@ -131,7 +131,7 @@ class Planner:
         BadArgument: there is no group, or a block is not a whole number of hashes.
     """
 
-    def __init__(self, stores: Sequence[Store], groups: Sequence[Group], hash_tokens: int) -> None:
+    def __init__(self, stores: Sequence[Store], groups: Sequence[LayerGroup], hash_tokens: int) -> None:
         if not groups:
             raise BadArgument("groups", groups, "at least one group of layers with a prefix cache")
         for group in groups:
@@ -244,24 +244,26 @@ class Planner:
             return
         if end <= len(entry.hashes) * self._hash_tokens:
             name = self._names(entry, end)[end // self._hash_tokens]
-            self._save(request, Part(group.row, [name], [block], [end]))
+            self._save(request, GroupBlocks(group.row, [name], [block], [end]))
 
-    def take(self) -> Plan:
+    def take(self) -> StepPlan:
         """Returns what was planned since the last call."""
         step, self._step = self._step, _Step()
         saves = (Job(request, tuple(parts), next(self._saves)) for request, parts in step.saves.items())
-        return Plan(tuple(step.loads), tuple(saves))
+        return StepPlan(tuple(step.loads), tuple(saves))
 
-    def _save(self, request: str, part: Part) -> None:
+    def _save(self, request: str, part: GroupBlocks) -> None:
         if part.blocks:
             self._step.saves.setdefault(request, []).append(part)
 
-    def _part(self, entry: _Request, group: Group, blocks: Sequence[int], first: int, last: int) -> Part:
+    def _part(self, entry: _Request, group: LayerGroup, blocks: Sequence[int], first: int, last: int) -> GroupBlocks:
         """Returns blocks [first, last) of a group, without those that the engine does not keep."""
         names = self._names(entry, last * group.block_tokens)
         kept = [at for at in range(first, min(last, len(blocks))) if blocks[at] != NULL_BLOCK]
         ends = [(at + 1) * group.block_tokens for at in kept]
-        return Part(group.row, [names[end // self._hash_tokens] for end in ends], [blocks[at] for at in kept], ends)
+        return GroupBlocks(
+            group.row, [names[end // self._hash_tokens] for end in ends], [blocks[at] for at in kept], ends
+        )
 
     def _names(self, entry: _Request, end: int) -> list[bytes]:
         """Returns the names of a request, up to `end` at least."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
-from mainstem.integrations.block_plan import Job, Part
+from mainstem.integrations.block_plan import GroupBlocks, Job
 from mainstem.tiers.storage import store as stores
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
@@ -73,10 +73,10 @@ class Results:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _BlockCopy:
     """A part on its way to slots, within the step."""
 
-    part: Part
+    part: GroupBlocks
     slots: list[int]
     content: NDArray[np.uint8]
     layers: set[str]  # that are not copied yet
@@ -88,11 +88,11 @@ class _Save:
 
     number: int
     whole: bool
-    copies: list[_Copy]
+    copies: list[_BlockCopy]
 
 
 @dataclass(slots=True)
-class _Write:
+class _QueuedSave:
     """A job after its step."""
 
     number: int
@@ -102,8 +102,8 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Read:
-    part: Part
+class _BlockRead:
+    part: GroupBlocks
     slots: list[int]
     call: StoreCall[int]
 
@@ -111,8 +111,8 @@ class _Read:
 @dataclass(slots=True)
 class _Load:
     request: str
-    waiting: deque[Part]
-    reads: deque[_Read] = field(default_factory=deque)
+    waiting: deque[GroupBlocks]
+    reads: deque[_BlockRead] = field(default_factory=deque)
     no_room_since_s: float | None = None
 
 
@@ -140,7 +140,7 @@ class Transfers:
         self._slots = Slots(count, longest)
         store.register([self._slots.memory])
         self._saves: list[_Save] = []
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[_QueuedSave] = deque()
         self._saved: dict[int, bool] = {}  # as in `Results`
         self._loads: deque[_Load] = deque()
         self._saving = 0  # slots that saves hold
@@ -180,10 +180,10 @@ class Transfers:
                 views = self._slots.views(copy.slots, copy.content.shape[1])
                 parts.append(stores.Part(copy.part.row, copy.part.names, views))
                 slots += copy.slots
-            self._writes.append(_Write(save.number, save.whole, slots, self._store.write(parts, queued=True)))
+            self._writes.append(_QueuedSave(save.number, save.whole, slots, self._store.write(parts, queued=True)))
         self._saves.clear()
 
-    def _room_for(self, part: Part) -> _Copy | None:
+    def _room_for(self, part: GroupBlocks) -> _BlockCopy | None:
         limit = int(self._slots.count * _SAVES_SHARE)
         count = min(len(part.blocks), self._slots.free, limit - self._saving)
         if count < len(part.blocks):
@@ -194,11 +194,11 @@ class Transfers:
             return None
         self._saving += count
         content = np.empty((count, self._blocks.block_bytes(part.row)), dtype=np.uint8)
-        return _Copy(part.cut(0, count), self._slots.take(count), content, set(self._blocks.layers(part.row)))
+        return _BlockCopy(part.cut(0, count), self._slots.take(count), content, set(self._blocks.layers(part.row)))
 
     def _reap(self) -> None:
         """Takes in the writes that have returned."""
-        kept: deque[_Write] = deque()
+        kept: deque[_QueuedSave] = deque()
         for write in self._writes:
             if write.call.done():
                 self.counts["saved"] += write.call.value.pages
@@ -214,7 +214,7 @@ class Transfers:
     def load(self, jobs: Sequence[Job]) -> None:
         """Starts loads. The blocks belong to them until `poll` reports the request."""
         for job in jobs:
-            parts: deque[Part] = deque()
+            parts: deque[GroupBlocks] = deque()
             size = self._store.config.batch_pages
             for part in job.parts:
                 for at in range(0, len(part.blocks), size):
@@ -266,7 +266,7 @@ class Transfers:
                     load.waiting.appendleft(part.cut(count))
                     part = part.cut(0, count)
                 views = self._slots.views(slots, self._blocks.block_bytes(part.row))
-                load.reads.append(_Read(part, slots, self._store.read(part.row, part.names, views)))
+                load.reads.append(_BlockRead(part, slots, self._store.read(part.row, part.names, views)))
                 active += 1
 
     def _take_in(self, load: _Load, results: Results) -> None:

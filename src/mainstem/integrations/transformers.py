@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import numpy as np
@@ -42,14 +42,14 @@ from mainstem.cache.prefix_cache import CacheStats, Lease
 from mainstem.errors import BadArgument, BadTokens, OutOfPages, UnsupportedModel
 from mainstem.runtime.attention.paged import TOLERANCE
 from mainstem.runtime.memory.pools import build_cache
-from mainstem.runtime.memory.tiers import close_tiers
+from mainstem.runtime.memory.tiers import end_tiers
 from mainstem.runtime.models.cache_copies import Place, copies_of
 from mainstem.runtime.models.loading import LoadedModel, trained_context
 from mainstem.runtime.models.weights import Weights
 from mainstem.runtime.schedule.checkpoints import plan_checkpoints
 from mainstem.runtime.text.cuts import common_tokens
 from mainstem.settings.engine import EngineConfig
-from mainstem.tiers.controller import Tiers, TierStats
+from mainstem.tiers.controller import TierStats
 from mainstem.tiers.prefetch.prefetch import Prefetch
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ _SLICED = ("input_ids", "position_ids")
 
 _WAIT_S = 0.001  # between two looks whether storage has answered
 _LONGEST = 1 << 20  # positions of a row of a model that names no limit
-_DRAIN_S = 5.0  # for pending writes when the cache is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,7 @@ class Cached:
             self._undo()
             _WITH_CACHE.discard(self._model)
             if self._tiers is not None:
-                _close(self._tiers)
+                end_tiers(self._tiers)
 
     def __enter__(self) -> Self:
         """The cache."""
@@ -313,7 +312,7 @@ class Cached:
         try:
             prompt = self._prompt(call, args, inputs)
             with self._suspended():
-                columns = self._start(call, prompt)
+                columns = self._start(call, *prompt)
         except _Passed as reason:
             self._pass(call, str(reason))
             return None
@@ -338,8 +337,14 @@ class Cached:
 
     # ------------------------------------------------------------ the first forward
 
-    def _prompt(self, call: _Call, args: tuple[Any, ...], inputs: dict[str, Any]) -> _Prompt:
-        """Returns what the first forward computes; raises `_Passed` if its inputs are not all known."""
+    def _prompt(
+        self, call: _Call, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, DynamicCache, list[_Row]]:
+        """Returns the ids of a first forward, [rows, columns], its empty cache, and its rows without their padding.
+
+        Raises:
+            _Passed: its inputs are not all known.
+        """
         names = (name for name, value in inputs.items() if value is not None and value is not False)
         unknown = [name for name in names if name not in _INPUTS]
         tokens, cache, keep = inputs.get("input_ids"), _cache_of(inputs), inputs.get("logits_to_keep")
@@ -359,11 +364,11 @@ class Cached:
         rows = [_Row(part[pad:], pad) for part, pad in zip(ids.cpu().numpy().astype(np.int32), pads, strict=True)]
         if not all(0 < len(row.tokens) <= self._max_context for row in rows):
             raise _Passed("a prompt longer than the model's context")
-        return _Prompt(ids, cache, rows)
+        return ids, cache, rows
 
-    def _start(self, call: _Call, prompt: _Prompt) -> int:
+    def _start(self, call: _Call, ids: torch.Tensor, cache: DynamicCache, rows: list[_Row]) -> int:
         """Fills the cache with what there is of the prompts, and returns its columns."""
-        rows, width = prompt.rows, prompt.ids.shape[1]
+        width = ids.shape[1]
         name = self._weights.name_in(call.namespace)
         if name is None:
             raise _Passed("rows with adapters of their own")
@@ -374,28 +379,28 @@ class Cached:
             for index, row in enumerate(rows):
                 self._lease(row, name)
                 if alone:
-                    ids = prompt.ids[index : index + 1, row.pad :]
-                    self._advance(self._copies.new_cache(), row, ids, [*self._checkpoints(row), ids.shape[1] - 1], 0)
+                    own = ids[index : index + 1, row.pad :]
+                    self._advance(self._copies.new_cache(), row, own, [*self._checkpoints(row), own.shape[1] - 1], 0)
         except (OutOfPages, BadTokens) as error:
             raise _Passed(f"{type(error).__name__} at the start") from error
         finally:
             with self._lock:
                 for prefetch in wanted:
                     prefetch.revoke()
-        call.cache = prompt.cache
-        self._copies.record(prompt.cache)
+        call.cache = cache
+        self._copies.record(cache)
         columns = self._copies.common([(row.pad, row.kept) for row in rows], width)
         with self._lock:
             self._counts["prompts"] += len(rows)
             self._counts["prompt_tokens"] += sum(len(row.tokens) for row in rows)
             self._counts["cached_tokens"] += sum(min(row.hit, max(0, columns - row.pad)) for row in rows)
         if columns:
-            self._copies.fill(prompt.cache, [row.place for row in rows], columns)
+            self._copies.fill(cache, [row.place for row in rows], columns)
         elif self._copies.has_states and any(row.pad for row in rows):
             for row in rows:
                 row.full = True  # its state has seen the padding
         if len(rows) == 1 and not alone and not rows[0].pad:
-            columns = self._advance(prompt.cache, rows[0], prompt.ids, self._checkpoints(rows[0]), columns)
+            columns = self._advance(cache, rows[0], ids, self._checkpoints(rows[0]), columns)
         return columns
 
     def _pays_alone(self, rows: Sequence[_Row], width: int, name: Namespace) -> bool:
@@ -579,14 +584,6 @@ class _Row:
         return Place(self.pad, self.lease.tables, self.lease.state)
 
 
-class _Prompt(NamedTuple):
-    """The input of a first forward: ids [rows, columns], an empty cache, and the rows without their padding."""
-
-    ids: torch.Tensor
-    cache: DynamicCache
-    rows: list[_Row]
-
-
 @dataclass(slots=True)
 class _Call:
     """One call of `generate`.
@@ -692,12 +689,3 @@ def _loaded(model: PreTrainedModel, config: EngineConfig) -> LoadedModel:
         raise UnsupportedModel(f"{name}: its dtype is {model.dtype}, not one of {', '.join(map(str, TOLERANCE))}")
     tokenizer: Any = None
     return LoadedModel(model, tokenizer, name, model.dtype, trained_context(model.config) or _LONGEST)
-
-
-def _close(tiers: Tiers) -> None:
-    try:
-        tiers.remember()
-        tiers.drain(_DRAIN_S)
-    finally:
-        tiers.close()  # the store, after pending writes
-        close_tiers(tiers.host, None)

@@ -33,7 +33,7 @@ from mainstem.cache.identity import Identity
 from mainstem.errors import BackendUnavailable, BadArgument, redacted
 from mainstem.imports import needs
 from mainstem.integrations.block_events import Announcements
-from mainstem.integrations.block_plan import Group, Job, Part, Plan, Planner
+from mainstem.integrations.block_plan import GroupBlocks, Job, LayerGroup, Planner, StepPlan
 from mainstem.integrations.block_transfer import Transfers
 from mainstem.integrations.files import digest_adapter, digest_weights
 from mainstem.integrations.options import Options
@@ -93,7 +93,7 @@ _CLOSE_S = 30.0  # for writes that are queued when the engine ends
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM need not be installed where types are checked
     """The scheduler's message to the workers in each step. `idle`: the step computes nothing."""
 
-    plan: Plan = field(default_factory=Plan)
+    plan: StepPlan = field(default_factory=StepPlan)
     idle: bool = False
 
 
@@ -138,7 +138,7 @@ def check(vllm_config: Any) -> None:
         )
 
 
-def groups_of(kv_cache_config: Any) -> list[Group]:
+def groups_of(kv_cache_config: Any) -> list[LayerGroup]:
     """Returns the groups of layers that are stored.
 
     Raises:
@@ -156,7 +156,7 @@ def groups_of(kv_cache_config: Any) -> list[Group]:
         offered = isinstance(component, State) and spec.mamba_cache_mode == "align"
         name = f"{component.name} {number}"
         row = Row(number, name, isinstance(component, State))
-        groups.append(Group(row, component, group.kv_cache_spec.block_size, offered))
+        groups.append(LayerGroup(row, component, group.kv_cache_spec.block_size, offered))
     return groups
 
 
@@ -264,7 +264,7 @@ class Events:
         kv_cache_config: vLLM's.
     """
 
-    def __init__(self, groups: Sequence[Group], hash_tokens: int, kv_cache_config: Any) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], hash_tokens: int, kv_cache_config: Any) -> None:
         self._hash_tokens = hash_tokens
         self._groups = {group.row.number: group for group in groups}
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -273,14 +273,14 @@ class Events:
         """Returns an event for each run of blocks that a save stores."""
         return [self._of_run(request, run) for part in save.parts for run in self._runs(part)]
 
-    def _runs(self, part: Part) -> Iterator[Part]:
+    def _runs(self, part: GroupBlocks) -> Iterator[GroupBlocks]:
         size, first = self._groups[part.row.number].block_tokens, 0
         for at in range(1, len(part.ends) + 1):
             if at == len(part.ends) or part.ends[at] != part.ends[at - 1] + size:
                 yield part.cut(first, at)
                 first = at
 
-    def _of_run(self, request: Any, run: Part) -> BlockStored:
+    def _of_run(self, request: Any, run: GroupBlocks) -> BlockStored:
         number = run.row.number
         size, spec, adapter = self._groups[number].block_tokens, self._specs[number], request.lora_request
         start = run.ends[0] - size
@@ -372,7 +372,7 @@ class Caches:
         tensors: by layer, [blocks, ...]; a block may be several kernel blocks in a row.
     """
 
-    def __init__(self, groups: Sequence[Group], kv_cache_config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], kv_cache_config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self._rows = [group.row for group in groups]
         self._layers: dict[int, dict[str, tuple[torch.Tensor, int, int]]] = {}
         self._bytes: dict[int, int] = {}

@@ -7,6 +7,7 @@ EngineCore   model, cache, scheduler and tiers of one rank, which only that thre
 
 from __future__ import annotations
 
+import logging
 import random as random_module
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from mainstem.cache.tree import Survey
 from mainstem.errors import BadArgument, BadTokens, EngineFull, UnsupportedModel
 from mainstem.runtime.engine_core import EngineCore, EngineStats, MakeRunner, OnStage
 from mainstem.runtime.hints.advice import Action
-from mainstem.runtime.hints.public import Publication
 from mainstem.runtime.loop import EngineLoop, OnProgress
 from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.models.adapters import Adapter, check_name, read_adapter
@@ -43,6 +43,7 @@ from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.storage.base import Backend
 from mainstem.storage.peer import Peering
 
+log = logging.getLogger(__name__)
 _DEFAULTS = SamplingParams()
 
 
@@ -94,7 +95,7 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.pages, self.max_context, self.vision = next(iter(core.sizes.values())), core.max_context, core.model.vision
         self.has_states = any(isinstance(component, State) for component in core.sizes)
-        self._publication = Publication(self)
+        self._publication = _Publication(self)
         self._loop = EngineLoop(core, clock, config.max_waiting)
 
     # ---------------------------------------------------------------- requests
@@ -426,3 +427,44 @@ class Engine:
     ) -> None:
         """Closes the engine."""
         self.close()
+
+
+class _Publication:
+    """Computes and pins public prefixes (`hints.public`) for each adapter. For any thread but the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._prefixes: list[NDArray[np.int32]] = []
+
+    def add(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """Computes and pins the whole pages of a prefix; returns their tokens.
+
+        Raises:
+            BadArgument: it does not fit into what may be retained.
+        """
+        size = self._engine.config.page_size
+        whole = np.asarray(tokens, np.int32)[: len(tokens) // size * size]
+        if len(whole):
+            for adapter in (None, *self._engine.adapters):
+                self._compute(whole, adapter)
+            self._prefixes.append(whole)
+        return whole
+
+    def compute_all(self, adapters: Sequence[str | None]) -> None:
+        """Computes and pins all prefixes with these adapters; None: with the model's own weights.
+
+        A prefix that does not fit any more is computed for each tenant, and the log says so.
+        """
+        for tokens in self._prefixes:
+            for adapter in adapters:
+                try:
+                    self._compute(tokens, adapter)
+                except BadArgument as error:
+                    log.warning("a public prefix is computed for each tenant: %s", error)
+
+    def _compute(self, tokens: NDArray[np.int32], adapter: str | None) -> None:
+        engine, namespace = self._engine, Namespace(adapter=adapter)
+        engine.submit(Request(tokens, SamplingParams(max_tokens=0), namespace=namespace)).result()
+        if engine.advise("pin", tokens, namespace).positions < len(tokens):
+            engine.advise("unpin", tokens, namespace)
+            raise BadArgument("public prefix", f"{len(tokens)} tokens", "as long as may be retained, see retain_share")

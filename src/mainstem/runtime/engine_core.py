@@ -31,7 +31,7 @@ from mainstem.runtime.hints.advice import Action, Advice
 from mainstem.runtime.hints.public import PublicPrefixes
 from mainstem.runtime.memory.pools import counts_of, id_bytes, max_context, pool_sizes
 from mainstem.runtime.memory.shares import OwnerUsage, TierMemory
-from mainstem.runtime.memory.tiers import close_tiers
+from mainstem.runtime.memory.tiers import end_tiers
 from mainstem.runtime.models.adapters import AdapterFiles
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.parallel.ranks import require_equal
@@ -52,7 +52,6 @@ _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are
 _PUBLISH_S = 0.001  # between two steps of a state that is published anew, while there is nothing else to do
 _ADVICE_S = 0.01  # between two looks at prefetches that nobody waits for
 _QUEUE_S = 0.1  # between two looks at what is queued, while there are requests
-_DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,21 +210,11 @@ class EngineCore:
         self.scheduler.close()
         try:
             if self.tiers is not None:
-                self._close_tiers(failed)
+                end_tiers(self.tiers, drains=not failed or self.ranks.size == 1)
         finally:
             if self.publisher is not None:
                 self.publisher.put(AllBlocksCleared())  # nothing outlives the engine but storage
                 self.publisher.close()
-
-    def _close_tiers(self, failed: bool) -> None:
-        assert self.tiers is not None
-        try:
-            if not failed or self.ranks.size == 1:
-                self.tiers.remember()
-                self.tiers.drain(_DRAIN_S)
-        finally:
-            self.tiers.close()
-            close_tiers(self.tiers.host, None)
 
     # ---------------------------------------------------------------- what `Engine` asks for, between two steps
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mainstem._core import copy_rows
 from mainstem.errors import BadArgument
-from mainstem.runtime.memory.copies import Copier, Copy, Step, Transfer
+from mainstem.runtime.memory.copies import Copier, Copy, LayerCopies, Transfer
 
 Ids = NDArray[np.int32]
 
@@ -98,7 +98,7 @@ class Marks(Copier):
 
 
 def transfer(copier: Marks, layers: Sequence[int] = (0, 1, 2)) -> Transfer:
-    return Transfer([Step(layer, []) for layer in layers], copier)
+    return Transfer([LayerCopies(layer, []) for layer in layers], copier)
 
 
 def test_a_transfer_is_done_when_the_device_is_done() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface
 
 from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, ZAMBA2, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
@@ -23,6 +21,7 @@ from mainstem.runtime.kernels.scans import resume
 from mainstem.runtime.memory.states import Continuation, Proof, StateCache, StatePool, StateShape, prove
 from mainstem.runtime.models import places
 from mainstem.runtime.models.places import run
+from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +36,6 @@ TOKENS = torch.randint(VOCAB, (3, 75), generator=torch.Generator().manual_seed(5
 CUTS = (0, 8, 13, 14, 40, 75)  # at a boundary of the scan, off it, one token, over several boundaries
 KEPT = "states_test_kept"
 (INFINITE,) = struct.unpack("<q", struct.pack("<d", float("inf")))
-T = TypeVar("T")
 FAMILIES = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
 
 
@@ -53,9 +51,8 @@ class StatesRig:
     """A model with states in slots; a plain attention function keeps its keys and values by sequence."""
 
     def __init__(self, family: str) -> None:
-        model = tiny(family, **FAMILIES[family])
-        shape = StateShape.of(model)
-        assert shape is not None
+        model = made(family)
+        shape = shape_of(model)
         assert (resume(model) is not None) == (family in RESUMED)
         self.model, self.shape, self.alone = model, shape, family in ALONE
         self.pool = StatePool(shape, 6)
@@ -220,12 +217,18 @@ def test_nothing_of_a_sequence_is_in_the_slot_of_another(family: str) -> None:
     assert not any(torch.equal(one, other) for one, other in zip(after[0][1], after[1][1], strict=True))
 
 
-@functools.cache
-def proof(family: str, dtype: torch.dtype, limit: float) -> Proof:
-    model = tiny(family, **FAMILIES[family]).to(dtype)
+def proof(model: Any, limit: float = LIMIT, ranks: Ranks = ONE_RANK) -> Proof:
+    return prove(model, shape_of(model), limit, ranks)
+
+
+def shape_of(model: Any) -> StateShape:
     shape = StateShape.of(model)
     assert shape is not None
-    return prove(model, shape, limit)
+    return shape
+
+
+def made(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    return tiny(family, **FAMILIES[family]).to(dtype)  # type: ignore[call-arg, arg-type]
 
 
 def wanted(family: str) -> Proof:
@@ -234,28 +237,26 @@ def wanted(family: str) -> Proof:
 
 
 def test_the_self_test_finds_how_many_tokens_may_follow_a_state(family: str) -> None:
-    assert proof(family, torch.float32, LIMIT) == wanted(family)
+    assert proof(made(family)) == wanted(family)
 
 
 def test_low_precision_hides_no_scan_that_starts_again(family: str) -> None:
     """In bfloat16, Mamba's error is smaller than the limit that rounding needs."""
-    assert proof(family, torch.bfloat16, 0.5) == wanted(family)
+    assert proof(made(family, torch.bfloat16), 0.5) == wanted(family)
 
 
 def test_slots_cost_what_the_tensors_take(family: str) -> None:
     rig = StatesRig(family)
-    assert rig.pool.bytes_per_slot * 6 == sum(tensor.nbytes for tensor in rig.pool.tensors)
+    assert rig.shape.bytes_per_slot * 6 == sum(tensor.nbytes for tensor in rig.pool.tensors)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("falcon_h1", (0, 1, 2)), ("lfm2", (0, 2)), ("nemotron_h", (0,))])
 def test_the_layers_that_keep_a_state_are_known(family: str, layers: tuple[int, ...]) -> None:
-    shape = StateShape.of(tiny(family, **HYBRIDS[family]))
-    assert shape is not None and shape.layers == layers
+    assert shape_of(made(family)).layers == layers
 
 
 def test_states_of_layers_have_their_own_dtype() -> None:
-    shape = StateShape.of(tiny("mamba2", **HYBRIDS["mamba2"]).to(torch.bfloat16))
-    assert shape is not None
+    shape = shape_of(made("mamba2", torch.bfloat16))
     assert {spec.kind: spec.dtype for spec in shape.tensors} == {"conv": torch.bfloat16, "recurrent": torch.float32}
 
 
@@ -275,13 +276,6 @@ def test_a_model_whose_states_nothing_can_move_is_refused_and_not_run() -> None:
     model.forward = refuse_to_run
     with pytest.raises(UnsupportedModel, match="xlstm keeps its state in a cache class of its own"):
         StateShape.of(model)
-
-
-def test_xlstm_computes_all_logits_and_has_a_cache_of_another_class() -> None:
-    from transformers.models.xlstm.modeling_xlstm import xLSTMCache, xLSTMForCausalLM
-
-    assert "logits_to_keep" not in inspect.signature(xLSTMForCausalLM.forward).parameters
-    assert not issubclass(xLSTMCache, Cache)
 
 
 @pytest.mark.parametrize(
@@ -355,27 +349,18 @@ def fade(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
 
 
 def test_at_low_precision_more_than_the_model_s_own_rounding_is_an_error() -> None:
-    model = broken_lfm2(fade).to(torch.bfloat16)  # type: ignore[call-arg, arg-type]
-    shape = StateShape.of(model)
-    assert shape is not None
-    assert prove(model, shape, TOLERANCE[torch.bfloat16]) == Proof("stepped", stacked=True)
+    model = broken_lfm2(fade).to(torch.bfloat16)
+    assert proof(model, TOLERANCE[torch.bfloat16]) == Proof("stepped", stacked=True)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in STEPPED])
 def test_at_low_precision_rounding_is_none(family: str) -> None:
-    model = tiny(family, **FAMILIES[family]).to(torch.bfloat16)  # type: ignore[call-arg, arg-type]
-    shape = StateShape.of(model)
-    assert shape is not None
-    wanted = Proof("resumed" if family in RESUMED else "chunked", stacked=family not in ALONE)
-    assert prove(model, shape, TOLERANCE[torch.bfloat16]) == wanted
+    assert proof(made(family, torch.bfloat16), TOLERANCE[torch.bfloat16]) == wanted(family)
 
 
 def test_the_self_test_refuses_what_goes_on_wrongly() -> None:
-    model = broken_lfm2(forget)
-    shape = StateShape.of(model)
-    assert shape is not None
     with pytest.raises(UnsupportedModel, match="even token by token"):
-        prove(model, shape, LIMIT)
+        proof(broken_lfm2(forget))
 
 
 @pytest.mark.parametrize(("family", "changes"), [("nemotron_h", HYBRIDS["nemotron_h"]), ("zamba2", ZAMBA2)])
@@ -386,22 +371,17 @@ def test_a_shortest_time_step_of_scans_alone_is_refused_where_it_matters(family:
         for name, parameter in model.named_parameters():
             if name.endswith("dt_bias"):
                 parameter.data.sub_(5.0)  # shorter steps, most of them below the longer limit
-        shape = StateShape.of(model)
-        assert shape is not None
         with pytest.raises(UnsupportedModel, match="even token by token") if is_refused else nullcontext():
-            prove(model, shape, LIMIT)
+            proof(model)
 
 
 def test_the_self_test_finds_rows_that_are_not_independent() -> None:
-    model = broken_lfm2(mix)
-    shape = StateShape.of(model)
-    assert shape is not None
-    assert prove(model, shape, LIMIT) == Proof("chunked", stacked=False)
+    assert proof(broken_lfm2(mix)) == Proof("chunked", stacked=False)
 
 
-def broken_lfm2(breakage: Any) -> PreTrainedModel:
+def broken_lfm2(breakage: Any) -> Any:
     """A model whose first layer's convolution runs through `breakage`."""
-    model = tiny("lfm2", **HYBRIDS["lfm2"])
+    model = made("lfm2")
     conv = model.model.layers[0].conv
     original = conv.forward
 
@@ -451,35 +431,25 @@ def test_more_memory_than_there_is_is_refused(rig: StatesRig) -> None:
         StatePool(rig.shape, 2**50)
 
 
-@dataclass
-class Beside:
-    """Two ranks as the first sees them; the other one's votes are ours, but for one call."""
+class Beside(Ranks):
+    """Two ranks as the first sees them; the other one's votes are ours, but for one call, by its number."""
 
-    rank: int = 0
-    size: int = 2
-    differs: int = -1  # the number of the call
-    calls: int = 0
-
-    def share(self, make: Callable[[], T]) -> T:
-        return make()
+    def __init__(self, differs: int = -1) -> None:
+        super().__init__(size=2)
+        self.differs, self.calls = differs, 0
 
     def agree(self, votes: Sequence[int]) -> Sequence[int]:
         self.calls += 1
         return [-INFINITE] if self.calls - 1 == self.differs else votes
 
-    def cause(self, error: BaseException) -> BaseException:
-        return error
-
 
 def test_what_one_rank_finds_is_what_all_decide_by() -> None:
     """Ranks that decided otherwise would wait for each other."""
-    model = tiny("lfm2", **HYBRIDS["lfm2"])
-    shape = StateShape.of(model)
-    assert shape is not None
-    assert prove(model, shape, LIMIT, alike := Beside()) == Proof("chunked", stacked=True)
+    model = made("lfm2")
+    assert proof(model, LIMIT, alike := Beside()) == Proof("chunked", stacked=True)
     assert alike.calls == 4  # one for each decision
     with pytest.raises(UnsupportedModel, match="differ from those of the whole prompt by inf"):
-        prove(model, shape, LIMIT, Beside(differs=0))
-    assert prove(model, shape, LIMIT, Beside(differs=1)) == Proof("chunked", stacked=False)
+        proof(model, LIMIT, Beside(differs=0))
+    assert proof(model, LIMIT, Beside(differs=1)) == Proof("chunked", stacked=False)
     for number in (2, 3):
-        assert prove(model, shape, LIMIT, Beside(differs=number)).continuation == "stepped"
+        assert proof(model, LIMIT, Beside(differs=number)).continuation == "stepped"

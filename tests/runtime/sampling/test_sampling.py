@@ -118,7 +118,7 @@ def test_draws_follow_the_probabilities() -> None:
     logits = _logits(1)[0]
     params = SamplingParams(temperature=1.5, top_k=6, seed=11)
     sampler = Sampler(params, random.Random(0))
-    draws = 20_000
+    draws = 10_000
     counts = torch.bincount(torch.tensor([_draw(sampler, logits) for _ in range(draws)]), minlength=VOCAB)
     expected = _probabilities(logits, params).float()
     assert not counts[expected == 0].any()
@@ -282,13 +282,13 @@ def test_random_numbers_go_on_where_a_draft_was_rejected() -> None:
 
 
 def test_a_draft_leaves_the_distribution_as_it_is() -> None:
-    logits, count = _logits(1, 2), 4000
+    logits, count = _logits(1, 2), 3000
     likely = int(logits[0].argmax())
     sampler = Sampler(SamplingParams(temperature=1.0, seed=1), random.Random(0))
     drawn = [verify(logits, [sampler], [np.array([likely], np.int32)])[0] for _ in range(count)]
     for row, tokens in ((0, [c[0][0] for c in drawn]), (1, [c[1][0] for c in drawn if len(c) == 2])):
         seen = torch.bincount(torch.tensor(tokens), minlength=VOCAB) / len(tokens)
-        assert (seen - torch.softmax(logits[row], -1)).abs().sum() < 0.12
+        assert (seen - torch.softmax(logits[row], -1)).abs().sum() < 0.14
     assert all((len(choices) == 2) == (choices[0][0] == likely) for choices in drawn)
 
 
@@ -300,13 +300,13 @@ def test_logits_that_are_not_finite_end_a_draft() -> None:
     assert choices[0] is not None and choices[1:] == [None]
 
 
-@pytest.mark.parametrize("bit", range(64))
-def test_all_bits_of_a_seed_count(bit: int) -> None:
+def test_all_bits_of_a_seed_count() -> None:
     def drawn(seed: int) -> list[float]:
         sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), random.Random(0))
         return [sampler.uniform() for _ in range(3)]
 
     for seed in (0, 12345, 2**64 - 1):
-        assert drawn(seed) == drawn(seed) != drawn(seed ^ (1 << bit))
+        assert drawn(seed) == drawn(seed)
+        assert drawn(seed) not in [drawn(seed ^ (1 << bit)) for bit in range(64)]
     assert drawn(-1) == drawn(2**64 - 1) != drawn(1)
     assert drawn(-(2**63)) == drawn(2**63)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.runtime.schedule.checkpoints import MOST_MARKS, Reason, Span, chunk_end, most_saving, plan_checkpoints
+from mainstem.runtime.schedule.checkpoints import (
+    MOST_MARKS,
+    AtomicSpan,
+    Reason,
+    chunk_end,
+    most_saving,
+    plan_checkpoints,
+)
 
 
 class Prompt(NamedTuple):
@@ -16,7 +23,7 @@ class Prompt(NamedTuple):
     hit: int
     reach: int
     length: int
-    atomic: list[Span]
+    atomic: list[AtomicSpan]
     marks: list[int]
 
     def inside(self, position: int) -> bool:
@@ -44,7 +51,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
     length = draw(st.integers(1, 60 * page_size))
     bounds = sorted(draw(st.lists(st.integers(0, length), max_size=8, unique=True)))
-    atomic = [Span(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=False)]
+    atomic = [AtomicSpan(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=False)]
     inside = {p for span in atomic for p in range(span.start + 1, span.end)}
     starts = [p for p in range(0, length, page_size) if p not in inside]
     hit = draw(st.sampled_from(starts))
@@ -165,7 +172,7 @@ def test_plans_with_marks(known: int, marks: list[int], limit: int, expected: li
 
 
 def test_what_would_be_inside_a_span_moves_before_it() -> None:
-    spans = [Span(20, 70), Span(100, 130)]
+    spans = [AtomicSpan(20, 70), AtomicSpan(100, 130)]
     plan = plan_checkpoints(0, 48, 120, 16, interval=16, atomic=spans)
     assert plan == {16: "branch", 80: "regular", 96: "end"}
 
@@ -205,4 +212,4 @@ def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, limit: int, budg
     ],
 )
 def test_chunks(computed: int, budget: int, expected: int) -> None:
-    assert chunk_end(computed, budget, [32, 64], [Span(50, 90)]) == expected
+    assert chunk_end(computed, budget, [32, 64], [AtomicSpan(50, 90)]) == expected

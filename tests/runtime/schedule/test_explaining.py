@@ -13,7 +13,7 @@ import pytest
 from mainstem.cache.explain import CAUSES, Evicted, Parted, Stretch, Stretches
 from mainstem.cache.keys import Encoded
 from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.runtime.schedule.explaining import Circumstances, Found, Unstored, known_to
+from mainstem.runtime.schedule.explaining import Circumstances, TierHit, Unstored, known_to
 from mainstem.tiers.prefetch.missed import Missed
 
 PAGE = 4
@@ -23,7 +23,7 @@ KNOWN = [Stretch(0, 8, "device"), NEVER]
 
 
 def merge(known: list[Stretch], **fields: Any) -> Stretches:
-    return Circumstances(known, PAGE, **{"found": [Found(0, 8, "device")], **fields}).explain()
+    return Circumstances(known, PAGE, **{"found": [TierHit(0, 8, "device")], **fields}).explain()
 
 
 def spans(stretches: Stretches) -> list[tuple[int, int, str | None, str | None]]:
@@ -74,7 +74,7 @@ def test_a_component_in_the_way_is_named() -> None:
 
 
 def test_what_was_found_is_found_whatever_else_is_known() -> None:
-    found = [Found(0, 8, "device"), Found(8, 12, "host"), Found(12, 16, "storage")]
+    found = [TierHit(0, 8, "device"), TierHit(8, 12, "host"), TierHit(12, 16, "storage")]
     merged = spans(merge(KNOWN, found=found, missed=[Missed(2, 5, "timeout")]))
     assert merged[:3] == [(0, 8, "device", None), (8, 12, "host", None), (12, 16, "storage", None)]
     assert merged[3] == (16, 20, "late", "timeout")
@@ -82,7 +82,7 @@ def test_what_was_found_is_found_whatever_else_is_known() -> None:
 
 def test_what_is_cached_and_not_used_says_why() -> None:
     whole = [Stretch(0, 20, "device"), Stretch(20, 22, cause="partial_page")]
-    used = [Found(0, 16, "device")]
+    used = [TierHit(0, 16, "device")]
     assert spans(merge([Stretch(0, 22, "device")], found=used))[1:] == [
         (16, 22, "partial_page", None)
     ]  # of 16 to 20 the lease had no copy
@@ -95,27 +95,27 @@ def test_what_is_cached_and_not_used_says_why() -> None:
 
 def test_a_failed_load_takes_back_what_it_brought() -> None:
     explained = Circumstances(KNOWN, PAGE)
-    explained.found = [Found(0, 8, "device"), Found(8, 12, "host"), Found(12, 20, "storage")]
+    explained.found = [TierHit(0, 8, "device"), TierHit(8, 12, "host"), TierHit(12, 20, "storage")]
     explained.fail()
-    assert explained.found == [Found(0, 8, "device")]
+    assert explained.found == [TierHit(0, 8, "device")]
     assert explained.failed == (8, 20)
     explained.fail()
-    assert explained.found == [Found(0, 8, "device")] and explained.failed == (8, 8)
+    assert explained.found == [TierHit(0, 8, "device")] and explained.failed == (8, 8)
 
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
 def test_the_last_page_of_whole_ones_is_always_computed_after_a_load(tier: Any) -> None:
     """A load ends before it, whether another tier has it or not; on the device, its first positions would be copied."""
     gone = Stretch(0, 24, cause="evicted", eviction=GONE)
-    made = merge([gone], found=[Found(0, 20, tier)])
+    made = merge([gone], found=[TierHit(0, 20, tier)])
     assert spans(made) == [(0, 20, tier, None), (20, 24, "partial_page", None)]
-    made = merge([gone], found=[Found(0, 20, "device")])
+    made = merge([gone], found=[TierHit(0, 20, "device")])
     assert spans(made) == [(0, 20, "device", None), (20, 24, "evicted", None)]
 
 
 def test_what_was_computed_while_the_rest_was_read_is_late() -> None:
     known = [Stretch(0, 8, "host"), Stretch(8, 22, cause="evicted", eviction=GONE)]
-    made = merge(known, found=[Found(8, 20, "storage")])
+    made = merge(known, found=[TierHit(8, 20, "storage")])
     assert spans(made) == [(0, 8, "late", "meanwhile"), (8, 20, "storage", None), (20, 22, "partial_page", None)]
 
 
@@ -164,7 +164,7 @@ def test_stretches_cover_every_prompt_once() -> None:
             Missed(begin, begin + random_.randint(1, 4), random_.choice(["timeout", "fault", "unasked"]))
             for begin in random_.sample(range(15), 3)
         ]
-        made = merge(known, found=[Found(0, hit, "device")] if hit else [], missed=missed)
+        made = merge(known, found=[TierHit(0, hit, "device")] if hit else [], missed=missed)
         assert [made[0].begin, *(each.end for each in made)] == [0, *(each.begin for each in made[1:]), length]
         assert all((each.tier is None) != (each.cause is None) for each in made)
         assert sum(each.end - each.begin for each in made if each.tier) == hit

@@ -28,7 +28,7 @@ RULES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_size: int, cache: bool) -> None:
     rng = random.Random(f"{seed} {page_size} {cache}")
     longest = 44
@@ -81,7 +81,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
     assert cache or totals.cached_tokens == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_answer_goes_on_from_what_another_engine_has_said_of_it(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(12):
@@ -165,7 +165,6 @@ def test_requests_end_by_eos_by_stop_string_and_by_length() -> None:
     letters = complete(Request(prompt(seed, 6), SamplingParams(max_tokens=9, ignore_eos=True)))[1]
     by_text = bench.add(prompt(seed, 6), max_tokens=9, ignore_eos=True, stop=(letters[1:3],))
     bench.run_and_flush()
-    bench.assert_complete()
     assert bench.output(by_eos)[2] == "stop" and bench.output(by_eos)[0][-1] == EOS
     assert bench.output(past_eos)[2] == "length" and len(bench.output(past_eos)[0]) == 9
     assert bench.output(by_text)[1:] == (letters[0], "stop")
@@ -257,7 +256,6 @@ def test_every_running_request_gets_a_token_in_every_step_beside_a_long_prompt()
     assert all(len(bench.deltas[id]) == 9 for id in decoding)
     assert bench.ended(long)
     bench.run_and_flush()
-    bench.assert_complete()
 
 
 def test_prompts_share_the_chunk_in_order_of_admission() -> None:
@@ -301,7 +299,6 @@ def test_a_prefix_that_several_wait_for_is_computed_once(token_budget: int) -> N
     shared = prompt(1, 16)
     ids = [bench.add(shared + [i] * 5, max_tokens=3, ignore_eos=True) for i in range(6)]
     bench.run_and_flush()
-    bench.assert_complete()
     assert len(bench.ghost.computed) == len(set(bench.ghost.computed)) == 16 + 6 * (5 + 2)
     assert [bench.last(id).usage.cached_tokens for id in ids] == [0] + [16] * 5
 
@@ -312,7 +309,6 @@ def test_nested_shared_prefixes_are_each_computed_once() -> None:
     for tail in ([], left, left + [1] * 4, right, right + [2] * 4, left + [3] * 8):
         bench.add(trunk + tail + [9], max_tokens=1)
     bench.run_and_flush()
-    bench.assert_complete()
     assert len(bench.ghost.computed) == len(set(bench.ghost.computed))
 
 
@@ -343,8 +339,7 @@ def test_each_page_is_published_as_it_fills_and_all_become_one_node() -> None:
     for published in (4, 8, 12, 12, 12, 12, 16, 16, 16, 16, 20):
         bench.step()
         assert bench.cache.peek([*all_tokens, 0]) == published
-    while bench.scheduler.busy:
-        bench.step()
+    bench.run()
     assert bench.cache.peek([*all_tokens, 0]) == 28  # 31 positions were computed: seven whole pages
     assert bench.cache.stats().tree.nodes == 1
 
@@ -357,7 +352,6 @@ def test_nothing_is_waited_for_that_would_not_come() -> None:
         bench.step()
         assert bench.ghost.forwards == [[17, 17]], settings
         bench.run_and_flush()
-        bench.assert_complete()
 
 
 def test_a_deferred_request_goes_on_when_the_one_that_computes_its_prefix_ends() -> None:
@@ -376,8 +370,7 @@ def test_a_deferred_request_goes_on_when_the_one_that_computes_its_prefix_ends()
 def test_the_next_turn_hits_prompt_and_answer() -> None:
     bench = Bench(page_size=1)
     first = bench.add(prompt(1, 10), max_tokens=7, ignore_eos=True)
-    while not bench.ended(first):
-        bench.step()
+    bench.run()
     second = bench.add(prompt(1, 10) + list(bench.output(first)[0]) + [1, 2], max_tokens=2)
     bench.run_and_flush()
     assert bench.last(second).usage.cached_tokens == 16  # all but the last token, which no forward has seen
@@ -387,9 +380,8 @@ def test_the_next_turn_hits_prompt_and_answer() -> None:
 def test_a_hit_may_end_inside_a_page() -> None:
     for partial, cached in ((True, 14), (False, 12)):
         bench = Bench(page_size=4, partial=partial)
-        first = bench.add(prompt(1, 20), max_tokens=1)
-        while not bench.ended(first):
-            bench.step()
+        bench.add(prompt(1, 20), max_tokens=1)
+        bench.run()
         second = bench.add([*prompt(1, 14), (prompt(1, 20)[14] + 1) % VOCAB, 3], max_tokens=5)
         bench.run_and_flush()
         assert bench.last(second).usage.cached_tokens == cached
@@ -436,7 +428,6 @@ def test_drafts_that_are_wrong_are_overwritten_and_never_published() -> None:
     assert totals.drafted_tokens > totals.accepted_tokens > 0
     bench.add([*tokens, *bench.output(first)[0]], max_tokens=3)
     bench.run_and_flush()
-    bench.assert_complete()
 
 
 def test_the_decodes_of_a_step_share_the_drafts() -> None:
@@ -456,7 +447,6 @@ def test_the_decodes_of_a_step_share_the_drafts() -> None:
     bench.step()
     assert bench.scheduler.totals.drafted_tokens == drafted
     bench.run_and_flush()
-    bench.assert_complete()
 
 
 def test_drafts_preempt_nobody_and_need_no_page_that_is_not_there() -> None:
@@ -467,7 +457,6 @@ def test_drafts_preempt_nobody_and_need_no_page_that_is_not_there() -> None:
     other = bench.add(prompt(4, 4), max_tokens=9, ignore_eos=True)
     again = bench.add(prompt(3, 4), max_tokens=9, ignore_eos=True)
     bench.run_and_flush()
-    bench.assert_complete()
     assert bench.scheduler.totals.preemptions == 0
     assert bench.output(again) == bench.output(first) != bench.output(other)
 
@@ -500,9 +489,8 @@ def _order_of_first_tokens(bench: Bench) -> list[str]:
 
 
 def _warm(bench: Bench, tokens: list[int]) -> None:
-    id = bench.add(tokens, max_tokens=1)
-    while not bench.ended(id):
-        bench.step()
+    bench.add(tokens, max_tokens=1)
+    bench.run()
 
 
 def test_what_is_queued_is_what_no_hit_spares() -> None:
@@ -589,7 +577,6 @@ def test_nothing_passes_a_request_that_waits_for_pages() -> None:
     bench.step()
     assert bench.deltas[large]
     bench.run_and_flush()
-    bench.assert_complete()
     assert bench.last(small).usage.queue_s >= 9
 
 
@@ -617,7 +604,6 @@ def test_what_does_not_fit_now_waits() -> None:
     bench.step(4)
     assert (bench.scheduler.running, bench.scheduler.waiting) == (0, 1)
     bench.run_and_flush()
-    bench.assert_complete()
     assert bench.last(waits).usage.queue_s == 5.0
 
 
@@ -630,7 +616,6 @@ def test_a_preempted_request_gives_the_same_output(page_size: int, partial: bool
         for i in range(5):
             bench.add(prompt(i, 4), max_tokens=20, ignore_eos=True, temperature=0.8 * (i % 2), seed=i, stop=("ABC",))
         bench.run_and_flush()
-        bench.assert_complete()
         outputs.append([bench.output(id) for id in bench.requests])
         assert (bench.scheduler.totals.preemptions > 0) == (pages < 1000)
     assert outputs[0] == outputs[1]
@@ -646,7 +631,6 @@ def test_the_newest_is_preempted_and_resumed_from_the_cache() -> None:
     late = bench.add(prompt(3, 4), max_tokens=1)
     assert (len(bench.output(older)[0]), len(bench.output(newer)[0])) == (6, 5)
     bench.run_and_flush()
-    bench.assert_complete()
     assert bench.scheduler.totals.preemptions == 1
     recomputed = len(bench.ghost.computed) - (13 + 19 + 4)
     assert recomputed == 4, "one of its pages was evicted for the older request, two were hit"
@@ -667,7 +651,6 @@ def test_generated_tokens_that_were_evicted_are_computed_again_in_chunks() -> No
         bench.step()
     before = len(bench.ghost.forwards)
     bench.run_and_flush()
-    bench.assert_complete()
     assert known == 11 and bench.ghost.forwards[before:] == [[4], [4], [3]] + [[1]] * 8
 
 
@@ -677,13 +660,12 @@ def test_a_preempted_request_goes_before_all_others_of_its_priority() -> None:
     bench.add(prompt(1, 7), max_tokens=14, ignore_eos=True)
     bench.step()
     old = bench.add(prompt(3, 3), max_tokens=1)
-    preempted = bench.add(prompt(2, 8) + [5], max_tokens=9, ignore_eos=True)
+    bench.add(prompt(2, 8) + [5], max_tokens=9, ignore_eos=True)
     while not bench.scheduler.totals.preemptions:
         bench.step()
     bench.step(2)
     assert not bench.deltas[old], "it is past the age limit, and there are pages for it"
     bench.run_and_flush()
-    bench.assert_complete(old, preempted)
 
 
 def test_a_request_that_can_not_go_on_alone_ends() -> None:
@@ -726,15 +708,14 @@ def test_cancelling_at_any_moment_frees_everything(when: int) -> None:
 def test_a_failed_forward_ends_its_requests_and_no_others() -> None:
     bench = Bench(max_running=2)
     doomed = [bench.add(prompt(i, 6), max_tokens=8, ignore_eos=True) for i in range(2)]
-    spared = bench.add(prompt(7, 6), max_tokens=8, ignore_eos=True)
+    bench.add(prompt(7, 6), max_tokens=8, ignore_eos=True)
     bench.step(2)
     bench.ghost.fail_next = torch.OutOfMemoryError("no memory")
     bench.step()
     assert [bench.output(id)[2] for id in doomed] == ["error", "error"]
     assert bench.last(doomed[0]).error == "OutOfMemoryError: no memory"
     assert bench.cache.pool.private == 0
-    bench.run_and_flush()
-    bench.assert_complete(spared)
+    bench.run_and_flush(*doomed)
     assert bench.scheduler.totals.errors == 2
 
 
@@ -752,7 +733,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
     bench.ghost.forward = broken  # type: ignore[method-assign]
     bench.step()
     bench.ghost.forward = forward  # type: ignore[method-assign]
-    bench.run_and_flush()
+    bench.run_and_flush(lost)
     assert bench.output(lost)[2] == "error"
     bench.assert_complete(spared)
 
@@ -771,7 +752,7 @@ def test_nothing_of_a_failed_step_is_published() -> None:
     assert bench.cache.pool.free == bench.cache.pool.total
     bench.ghost.forward = forward  # type: ignore[method-assign]
     again = bench.add(prompt(1, 20), max_tokens=2)
-    bench.run_and_flush()
+    bench.run_and_flush(failed)
     assert bench.last(again).usage.cached_tokens == 0
     bench.assert_complete(again)
 
@@ -819,7 +800,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request_alone(monkeypatch: pyte
         return decode(self, token_ids)
 
     monkeypatch.setattr(GhostTokenizer, "decode", fails)
-    bench.run_and_flush()
+    bench.run_and_flush(bad)
     assert bench.last(bad).finish_reason == "error"
     assert "no such token" in str(bench.last(bad).error)
     assert bench.last(good).finish_reason == "length"
@@ -834,8 +815,7 @@ def test_a_request_that_waits_for_pages_asks_once_and_counts_once() -> None:
     bench.step(6)
     assert bench.scheduler.waiting == 1
     assert bench.cache.tree.stats().match_calls <= matches + 2
-    while bench.scheduler.busy:
-        bench.step()
+    bench.run()
     leases = bench.cache.stats().leases
     assert leases.queried == 48 == bench.scheduler.totals.prompt_tokens
     assert leases.hit == bench.scheduler.totals.cached_tokens

@@ -103,7 +103,7 @@ def some_images(rng: random.Random, length: int) -> tuple[ImageInput, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 4, 16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: str, page_size: int) -> None:
@@ -228,8 +228,7 @@ def test_a_system_prompt_of_concurrent_requests_is_computed_once(shared: int, to
     bench = Bench(with_states(), token_budget=token_budget)
     system = prompt("system", shared)
     ids = [bench.add(system + [i] + prompt(i, 8), max_tokens=3, ignore_eos=True) for i in range(8)]
-    bench.run()
-    bench.assert_complete()
+    bench.run_and_flush()
     assert [bench.hit(id) for id in ids] == [0] + [40] * 7
     assert len(bench.ghost.computed) == 40 + 8 * (shared - 40 + 9 + 2)
 
@@ -240,8 +239,7 @@ def test_a_request_that_shares_a_running_prompt_waits_for_the_state_where_they_p
     bench.step(2)
     second = bench.add(prompt(1, 37) + [1, 2, 3], max_tokens=1)
     third = bench.add(prompt(1, 25) + [1, 2, 3], max_tokens=1)
-    bench.run()
-    bench.assert_complete()
+    bench.run_and_flush()
     assert [bench.hit(id) for id in (first, second, third)] == [0, 36, 24]
 
 
@@ -315,8 +313,7 @@ def test_a_preempted_prompt_goes_on_where_it_was(kind: str) -> None:
     while not bench.scheduler.totals.preemptions:
         bench.step()
     assert bench.cache.peek(prompt(2, 50)) == 24 and not bench.deltas[newer]
-    bench.run()
-    bench.assert_complete()
+    bench.run_and_flush()
     assert bench.scheduler.totals.preemptions == 1
     assert len(bench.ghost.computed) == len(set(bench.ghost.computed)) == 29 + 51, "nothing is computed twice"
     bench.check_at_rest()
@@ -404,8 +401,7 @@ def test_a_state_is_kept_before_an_image_that_page_boundaries_cut(start: int) ->
     bench = Bench(some_rows("full state"), 16, images=True)
     both, shown = prompt("before", start) + [3] * 20, (image(start, 20, "cat"),)
     ids = [bench.add([*both, i, *prompt(i, 30)], shown, max_tokens=1) for i in range(3)]
-    bench.run()
-    bench.assert_complete()
+    bench.run_and_flush()
     assert [bench.hit(id) for id in ids] == [0] + [start // 16 * 16] * 2
 
 
@@ -444,8 +440,7 @@ def test_tokens_have_the_positions_of_the_request_also_when_it_is_resumed() -> N
     bench.step()
     bench.scheduler.add("placed", request)
     bench.requests["placed"] = request
-    bench.run()
-    bench.assert_complete()
+    bench.run_and_flush()
     assert bench.scheduler.totals.preemptions > 0
     expected = [*positions[0].tolist(), *range(14, 29)]
     assert seen == {at: {(place,) * 3} for at, place in enumerate(expected)}

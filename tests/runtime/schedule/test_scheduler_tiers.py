@@ -208,8 +208,7 @@ def test_it_polls_until_transfers_after_the_last_request_have_ended() -> None:
     bench.workers.instant = False
     bench.add(prompt(16, 22), max_tokens=4)
     bench.workers.run_all()
-    while bench.scheduler.busy:
-        bench.step()
+    bench.run()
     assert bench.tiers.busy, "pages are being written to storage"
     assert bench.scheduler.idle_s is not None
     assert 0 < bench.scheduler.idle_s <= 0.1

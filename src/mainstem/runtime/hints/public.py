@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,7 @@ from mainstem.cache.components import Full
 from mainstem.cache.keys import Encoded
 from mainstem.cache.namespaces import Namespace, NamespaceLike
 from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.cache.retention import Kept
-from mainstem.errors import BadArgument, OutOfPages
-from mainstem.runtime.hints.advice import Action
-from mainstem.runtime.request import Request
-from mainstem.settings.engine import EngineConfig, SamplingParams
-
-if TYPE_CHECKING:
-    from mainstem.runtime.stream import Stream
+from mainstem.errors import OutOfPages
 
 log = logging.getLogger(__name__)
 
@@ -95,64 +87,6 @@ class PublicPrefixes:
             target.publish(len(prefix))
         self.copied += (len(prefix) - first) // size
         return len(prefix) - first
-
-
-class _Engine(Protocol):
-    """The engine that computes public prefixes."""
-
-    config: EngineConfig
-
-    @property
-    def adapters(self) -> tuple[str, ...]: ...
-
-    def submit(self, request: Request) -> Stream: ...
-
-    def advise(self, action: Action, tokens: NDArray[np.int32], namespace: Namespace) -> Kept: ...
-
-
-class Publication:
-    """Computes and pins public prefixes, for each adapter. Callable from any thread but the engine's.
-
-    Args:
-        engine: computes them.
-    """
-
-    def __init__(self, engine: _Engine) -> None:
-        self._engine = engine
-        self._prefixes: list[NDArray[np.int32]] = []
-
-    def add(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-        """Computes and pins the whole pages of a prefix; returns their tokens.
-
-        Raises:
-            BadArgument: it does not fit into what may be retained.
-        """
-        size = self._engine.config.page_size
-        whole = np.asarray(tokens, np.int32)[: len(tokens) // size * size]
-        if len(whole):
-            for adapter in (None, *self._engine.adapters):
-                self._compute(whole, adapter)
-            self._prefixes.append(whole)
-        return whole
-
-    def compute_all(self, adapters: Sequence[str | None]) -> None:
-        """Computes and pins all prefixes with these adapters; None: with the model's own weights.
-
-        A prefix that does not fit any more is computed for each tenant, and the log says so.
-        """
-        for tokens in self._prefixes:
-            for adapter in adapters:
-                try:
-                    self._compute(tokens, adapter)
-                except BadArgument as error:
-                    log.warning("a public prefix is computed for each tenant: %s", error)
-
-    def _compute(self, tokens: NDArray[np.int32], adapter: str | None) -> None:
-        engine, namespace = self._engine, Namespace(adapter=adapter)
-        engine.submit(Request(tokens, SamplingParams(max_tokens=0), namespace=namespace)).result()
-        if engine.advise("pin", tokens, namespace).positions < len(tokens):
-            engine.advise("unpin", tokens, namespace)
-            raise BadArgument("public prefix", f"{len(tokens)} tokens", "as long as may be retained, see retain_share")
 
 
 def _public(namespace: NamespaceLike) -> Namespace:

@@ -179,7 +179,7 @@ class _Mapped:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
 
 
-class Step(NamedTuple):
+class LayerCopies(NamedTuple):
     """The part of a transfer that belongs to one layer of the model."""
 
     layer: int
@@ -198,7 +198,9 @@ class Transfer:
         took_s: see `LayerTicket.took_s`; None where copies go on after the call that begins them.
     """
 
-    def __init__(self, steps: Sequence[Step], copier: Copier, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, steps: Sequence[LayerCopies], copier: Copier, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.took_s: float | None = None
         self._clock, self._began_s = clock, 0.0
         self._steps = steps

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.here import Memory, machine_memory
-from mainstem.runtime.memory.copies import ERRORS, Copier, Copy, CudaCopier, Step, Transfer
+from mainstem.runtime.memory.copies import ERRORS, Copier, Copy, CudaCopier, LayerCopies, Transfer
 from mainstem.runtime.readiness import too_large
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.host.transfer import LayerTicket, Move, Ticket
@@ -351,7 +351,7 @@ class HostPool:
                 if len(ids) and not 0 <= ids.min() <= ids.max() < count[component]:
                     raise BadArgument(name, ids, f"page ids in [0, {count[component]})")
 
-    def _steps(self, moves: Sequence[Move], to: list[list[Any]], from_: list[list[Any]]) -> list[Step]:
+    def _steps(self, moves: Sequence[Move], to: list[list[Any]], from_: list[list[Any]]) -> list[LayerCopies]:
         by_layer: dict[int, list[Copy]] = {}
         for component, source, target in moves:
             if not len(source):
@@ -361,7 +361,7 @@ class HostPool:
             layers = list(planes.model_layers) * len(planes.tensors)
             for layer, written, read in zip(layers, to[component], from_[component], strict=True):
                 by_layer.setdefault(layer, []).append(Copy(written, targets, read, sources))
-        return [Step(layer, by_layer[layer]) for layer in sorted(by_layer)]
+        return [LayerCopies(layer, by_layer[layer]) for layer in sorted(by_layer)]
 
     def _start(
         self, queue: deque[Transfer], moves: Sequence[Move], to: list[list[Any]], from_: list[list[Any]]

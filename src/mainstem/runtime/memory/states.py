@@ -9,7 +9,7 @@ forward never share a tensor. A forward goes like this:
 
     shape = StateShape.of(model)             None: the model keeps no state. Before its attention is exchanged
     proof = prove(model, shape, ...)         how it goes on, or UnsupportedModel; likewise before
-    pool = StatePool(shape, slots, device)   pool.bytes_per_slot, pool.copy(source, target)
+    pool = StatePool(shape, slots, device)   shape.bytes_per_slot, pool.copy(source, target)
     cache = StateCache(model.config, pool)
 
     cache.start(1)  or  cache.load([slot])   from zeros  or  from the state in a slot
@@ -166,11 +166,6 @@ class StatePool:
             raise too_large("kv_bytes", slots * shape.bytes_per_slot, device) from error
 
     @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's state."""
-        return self.shape.bytes_per_slot
-
-    @property
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self.tensors[0].device
@@ -202,7 +197,7 @@ class StatePool:
         rows = self._rows(slots)
         with torch.no_grad():  # outside of `inference_mode` a forward may not change tensors that were made inside it
             for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
-                _put(cache, spec, tensor.index_select(0, rows), True)
+                put(cache.layers[spec.layer], spec.kind, spec.number, tensor.index_select(0, rows), previous=True)
 
     def store(self, slots: Sequence[int], cache: Cache, first: int = 0) -> None:
         """Copies the states in a cache's layers, one row each from row `first` on, to `slots`.
@@ -236,11 +231,6 @@ def _get(cache: Cache, spec: StateTensor) -> torch.Tensor:
     return state
 
 
-def _put(cache: Cache, spec: StateTensor, state: torch.Tensor, previous: bool) -> None:
-    """Sets one state of a layer; `previous`: whether the next forward continues from it."""
-    put(cache.layers[spec.layer], spec.kind, spec.number, state, previous=previous)
-
-
 class StateCache(Passing):
     """A model's cache for successive forwards: it takes states from slots, and keeps no keys or values.
 
@@ -263,7 +253,7 @@ class StateCache(Passing):
             raise BadArgument("rows", rows, "at least 1")
         for spec in self._pool.shape.tensors:
             zeros = torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=self._pool.device)
-            _put(self, spec, zeros, False)
+            put(self.layers[spec.layer], spec.kind, spec.number, zeros, previous=False)
 
     def load(self, slots: Sequence[int]) -> None:
         """Prepares the next forward to continue from copies of the states in `slots`, one row each.

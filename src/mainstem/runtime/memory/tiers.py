@@ -22,6 +22,7 @@ from mainstem.runtime.parallel.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.storage.peer import NO_SECRET, PeerBackend, Peering, PeerServer, Share
+from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.shelf import AndStore, HostOnly, Shelf
 from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.storage import identities
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _LOOKUP_THREADS = 12  # for lookups in storage, in addition to the threads that read
 _CLOSE_S = 5.0  # for calls that have not returned
+_DRAIN_S = 5.0  # for pending writes
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
 
 # Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
@@ -102,6 +104,17 @@ def close_tiers(tier: HostTier, store: Store | None) -> None:
     finally:
         if isinstance(tier.memory, HostPool):
             tier.memory.close()
+
+
+def end_tiers(tiers: Tiers, *, drains: bool = True) -> None:
+    """Closes the tiers of an engine; if it `drains`, after listing the hottest prefixes and ending pending writes."""
+    try:
+        if drains:
+            tiers.remember()
+            tiers.drain(_DRAIN_S)
+    finally:
+        tiers.close()  # with the store
+        close_tiers(tiers.host, None)
 
 
 def identity_of(

@@ -29,6 +29,7 @@ import torch
 
 from mainstem.errors import BadArgument, MainstemError, RankFailed
 from mainstem.runtime.engine import Engine
+from mainstem.runtime.loop import EngineLoop
 from mainstem.runtime.memory.tiers import open_store
 from mainstem.runtime.models.loading import load_model
 from mainstem.runtime.parallel.ranks import ANSWER_S, ONE_RANK, FirstRank, LaterRank, Peer, Ranks
@@ -54,7 +55,7 @@ class _Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _World:
     """The number of ranks, the folder in which they find each other, and how long one waits for another."""
 
     size: int
@@ -149,9 +150,9 @@ def _started(size: int, context: Context, answer_s: float) -> Iterator[FirstRank
     with ExitStack() as stack:
         stack.enter_context(_environment())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mainstem-"))
-        group = _Group(size, folder, answer_s)
-        peers = [_start(rank, group, context, stack) for rank in range(1, size)]
-        _join(0, group)
+        world = _World(size, folder, answer_s)
+        peers = [_start(rank, world, context, stack) for rank in range(1, size)]
+        _join(0, world)
         stack.callback(torch.distributed.destroy_process_group)
         yield FirstRank(peers, answer_s)
 
@@ -169,9 +170,9 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _start(rank: int, group: _Group, context: Context, stack: ExitStack) -> Peer:
+def _start(rank: int, world: _World, context: Context, stack: ExitStack) -> Peer:
     ours, theirs = context.Pipe()
-    process = context.Process(target=_follow, args=(rank, group, theirs), name=f"mainstem-rank-{rank}")
+    process = context.Process(target=_follow, args=(rank, world, theirs), name=f"mainstem-rank-{rank}")
     process.start()
     theirs.close()
 
@@ -185,34 +186,34 @@ def _start(rank: int, group: _Group, context: Context, stack: ExitStack) -> Peer
     return Peer(rank, process, ours)
 
 
-def _join(rank: int, group: _Group) -> None:
+def _join(rank: int, world: _World) -> None:
     """Joins the group, whose members find each other by a file, and shares the cores with them."""
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = str(rank)  # transformers reads it
         torch.cuda.set_device(rank)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.size))
     os.environ.update(dict.fromkeys(_INTERFACES, _LOOPBACK))
     torch.distributed.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"{Path(group.folder, 'rendezvous').as_uri()}",
+        init_method=f"{Path(world.folder, 'rendezvous').as_uri()}",
         rank=rank,
-        world_size=group.size,
-        timeout=timedelta(seconds=group.answer_s),
+        world_size=world.size,
+        timeout=timedelta(seconds=world.answer_s),
     )
 
 
-def _follow(rank: int, group: _Group, pipe: Connection) -> None:
+def _follow(rank: int, world: _World, pipe: Connection) -> None:
     """The process of a rank other than 0."""
     # They may be sent to all processes, but the others end when rank 0 has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(group.folder,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(world.folder,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s: rank {rank}: %(message)s")
-    logging.getLogger(Engine.__module__).disabled = True  # rank 0 says why the engine ends
-    ranks = LaterRank(rank, group.size, pipe)
+    logging.getLogger(EngineLoop.__module__).disabled = True  # rank 0 says why the engine ends
+    ranks = LaterRank(rank, world.size, pipe)
     try:
-        _join(rank, group)
+        _join(rank, world)
         spec = ranks.share(_not_here)
         _engine(spec, ranks).wait()
     except Exception as error:  # noqa: BLE001  # rank 0 raises it

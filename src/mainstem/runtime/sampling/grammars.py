@@ -51,7 +51,7 @@ _REPLACEMENT = "\ufffd"
 _SAMPLE = '{"Zoë": [1, -2.5e3, "a b\\n"],\n  "x": null}'  # a tokenizer must give its bytes back
 
 
-class Following(NamedTuple):
+class NextTokens(NamedTuple):
     """The tokens that may follow those so far.
 
     Args:
@@ -79,13 +79,13 @@ class Matcher:
             certain: after some of them, the rest of their text may be spelled in another way.
     """
 
-    def __init__(self, beginning: LLMatcher, end: int, first: Following, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, beginning: LLMatcher, end: int, first: NextTokens, threads: ThreadPoolExecutor) -> None:
         self._beginning, self._end, self._threads = beginning, end, threads
         self._state: LLMatcher | None = None
-        self._following: Following | Future[Following] = first
+        self._following: NextTokens | Future[NextTokens] = first
         self.forced: tuple[int, ...] = ()
 
-    def following(self) -> Following:
+    def following(self) -> NextTokens:
         """Returns what may follow; waits until it is known."""
         if isinstance(self._following, Future):
             self._following = self._following.result()
@@ -105,26 +105,26 @@ class Matcher:
         return False
 
 
-def _following(state: LLMatcher, end: int) -> Following:
+def _following(state: LLMatcher, end: int) -> NextTokens:
     try:
         bits = state.compute_bitmask()
     except BaseException as error:  # noqa: BLE001  # a panic of Rust is no Exception; it must not end the engine
-        return Following(np.zeros(0, np.bool_), False, f"{type(error).__name__}: {error}")
+        return NextTokens(np.zeros(0, np.bool_), False, f"{type(error).__name__}: {error}")
     if state.is_error():
         return _ended(state)
     tokens = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
     tokens[end] = False  # a token with this id may have logits
-    return Following(tokens, state.is_accepting())
+    return NextTokens(tokens, state.is_accepting())
 
 
-def _ended(state: LLMatcher) -> Following:
-    return Following(np.zeros(0, np.bool_), not state.is_error() and state.is_accepting(), state.get_error())
+def _ended(state: LLMatcher) -> NextTokens:
+    return NextTokens(np.zeros(0, np.bool_), not state.is_error() and state.is_accepting(), state.get_error())
 
 
 class CompiledGrammar:
     """A grammar that answers can follow. Any number of threads may make matchers."""
 
-    def __init__(self, beginning: LLMatcher, end: int, first: Following, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, beginning: LLMatcher, end: int, first: NextTokens, threads: ThreadPoolExecutor) -> None:
         self._arguments = beginning, end, first, threads
 
     def matcher(self) -> Matcher:

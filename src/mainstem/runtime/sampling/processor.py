@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
-from mainstem.runtime.sampling.grammars import CompiledGrammar, Following
+from mainstem.runtime.sampling.grammars import CompiledGrammar, NextTokens
 from mainstem.settings.engine import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class LogitsProcessor:
         if self._matcher is not None and token not in self._ends and not self._matcher.accept(token):
             self._end(self._matcher.following())
 
-    def _allowed(self, following: Following, vocab_size: int, early: Collection[int]) -> NDArray[np.bool_]:
+    def _allowed(self, following: NextTokens, vocab_size: int, early: Collection[int]) -> NDArray[np.bool_]:
         """Returns which tokens a grammar allows, bool [vocab_size]; ends the answer if it allows none."""
         allowed = np.zeros(vocab_size, np.bool_)  # more tokens than the tokenizer knows may have logits
         known = following.tokens[:vocab_size]
@@ -144,7 +144,7 @@ class LogitsProcessor:
             self._end(following)
         return allowed
 
-    def _end(self, following: Following) -> None:
+    def _end(self, following: NextTokens) -> None:
         self.ended = "stop" if following.may_end else "length"
         if not following.may_end:
             log.warning("an answer cannot follow its grammar any further: %s", following.problem or "no token fits")

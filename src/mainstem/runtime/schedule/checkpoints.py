@@ -27,7 +27,7 @@ MOST_MARKS = 2
 """Marks of one prompt at which states are kept. Each takes a slot from another prompt."""
 
 
-class Span(NamedTuple):
+class AtomicSpan(NamedTuple):
     """Positions [start, end) that must be computed in one forward."""
 
     start: int
@@ -43,7 +43,7 @@ def plan_checkpoints(
     marks: Sequence[int] = (),
     interval: int = 0,
     limit: int = 8,
-    atomic: Sequence[Span] = (),
+    atomic: Sequence[AtomicSpan] = (),
 ) -> dict[int, Reason]:
     """Chooses the checkpoints of a prompt.
 
@@ -108,7 +108,7 @@ def most_saving(start: int, marks: Sequence[int], limit: int) -> list[int]:
     return chosen
 
 
-def last_boundary(position: int, page_size: int, atomic: Sequence[Span]) -> int:
+def last_boundary(position: int, page_size: int, atomic: Sequence[AtomicSpan]) -> int:
     """Returns the last page boundary at or before `position` that is inside no span."""
     boundary = position // page_size * page_size
     while span := _around(boundary, atomic):
@@ -116,7 +116,7 @@ def last_boundary(position: int, page_size: int, atomic: Sequence[Span]) -> int:
     return boundary
 
 
-def chunk_end(computed: int, budget: int, checkpoints: Iterable[int], atomic: Sequence[Span] = ()) -> int:
+def chunk_end(computed: int, budget: int, checkpoints: Iterable[int], atomic: Sequence[AtomicSpan] = ()) -> int:
     """Returns where the chunk that begins at `computed` ends: at the next checkpoint at most, and never inside a span.
 
     Args:
@@ -137,7 +137,7 @@ def chunk_end(computed: int, budget: int, checkpoints: Iterable[int], atomic: Se
     return span.start if span.start > computed else span.end
 
 
-def _regular(hit: int, end: int, step: int, limit: int, taken: set[int], atomic: Sequence[Span]) -> list[int]:
+def _regular(hit: int, end: int, step: int, limit: int, taken: set[int], atomic: Sequence[AtomicSpan]) -> list[int]:
     """Returns the multiples of `step` in (hit, end) that are not taken; doubles `step` until `limit` is kept."""
     while step and limit > 0:
         multiples = range((hit // step + 1) * step, end, step)
@@ -148,6 +148,6 @@ def _regular(hit: int, end: int, step: int, limit: int, taken: set[int], atomic:
     return []
 
 
-def _around(position: int, atomic: Sequence[Span]) -> Span | None:
+def _around(position: int, atomic: Sequence[AtomicSpan]) -> AtomicSpan | None:
     """Returns the span that `position` would split, if any."""
     return next((span for span in atomic if span.start < position < span.end), None)

@@ -38,7 +38,7 @@ _GONE = ("evicted", "over_quota", "forgotten", "removed")
 _UNSTORED_PAGES, _MAX_SYMBOL = 1 << 16, 2**31 - 1
 
 
-class Found(NamedTuple):
+class TierHit(NamedTuple):
     """Positions that a request used from a tier."""
 
     begin: int
@@ -77,7 +77,7 @@ class Circumstances:
 
     known: Sequence[Stretch]
     page_size: int
-    found: list[Found] = field(default_factory=list)
+    found: list[TierHit] = field(default_factory=list)
     missed: Sequence[Missed] = ()
     failed: tuple[int, int] = (0, 0)
     unstored: tuple[int, int] = (0, 0)
@@ -125,11 +125,15 @@ def _explain(begin: int, end: int, missed: Sequence[Missed], about: Circumstance
     if before.tier == "host" and any(begin < after for after in loaded):
         return Stretch(begin, end, cause="late", detail="meanwhile")
     if before.tier is not None:
-        return _unused(begin, end, before.tier, begin >= last, about)
+        if begin >= last or before.tier != "host":
+            return Stretch(begin, end, cause="partial_page")
+        if about.too_short:
+            return Stretch(begin, end, cause="too_short", detail="host")
+        return Stretch(begin, end, cause="no_room", detail="device")
     storage = next((each for each in missed if at([(each.begin, each.end)])), None)
     if storage is not None and (storage.cause != "unasked" or before.cause in _GONE):
         if storage.cause == "component":
-            return Stretch(begin, end, cause=_component(storage.detail))
+            return Stretch(begin, end, cause="state_missing" if storage.detail == "state" else "window_missing")
         return Stretch(begin, end, cause=_OF_STORAGE[storage.cause], detail=storage.detail or storage.cause)
     if before.cause in NEW and at([about.unstored]):
         return Stretch(begin, end, cause="not_stored")
@@ -138,27 +142,11 @@ def _explain(begin: int, end: int, missed: Sequence[Missed], about: Circumstance
     return replace(before, begin=begin, end=end)
 
 
-def _unused(begin: int, end: int, tier: Tier, is_last: bool, about: Circumstances) -> Stretch:
-    """Explains why a tier's pages were not used."""
-    if is_last:
-        return Stretch(begin, end, cause="partial_page")
-    if tier == "host" and about.too_short:
-        return Stretch(begin, end, cause="too_short", detail="host")
-    if tier == "host":
-        return Stretch(begin, end, cause="no_room", detail="device")
-    return Stretch(begin, end, cause="partial_page")
-
-
 def _without_place(part: Stretch) -> Stretch:
     """Returns a stretch that does not begin where its prompt parts, because of another cause, as one that is new."""
     if part.parted is None or part.begin == part.parted.at:
         return part
     return replace(part, cause="never_seen", parted=None)
-
-
-def _component(name: str | None) -> Cause:
-    """Returns the cause of what a component keeps from being used, by its name."""
-    return "state_missing" if name == "state" else "window_missing"
 
 
 class Unstored:

@@ -20,7 +20,7 @@ _ROUNDS = 3  # what was touched is backed up, copied, written
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldEnd:
     """The end of an answer.
 
     Args:
@@ -45,7 +45,7 @@ class PrefillHandoff:
 
     def __init__(self, tiers: Tiers | None) -> None:
         self._tiers = tiers
-        self._held: list[_Held] = []
+        self._held: list[_HeldEnd] = []
 
     def pass_on(self, events: Sequence[Event], now_s: float, *, everything: bool = False) -> list[Event]:
         """Returns what may be delivered now, of these events and of those held back.
@@ -61,7 +61,7 @@ class PrefillHandoff:
         pending = frozenset(self._tiers.pending)
         for event in events:
             if isinstance(event[1], Delta) and event[1].finish_reason is not None:
-                self._held.append(_Held(event, now_s + _LIMIT_S, pending))
+                self._held.append(_HeldEnd(event, now_s + _LIMIT_S, pending))
             else:
                 passed.append(event)
         for held in self._held:

@@ -14,7 +14,7 @@ from mainstem.cache.keys import Encoded
 from mainstem.cache.namespaces import encode_namespace
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.runtime.request import Request
-from mainstem.runtime.schedule.explaining import Circumstances, Found, Unstored, known_to
+from mainstem.runtime.schedule.explaining import Circumstances, TierHit, Unstored, known_to
 from mainstem.runtime.schedule.meter import Flops, Totals
 from mainstem.runtime.schedule.sequence import Sequence
 from mainstem.tiers.costs import PrefillCost
@@ -58,7 +58,7 @@ class Hits:
         device = next((each.begin for each in known if each.tier != "device"), len(request.tokens))
         short = self._cache.tiers is None or hit - device < self._cache.tiers.load_min_tokens()
         hit = min(hit, -(-device // page) * page) if short else hit
-        found = [Found(each.begin, min(each.end, hit), each.tier) for each in known if each.tier and each.begin < hit]
+        found = [TierHit(each.begin, min(each.end, hit), each.tier) for each in known if each.tier and each.begin < hit]
         unstored = self._unstored.find(symbols, encode_namespace(namespace))
         scored = request.params.reads_prompt
         return Circumstances(known, page, found, unstored=unstored, scored=scored, too_short=short).explain()
@@ -131,4 +131,4 @@ class Hits:
 
     def _note(self, sequence: Sequence, begin: int, end: int, tier: Tier) -> None:
         if sequence.explained is not None and begin < end:
-            sequence.explained.found.append(Found(begin, end, tier))
+            sequence.explained.found.append(TierHit(begin, end, tier))

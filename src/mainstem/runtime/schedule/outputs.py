@@ -88,19 +88,14 @@ class Outputs:
             if at:
                 sequence.advance(1)
             token, logprob = choice
+            self._totals.generated_tokens += 1
+            if sequence.first_token_s is None:
+                sequence.first_token_s = self._clock()
+            sequence.append(token)
             final = ended if at == len(sampled) - 1 else None
-            if (end := self._generate(sequence, token, () if logprob is None else (logprob,), final)) is not None:
+            if (end := self.token(sequence, token, () if logprob is None else (logprob,), final)) is not None:
                 return end
         return None if ended is None else End(ended)  # no token at all
-
-    def _generate(
-        self, sequence: Sequence, token: int, scores: tuple[TokenLogprob, ...], ended: Ended | None
-    ) -> End | None:
-        self._totals.generated_tokens += 1
-        if sequence.first_token_s is None:
-            sequence.first_token_s = self._clock()
-        sequence.append(token)
-        return self.token(sequence, token, scores, ended)
 
     def token(
         self, sequence: Sequence, token: int, scores: tuple[TokenLogprob, ...], ended: Ended | None

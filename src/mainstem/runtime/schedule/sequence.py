@@ -17,7 +17,7 @@ from mainstem.cache.retention import Kept, Retention
 from mainstem.runtime.request import Prefix, Request, TokenLogprob, Usage
 from mainstem.runtime.sampling.pooling import Pooling
 from mainstem.runtime.sampling.sampler import Sampler
-from mainstem.runtime.schedule.checkpoints import Reason, Span, chunk_end
+from mainstem.runtime.schedule.checkpoints import AtomicSpan, Reason, chunk_end
 from mainstem.runtime.schedule.drafts import Pace
 from mainstem.runtime.schedule.explaining import Circumstances
 from mainstem.runtime.schedule.prompt_prefetch import PromptPrefetch
@@ -72,7 +72,7 @@ class Sequence:
         self.explanation: Stretches | None = None  # once it is
         self.settled = False  # whether its misses are counted
         self.counted: tuple[int, int] | None = None  # tokens of the load that count as cached: on the host, in storage
-        self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
+        self.atomic = [AtomicSpan(image.start, image.end) for image in request.images if not image.splits]
         self._arrival = arrival
         self._lease: Lease | None = None
         self._load: Load | None = None

@@ -96,7 +96,10 @@ class Escapes:
     def __init__(self, tokenizer: Any, more: Collection[str] = (), template: str | None = None) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        named = _named(tokenizer, template_text(tokenizer) if template is None else template)
+        # The texts of control tokens that are not special: those that the tokenizer lists, or those in the template.
+        named: Collection[str] | None = getattr(tokenizer, "chat_control_tokens", None)
+        if named is None:
+            named = template_text(tokenizer) if template is None else template
         self._ids = {
             str(each): int(id)
             for id, each in added.items()
@@ -332,12 +335,6 @@ def template_text(tokenizer: Any) -> str:
     """Returns the chat template, or all of several; empty: there is none."""
     templates = getattr(tokenizer, "chat_template", None) or ""
     return templates if isinstance(templates, str) else "\n".join(templates.values())
-
-
-def _named(tokenizer: Any, template: str) -> Collection[str]:
-    """Returns what has the texts of control tokens that are not special: those that the tokenizer lists, or a text."""
-    listed: Collection[str] | None = getattr(tokenizer, "chat_control_tokens", None)
-    return template if listed is None else listed
 
 
 def not_taken(messages: Iterable[Mapping[str, Any]], error: Exception) -> BadArgument:
