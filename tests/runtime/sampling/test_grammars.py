@@ -447,7 +447,8 @@ def test_answers_in_batches_are_those_that_are_computed_alone(pages: int) -> Non
     for _ in range(2):
         for seed in range(8):
             bench.add([seed % 3] * 6 + [seed], grammar=WORDS, max_tokens=30, temperature=1.0, seed=seed % 4)
-        bench.run_and_flush()
+        bench.run()
+        bench.assert_complete()
     totals = bench.scheduler.totals
     assert totals.accepted_tokens > 20 if pages > 24 else totals.preemptions > 0
     assert totals.grammar_requests == 16
