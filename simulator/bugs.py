@@ -833,7 +833,7 @@ PYTHON: tuple[Mutant, ...] = (
 _CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
 _GHOSTS = _CORE + "tree/ghosts.cpp"
 _OWNERS = _CORE + "residency/owners.h"
-_ATTENTION, _LINEAR = _CORE + "kernels/attention.cpp", _CORE + "kernels/linear.cpp"
+_SPANS, _LINEAR = _CORE + "kernels/spans.h", _CORE + "kernels/linear.cpp"
 _ROWS_OF_PAGES = "tests/runtime/attention/test_page_attention.py::"
 _LEASES, _GITTINS = "tests/cache/test_lease_components.py::", "tests/cache/policies/test_policies_gittins.py::"
 NATIVE: tuple[Mutant, ...] = (
@@ -1094,24 +1094,30 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- attention over pages
     _mutant(
-        "units of a query are merged without their highest scores", "-", _ATTENTION,
-        "sum.highest = exponential<kLanes>(sum.highest - highest);", "sum.highest = 1;",
+        "spans of a query are merged without their highest scores", "-", _SPANS,
+        "const float weight = power_of_two<kLanes>(added.highest - highest);", "const float weight = 1;",
         _ROWS_OF_PAGES + "test_long_parts_are_computed_in_several_units",
     ),
     _mutant(
-        "what was added before a higher score stays as heavy", "-", _ATTENTION,
-        "if (kept == 1) return;", "return;",
+        "what was added before a higher score stays as heavy", "-", _SPANS,
+        "const float kept = power_of_two<kLanes>(before - highest);", "const float kept = 1;",
         _ROWS_OF_PAGES + "test_long_parts_are_computed_in_several_units",
     ),
     _mutant(
-        "a query sees one key too many", "-", _ATTENTION,
-        "after < static_cast<std::uint32_t>(end - begin)", "after <= static_cast<std::uint32_t>(end - begin)",
+        "a query sees one key too many", "-", _SPANS,
+        "after < static_cast<std::uint32_t>(seen.end - seen.begin)",
+        "after <= static_cast<std::uint32_t>(seen.end - seen.begin)",
         _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
     ),
     _mutant(
-        "a sink has no weight", "-", _ATTENTION,
-        "float total = sinks ? exponential<kLanes>(widen(sinks[head]) - highest) : 0;", "float total = 0;",
+        "a sink has no weight", "-", _SPANS,
+        "return scores.sinks ? Sum{1, ", "return scores.sinks ? Sum{0, ",
         _ROWS_OF_PAGES + "test_results_are_those_request_by_request",
+    ),
+    _mutant(
+        "a span begins where the keys do", "-", _SPANS,
+        "std::int32_t span = begin / kSpan * kSpan;", "std::int32_t span = begin;",
+        _ROWS_OF_PAGES + "test_a_row_is_the_same_bits_whatever_is_computed_beside_it",
     ),
     _mutant(
         "all groups of a quantized weight have the scale of the first", "-", _LINEAR,

@@ -596,18 +596,18 @@ class AttentionPlan:
     Which rows of a batch see which keys, for all layers of a kind. One thread at a time.
     """
 
-    def __init__(self, parts: Sequence[tuple[numpy.typing.NDArray[numpy.int64], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]], rows: int) -> None:
+    def __init__(self, parts: Sequence[tuple[int, numpy.typing.NDArray[numpy.int64], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]], rows: int) -> None:
         """
-        Each part is its slots, the rows that see some of them, and for each row the begin and the end of those.
+        Each part is a position, the slots from there on, the rows that see some of them, and for each row the positions where these begin and end. A row sees keys of 256 positions, from a multiple of 256 on, in one part.
 
         Raises BadArgument if a row sees nothing or is not below `rows`, or a range is not one of the slots.
         """
 
-    def attend(self, queries: int, keys: int, values: int, out: int, sizes: tuple[int, int, int, int], strides: tuple[int, int], positions: int, scale: float, softcap: float, sinks: int, bfloat16: bool, threads: int) -> None:
+    def attend(self, queries: int, keys: int, values: int, out: int, sizes: tuple[int, int, int, int], strides: tuple[int, int], scales: tuple[int, int], stored: str, positions: int, scale: float, softcap: float, sinks: int, bfloat16: bool, threads: int) -> None:
         """
         Computes `out` [rows, heads, numbers of a value], without the GIL. Tensors are addresses, as for `linear`.
 
-        `sizes` are heads, KV heads, and numbers of a key and a value. `keys` and `values` have `positions` rows, `strides` numbers apart. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is not below `positions`, or a size is not a multiple of 32.
+        `sizes` are heads, KV heads, and numbers of a key and a value. `keys` and `values` have `positions` rows, `strides` numbers apart: `stored` as "auto", like queries, or as "int8" or "fp8" times `scales`, float32 [positions, KV heads], 0 without. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is not below `positions`, a size does not fit, or `stored` is unknown.
         """
 
 class DecoderLayer:

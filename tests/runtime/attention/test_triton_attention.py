@@ -20,7 +20,6 @@ from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, LATENT, VARIANTS, WIND
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import FULL, Attention, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.attention.tree import TreeAttention
-from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.runner import ModelRunner, attention_for
@@ -176,7 +175,7 @@ def test_the_kernels_are_compiled_for_gpus(architecture: int, tmp_path: Path) ->
 
 
 def test_a_cpu_has_no_kernel_for_gpus() -> None:
-    assert type(attention_for(torch.device("cpu"))) is (PageAttention if kernels.instructions() else TreeAttention)
+    assert type(attention_for(torch.device("cpu"))) is PageAttention
 
 
 def test_a_gpu_has_the_kernel_in_triton(kernel: Attention) -> None:

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from bench.tiny_models import HYBRIDS, LATENT, loaded, tiny
 from mainstem.cache.components import Attended, Chunked, Full, Window
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime.attention import tree as tree_attention
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.memory import kv
-from mainstem.runtime.memory.eight_bits import dequantize, eight_bits, quantize, rounded
+from mainstem.runtime.memory.eight_bits import eight_bits, quantize, rounded
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from mainstem.runtime.memory.pools import pool_sizes
 from mainstem.runtime.models.runner import ModelRunner, attention_for
@@ -222,9 +221,12 @@ def test_attention_in_bfloat16_reads_what_the_pages_hold(bits: torch.dtype, kern
 # ---- runners
 
 
-@pytest.mark.parametrize("module", [kv, tree_attention])
-def test_the_self_test_finds_a_scale_that_is_wrong(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "dequantize", lambda numbers, scales, *rest: dequantize(numbers, scales * 1.2, *rest))
+def test_the_self_test_finds_a_scale_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def larger(given: torch.Tensor, to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = quantize(given, to)
+        return numbers, scales * 1.2
+
+    monkeypatch.setattr(kv, "quantize", larger)
     with pytest.raises(UnsupportedModel, match="the self-test failed"):
         ModelRunner(loaded(tiny("llama")), 8, 4, "int8")
 
@@ -247,11 +249,11 @@ def test_a_codec_of_storage_beside_8_bits_is_refused() -> None:
         EngineConfig(kv_cache_dtype="fp8", tiers=tiers)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_attention_over_8_bits_is_computed_by_pytorch_which_is_logged_once(
-    device: str, caplog: pytest.LogCaptureFixture
+def test_attention_over_8_bits_is_computed_by_the_core_and_on_a_gpu_by_pytorch_which_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert type(attention_for(torch.device(device), "int8")) is TreeAttention
+    assert type(attention_for(torch.device("cpu"), "int8")) is PageAttention
+    assert type(attention_for(torch.device("cuda"), "int8")) is TreeAttention
     (line,) = caplog.messages
     assert "KV in int8: attention is computed by PyTorch" in line
 

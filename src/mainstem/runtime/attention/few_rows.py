@@ -1,10 +1,10 @@
-"""Attention of few queries by the core's kernel, which reads pages where they lie and shared ones once.
+"""Attention by the core's kernel, which reads pages where they lie, and those that requests share once.
 
-    few new tokens: a decode step, or a verified draft      the kernel, all of them in one call a layer
-    more                                                    `TreeAttention`
+    few new tokens: a decode step, or a verified draft      what requests share is computed once for all of them
+    more                                                    each request reads its own keys
 
-Shared pages are found as for `TreeAttention` (`folding`), but nothing is gathered, padded or masked: a query has
-a range of keys in each part. So it pays to share short runs, too.
+All of a batch is one call a layer. Nothing is gathered, padded or masked: a query has a range of keys in each part. A
+result is the same bits whatever is computed beside it, and however a prompt is cut (`kernels/spans.h`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.memory.kv import Plane, run_of
 
-_FEW = 16  # new tokens of an extent, at most
+_FEW = 16  # new tokens of an extent whose keys are shared with others
+_STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 SHARE_BYTES = 64 << 10  # of keys and values in a layer; see `seen_keys`
 
 
@@ -43,60 +44,61 @@ def page_plan(plan: BatchPlan, members: Sequence[int]) -> PagePlan:
     """Returns the plan for some extents of a batch, made at the first call."""
     name = "pages", tuple(members)
     if name not in plan.derived:
-        seen = seen_keys(plan, members, SHARE_BYTES)
+        seen = seen_keys(plan, members, _FEW, SHARE_BYTES)
         ends = np.cumsum([extent.tokens for extent in plan.extents])
         rows = np.concatenate([np.arange(ends[i] - plan.extents[i].tokens, ends[i]) for i in members])
-        own = [(part.slots, np.searchsorted(rows, part.rows).astype(np.int32), *part[2:]) for part in seen]
+        own = [part._replace(rows=np.searchsorted(rows, part.rows).astype(np.int32)) for part in seen]
         plan.derived[name] = PagePlan(_core.AttentionPlan(own, len(rows)), run_of(rows, plan.pool.device))
     made: PagePlan = plan.derived[name]
     return made
 
 
 class PageAttention(TreeAttention):
-    """Computes few queries by the core's kernel, on a CPU."""
+    """Computes by the core's kernel, on a CPU. What that cannot read, as float16, is left to PyTorch."""
 
     def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """See `SdpaAttention._attend`."""
         query, keys, values, scale, sinks, softcap = given
-        few: list[int] = []
-        if _reads(query, keys.plane) and _reads(query, values.plane):
-            few = [index for index in members if plan.extents[index].tokens <= _FEW]
-        if few:
-            paged = page_plan(plan, few)
-            k, v = keys.plane.numbers, values.plane.numbers
-            own = query[paged.rows].contiguous()
-            found = out.new_empty(*own.shape[:2], v.shape[-1])
-            sinks_of = None if sinks is None else sinks.to(query.dtype).contiguous()
-            paged.core.attend(
-                own.data_ptr(),
-                k.data_ptr(),
-                v.data_ptr(),
-                found.data_ptr(),
-                (own.shape[1], k.shape[2], k.shape[3], v.shape[3]),
-                (k.stride(1), v.stride(1)),
-                k.shape[0] * k.shape[1],
-                scale,
-                softcap or 0.0,
-                0 if sinks_of is None else sinks_of.data_ptr(),
-                query.dtype is torch.bfloat16,
-                torch.get_num_threads(),
-            )
-            out[paged.rows] = found
-        if len(few) < len(members):
-            others = [index for index in members if plan.extents[index].tokens > _FEW] if few else members
-            super()._attend(plan, others, given, out)
+        if not (_reads(query, keys.plane) and _reads(query, values.plane)):
+            super()._attend(plan, members, given, out)
+            return
+        paged = page_plan(plan, members)
+        k, v = keys.plane.numbers, values.plane.numbers
+        own = query[paged.rows].contiguous()
+        results = out.new_empty(*own.shape[:2], v.shape[-1])
+        sinks_of = None if sinks is None else sinks.to(query.dtype).contiguous()
+        paged.core.attend(
+            own.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            results.data_ptr(),
+            (own.shape[1], k.shape[2], k.shape[3], v.shape[3]),
+            (k.stride(1), v.stride(1)),
+            (_address(keys.plane.scales), _address(values.plane.scales)),
+            _STORED.get(k.dtype, "auto"),
+            k.shape[0] * k.shape[1],
+            scale,
+            softcap or 0.0,
+            _address(sinks_of),
+            query.dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        out[paged.rows] = results
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _reads(query: torch.Tensor, plane: Plane) -> bool:
     """Returns whether the kernel can read keys or values where they are."""
-    stored = plane.numbers
-    _, page_size, kv_heads, numbers = stored.shape
-    page, position, head, number = stored.stride()
+    numbers, scales = plane.numbers, plane.scales
+    _, page_size, kv_heads, count = numbers.shape
+    page, position, head, number = numbers.stride()
     return (
         query.dtype in kernels.DTYPES
-        and stored.dtype is query.dtype
-        and numbers % kernels.STEP == 0
+        and (numbers.dtype is query.dtype if scales is None else numbers.dtype in _STORED and scales.is_contiguous())
         and number == 1
         and page == page_size * position
-        and (kv_heads == 1 or head == numbers)
+        and (kv_heads == 1 or head == count)
     )

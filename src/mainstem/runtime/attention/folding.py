@@ -13,6 +13,7 @@ This module knows pages, positions and slots. It does not know layers, scores or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +41,9 @@ GATHER_BYTES = 1 << 20
 
 # If windows begin at different positions, runs begin at multiples of this many positions.
 BEGIN_STEP = 64
+
+# Positions whose keys the core's kernel adds up before it merges them with others (kernels/spans.h).
+SPAN = 256
 
 # Parts in one call may be filled up by half, and by this many keys.
 _SLACK = 32
@@ -252,39 +256,71 @@ def _gather(parts: Iterable[_Part], queries: Sequence[_Queries], most: int) -> l
 
 
 class Seen(NamedTuple):
-    """Keys, and the rows of a batch that see some of them.
+    """Keys at consecutive positions, and the rows of a batch that see some of them.
 
     Args:
-        slots: int64, of the keys, by position.
+        first: position of the first key.
+        slots: int64, of the keys.
         rows: int32.
-        begins, ends: int32, for each row which of `slots` it sees.
+        begins, ends: int32, for each row the positions that it sees.
     """
 
+    first: int
     slots: NDArray[np.int64]
     rows: NDArray[np.int32]
     begins: NDArray[np.int32]
     ends: NDArray[np.int32]
 
 
-def seen_keys(plan: BatchPlan, members: Sequence[int], least_bytes: int) -> list[Seen]:
+def seen_keys(plan: BatchPlan, members: Sequence[int], most: int, least_bytes: int) -> list[Seen]:
     """Returns what the queries of some extents see, in the pages: what several share is there once for all of them.
+
+    A shared run begins and ends at multiples of `SPAN` positions, so that a query sees no span in two parts.
 
     Args:
         plan: of the batch, whose new keys are in their slots.
         members: indices of its extents.
+        most: new tokens of an extent whose keys are shared with others.
         least_bytes: of keys and values in a layer that are worth a part of their own, times those who share them.
     """
-    queries = list(_queries(plan, members, partial=False, causal="never"))
-    found = []
-    for own, positions, slots in _runs(plan.pool, queries, least_bytes):
-        if not len(slots):
+    rows = np.cumsum([0, *(extent.tokens for extent in plan.extents)]).tolist()
+    queries = [_whole(plan, index, rows[index]) for index in members]
+    few = [query for query in queries if len(query.begins) <= most]
+    seen = [_seen(plan.pool, [query], *query.seen) for query in queries if len(query.begins) > most]
+    size = plan.pool.page_size
+    step = SPAN // math.gcd(SPAN, size)  # pages from the begin of a span to the next begin that is one of a page
+    pages = [(-(-query.common[0] // size), query.common[1] // size // step * step) for query in few]
+    least = -(-least_bytes // (_position_bytes(plan.pool) * size))
+    shared: list[list[int]] = [[] for _ in few]
+    for run in shared_runs([query.table for query in few], pages, 1, step):
+        end = run.end // step * step
+        if run._replace(end=end).spared < max(least, 1):
             continue
-        seers = [queries[index] for index in own]
-        rows = np.concatenate([query.row + np.arange(len(query.begins)) for query in seers])
-        bounds = (np.concatenate([getattr(query, name) for query in seers]) for name in ("begins", "ends"))
-        begins, ends = (np.searchsorted(positions, bound).astype(np.int32) for bound in bounds)
-        found.append(Seen(slots, rows.astype(np.int32), begins, ends))
-    return found
+        bounds = [run.begin * size, end * size]
+        seen.append(_seen(plan.pool, [few[member] for member in run.members], *bounds))
+        for member in run.members:
+            shared[member] += bounds
+    for query, taken in zip(few, shared, strict=True):
+        bounds = [query.seen[0], *sorted(taken), query.seen[1]]
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        seen += [_seen(plan.pool, [query], begin, end) for begin, end in pairs if begin < end]
+    return seen
+
+
+def _whole(plan: BatchPlan, index: int, row: int) -> _Queries:
+    """Returns the queries of an extent."""
+    extent = plan.extents[index]
+    begins, ends = extent.seen(extent.start, extent.end, plan.component)
+    seen, common = (int(begins.min()), int(ends.max())), (int(begins.max()), int(ends.min()))
+    return _Queries(row, extent.page_table, begins, ends, seen, common, False)
+
+
+def _seen(pool: KVPool, queries: Sequence[_Queries], begin: int, end: int) -> Seen:
+    """Returns the keys at some positions for some queries."""
+    rows = np.concatenate([query.row + np.arange(len(query.begins)) for query in queries])
+    begins, ends = (np.concatenate([getattr(query, name) for query in queries]) for name in ("begins", "ends"))
+    bounds = (np.clip(bound, begin, end).astype(np.int32) for bound in (begins, ends))
+    return Seen(begin, pool.slots(queries[0].table, begin, end), rows.astype(np.int32), *bounds)
 
 
 # ---------------------------------------------------------------- calls

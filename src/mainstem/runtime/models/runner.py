@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import TOLERANCE, Attention, install, plain_attention
 from mainstem.runtime.attention.tree import TreeAttention
-from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.step_graphs import CudaRecorder, Recorder
 from mainstem.runtime.memory.host import HostPool
 from mainstem.runtime.memory.kv import KVPool, kv_shapes
@@ -200,13 +199,13 @@ class ModelRunner:
 def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attention:
     """Returns the attention kernel for a device: the core's on a CPU, that in Triton on a GPU, if installed.
 
-    Neither reads pages in 8 bits: PyTorch's does.
+    That in Triton does not read pages in 8 bits: PyTorch's does.
     """
+    if device.type == "cpu":
+        return PageAttention()
     if kv_cache_dtype != "auto":
         log.warning("KV in %s: attention is computed by PyTorch, and layers by their own code", kv_cache_dtype)
         return TreeAttention()
-    if device.type == "cpu" and kernels.instructions():
-        return PageAttention()
     if device.type == "cuda":
         try:
             from mainstem.runtime.attention.triton_attention import TritonAttention

@@ -38,7 +38,7 @@ struct NormWeight {
 template <class Number>
 struct Decoder {
   std::size_t hidden, inner;  // numbers of a row of x, and between the last two linear layers
-  Heads heads;                // keys and values have equally many numbers, a multiple of kHeadStep
+  Heads heads;                // keys and values have equally many numbers, a multiple of kRowStep
   Scores<Number> scores;
   NormWeight<Number> before, after, of_queries, of_keys;
   Matrix<Number> queries, keys, values, attended, gate, up, down;

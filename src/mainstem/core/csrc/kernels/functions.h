@@ -19,13 +19,26 @@ MAINSTEM_INLINE float total_of(typename Lanes<kLanes>::Floats v) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// Returns the larger of each two; b where one is NaN.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats larger_of(typename Lanes<kLanes>::Floats a,
+                                                         typename Lanes<kLanes>::Floats b) {
+#ifdef __x86_64__
+  if constexpr (kLanes == 16) {  // GCC 12 makes two instructions of it, a comparison and a choice
+    __asm__("vmaxps %2, %1, %0" : "=v"(a) : "v"(a), "v"(b));
+    return a;
+  }
+#endif
+  return a > b ? a : b;
+}
+
 template <int kLanes>
 MAINSTEM_INLINE float highest_of(typename Lanes<kLanes>::Floats v) {
   if constexpr (kLanes == 4) {
     return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
   } else {
     const auto halves = halved<kLanes>(v, std::make_index_sequence<kLanes / 2>{});
-    return highest_of<kLanes / 2>(halves.first > halves.second ? halves.first : halves.second);
+    return highest_of<kLanes / 2>(larger_of<kLanes / 2>(halves.first, halves.second));
   }
 }
 
@@ -61,6 +74,30 @@ MAINSTEM_INLINE typename Lanes<kLanes>::Floats exponential(typename Lanes<kLanes
 template <int kLanes>
 MAINSTEM_INLINE float exponential(float x) {
   return exponential<kLanes>(typename Lanes<kLanes>::Floats{} + x)[0];
+}
+
+// Returns 2 to the power of each, of at most 0, to 2 units in the last place; 0 from -127 down. NaN stays NaN.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats power_of_two(typename Lanes<kLanes>::Floats x) {
+  using Floats = typename Lanes<kLanes>::Floats;
+  using Words = typename Lanes<kLanes>::Words;
+  const Floats zero = {};
+  x = larger_of<kLanes>(zero - 127.0f, x);
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number
+  const Floats shifted = x + kMagic;
+  const Floats r = x - (shifted - kMagic);
+  Floats series = r * 0.00132647274f + 0.00967151286f;  // the best of this degree on [-0.5, 0.5] that is 1 at 0
+  series = series * r + 0.0555073374f;
+  series = series * r + 0.240222421f;
+  series = series * r + 0.693146978f;
+  series = series * r + 1.0f;
+  const Words power = (load<Words>(&shifted) << 23) + (127u << 23);  // the lowest bits of `shifted` are the number
+  return series * load<Floats>(&power);
+}
+
+template <int kLanes>
+MAINSTEM_INLINE float power_of_two(float x) {
+  return power_of_two<kLanes>(typename Lanes<kLanes>::Floats{} + x)[0];
 }
 
 // Returns cap * tanh(x / cap).

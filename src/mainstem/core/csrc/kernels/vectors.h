@@ -20,6 +20,7 @@ struct Lanes {  // in the older form: the compiler ignores the attribute of a `u
   typedef std::int32_t Signed __attribute__((vector_size(4 * kLanes)));
   typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
   typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef std::uint16_t Pairs __attribute__((vector_size(4 * kLanes)));
   typedef std::uint64_t Quads __attribute__((vector_size(4 * kLanes)));
 };
 
@@ -121,6 +122,17 @@ MAINSTEM_INLINE typename Lanes<kLanes>::Floats dots(typename Lanes<kLanes>::Floa
   __asm__("vdpbf16ps %2, %1, %0" : "+v"(totals) : "v"(a), "v"(b));
 #endif
   return totals;
+}
+
+// Returns pairs of the nearest bfloat16: those of the lower half, then of the upper. Only where `has_dots`.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Words packed(typename Lanes<kLanes>::Floats low,
+                                                     typename Lanes<kLanes>::Floats high) {
+  typename Lanes<kLanes>::Words pairs = {};
+#ifdef __x86_64__
+  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(pairs) : "v"(low), "v"(high));
+#endif
+  return pairs;
 }
 
 // Returns four numbers with the sum of a vector's lanes.

@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -85,19 +86,23 @@ void norm(Address x, Address weight, Address out, std::size_t rows, std::size_t 
 
 template <class Number>
 using Array = nb::ndarray<const Number, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using GivenPart = std::tuple<Array<std::int64_t>, Array<std::int32_t>, Array<std::int32_t>, Array<std::int32_t>>;
+using GivenPart =
+    std::tuple<std::int32_t, Array<std::int64_t>, Array<std::int32_t>, Array<std::int32_t>, Array<std::int32_t>>;
 
 AttentionPlan::Part checked(const GivenPart& given, std::size_t count, std::vector<bool>& sees) {
-  const auto& [slots, rows, begins, ends] = given;
+  const auto& [first, slots, rows, begins, ends] = given;
   if (rows.size() != begins.size() || rows.size() != ends.size() || rows.size() == 0)
     throw BadValue{"rows", std::to_string(rows.size()), "1 or more, each with a begin and an end"};
-  AttentionPlan::Part part{{slots.data(), slots.data() + slots.size()}, {rows.data(), rows.data() + rows.size()}, {}};
+  AttentionPlan::Part part{
+      first, {slots.data(), slots.data() + slots.size()}, {rows.data(), rows.data() + rows.size()}, {}};
+  if (first < 0 || first + static_cast<std::int64_t>(slots.size()) > std::numeric_limits<std::int32_t>::max())
+    throw BadValue{"first", std::to_string(first), "a position"};
   for (const std::int64_t slot : part.slots)
     if (slot < 0) throw BadValue{"slots", std::to_string(slot), "0 or more"};
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Range seen{begins.data()[i], ends.data()[i]};
-    if (seen.begin < 0 || seen.begin > seen.end || seen.end > static_cast<std::int64_t>(slots.size()))
-      throw BadValue{"ends", std::to_string(seen.end), "from the begin to the number of slots"};
+    if (seen.begin < first || seen.begin > seen.end || seen.end > first + static_cast<std::int64_t>(slots.size()))
+      throw BadValue{"ends", std::to_string(seen.end), "from the begin to the position after the last slot"};
     if (part.rows[i] < 0 || part.rows[i] >= static_cast<std::int64_t>(count))
       throw BadValue{"rows", std::to_string(part.rows[i]), "below the number of rows"};
     if (seen.begin < seen.end) sees[part.rows[i]] = true;
@@ -120,7 +125,7 @@ void check_heads(const Heads& heads) {
   if (heads.kv_heads == 0 || heads.heads == 0 || heads.heads % heads.kv_heads)
     throw BadValue{"heads", std::to_string(heads.heads), "a multiple of the KV heads"};
   for (const std::size_t numbers : {heads.key_numbers, heads.value_numbers})
-    if (numbers == 0 || numbers % kHeadStep) throw BadValue{"numbers", std::to_string(numbers), "a multiple of 32"};
+    if (numbers == 0) throw BadValue{"numbers", "0", "1 or more"};
 }
 
 void check_end(const AttentionPlan& plan, std::int64_t positions) {
@@ -128,17 +133,21 @@ void check_end(const AttentionPlan& plan, std::int64_t positions) {
 }
 
 void attend(AttentionPlan& self, Address queries, Address keys, Address values, Address out,
-            const std::array<std::size_t, 4>& sizes, const std::array<std::size_t, 2>& strides, std::int64_t positions,
-            float scale, float softcap, Address sinks, bool bfloat16, unsigned threads) {
+            const std::array<std::size_t, 4>& sizes, const std::array<std::size_t, 2>& strides,
+            const std::array<Address, 2>& scales, const std::string& stored, std::int64_t positions, float scale,
+            float softcap, Address sinks, bool bfloat16, unsigned threads) {
   const Heads heads{sizes[0], sizes[1], sizes[2], sizes[3]};
   check_heads(heads);
+  const Stored kind = stored == "int8" ? Stored::kInt8 : stored == "fp8" ? Stored::kFloat8 : Stored::kAsGiven;
+  if (kind == Stored::kAsGiven && stored != "auto") throw BadValue{"stored", stored, "auto, int8 or fp8"};
   check_end(self, positions);
   const auto at = [&]<class Number>(Number) {
     const nb::gil_scoped_release unlocked;
     self.attend<Number>(
         reinterpret_cast<const Number*>(queries),
-        {reinterpret_cast<const Number*>(keys), reinterpret_cast<const Number*>(values), strides[0], strides[1]}, heads,
-        {scale, softcap, reinterpret_cast<const Number*>(sinks)}, reinterpret_cast<Number*>(out), threads);
+        {reinterpret_cast<const Number*>(keys), reinterpret_cast<const Number*>(values), strides[0], strides[1], kind,
+         reinterpret_cast<const float*>(scales[0]), reinterpret_cast<const float*>(scales[1])},
+        heads, {scale, softcap, reinterpret_cast<const Number*>(sinks)}, reinterpret_cast<Number*>(out), threads);
   };
   bfloat16 ? at(BFloat16{}) : at(float{});
 }
@@ -277,24 +286,27 @@ void bind_kernels(nb::module_& m) {
 
   nb::class_<AttentionPlan>(m, "AttentionPlan",
                             "Which rows of a batch see which keys, for all layers of a kind. One thread at a time.")
+      .def("__init__", &make_plan, "parts"_a, "rows"_a,
+           nb::sig("def __init__(self, parts: collections.abc.Sequence[tuple[int, numpy.typing.NDArray[numpy.int64], "
+                   "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32]]], rows: int) -> None"),
+           "Each part is a position, the slots from there on, the rows that see some of them, and for each row the "
+           "positions where these begin and end. A row sees keys of 256 positions, from a multiple of 256 on, in one "
+           "part.\n\n"
+           "Raises BadArgument if a row sees nothing or is not below `rows`, or a range is not one of the slots.")
       .def(
-          "__init__", &make_plan, "parts"_a, "rows"_a,
-          nb::sig("def __init__(self, parts: collections.abc.Sequence[tuple[numpy.typing.NDArray[numpy.int64], "
-                  "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
-                  "numpy.typing.NDArray[numpy.int32]]], rows: int) -> None"),
-          "Each part is its slots, the rows that see some of them, and for each row the begin and the end of those.\n\n"
-          "Raises BadArgument if a row sees nothing or is not below `rows`, or a range is not one of the slots.")
-      .def(
-          "attend", &attend, "queries"_a, "keys"_a, "values"_a, "out"_a, "sizes"_a, "strides"_a, "positions"_a,
-          "scale"_a, "softcap"_a, "sinks"_a, "bfloat16"_a, "threads"_a,
+          "attend", &attend, "queries"_a, "keys"_a, "values"_a, "out"_a, "sizes"_a, "strides"_a, "scales"_a, "stored"_a,
+          "positions"_a, "scale"_a, "softcap"_a, "sinks"_a, "bfloat16"_a, "threads"_a,
           nb::sig("def attend(self, queries: int, keys: int, values: int, out: int, sizes: tuple[int, int, int, int], "
-                  "strides: tuple[int, int], positions: int, scale: float, softcap: float, sinks: int, bfloat16: bool, "
-                  "threads: int) -> None"),
+                  "strides: tuple[int, int], scales: tuple[int, int], stored: str, positions: int, scale: float, "
+                  "softcap: float, sinks: int, bfloat16: bool, threads: int) -> None"),
           "Computes `out` [rows, heads, numbers of a value], without the GIL. Tensors are addresses, as for `linear`."
           "\n\n"
           "`sizes` are heads, KV heads, and numbers of a key and a value. `keys` and `values` have `positions` rows, "
-          "`strides` numbers apart. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is not "
-          "below `positions`, or a size is not a multiple of 32.");
+          "`strides` numbers apart: `stored` as \"auto\", like queries, or as \"int8\" or \"fp8\" times `scales`, "
+          "float32 "
+          "[positions, KV heads], 0 without. `softcap` and `sinks` are 0 without them. Raises BadArgument if a slot is "
+          "not below `positions`, a size does not fit, or `stored` is unknown.");
   nb::class_<AnyDecoder>(m, "DecoderLayer", "A layer of a decoder, at the addresses of its weights.")
       .def("__init__", &make_decoder, "sizes"_a, "norms"_a, "matrices"_a, "scale"_a, "activation"_a, "bfloat16"_a,
            nb::sig(
