@@ -20,13 +20,13 @@ from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import FULL, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from tests.rigs.batches import Batch, batches
-from tests.runtime.attention.test_tree_attention import EXACT, GROUP, KV_HEADS, SINKS, attend, new_rows
+from tests.runtime.attention.test_tree_attention import EXACT, GROUP, KV_HEADS, SINKS, attend, attend_latent, new_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPE = KVShape(2, KV_HEADS, 32, 32)
 OTHER_VALUES = SHAPE._replace(head_dim=64, value_dim=96)  # more than one block of columns, and a rest
-LATENT = KVShape(2, 1, 64, 32, latent=True)
+LATENT = KVShape(2, 1, 40, 32, latent=True)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -65,6 +65,13 @@ def test_weights_and_results_in_bfloat16_are_rounded_once(batch: Batch, sinks: t
     few = replace(batch, pool=exact)
     truth = attend(SdpaAttention(), few, [x.float() for x in new], sinks=None if sinks is None else sinks)
     assert (found.float() - truth).abs().max() < 2e-2
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(batches(LATENT, regions=False))
+def test_latents_are_absorbed_to_the_results_of_expanded_ones(batch: Batch) -> None:
+    expected, found = (attend_latent(kernel, batch) for kernel in (SdpaAttention(), PageAttention()))
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 def pool_and_tables(shared: int, requests: int, shape: KVShape = SHAPE) -> tuple[KVPool, list[Any]]:

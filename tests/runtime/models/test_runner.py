@@ -296,7 +296,7 @@ def test_a_latent_takes_a_page_of_latents_and_no_keys() -> None:
 def test_prefixes_of_latents_are_absorbed_or_expanded_to_the_same(
     absorbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Latents, "absorbs", lambda self, tokens: absorbed)
+    monkeypatch.setattr(Latents, "can_absorb", absorbed)
     rig = make_rig("deepseek_v3", 4)
     tables, tokens = rig.tables(3, 40), [tokens_of(seed, 40) for seed in range(3)]
     rig.runner.forward([rig.segment(tokens[i][:10], 0, tables[i], False) for i in (0, 1)])

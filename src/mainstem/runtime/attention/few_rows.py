@@ -17,7 +17,8 @@ import torch
 
 from mainstem import _core
 from mainstem.runtime.attention.folding import seen_keys
-from mainstem.runtime.attention.paged import BatchPlan, Given
+from mainstem.runtime.attention.latent import Latents
+from mainstem.runtime.attention.paged import BatchPlan, Given, Stored
 from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.memory.kv import Plane, run_of
@@ -55,6 +56,18 @@ def page_plan(plan: BatchPlan, members: Sequence[int]) -> PagePlan:
 
 class PageAttention(TreeAttention):
     """Computes by the core's kernel, on a CPU. What that cannot read, as float16, is left to PyTorch."""
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
+    ) -> torch.Tensor:
+        """See `Attention.attend_latent`. All queries are absorbed, if the layer's projection allows it."""
+        if query.dtype not in kernels.DTYPES or not latents.can_absorb:
+            return super().attend_latent(layer, query, latents, scale, plan)
+        (keys,) = plan.write(layer, latents.kept)
+        values = Stored(Plane(keys.plane.numbers[..., : latents.rank]), keys.new[..., : latents.rank])
+        out = query.new_empty(*query.shape[:2], latents.rank)
+        self._attend(plan, range(len(plan.extents)), Given(latents.absorb(query), keys, values, scale), out)
+        return latents.project(out)
 
     def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
         """See `SdpaAttention._attend`."""
