@@ -20,8 +20,8 @@ import torch
 from rich.table import Table
 
 from bench.report import Report
+from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.memory.kv import KVPool, KVShape
 
 Clock = Callable[[], float]
@@ -78,7 +78,7 @@ class Settings:
 
 QUICK = Settings(shapes=(Shape(8, 800, 64), Shape(1, 0, 100)), page_sizes=(16,), layers=4, rounds=3)
 
-_KERNELS: dict[str, Attention] = {"folded": TreeAttention(), "by_request": SdpaAttention()}
+_KERNELS: dict[str, Attention] = {"folded": PageAttention(), "by_request": SdpaAttention()}
 
 
 def run(settings: Settings, report: Report, clock: Clock = time.process_time) -> None:

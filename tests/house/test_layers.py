@@ -105,8 +105,6 @@ FOREIGN = {
     "runtime/models/refusals.py": {"_can_set_attn_implementation"},  # the same
     # what a recording that failed leaves open, PyTorch 2.11 closes nowhere else
     "runtime/kernels/step_graphs.py": {"_C", "_cuda_endAllocateToPool", "_cuda_releasePool"},
-    # the only attention with log-sum-exps
-    "runtime/attention/tree.py": {"_scaled_dot_product_flash_attention_for_cpu"},
     "runtime/text/vision.py": {"_merge_kwargs", "_process_images"},  # the processor, for one image at a time
     "runtime/models/weights.py": {"_forward_pre_hooks", "_version"},  # PyTorch has no other names for them
     "storage/vendors/redis.py": {"_sock"},  # redis-py reads no reply into a buffer of its caller

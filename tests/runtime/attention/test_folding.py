@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mainstem.runtime.attention.folding import CUT_BYTES, FOLD_BYTES, Call, Causal, Fold, fold
+from mainstem.runtime.attention.folding import CUT_BYTES, FOLD_BYTES, Call, Fold, fold
 from mainstem.runtime.attention.paged import Extent, plan_batch
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from tests.rigs.batches import Batch, batches
@@ -69,21 +69,20 @@ def _slots_of(call: Call, rows: NDArray[np.int64], new: NDArray[np.int64], group
     return [int(slot) for slot in slots[(of_heads[0] == 0).numpy()]]
 
 
-def folds(batch: Batch, partial: bool = False, causal: Causal = "partial") -> Fold:
+def folds(batch: Batch, partial: bool = False, causal: bool = True) -> Fold:
     plan = plan_batch([batch.written(extent) for extent in batch.extents], batch.pool, batch.component)
     with batch.settings():
         return fold(plan, range(len(batch.extents)), GROUP, partial, causal)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(batches(SHAPE), st.booleans(), st.sampled_from(["never", "whole", "partial"]))
-def test_each_query_sees_each_of_its_keys_once(batch: Batch, partial: bool, causal: Causal) -> None:
+@given(batches(SHAPE), st.booleans(), st.booleans())
+def test_each_query_sees_each_of_its_keys_once(batch: Batch, partial: bool, causal: bool) -> None:
     folded = folds(batch, partial, causal)
     seen, places = seen_slots(batch, folded)
     assert seen == expected_slots(batch)
     for call in folded.calls:
-        assert causal != "never" or call.slots is not None
-        assert causal != "whole" or call.slots is not None or call.places is None
+        assert call.slots is not None or (causal and call.places is None)
     merged = ids_of(folded.merged)
     for row, into in enumerate(places):
         if into == {-1}:
@@ -113,7 +112,7 @@ SHARED, LONG = FOLD_BYTES // 768, CUT_BYTES // 768
 def calls_of(tables: list[list[int]], starts: list[int], tokens: int = 1, size: int = 16) -> tuple[Call, ...]:
     pool = KVPool(BF16, 2000, size, torch.bfloat16)
     extents = [Extent(tokens, at, np.array(ids, dtype=np.int32)) for ids, at in zip(tables, starts, strict=True)]
-    return fold(plan_batch(extents, pool), range(len(extents)), GROUP, False, "partial").calls
+    return fold(plan_batch(extents, pool), range(len(extents)), GROUP, False, True).calls
 
 
 def test_requests_behind_one_prefix_are_two_calls() -> None:
@@ -161,8 +160,6 @@ def test_no_call_gathers_more_than_fits_a_cache() -> None:
 
 
 def test_new_tokens_of_a_long_prompt_are_one_causal_call() -> None:
-    known, own = calls_of([[*range(100)]], [800], tokens=300)
-    assert own.slots is None or known.slots is None
     (whole,) = calls_of([[*range(100)]], [0], tokens=300)
     assert whole.slots is None and whole.places is None
 
@@ -172,5 +169,5 @@ def test_only_members_are_folded(members: list[int]) -> None:
     pool = KVPool(BF16, 2000, 16, torch.bfloat16)
     tables = [[*range(50), 100 + i] for i in range(3)]
     plan = plan_batch([Extent(1, 800, np.array(ids, dtype=np.int32)) for ids in tables], pool)
-    folded = fold(plan, members, GROUP, False, "partial")
+    folded = fold(plan, members, GROUP, False, True)
     assert {row for call in folded.calls for row in ids_of(call.rows)} == set(members)

@@ -31,7 +31,7 @@ KV_HEADS, GROUP, HEAD_DIM = 2, 3, 8
 LAYER = 1
 SCALE = 0.3
 SHAPE = KVShape(2, KV_HEADS, HEAD_DIM, HEAD_DIM)
-OTHER_VALUES = SHAPE._replace(value_dim=5)  # which the kernel with log-sum-exps cannot compute
+OTHER_VALUES = SHAPE._replace(value_dim=5)
 EXACT = {"atol": 3e-6, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 2e-5, "rtol": 2e-5}
 
 SINKS = torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +48,6 @@ SPAN = 256
 # Parts in one call may be filled up by half, and by this many keys.
 _SLACK = 32
 
-Causal = Literal["never", "whole", "partial"]
 Piece = slice | NDArray[np.int64]
 
 _NEVER = np.iinfo(np.int64).max  # the position of a key that only fills a row: no query sees it
@@ -108,7 +107,7 @@ class _Part:
     alone: bool  # one call has this part only
 
 
-def fold(plan: BatchPlan, members: Sequence[int], group: int, partial: bool, causal: Causal) -> Fold:
+def fold(plan: BatchPlan, members: Sequence[int], group: int, partial: bool, causal: bool) -> Fold:
     """Returns the calls for the queries of some extents.
 
     Args:
@@ -116,7 +115,7 @@ def fold(plan: BatchPlan, members: Sequence[int], group: int, partial: bool, cau
         members: indices of its extents.
         group: query heads that share a KV head.
         partial: whether all results are partial, to be merged with something else.
-        causal: which results of causal calls the kernel has: whole ones, partial ones too, or none.
+        causal: whether the kernel computes causal calls; it has no log-sum-exps of them.
     """
     queries = list(_queries(plan, members, partial, causal))
     most = max(1, GATHER_BYTES // _position_bytes(plan.pool))
@@ -133,7 +132,7 @@ def fold(plan: BatchPlan, members: Sequence[int], group: int, partial: bool, cau
 # ---------------------------------------------------------------- queries
 
 
-def _queries(plan: BatchPlan, members: Sequence[int], partial: bool, causal: Causal) -> Iterator[_Queries]:
+def _queries(plan: BatchPlan, members: Sequence[int], partial: bool, causal: bool) -> Iterator[_Queries]:
     rows = np.cumsum([0, *(extent.tokens for extent in plan.extents)]).tolist()
     for index in members:
         extent = plan.extents[index]
@@ -149,15 +148,9 @@ def _queries(plan: BatchPlan, members: Sequence[int], partial: bool, causal: Cau
             yield _Queries(rows[index] + first - extent.start, extent.page_table, begins, ends, seen, common, False)
 
 
-def _is_causal(extent: Extent, plan: BatchPlan, partial: bool, causal: Causal) -> bool:
+def _is_causal(extent: Extent, plan: BatchPlan, partial: bool, causal: bool) -> bool:
     """Returns whether the new tokens attend to each other in a causal call, read from the batch."""
-    if causal == "never" or plan.component.seen_from(extent.end - 1) > 0:
-        return False
-    if any(low < extent.end and high > extent.start for low, high in extent.regions):
-        return False
-    if extent.start == 0 and not partial:
-        return True
-    return causal == "partial" and (extent.start == 0 or len(tile_starts(extent, plan.component)) > 1)
+    return causal and not partial and extent.is_causal(plan.component)
 
 
 # ---------------------------------------------------------------- parts

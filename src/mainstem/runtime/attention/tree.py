@@ -23,28 +23,20 @@ from math import prod
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mainstem.runtime.attention.folding import Call, Causal, Fold, fold
+from mainstem.runtime.attention.folding import Call, Fold, fold
 from mainstem.runtime.attention.paged import BatchPlan, Given, SdpaAttention, Stored
-from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.memory.eight_bits import dequantize
 from mainstem.runtime.memory.kv import Plane
 
 # Scores that are computed by hand take at most this much memory at once, in float32.
 _SCORES_BYTES = 64 << 20
 
-# PyTorch's kernel is slower in bfloat16 than in float32 on some CPUs. There it is worth converting keys and values from
-# this many rows for a KV head on.
-_WIDE_ROWS = 32
-
-_flash = torch._scaled_dot_product_flash_attention_for_cpu
-
 
 class TreeAttention(SdpaAttention):
     """Folds what requests share into one product, and merges partial results in float32.
 
-    A result that is whole comes from PyTorch's scaled dot product attention. A partial one comes from its flash kernel
-    for CPUs, which also returns log-sum-exps, or is computed by hand: on other devices, with soft caps, and if keys and
-    values differ in size.
+    A result that is whole comes from PyTorch's scaled dot product attention. A partial one, or one with a soft cap, is
+    computed by hand: PyTorch returns no log-sum-exps.
     """
 
     def _attend(self, plan: BatchPlan, members: Sequence[int], given: Given, out: torch.Tensor) -> None:
@@ -59,15 +51,14 @@ class TreeAttention(SdpaAttention):
         kv_heads = keys.plane.numbers.shape[2]
         if plan.pool.shape.latent:
             values = keys  # a latent's values are the first numbers of its keys, and the kernel wants one size
-        has_flash = query.is_cpu and softcap is None and keys.plane.numbers.shape[-1] == values.plane.numbers.shape[-1]
-        causal: Causal = "partial" if has_flash else "never" if softcap is not None else "whole"
+        causal = softcap is None
         name = tuple(members), sinks is not None, causal
         if name not in plan.derived:
             group = query.shape[1] // kv_heads
             folded = fold(plan, members, group, sinks is not None, causal)
             plan.derived[name] = folded, _Room(), _Partial.of(folded, query, values.plane.numbers)
         folded, room, partial = plan.derived[name]
-        products = _Products(query, keys, values, scale, softcap, has_flash, room)
+        products = _Products(query, keys, values, scale, softcap, room)
         by_group = out.view(len(out), kv_heads, -1, numbers)
         for call in folded.calls:
             result, lse = products.compute(call)
@@ -134,7 +125,6 @@ class _Products:
         keys, values: as of `SdpaAttention`.
         scale: factor of the scores.
         softcap: bound of the scores.
-        has_flash: whether PyTorch's flash attention for CPUs can compute it.
         room: for copies.
     """
 
@@ -145,51 +135,46 @@ class _Products:
         values: Stored,
         scale: float,
         softcap: float | None,
-        has_flash: bool,
         room: _Room,
     ) -> None:
         self._query = query
         self._keys = keys.plane.rows()
         self._values = self._keys if values is keys else values.plane.rows()
         self._new = keys.new, values.new
-        self._scale, self._softcap, self._has_flash, self._room = scale, softcap, has_flash, room
-        self._widens = has_flash and query.dtype == torch.bfloat16 and kernels.bfloat16_is_slow()
+        self._scale, self._softcap, self._room = scale, softcap, room
 
     def compute(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns results [groups, rows, kv_heads, group, numbers], and their log-sum-exps if they are partial."""
         query = _take(self._query, call.rows)
         kv_heads, numbers = self._keys.numbers.shape[1:]
         split = query.view(call.groups, -1, kv_heads, query.shape[1] // kv_heads, numbers)
-        wide = self._widens and split.shape[1] * split.shape[3] >= _WIDE_ROWS
-        if wide:
-            split = split.float()
         if call.slots is None:  # KV heads are a batch, so that a group of heads has the same keys without a copy
             q = split[0].permute(1, 2, 0, 3)
             pairs = zip(("keys", "values"), self._new, strict=True)
-            new = (self._read(name, Plane(x), call.rows, wide) for name, x in pairs)
+            new = (self._read(name, Plane(x), call.rows) for name, x in pairs)
             k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in new)
             result, lse = self._attend(q, k, v, call)
             return result.permute(2, 0, 1, 3).unsqueeze(0), lse.permute(2, 0, 1).unsqueeze(0)
         by_head = split.transpose(1, 2)
         size = by_head.shape
         q = by_head.reshape(call.groups, kv_heads, -1, numbers)  # a group of heads are rows
-        k = self._read("keys", self._keys, call.slots, wide).view(call.groups, -1, kv_heads, numbers).transpose(1, 2)
+        k = self._read("keys", self._keys, call.slots).view(call.groups, -1, kv_heads, numbers).transpose(1, 2)
         v = k
         if self._values is not self._keys:
-            seen = self._read("values", self._values, call.slots, wide)
+            seen = self._read("values", self._values, call.slots)
             v = seen.view(call.groups, -1, *seen.shape[1:]).transpose(1, 2)
         result, lse = self._attend(q, k, v, call)
         result = result.view(*size[:4], -1).transpose(1, 2)
         return result, lse if call.places is None else lse.view(size[:4]).transpose(1, 2)
 
-    def _read(self, purpose: str, rows: Plane, index: slice | torch.Tensor, wide: bool) -> torch.Tensor:
+    def _read(self, purpose: str, rows: Plane, index: slice | torch.Tensor) -> torch.Tensor:
         """Returns some of the rows: a view, or a copy that lasts until the next of this purpose."""
         if isinstance(index, slice):
             seen = rows.numbers[index]
         else:
             copy = self._room.of(purpose, (len(index), *rows.numbers.shape[1:]), rows.numbers, rows.numbers.dtype)
             seen = torch.index_select(rows.numbers, 0, index, out=copy)
-        dtype = torch.float32 if wide else self._query.dtype
+        dtype = self._query.dtype
         if seen.dtype is dtype:
             return seen
         copy = self._room.of(purpose, seen.shape, seen, dtype)
@@ -200,10 +185,6 @@ class _Products:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns results and log-sum-exps of [batch, heads, rows, numbers]; the latter only if partial."""
         causal, mask = call.slots is None, call.mask
-        if self._has_flash:
-            mask = mask if mask is None else mask.to(q.dtype)
-            result, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=self._scale)
-            return result, lse
         if call.places is None and self._softcap is None:
             result = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self._scale)
             return result, result[..., 0]
