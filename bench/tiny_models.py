@@ -322,3 +322,15 @@ STEPPED: dict[str, dict[str, Any]] = {"recurrent_gemma": {"num_key_value_heads":
 
 # Models whose rows are not independent after a state: each sequence goes on by itself.
 ALONE: dict[str, dict[str, Any]] = {"rwkv": {**_NO_ATTENTION, "attention_hidden_size": 64}}
+
+ALL: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        family: (family, changes)
+        for family, changes in {
+            **FAMILIES, **LATENT, **GATHERED, **HYBRIDS, **RESUMED, **STEPPED, **ALONE
+        }.items()
+    },
+    **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
+    **VARIANTS,
+}  # fmt: skip
+"""Every model that runs, by name: its family and the changes."""

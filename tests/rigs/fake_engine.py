@@ -212,6 +212,7 @@ class FakeEngine:
     name = "fake"
     vision: Any = None
     has_states = False
+    exact = "no: it is a fake"
     embedding_size = 4
     dtype = "float32"
     pages = 100
@@ -288,6 +289,7 @@ class FakeEngine:
             totals=Totals(len(self.streams), prompt_tokens=asked, cached_tokens=hit, missed=self.missed),
             cache=cache_stats(asked, hit),
             compiled_grammars=self.grammars.compiled,
+            exact=False,
             vision=self.images,
         )
 

@@ -17,3 +17,6 @@ class Letters:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: object) -> str:
         return "".join(chr(0x4E00 + token) for token in token_ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}

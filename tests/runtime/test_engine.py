@@ -49,6 +49,7 @@ class Gate(Ghost):
     adapters = SimpleNamespace(names=())
     vision = None
     records_steps = False
+    inexact = None
 
     def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> None:
         super().__init__(pages["full"], page_size)

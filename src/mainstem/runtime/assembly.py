@@ -36,6 +36,10 @@ class EngineRunner(Runner, HasPools, Protocol):
         """How it computes; see `tiers.Computes`."""
 
     @property
+    def inexact(self) -> str | None:
+        """Why the bits of a value may depend on what is computed together with it; None: they never do."""
+
+    @property
     def adapters(self) -> Adapters:
         """The model's adapters."""
 

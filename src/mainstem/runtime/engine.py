@@ -33,6 +33,7 @@ from mainstem.runtime.hints.advice import Action
 from mainstem.runtime.loop import EngineLoop, OnProgress
 from mainstem.runtime.memory.shares import OwnerUsage
 from mainstem.runtime.models.adapters import Adapter, check_name, read_adapter
+from mainstem.runtime.models.exactness import shown
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.request import Completion, Request
@@ -67,6 +68,7 @@ class Engine:
         pages: pages of the first pool.
         max_context: positions that one request can have: the model's limit, or the pool's if it is smaller.
         vision: makes prompts of chats with images; None: the model takes none.
+        exact: whether a hit changes no bit: "yes, ...", or "no: ..." with the reason.
         has_states: the model has recurrent states, so the marks of requests count.
 
     Raises:
@@ -94,6 +96,7 @@ class Engine:
         self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.pages, self.max_context, self.vision = next(iter(core.sizes.values())), core.max_context, core.model.vision
+        self.exact = shown(core.model.inexact)
         self.has_states = any(isinstance(component, State) for component in core.sizes)
         self._publication = _Publication(self)
         self._loop = EngineLoop(core, clock, config.max_waiting)

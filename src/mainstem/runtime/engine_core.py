@@ -64,6 +64,7 @@ class EngineStats:
         totals: of the scheduler, since the start.
         cache: counts of the cache.
         compiled_grammars: since the start.
+        exact: whether a hit changes no bit.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
         events: of the publisher of events, if there is one.
@@ -75,6 +76,7 @@ class EngineStats:
     totals: Totals
     cache: CacheStats
     compiled_grammars: int
+    exact: bool
     tiers: TierStats | None = None
     vision: VisionStats | None = None
     events: EventStats | None = None
@@ -84,6 +86,7 @@ class EngineStats:
         gauge("mainstem_requests_running", "Running requests", "running"),
         gauge("mainstem_requests_waiting", "Waiting requests", "waiting"),
         gauge("mainstem_adapters", "Loaded LoRA adapters", "adapters"),
+        gauge("mainstem_exact", "1 if a hit changes no bit; GET /v1/models says why it is 0", "exact"),
     )  # fmt: skip
 
 
@@ -198,6 +201,7 @@ class EngineCore:
             totals=self.scheduler.totals.copy(),
             cache=self.cache.stats(settle=False),
             compiled_grammars=self.scheduler.intake.grammars.compiled,
+            exact=self.model.inexact is None,
             tiers=None if self.tiers is None else self.tiers.stats(),
             vision=None if self.model.vision is None else self.model.vision.stats(),
             events=None if self.publisher is None else self.publisher.stats(self.cache.events_dropped),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from bench.tiny_models import (
+    ALL,
     ALONE,
     CONTEXT,
     FAMILIES,
@@ -59,11 +60,6 @@ from mainstem.tiers.host.transfer import Move
 POSITIONS = 400
 SLOTS = 8
 RECURRENT = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, changes) for family, changes in {**FAMILIES, **LATENT, **GATHERED, **RECURRENT}.items()},
-    **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
-    **VARIANTS,
-}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,7 +123,7 @@ def plain_logits(model: PreTrainedModel) -> Plain:
 
 @functools.cache
 def tiny_pair(family: str) -> tuple[LoadedModel, Plain]:
-    family, changes = MODELS[family]
+    family, changes = ALL[family]
     model = tiny(family, **changes)
     assert model.num_parameters() < 1_000_000, "what its configuration has by default is not tiny"
     return loaded(model), plain_logits(copy.deepcopy(model))

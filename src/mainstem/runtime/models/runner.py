@@ -25,6 +25,7 @@ from mainstem.runtime.memory.kv import KVPool, kv_shapes
 from mainstem.runtime.memory.pools import Pools
 from mainstem.runtime.memory.states import StatePool, StateShape, prove
 from mainstem.runtime.models.adapters import Adapters
+from mainstem.runtime.models.exactness import arithmetic, shown
 from mainstem.runtime.models.forward import Forward
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.refusals import layout_of, own_attention
@@ -55,6 +56,7 @@ class ModelRunner:
 
     Attributes:
         exchanged: what kernels compute in place of the model's own code.
+        inexact: why the bits of a value may depend on what is computed together with it; None: they never do.
 
     Raises:
         UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is unchanged.
@@ -89,9 +91,11 @@ class ModelRunner:
             limit = max(limit, EIGHT_BITS_TOLERANCE if self._rounded else 0)
             test = SelfTest(forward, make_pools, page_size, self._rounded, limit, loaded.name, ranks)
             self.exchanged = test.run(self.vocab_size, loaded.max_context)
+            self.inexact = test.inexact
         if self.exchanged.refused:
             log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
         log.info("%s: %s", loaded.name, self.exchanged)
+        log.info("%s: exact: %s", loaded.name, shown(self.inexact))
         sizes = {name: pool.pages for name, pool in self._pools.paged.items()}
         slots = None if self._pools.states is None else self._pools.states.slots
         images, both_ways = self.vision is not None, self.vision is not None and self.vision.both_ways
@@ -119,7 +123,8 @@ class ModelRunner:
         """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
         scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
         keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
-        return scan + keys
+        bits = () if self.inexact else (f"arithmetic {arithmetic()}",)
+        return scan + keys + bits
 
     @property
     def pools(self) -> dict[str, KVPool | StatePool]:

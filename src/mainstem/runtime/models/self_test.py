@@ -23,6 +23,7 @@ from mainstem.runtime.kernels.decoders import exchange_layers, restore_layers, s
 from mainstem.runtime.kernels.exchanges import Exchanged, exchange, restore, sharing
 from mainstem.runtime.memory.pools import Pools
 from mainstem.runtime.models.caches import Rounding
+from mainstem.runtime.models.exactness import reason, watching
 from mainstem.runtime.models.forward import Forward
 from mainstem.runtime.models.places import run
 from mainstem.runtime.models.refusals import gathers
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TOKENS = 12
+_MANY = 36  # more rows than a kernel of few rows takes
 # The prompts are longer than windows of up to this size; longer windows would take long to test.
 _WINDOW = 128
 # Positions after which the temperature of attention is tuned anew.
@@ -56,6 +58,7 @@ class SelfTest:
 
     Attributes:
         exchanged: what kernels compute in place of the model's own code.
+        inexact: why bits may depend on what is computed together; None: they do not.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class SelfTest:
         self._make_pools, self._page_size = make_pools, min(page_size, _MOST_PAGE)
         self._rounded, self._limit, self._name, self._ranks = rounded, limit, name, ranks
         self.exchanged = Exchanged()
+        self.inexact: str | None = None
 
     def run(self, vocab_size: int, max_context: int) -> Exchanged:
         """Tests prompts of random tokens, and returns what kernels compute afterwards.
@@ -91,6 +95,7 @@ class SelfTest:
                     f"{self._name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g}"
                     f" of their spread; {self._limit:g} is allowed" + ("" if alone is None else f" ({alone})")
                 )
+            self.inexact = self._watched(max_context)
         except BaseException:
             self._restore()
             raise
@@ -185,6 +190,19 @@ class SelfTest:
             difference = (self._forward.run(segments, pools) - wanted).abs().max()
             error = max(error, float(difference) / spread) if difference.isfinite() else float("inf")
         return largest(self._ranks, error)
+
+    def _watched(self, max_context: int) -> str | None:
+        """Watches a prompt and a step after it; returns why their bits may depend on what is computed together."""
+        prompt = np.resize(self._prompts[0], min(_MANY, max_context))
+        pages = -(-len(prompt) // self._page_size)
+        pools = self._make_pools(dict.fromkeys(self._layout.names, pages), self._page_size)
+        tables = (np.arange(pages, dtype=np.int32),) * len(self._layout.attended)
+        if self._forward.alone is None:
+            install(self._model)
+        with watching() as found:
+            for begin, end in ((0, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
+                self._forward.run([Segment(prompt[begin:end], begin, tables, True, state=0)], pools)
+        return reason(found)
 
     def _segment(self, prompt: int, begin: int, end: int, table: NDArray[np.int32]) -> Segment:
         """Returns [begin, end) of a prompt, without the pages before the window."""

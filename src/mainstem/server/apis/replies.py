@@ -101,11 +101,12 @@ def _written(usage: Usage) -> tuple[int, dict[str, int]]:
 
 
 class Model(Struct):
-    """One entry of GET /v1/models; `parent` is the base model of an adapter."""
+    """One entry of GET /v1/models; `parent` is the base model of an adapter, `exact` whether a hit changes no bit."""
 
     id: str
     created: int
     max_model_len: int
+    exact: str
     parent: str | None = None
     object: str = "model"
     owned_by: str = "mainstem"

@@ -87,7 +87,7 @@ class About:
         """Returns the entry of a model or an adapter."""
         names = self._preparation.names
         parent = None if name in names else names[0]
-        return replies.Model(name, self._started, self._engine.max_context, parent)
+        return replies.Model(name, self._started, self._engine.max_context, self._engine.exact, parent)
 
     def _info(self, name: str) -> ModelInfo:
         created = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

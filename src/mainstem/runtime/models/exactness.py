@@ -1,0 +1,89 @@
+"""Whether a hit changes no bit of what a model computes: which operations depend on the rows that are beside.
+
+docs/arithmetic.md defines the arithmetic. The core's kernels keep to it, and PyTorch's do where they compute by row.
+Its products, attention and convolutions choose their order of sums by the shapes that they are given. Some of its
+functions of single numbers have other bits at the end of a thread's share, where fewer numbers than a vector are left.
+So a forward of the self-test is watched: a model is exact if PyTorch computed none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mainstem.runtime.kernels import linear as kernels
+
+VERSION = 1
+"""Of the arithmetic, part of the identity of stored pages: a change of any order of sums or rounding is another one."""
+
+# By what they are called in reasons: the operations whose order of sums depends on shapes.
+_SUMS = {
+    "products": ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "mv", "addmv", "dot", "_grouped_mm"),
+    "attention": ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    "convolutions": ("conv1d", "conv2d", "convolution", "_convolution"),
+    "systems of equations": ("linalg_solve_triangular", "triangular_solve"),
+}
+_KINDS: Mapping[str, str] = {name: kind for kind, names in _SUMS.items() for name in names}
+
+# Functions whose vectors and rests differ, by dtype. The others were compared: for all numbers of bfloat16, for a
+# million of float32.
+_RESTS: Mapping[torch.dtype, frozenset[str]] = {
+    torch.float32: frozenset({"silu", "gelu", "sigmoid", "softplus", "mish", "elu"}),
+    torch.bfloat16: frozenset({"gelu", "rsqrt"}),
+}
+_VECTORS = {torch.float32: 32, torch.bfloat16: 64}  # numbers of a row that leave no rest
+_THREADS = 2  # the most for which such rows leave none at the end of a share, either
+
+
+def arithmetic() -> str:
+    """Returns the name of the arithmetic of this CPU's kernels: its version, and the instructions that it is for."""
+    name = kernels.instructions() or "plain"
+    return f"{VERSION} {name}_bf16" if name == "avx512" and kernels.bfloat16_is_native() else f"{VERSION} {name}"
+
+
+@contextmanager
+def watching() -> Iterator[dict[str, set[str]]]:
+    """Notes within the block what PyTorch computes that depends on shapes: operations, by their kind."""
+    watch = _Watch()
+    with watch:
+        yield watch.found
+
+
+def reason(found: Mapping[str, set[str]]) -> str | None:
+    """Says why a model is not exact in which `watching` has found this; None: it is."""
+    parts = [f"{kind} ({', '.join(sorted(names))})" for kind, names in sorted(found.items())]
+    return f"PyTorch computes {', '.join(parts)}" if parts else None
+
+
+def shown(inexact: str | None) -> str:
+    """Says whether a model is exact, and why it is not: "yes, arithmetic 1 avx512" or "no: PyTorch computes ..."."""
+    return f"yes, arithmetic {arithmetic()}" if inexact is None else f"no: {inexact}"
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations as they are called, and calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__.removesuffix("_")
+        kind = _KINDS.get(name) or ("functions with rests" if _has_rests(name, args) else None)
+        if kind is not None:
+            self.found.setdefault(kind, set()).add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_rests(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether a function of single numbers leaves some to code whose bits are not those of its vectors."""
+    x = args[0] if args else None
+    if not isinstance(x, torch.Tensor) or name not in _RESTS.get(x.dtype, ()):
+        return False
+    return x.dim() == 0 or x.shape[-1] % _VECTORS[x.dtype] != 0 or torch.get_num_threads() > _THREADS
