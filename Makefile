@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve core test quick test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
+	bench-models bench-plan bench-servers bench-bits bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -59,6 +59,7 @@ help:
 	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
 	@echo "make bench-engines  Mainstem inside vLLM beside vLLM's own example connector"
 	@echo "make bench-servers  the server beside vLLM's and transformers', over HTTP, on this CPU"
+	@echo "make bench-bits    answers that a hit or a batch changes, in Mainstem, vLLM and transformers, on this CPU"
 	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
 	@echo "make record        run all benchmarks but bench-engines in full, into bench/results/recorded-*.json and the documentation: more than three hours"
 	@echo "make bench-index   benchmark the index beside its peers, which are installed into $(PEERS)"
@@ -309,6 +310,9 @@ bench-plan: $(VENV)/release
 
 bench-servers: $(VENV)/release $(VLLM)/ready
 	$(BIN)/python -m bench servers $(ARGS)
+
+bench-bits: $(VENV)/release $(VLLM)/ready
+	$(BIN)/python -m bench bits $(ARGS)
 
 bench-engines: $(VENV)/release $(VLLM)/mainstem
 	$(BIN)/python -m bench.engines $(ARGS)

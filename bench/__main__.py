@@ -37,6 +37,7 @@ NAMES = (
     "kv",
     "weights",
     "servers",
+    "bits",
 )
 FLEET_PARTS = ("routers", "decision", "first", "apart")
 WIDTH = 160
@@ -133,6 +134,11 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         from bench import servers  # needs the packages of an HTTP client
 
         servers.run(servers.QUICK if report.quick else servers.Settings(), report)
+        return
+    if name == "bits":
+        from bench import bits
+
+        bits.run(bits.QUICK if report.quick else bits.Settings(), report)
         return
     # The others need the runtime.
     from bench import (

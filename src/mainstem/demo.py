@@ -60,7 +60,7 @@ _AGENT = (
     " guess what a tool can say, never call one twice for the same thing, and spend no more than 80 in all.\n\nTools:\n"
 )
 _INSTRUCTION = "Answer each question about the following text in one short sentence.\n\n"
-_PARAMS = SamplingParams(max_tokens=32, temperature=0.0)
+_PARAMS = SamplingParams(max_tokens=32, temperature=0.0, logprobs=0)
 _NO_ANSWER = SamplingParams(max_tokens=0)
 _ROOM = 128  # positions for the template, the instruction, a question and its answer
 
@@ -75,6 +75,7 @@ class Turn:
         reused_tokens: prompt tokens that the warm run did not compute.
         answer: the answer of the warm run.
         agree: whether both answers have the same tokens.
+        same_bits: whether the log-probabilities of these are the same numbers, too.
     """
 
     cold_ttft_s: float
@@ -83,6 +84,7 @@ class Turn:
     reused_tokens: int
     answer: str
     agree: bool
+    same_bits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ class Measured:
         speedup: the time to a first token when cold, divided by that when warm.
         reused_tokens: prompt tokens that were not computed: the median of the questions, or the sum of the steps.
         answers_agree: whether every turn got the same tokens cold and warm.
+        bits_agree: whether all log-probabilities were the same numbers, too.
         tree: the cache's tree after the warm runs, as text.
     """
 
@@ -131,6 +134,7 @@ class Measured:
     speedup: float
     reused_tokens: int
     answers_agree: bool
+    bits_agree: bool
     tree: str
 
 
@@ -172,6 +176,7 @@ class _Run:
 
     ttft_s: float
     tokens: tuple[int, ...]
+    scores: tuple[float, ...]
     text: str
     cached_tokens: int
 
@@ -302,6 +307,7 @@ def show(report: Report | AgentReport, console: Console) -> None:
             f" {report.reused_tokens} of {report.prompt_tokens} tokens reused"
         )
     same = "the same answers" if report.answers_agree else f"some answers differ ({report.dtype} rounding)"
+    same = "all answers are the same, bit for bit" if report.bits_agree else same
     console.print(f"{figure}, {same}.", soft_wrap=True)
 
 
@@ -339,6 +345,7 @@ def _turn(prompt: NDArray[np.int32], cold: _Run, warm: _Run) -> dict[str, Any]:
         "reused_tokens": warm.cached_tokens,
         "answer": warm.text,
         "agree": cold.tokens == warm.tokens,
+        "same_bits": (cold.tokens, cold.scores) == (warm.tokens, warm.scores),
     }
 
 
@@ -349,6 +356,7 @@ def _setting(engine: Engine, threads: int, turns: Sequence[Turn], tree: str) -> 
         "dtype": str(engine.dtype).removeprefix("torch."),
         "threads": threads,
         "answers_agree": all(turn.agree for turn in turns),
+        "bits_agree": all(turn.same_bits for turn in turns),
         "tree": tree,
     }
 
@@ -406,7 +414,8 @@ def _ask(
     if usage is None or deltas[-1].error:
         raise MainstemError(f"the generation failed: {deltas[-1].error or 'the engine gave up'}")
     tokens = tuple(token for delta in deltas for token in delta.tokens)
-    return _Run(ttft_s, tokens, "".join(delta.text for delta in deltas), usage.cached_tokens)
+    scores = tuple(score.logprob for delta in deltas for score in delta.logprobs)
+    return _Run(ttft_s, tokens, scores, "".join(delta.text for delta in deltas), usage.cached_tokens)
 
 
 def _shared(prompts: Sequence[NDArray[np.int32]]) -> int:

@@ -89,6 +89,7 @@ def test_the_report_for_people() -> None:
     report = run(TickingEngine())
     lines = [line for line in shown(report).splitlines() if line.strip()]
     assert lines[-1].startswith(f"The first token came {report.speedup:.1f} times sooner")
+    assert lines[-1].endswith("all answers are the same, bit for bit.")
     assert "6 prompts" in lines[-2]  # the tree
     assert any(
         "How tall is the lighthouse?" in line and f"{report.questions[1].speedup:.1f}x" in line for line in lines
