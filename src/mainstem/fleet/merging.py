@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import NamedTuple, TypeAlias
 
 from mainstem.fleet.front.asking import Head
@@ -32,7 +33,12 @@ def best(answers: Sequence[Whole]) -> Whole:
 
 def _unless_failed(merge: Merge) -> Merge:
     """Returns a merge that gives the first answer that failed, if there is one."""
-    return lambda answers: next((answer for answer in answers if answer.head.status >= 400), None) or merge(answers)
+
+    @wraps(merge)
+    def merged(answers: Sequence[Whole]) -> Whole:
+        return next((answer for answer in answers if answer.head.status >= 400), None) or merge(answers)
+
+    return merged
 
 
 @_unless_failed
