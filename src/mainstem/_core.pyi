@@ -642,6 +642,13 @@ class DecoderLayer:
         Multiplies the activation of `opened` by `widened`, [rows, inner], in place, without the GIL.
         """
 
+def scan(q: int, k: int, v: int, decay: int, beta: int, state: int, out: int, sizes: tuple[int, int, int, int, int], by_key: bool, threads: int) -> None:
+    """
+    Computes linear attention with a decay, token by token, without the GIL.
+
+    Tensors are addresses of contiguous float32. `sizes` are rows, tokens, heads, and numbers of a key and of a value. q and k are [rows, tokens, heads, keys], v and `out` [rows, tokens, heads, values], `decay` as k if `by_key`, else [rows, tokens, heads], as is `beta`, 0 without the delta rule. `state` [rows, heads, keys, values] is overwritten.
+    """
+
 class Replay:
     """
     Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.

@@ -455,6 +455,7 @@ NB_MODULE(_core, m) {
   bind_copy(m);
   bind_entropy(m);
   bind_kernels(m);
+  bind_scans(m);
   bind_replay(m);
   bind_routing(m);
 }

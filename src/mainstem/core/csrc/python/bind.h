@@ -189,6 +189,7 @@ void bind_cache(nb::module_& m);
 void bind_copy(nb::module_& m);
 void bind_entropy(nb::module_& m);
 void bind_kernels(nb::module_& m);
+void bind_scans(nb::module_& m);
 void bind_replay(nb::module_& m);
 void bind_routing(nb::module_& m);
 
