@@ -249,13 +249,15 @@ def test_a_codec_of_storage_beside_8_bits_is_refused() -> None:
         EngineConfig(kv_cache_dtype="fp8", tiers=tiers)
 
 
-def test_attention_over_8_bits_is_computed_by_the_core_and_on_a_gpu_by_pytorch_which_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("device", "kind", "name"), [("cpu", PageAttention, "the core"), ("cuda", TreeAttention, "PyTorch")]
+)
+def test_the_log_says_what_computes_attention_over_8_bits(
+    device: str, kind: type[Attention], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert type(attention_for(torch.device("cpu"), "int8")) is PageAttention
-    assert type(attention_for(torch.device("cuda"), "int8")) is TreeAttention
+    assert type(attention_for(torch.device(device), "int8")) is kind
     (line,) = caplog.messages
-    assert "KV in int8: attention is computed by PyTorch" in line
+    assert f"KV in int8: attention is computed by {name}" in line
 
 
 def test_layers_of_a_decoder_are_not_one_call_over_8_bits() -> None:

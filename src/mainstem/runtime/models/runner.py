@@ -206,10 +206,13 @@ def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attenti
 
     That in Triton does not read pages in 8 bits: PyTorch's does.
     """
-    if device.type == "cpu":
+    is_cpu = device.type == "cpu"
+    if kv_cache_dtype != "auto":
+        name = "the core" if is_cpu else "PyTorch"
+        log.warning("KV in %s: attention is computed by %s, and layers by their own code", kv_cache_dtype, name)
+    if is_cpu:
         return PageAttention()
     if kv_cache_dtype != "auto":
-        log.warning("KV in %s: attention is computed by PyTorch, and layers by their own code", kv_cache_dtype)
         return TreeAttention()
     if device.type == "cuda":
         try:
