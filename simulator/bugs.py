@@ -647,7 +647,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a layer in one call is not compared by its keys", "-", _DECODERS,
-        "zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)", "[(ours, own)]",
+        "zip([self.compute(x, given), *_written(paging.plans[name], layer)], [own, *before], strict=True)",
+        "[(self.compute(x, given), own)]",
         "tests/runtime/kernels/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
     ),
     _mutant(
@@ -1122,12 +1123,18 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "all groups of a quantized weight have the scale of the first", "-", _LINEAR,
         "const float scale = scales[i / kGroup];", "const float scale = scales[0];",
-        "tests/runtime/models/test_quantization.py::test_codes_and_weight_give_the_same_bits_in_bfloat16",
+        "tests/runtime/models/test_quantization.py::test_codes_and_weight_give_the_same_bits",
     ),
     _mutant(
-        "one row more is computed from codes of 4 bits", "-", _CORE + "kernels/linear.h",
-        "kInt4Rows = 7;", "kInt4Rows = 8;",
+        "one row more is computed from codes of 4 bits", "-", _LINEAR,
+        "kPackedRows = 7;", "kPackedRows = 8;",
         "tests/runtime/models/test_quantization.py::test_fewer_than_eight_rows_read_the_codes_and_more_the_weight",
+    ),
+    _mutant(
+        "from 17 rows on sums have another order", "here", _LINEAR,
+        "if (has_dots()) return", "if (has_dots() && rows < 17) return",
+        "tests/runtime/kernels/test_kernels.py::"
+        "test_a_row_has_the_same_bits_however_many_rows_and_layers_are_with_it",
     ),
     # ---------------------------------------------------------------- advice
     _mutant(

@@ -106,6 +106,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["plain", "avx2", "avx512", "avx512_bf16", "amx"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each set of instructions that the machine has."""
+    from mainstem import _core
+
+    best = _core.instructions()
+    _core.limit_instructions(request.param)
+    try:
+        if _core.instructions() != request.param:
+            pytest.skip("the machine does not have these instructions")
+        yield
+    finally:
+        _core.limit_instructions(best)
+
+
 @pytest.fixture
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the file store rewrite its index and grow its file every few calls."""

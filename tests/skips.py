@@ -120,7 +120,7 @@ EXCUSES = (
     *(Excuse(re.escape(tool.reason), lambda tool=tool: tool.missing, tool.package) for tool in TOOLS),  # type: ignore[misc]
     Excuse("no Mooncake client", _no_mooncake, "libibverbs1"),
     Excuse("there is no CUDA device here", _no_cuda),
-    Excuse("the machine has no tiles of bfloat16", lambda: not _core.has_tiles()),
+    Excuse("the machine does not have these instructions", lambda: _core.instructions() != "amx"),
     Excuse("Triton is not installed", lambda: sys.platform != "linux"),
     Excuse("the counts that are kept are of", _another_compiler),
     Excuse("no small (disk|file system)", lambda: True),  # the test tries to mount one first

@@ -562,33 +562,28 @@ class EntropyCoder:
         Raises BadArgument if these bytes are no code of as many numbers; `numbers` are then undefined.
         """
 
-def kernel_isa() -> str:
+def instructions() -> str:
     """
-    The instructions that `linear` and `rms_norm` use: "avx512", "avx2", or "": this machine cannot run them.
-    """
-
-def has_dots() -> bool:
-    """Whether this machine multiplies pairs of bfloat16 in one instruction."""
-
-def has_tiles() -> bool:
-    """
-    Whether this machine multiplies tiles of bfloat16, and Linux lets this process.
+    The instructions that kernels compute with: "plain", "avx2", "avx512", "avx512_bf16" (pairs of bfloat16) or "amx" (tiles of them). Each has an order of sums of its own.
     """
 
-int4_rows: int = 7
+def limit_instructions(name: str) -> None:
+    """
+    Lets kernels compute with no more than these, so that machines of several kinds compute the same. Raises BadArgument if the name is unknown.
+    """
 
 def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, bfloat16: bool, threads: int) -> None:
     """
     Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.
 
-    Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the same weight in 4 bits, see `kernels.Int4`; `int4_rows` or fewer rows are computed from them. Raises BadArgument if `inputs` is not a multiple of 32.
+    Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with codes.
     """
 
 def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: float, offset: float, rounds: bool, bfloat16: bool, threads: int) -> None:
     """
     Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.
 
-    Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. Raises BadArgument if `width` is not a multiple of 32.
+    Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. Raises BadArgument if `width` is 0.
     """
 
 class AttentionPlan:
@@ -625,21 +620,6 @@ class DecoderLayer:
         Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to their slots.
 
         `cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below `positions`.
-        """
-
-    def turn(self, q: int, k: int, cosines: int, sines: int, rows: int, threads: int) -> None:
-        """
-        Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place, without the GIL.
-        """
-
-    def join(self, x: int, found: int, normed: int, rows: int, threads: int) -> None:
-        """
-        Adds `found` to x, [rows, hidden], and writes the norm before the MLP of the sum to `normed` if that is not 0; without the GIL.
-        """
-
-    def open(self, opened: int, widened: int, rows: int, threads: int) -> None:
-        """
-        Multiplies the activation of `opened` by `widened`, [rows, inner], in place, without the GIL.
         """
 
 def scan(q: int, k: int, v: int, decay: int, beta: int, state: int, out: int, sizes: tuple[int, int, int, int, int], by_key: bool, threads: int) -> None:

@@ -11,9 +11,6 @@ from rigs.serving import tiny_folder
 from bench import weights
 from bench.report import Report
 from mainstem.runtime.models.loading import load_model
-from tests.runtime.kernels.test_kernels import NEEDS_ISA
-
-pytestmark = NEEDS_ISA
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])

@@ -100,7 +100,7 @@ FOREIGN = {
     # transformers has no other way
     "runtime/attention/paged.py": {"_attn_implementation", "_can_set_attn_implementation"},
     "runtime/kernels/exchanges.py": {"_parameters"},  # the attributes of a module are found ten times as slowly
-    "runtime/kernels/linear.py": {"_is_amx_tile_supported"},  # PyTorch 2.6 has no other name for it
+    "runtime/kernels/bare_weights.py": {"_grouped_mm"},  # PyTorch 2.9 has no other name for it
     "runtime/parallel/launch.py": {"_exit"},  # the only end of a process that waits for nothing
     "runtime/models/refusals.py": {"_can_set_attn_implementation"},  # the same
     # what a recording that failed leaves open, PyTorch 2.11 closes nowhere else

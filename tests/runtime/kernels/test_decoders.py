@@ -14,14 +14,12 @@ from transformers.models.llama import modeling_llama
 
 from bench.tiny_models import VOCAB, tiny
 from mainstem.runtime.kernels import decoders
-from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.segments import Segment
-from tests.runtime.kernels.test_kernels import NEEDS_ISA
 from tests.runtime.models.test_adapters import save
 from tests.runtime.models.test_runner import loaded
 
-pytestmark = [NEEDS_ISA, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WHOLE: dict[str, dict[str, Any]] = {"head_dim": 32, "hidden_size": 96}
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,33 +36,18 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the spread of logits
 
 
-WAYS = ("compute_few", "compute_many")
-
-
-def count_rows(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
-    """Returns a list that gets the number of rows of each layer that the kernel computes in a way from now on."""
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of the layers that the kernel computes from now on."""
     rows: list[int] = []
-    own = getattr(decoders._Kernel, way)
+    own = decoders._Kernel.compute
 
     def counting(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
         rows.append(x.shape[1])
-        result: torch.Tensor = own(self, x, given)
-        return result
+        return own(self, x, given)
 
-    monkeypatch.setattr(decoders._Kernel, way, counting)
+    monkeypatch.setattr(decoders._Kernel, "compute", counting)
     return rows
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of rows of the layers that the kernel computes in one call from now on."""
-    return count_rows(monkeypatch, "compute_few")
-
-
-@pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of rows of the layers that the kernel computes in several calls from now on."""
-    return count_rows(monkeypatch, "compute_many")
 
 
 def runner_of(model: PreTrainedModel) -> ModelRunner:
@@ -109,12 +92,12 @@ def test_a_step_computes_what_the_models_own_code_does(kind: str, dtype: torch.d
     with torch.inference_mode():
         expected = plain(input_ids=torch.from_numpy(np.stack(prompts)).long()).logits.float()[:, -3:]
     found = torch.stack([*decoded(runner, prompts)], 1)
-    assert computed == [3] * 9  # three layers, three steps
+    assert computed == [37] * 9 + [3] * 9  # three layers, three prompts and three steps
     spread = float(expected.max() - expected.min())
     assert float((found - expected).abs().max()) / spread < LIMIT[dtype]
 
 
-def test_a_prompt_of_few_tokens_and_a_draft_are_few_rows(computed: list[int]) -> None:
+def test_a_prompt_of_few_tokens_and_a_draft_are_one_call_a_layer(computed: list[int]) -> None:
     model = tiny("llama", **WHOLE)
     plain = copy.deepcopy(model)
     runner = runner_of(model)
@@ -133,9 +116,7 @@ def test_a_prompt_of_few_tokens_and_a_draft_are_few_rows(computed: list[int]) ->
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_are_computed_in_parts(
-    kind: str, dtype: torch.dtype, threads: int, computed: list[int], in_parts: list[int]
-) -> None:
+def test_many_rows_are_one_call_a_layer(kind: str, dtype: torch.dtype, threads: int, computed: list[int]) -> None:
     family, changes = KNOWN[kind]
     # Wide enough for more than one part of the rows a thread.
     model = tiny(family, **{**WHOLE, "hidden_size": 192, "intermediate_size": 320, **changes}).to(dtype)
@@ -143,7 +124,7 @@ def test_many_rows_are_computed_in_parts(
     plain.set_attn_implementation("eager")
     prompts = random_prompts(3, 128)
     runner = ModelRunner(replace(loaded(model), dtype=dtype), 96, 4)
-    computed.clear(), in_parts.clear()
+    computed.clear()
     torch.set_num_threads(threads)  # the fixture `one_thread` sets it back
     tables = [
         (np.random.default_rng(i).permutation(np.arange(32 * i, 32 * i + 32)).astype(np.int32),) for i in range(3)
@@ -157,21 +138,12 @@ def test_many_rows_are_computed_in_parts(
     ]
     layers = runner.exchanged.layers  # in bfloat16 one may round so differently that it is refused
     assert layers >= 2
-    assert (computed, in_parts) == ([], [150] * layers + [234] * layers)
+    assert computed == [150] * layers + [234] * layers
     with torch.inference_mode():
         expected = plain(input_ids=torch.from_numpy(np.stack(prompts)).long()).logits.float()
     error = (torch.cat(found, 1).float() - expected) / float(expected.max() - expected.min())
     assert float(error.abs().max()) < 2 * LIMIT[dtype]  # PyTorch's own attention in place of eager: 1.4 times
     assert float(error.square().mean().sqrt()) < LIMIT[dtype] / 4
-
-
-def test_a_layer_is_one_call_up_to_as_many_rows_as_are_quicker_so(computed: list[int], in_parts: list[int]) -> None:
-    runner = runner_of(tiny("llama", **WHOLE))
-    computed.clear(), in_parts.clear()
-    rows = kernels.most_rows(torch.float32)
-    for count in (rows, rows + 1):
-        runner.forward([Segment(random_prompts(1)[0][:count], 0, (table(0),), 1)])
-    assert (computed, in_parts) == ([rows] * 3, [rows + 1] * 3)
 
 
 def test_an_adapter_is_computed_by_its_own_layers(tmp_path: Path, computed: list[int]) -> None:
@@ -190,7 +162,7 @@ def test_an_adapter_is_computed_by_its_own_layers(tmp_path: Path, computed: list
         expected = adapted(input_ids=torch.from_numpy(np.stack(prompts)).long()).logits[:, -3:]
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
     assert len([*decoded(runner, prompts)]) == 3
-    assert computed == [2] * 9  # without it, the layers are as they were
+    assert computed == [37] * 6 + [2] * 9  # without it, the layers are as they were
 
 
 # ---- what is not exchanged
@@ -234,20 +206,17 @@ def test_a_layer_whose_parts_are_watched_is_not_exchanged() -> None:
 
 
 @pytest.mark.parametrize("part", ["keys", "results"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_layer_that_computes_something_else_is_not_exchanged(
-    part: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = getattr(decoders._Kernel, way)
+def test_a_layer_that_computes_something_else_is_not_exchanged(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = decoders._Kernel.compute
 
     def off(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
-        result: torch.Tensor = own(self, x, given)
+        result = own(self, x, given)
         if self._index == 1:
             plan = given["paging"].plans["full"]
             (plan.pool.k[1].flatten(0, 1)[plan.slot_ids[0]] if part == "keys" else result).mul_(1.001)
         return result
 
-    monkeypatch.setattr(decoders._Kernel, way, off)
+    monkeypatch.setattr(decoders._Kernel, "compute", off)
     exchanged = runner_of(tiny("llama", **WHOLE)).exchanged
     assert (exchanged.layers, exchanged.refused) == (2, 1)
 

@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 from bench.tiny_models import FAMILIES, HYBRIDS, tiny
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.exchanges import Exchanged, exchange, restore, sharing
-from tests.runtime.kernels.test_kernels import NEEDS_ISA
 
-pytestmark = NEEDS_ISA
 PROMPT = torch.arange(2, 10).unsqueeze(0)
 PLAIN = Exchanged()
 

@@ -320,7 +320,7 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
         (True, "avx512", torch.bfloat16, "AMX or AVX-512 BF16"),
         (False, "avx512", torch.bfloat16, "half of the memory"),
         (False, "avx2", torch.bfloat16, "half of the memory"),
-        (False, "", torch.float32, "neither AVX-512 nor AVX2"),
+        (False, "plain", torch.float32, "neither AVX-512 nor AVX2"),
     ],
 )
 def test_auto_takes_a_dtype_by_the_processor(

@@ -3,10 +3,6 @@
     x += attention(norm(x))     11 modules and functions of transformers, each with Python of its own:
     x += mlp(norm(x))           together they take longer than the work of a decode step
 
-    few rows     one call of the core
-    many rows    products and attention as everywhere, and what is between them in three calls: PyTorch has eleven
-                 passes over all rows there, which take as long as the products
-
 A layer is exchanged if its code is that of Llama, Mistral, Qwen 2 or Qwen 3, instruction by instruction, and if it then
 computes the same: in the self-test of a runner, both compute, and what differs stays as it was. The layer keeps its
 class, its weights and its submodules. It computes by its own code when it has an adapter or a cache.
@@ -26,7 +22,7 @@ from torch import nn
 
 from mainstem import _core
 from mainstem.runtime.attention.few_rows import PageAttention, page_plan
-from mainstem.runtime.attention.paged import Attention, BatchPlan, Paging
+from mainstem.runtime.attention.paged import BatchPlan, Paging
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.exchanges import is_exchanged, rounding_error, weights_of
 
@@ -143,13 +139,7 @@ class _Kernel:
         self._core, self._index = core, int(attention.layer_idx)
         self._weights = [weight.data for weight in layer.parameters()]  # at the addresses that the core has
         self._dtype = self._weights[0].dtype
-        self._numbers, self._scale = int(attention.head_dim), float(attention.scaling)
-        self._norm: torch.nn.Module = layer.input_layernorm
-        self._linears = [
-            weights_of(getattr(part, name))
-            for part, names in ((attention, _PROJECTIONS), (layer.mlp, _MLP))
-            for name in names
-        ]
+        self._numbers = int(attention.head_dim)
         self._differs = self._compared = False
 
     @classmethod
@@ -169,7 +159,10 @@ class _Kernel:
             return None  # they want to see what the kernel does not show
         heads, kv_heads = (len(linear.weight) // attention.head_dim for linear in linears[:2])
         sizes = (linears[0].in_features, len(linears[4].weight), heads, kv_heads, attention.head_dim)
-        if attention.head_dim % kernels.STEP or linears[2].out_features != linears[1].out_features:
+        if (
+            any(size % kernels.STEP for size in (*sizes[:2], attention.head_dim))
+            or linears[2].out_features != linears[1].out_features
+        ):
             return None
         core = _core.DecoderLayer(
             sizes,
@@ -205,11 +198,6 @@ class _Kernel:
 
     def compute(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
         """Computes the layer, for what it `takes`."""
-        few = x.shape[1] <= kernels.most_rows(self._dtype)
-        return (self.compute_few if few else self.compute_many)(x, given)
-
-    def compute_few(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-        """Computes the layer in one call."""
         plan, layer, (cosines, sines) = self._begin(x, given)
         keys, values = (plane.numbers for plane in plan.pool.layer(layer))
         out = x.clone(memory_format=torch.contiguous_format)
@@ -224,28 +212,6 @@ class _Kernel:
             keys.shape[0] * keys.shape[1],
             torch.get_num_threads(),
         )
-        return out
-
-    def compute_many(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-        """Computes the layer in calls for each of its products, for attention, and for what is between them."""
-        plan, layer, (cosines, sines) = self._begin(x, given)
-        out, rows, threads = x.clone(memory_format=torch.contiguous_format), x.shape[1], torch.get_num_threads()
-        of_queries, of_keys, of_values, attended, gate, up, down = self._linears
-        normed = self._norm(x)[0]
-        query, key, value = (
-            kernels.product(normed, each).view(rows, -1, self._numbers) for each in (of_queries, of_keys, of_values)
-        )
-        places = cosines.data_ptr(), sines.data_ptr()
-        self._core.turn(query.data_ptr(), key.data_ptr(), *places, rows, threads)
-        attention: Attention = given["paging"].attention
-        seen = attention.attend(layer, query, key, value, self._scale, plan)
-        found = kernels.product(seen.flatten(1), attended)
-        normed = torch.empty_like(found)
-        self._core.join(out.data_ptr(), found.data_ptr(), normed.data_ptr(), rows, threads)
-        opened, widened = kernels.product(normed, gate), kernels.product(normed, up)
-        self._core.open(opened.data_ptr(), widened.data_ptr(), rows, threads)
-        found = kernels.product(opened, down)
-        self._core.join(out.data_ptr(), found.data_ptr(), 0, rows, threads)
         return out
 
     def _begin(
@@ -265,12 +231,9 @@ class _Kernel:
         paging: Paging = given["paging"]
         name, layer = paging.places[self._index]
         before = _written(paging.plans[name], layer)
-        few = x.shape[1] <= kernels.most_rows(self._dtype)
-        for compute in (self.compute_few, self.compute_many) if few else (self.compute_many,):
-            ours = compute(x, given)
-            pairs = zip([ours, *_written(paging.plans[name], layer)], [own, *before], strict=True)
-            self._differs |= any(rounding_error(a, b) > 1 for a, b in pairs)
-        self._compared |= few
+        pairs = zip([self.compute(x, given), *_written(paging.plans[name], layer)], [own, *before], strict=True)
+        self._differs |= any(rounding_error(a, b) > 1 for a, b in pairs)
+        self._compared = True
 
 
 def _written(plan: BatchPlan, layer: int) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.bare_weights import Products, turn_weights, uses_weights
 from mainstem.runtime.kernels.linear import Weights
 from mainstem.runtime.models.quantization import packed
 
@@ -48,7 +49,7 @@ class Exchanged:
         linears, norms: their numbers.
         shared: linear layers that are computed when another one is called.
         refused: modules whose results a kernel did not reproduce; they stay as they were.
-        layers: of the decoder that are one call when rows are few; see `decoders`.
+        layers: of the decoder that are one call; see `decoders`.
     """
 
     linears: int = 0
@@ -67,7 +68,7 @@ class Exchanged:
         if not self.any:
             return "no kernels"
         shared = f"{self.linears} linear layers in {self.linears - self.shared} calls"
-        whole = f"; few rows: {self.layers} layers of the decoder, each in one call" if self.layers else ""
+        whole = f"; {self.layers} layers of the decoder, each in one call" if self.layers else ""
         return f"{kernels.instructions()} kernels compute {shared}, and {self.norms} norms{whole}"
 
 
@@ -105,9 +106,19 @@ def exchange(model: nn.Module, given: Given) -> Exchanged:
     groups = [group for group in _groups(modules, given) if _proven_linears(group, generator)]
     norms = [module for module in modules if _is_norm(module)]
     ours = [module for module in norms if _proven_norm(module, generator)]
+    for module in modules:
+        if uses_weights(module):
+            turn_weights(module)
+            _install(module, _with_products, None)
     linears = sum(type(module) is nn.Linear and kernels.takes(module.weight) for module in modules)
     layers = sum(len(group) for group in groups)
     return Exchanged(layers, len(ours), layers - len(groups), linears - layers + len(norms) - len(ours))
+
+
+def exchange_linear(layer: nn.Module) -> None:
+    """Makes the core compute a linear layer that was added to a model later, as an adapter's."""
+    if type(layer) is nn.Linear and "forward" not in vars(layer) and kernels.takes(layer.weight):
+        _install(layer, _linear, _Group([layer]))
 
 
 def restore(model: nn.Module) -> None:
@@ -135,12 +146,11 @@ class _Group:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
-        self.quantized = all(packed(layer) is not None for layer in layers)
         self._given: torch.Tensor | None = None
         self._results: dict[nn.Linear, torch.Tensor] = {}  # that have not been asked for
 
     def result(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        """Returns what one of them makes of x, for which `kernels.are_few`."""
+        """Returns what one of them makes of x."""
         if x is not self._given or layer not in self._results:
             results = kernels.products(x, [weights_of(each) for each in self.layers])
             self._given, self._results = x, dict(zip(self.layers, results, strict=True))
@@ -163,9 +173,7 @@ def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or x.dtype is not layer._parameters["weight"].dtype:
         return nn.Linear.forward(layer, x)  # which says what is wrong
     group: _Group = layer.kernel
-    if kernels.are_few(x, group.quantized):
-        return group.result(layer, x)
-    return kernels.product(x, weights_of(layer)._replace(int4=None))
+    return group.result(layer, x)
 
 
 def _groups(modules: Sequence[nn.Module], given: Given) -> list[list[nn.Linear]]:
@@ -250,7 +258,13 @@ def _proven_norm(module: nn.Module, generator: torch.Generator) -> bool:
     return True
 
 
-# ---- both
+# ---- all
+
+
+def _with_products(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a module that uses weights of its own."""
+    with Products():
+        return type(module).forward(module, *args, **kwargs)
 
 
 def _install(module: nn.Module, forward: Callable[..., torch.Tensor], kernel: object) -> None:
@@ -259,9 +273,9 @@ def _install(module: nn.Module, forward: Callable[..., torch.Tensor], kernel: ob
 
 
 def is_exchanged(module: nn.Module) -> bool:
-    """Returns whether a kernel computes a linear layer or a norm."""
+    """Returns whether kernels compute a module's products or its norm."""
     own = vars(module).get("forward")
-    return isinstance(own, MethodType) and own.__func__ in (_linear, _norm)
+    return isinstance(own, MethodType) and own.__func__ in (_linear, _norm, _with_products)
 
 
 def rounding_error(ours: torch.Tensor, plain: torch.Tensor) -> float:

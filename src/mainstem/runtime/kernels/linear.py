@@ -1,16 +1,7 @@
-"""Linear layers and norms by the core's kernels, where they are quicker than PyTorch's.
+"""Linear layers and norms by the core's kernels, for any number of rows.
 
-    rows                                          bfloat16          float32
-    few: a decode step, or a verified draft       the core          the core, from two on
-    fewer than 8, of a quantized layer            the core          the core
-    more                                          PyTorch           PyTorch
-    many: a prefill, where bfloat16 is slow       as float32        PyTorch
-
-With few rows a product waits for the weights, and PyTorch reads those of bfloat16 at half of the memory's speed. With
-many rows it computes. Some CPUs multiply bfloat16 at half of the speed of float32, so each weight is widened while it
-is used; others are four times as fast with it (`bfloat16_is_slow`). If the CPU multiplies tiles of bfloat16 (AMX),
-so does the core: up to 32 rows take little longer than one. All are as exact as PyTorch's: sums are float32, and
-rounded once.
+With few rows a product waits for the weights, with many it computes; the core does both, and each number of a result is
+a sum of float32 in one order, rounded once. So a row's results are the same bits whatever rows are computed with it.
 
 This module knows tensors. It does not know models.
 """
@@ -22,20 +13,13 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear
 
 from mainstem import _core
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes that the core's kernels compute with."""
 
-_ISA = _core.kernel_isa()
-
-# Numbers of rows for which the core is quicker.
-_FEW = {torch.bfloat16: range(1, 33), torch.float32: range(2, 13)} if _ISA else {}
-_MANY = 48  # rows from which it pays to widen a weight
-_WIDENED = 1 << 22  # numbers of a weight that are widened at once
-STEP = 32  # the core's kernels take rows of a multiple of so many numbers
+STEP = 32  # whole layers of a decoder have sizes of a multiple of so many numbers
 GROUP = 32  # numbers of a row of a quantized weight that have one scale
 
 
@@ -67,13 +51,8 @@ class Weights(NamedTuple):
 
 
 def instructions() -> str:
-    """Returns the instructions that the core's kernels use: "avx512", "avx2", or "" where the machine has neither."""
-    return _ISA
-
-
-def most_rows(dtype: torch.dtype) -> int:
-    """Returns the largest number of rows for which the core is quicker; 0: never."""
-    return max(_FEW.get(dtype, (0,)))
+    """Returns the instructions that the core's kernels use; see `_core.instructions`."""
+    return _core.instructions()
 
 
 @cache
@@ -82,12 +61,7 @@ def bfloat16_is_native() -> bool:
 
     PyTorch multiplies matrices of bfloat16 more quickly than those of float32 there.
     """
-    return _core.has_dots() or torch.cpu._is_amx_tile_supported()
-
-
-def bfloat16_is_slow() -> bool:
-    """Returns whether PyTorch multiplies matrices of bfloat16 more slowly than those of float32 on this CPU."""
-    return bool(_ISA) and not bfloat16_is_native()
+    return instructions() in ("avx512_bf16", "amx")
 
 
 def takes(tensor: torch.Tensor) -> bool:
@@ -95,27 +69,17 @@ def takes(tensor: torch.Tensor) -> bool:
     return (
         type(tensor.data) is torch.Tensor
         and tensor.device.type == "cpu"
-        and tensor.dtype in _FEW
+        and tensor.dtype in DTYPES
         and tensor.is_contiguous()
-        and tensor.shape[-1] % STEP == 0
         and tensor.numel() > 0
     )
 
 
-def are_few(x: torch.Tensor, quantized: bool = False) -> bool:
-    """Returns whether the core computes layers that are given x, [..., inputs]."""
-    inputs = x.shape[-1]
-    if x.dtype not in _FEW or inputs % STEP:
-        return False
-    rows = x.numel() // inputs
-    return rows in _FEW[x.dtype] or (quantized and 0 < rows <= _core.int4_rows)
-
-
 def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
-    """Computes layers that are given the same few rows, in one call.
+    """Computes layers that are given the same rows, in one call.
 
     Args:
-        x: [..., inputs], for which `are_few`.
+        x: [..., inputs], of one of `DTYPES`, on the CPU.
         layers: of its dtype; `takes` their weights.
 
     Returns:
@@ -134,16 +98,12 @@ def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
     bfloat16 = x.dtype is torch.bfloat16
     _core.linear(x.data_ptr(), rows, inputs, addresses, out.data_ptr(), bfloat16, torch.get_num_threads())
     parts = (out,) if len(sizes) == 1 else out.split_with_sizes(sizes)
-    return [part.view(*batch, -1) for part in parts]
+    return [part.view(*batch, len(layer.weight)) for part, layer in zip(parts, layers, strict=True)]
 
 
 def product(x: torch.Tensor, layer: Weights) -> torch.Tensor:
-    """Computes a layer on the CPU for any number of rows: x [..., inputs] to [..., outputs], of the same dtype."""
-    if are_few(x, layer.int4 is not None):
-        return products(x, [layer])[0]
-    if x.dtype is torch.bfloat16 and x.numel() // x.shape[-1] >= _MANY and bfloat16_is_slow():
-        return _widened(x, layer)
-    return linear(x, layer.weight, layer.bias)
+    """Computes one layer; see `products`."""
+    return products(x, [layer])[0]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:
@@ -173,15 +133,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: floa
         torch.get_num_threads(),
     )
     return out
-
-
-def _widened(x: torch.Tensor, layer: Weights) -> torch.Tensor:
-    """Computes a layer in float32, some of its outputs at a time, so that little memory is needed."""
-    wide = x.flatten(0, -2).float()
-    out = x.new_empty(len(wide), len(layer.weight))
-    size = max(1, _WIDENED // wide.shape[1])
-    for begin in range(0, len(layer.weight), size):
-        part = slice(begin, begin + size)
-        bias = None if layer.bias is None else layer.bias[part].float()
-        out[:, part] = linear(wide, layer.weight[part].float(), bias)
-    return out.view(*x.shape[:-1], -1)

@@ -193,6 +193,8 @@ class Adapters:
         """Makes the adapter's layers around the model's, and leaves the model as it was."""
         from peft import LoraConfig, inject_adapter_in_model
 
+        from mainstem.runtime.kernels.exchanges import exchange_linear, is_exchanged
+
         if hasattr(self._model, "peft_config"):
             raise UnsupportedModel("the model was loaded with an adapter of its own: load it without one")
         before = [(parent, name, layer) for parent in self._model.modules() for name, layer in parent.named_children()]
@@ -212,6 +214,8 @@ class Adapters:
                 weight.requires_grad_(wanted)
         for place in places:
             place.adapted.eval()
+            for layer in place.adapted.modules() if is_exchanged(place.plain) else ():
+                exchange_linear(layer)
         return places
 
     def _adaptable(self) -> Iterator[torch.nn.Module]:

@@ -41,8 +41,7 @@ _THREADS = 2  # the most for which such rows leave none at the end of a share, e
 
 def arithmetic() -> str:
     """Returns the name of the arithmetic of this CPU's kernels: its version, and the instructions that it is for."""
-    name = kernels.instructions() or "plain"
-    return f"{VERSION} {name}_bf16" if name == "avx512" and kernels.bfloat16_is_native() else f"{VERSION} {name}"
+    return f"{VERSION} {kernels.instructions()}"
 
 
 @contextmanager

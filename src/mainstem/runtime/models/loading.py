@@ -224,12 +224,9 @@ def _check_quantization(quantization: str, dtype: str, ranks: Ranks) -> None:
     """Refuses quantized weights where nothing computes with them, before the model is loaded."""
     import torch
 
-    from mainstem.runtime.kernels import linear as kernels
-
     reasons = {
         "none with several ranks (--tp): they divide weights as they are": ranks.size > 1,
         "none on a GPU": torch.cuda.is_available(),
-        "none on a machine with neither AVX-512 nor AVX2": not kernels.instructions(),
         f"none with dtype {dtype}: float32 or bfloat16": dtype == "float16",
     }
     for allowed, applies in reasons.items():
@@ -371,7 +368,7 @@ def auto_dtype(device: str = "cpu") -> tuple[torch.dtype, str]:
         return torch.bfloat16, "the model runs on a GPU"
     if kernels.bfloat16_is_native():
         return torch.bfloat16, "this CPU multiplies bfloat16 (AMX or AVX-512 BF16)"
-    if isa := kernels.instructions():
+    if (isa := kernels.instructions()) != "plain":
         return torch.bfloat16, f"it reads half of the memory, and this CPU has {isa} kernels for it"
     return torch.float32, "this CPU has neither AVX-512 nor AVX2, for which there are kernels for bfloat16"
 

@@ -66,7 +66,8 @@ def packed(layer: nn.Module) -> Int4 | None:
 
 
 def _can(weight: torch.Tensor) -> bool:
-    return kernels.takes(weight) and len(weight) >= _FEWEST and bool(weight.abs().amax() < _LIMITS[1])
+    aligned = kernels.takes(weight) and weight.shape[1] % GROUP == 0
+    return aligned and len(weight) >= _FEWEST and bool(weight.abs().amax() < _LIMITS[1])
 
 
 def _quantize(weight: torch.Tensor) -> Int4:

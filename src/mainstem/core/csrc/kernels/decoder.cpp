@@ -10,6 +10,8 @@ namespace mainstem {
 
 namespace {
 
+constexpr std::size_t kRowsOpened = 512;  // rows of the MLP at a time: what is between its layers stays small
+
 // x += y, [count].
 template <int kLanes, class Number>
 MAINSTEM_INLINE void add(Number* x, const Number* y, std::size_t count) {
@@ -84,7 +86,8 @@ MAINSTEM_AVX2 void rotate_on_avx2(Number* x, const Number* cosines, const Number
 template <class Number>
 Elements<Number> best_elements() {
   if (best_isa() == Isa::kAvx512) return {add_on_avx512<Number>, gate_on_avx512<Number>, rotate_on_avx512<Number>};
-  return {add_on_avx2<Number>, gate_on_avx2<Number>, rotate_on_avx2<Number>};
+  if (best_isa() == Isa::kAvx2) return {add_on_avx2<Number>, gate_on_avx2<Number>, rotate_on_avx2<Number>};
+  return {add<8, Number>, gate<8, Number>, rotate<8, Number>};
 }
 
 }  // namespace
@@ -95,10 +98,11 @@ void Decoder<Number>::run(Number* x, const Number* cosines, const Number* sines,
   const std::size_t rows = plan.rows(), numbers = heads.key_numbers;
   const std::size_t query_size = heads.heads * numbers, key_size = heads.kv_heads * numbers;
   thread_local Scratch scratch;
-  const std::size_t row = 2 * std::max(hidden, query_size) + std::max(query_size + 2 * key_size, 2 * inner);
-  auto* const normed = reinterpret_cast<Number*>(scratch.take(rows * row));
-  Number* const found = normed + rows * std::max(hidden, query_size);  // what is added to x
-  Number* const q = found + rows * std::max(hidden, query_size);
+  const std::size_t most = std::min(rows, kRowsOpened), wide_row = std::max(hidden, query_size);
+  const std::size_t middle = std::max(rows * (query_size + 2 * key_size), most * 2 * inner);
+  auto* const normed = reinterpret_cast<Number*>(scratch.take(2 * rows * wide_row + middle));
+  Number* const found = normed + rows * wide_row;  // what is added to x
+  Number* const q = found + rows * wide_row;
   Number* const k = q + rows * query_size;
   Number* const v = k + rows * key_size;
 
@@ -117,13 +121,16 @@ void Decoder<Number>::run(Number* x, const Number* cosines, const Number* sines,
   multiply<Number>(normed, rows, query_size, attention, threads);
   join(x, found, normed, rows, threads);
 
-  Number* const widened = q + rows * inner;
-  const std::array<Layer<Number>, 2> wide{
-      {{gate.weight, gate.packed, gate.bias, q, inner}, {up.weight, up.packed, up.bias, widened, inner}}};
-  multiply<Number>(normed, rows, hidden, wide, threads);
-  open(q, widened, rows, threads);
-  const std::array<Layer<Number>, 1> narrow{{{down.weight, down.packed, down.bias, found, hidden}}};
-  multiply<Number>(q, rows, inner, narrow, threads);
+  Number* const widened = q + most * inner;
+  for (std::size_t i = 0; i < rows; i += most) {
+    const std::size_t count = std::min(most, rows - i);
+    const std::array<Layer<Number>, 2> wide{
+        {{gate.weight, gate.packed, gate.bias, q, inner}, {up.weight, up.packed, up.bias, widened, inner}}};
+    multiply<Number>(normed + i * hidden, count, hidden, wide, threads);
+    open(q, widened, count, threads);
+    const std::array<Layer<Number>, 1> narrow{{{down.weight, down.packed, down.bias, found + i * hidden, hidden}}};
+    multiply<Number>(q, count, inner, narrow, threads);
+  }
   join(x, found, nullptr, rows, threads);
 }
 

@@ -1,5 +1,4 @@
-// A layer of a decoder as Llama has it. For few rows all its kernels are one call, `run`. For many, PyTorch's products
-// are quicker than ours, and what is between them is a call each.
+// A layer of a decoder as Llama has it, for any number of rows.
 //
 //   h = norm(x);   q, k, v = linear(h);   q, k = rotate(norm(q), norm(k));   x += linear(attention(q, pages with k, v))
 //   h = norm(x);   x += linear(activation(linear(h)) * linear(h))
@@ -51,6 +50,7 @@ struct Decoder {
   void run(Number* x, const Number* cosines, const Number* sines, AttentionPlan& plan, Number* key_pages,
            Number* value_pages, const std::int64_t* slots, unsigned threads) const;
 
+ private:
   // Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place.
   void turn(Number* q, Number* k, const Number* cosines, const Number* sines, std::size_t rows, unsigned threads) const;
 

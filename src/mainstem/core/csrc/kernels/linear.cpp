@@ -1,10 +1,13 @@
 #include "kernels/linear.h"
 
 #include <algorithm>
-#include <memory>
+#include <cstring>
+#include <utility>
+#include <vector>
 
 #include "kernels/functions.h"
 #include "kernels/parallel.h"
+#include "kernels/scratch.h"
 #include "kernels/tiles.h"
 
 namespace mainstem {
@@ -13,104 +16,102 @@ namespace {
 
 constexpr std::size_t kPrefetch = 4096;  // bytes ahead: the hardware's prefetcher stops at the end of each page
 constexpr std::size_t kAlone = 1 << 17;  // bytes of weights that one thread reads before others have begun
-constexpr std::size_t kParts = 4;        // of a thread's work, so that none waits long for another
-
-// The rows of x as float32, pair by pair.
-class Widened {
- public:
-  template <class Number>
-  Widened(const Number* x, std::size_t rows, std::size_t inputs, std::size_t lanes, bool alternates)
-      : count(rows), inputs(inputs), lines_(std::make_unique_for_overwrite<Line[]>(rows * inputs / kLine)) {
-    const std::size_t step = alternates ? 2 : 1;  // in x, between neighbours in a vector
-    const std::size_t second = alternates ? 1 : lanes;
-    float* to = lines_[0].floats;
-    for (std::size_t at = 0; at < rows * inputs; at += 2 * lanes)
-      for (std::size_t lane = 0; lane < lanes; ++lane) {
-        to[at + lane] = widen(x[at + step * lane]);
-        to[at + lanes + lane] = widen(x[at + step * lane + second]);
-      }
-  }
-
-  const float* operator[](std::size_t row) const { return lines_[0].floats + row * inputs; }
-
-  const std::size_t count, inputs;
-
- private:
-  static constexpr std::size_t kLine = 16;
-  struct alignas(64) Line {
-    float floats[kLine];
-  };
-  std::unique_ptr<Line[]> lines_;
-};
-
-// The rows of x as they are.
-template <class Number>
-struct AsGiven {
-  AsGiven(const Number* x, std::size_t rows, std::size_t inputs, std::size_t, bool)
-      : count(rows), inputs(inputs), x(x) {}
-
-  const Number* operator[](std::size_t row) const { return x + row * inputs; }
-
-  const std::size_t count, inputs;
-  const Number* const x;
-};
+constexpr std::size_t kFirstCache = 1 << 14, kSecondCache = 1 << 17;  // bytes of a weight and of x that stay in each
+constexpr std::size_t kStepOfShares = 4;                              // outputs
+constexpr std::size_t kRowsAtOnce = 1536;
+constexpr std::size_t kPackedRows = 7;  // up to which the codes of a weight are read; the weight has the same numbers
+constexpr std::size_t kParts = 4;       // of a thread's work, so that none waits long for another
 
 // How a row of a weight is read, what x is for it, and how many rows of both meet at a time: their sums are registers.
+// A weight's next numbers and those of x are of one type, which says how they are multiplied: `Floats`, a `Pair` of
+// them, or `Words`, pairs of bfloat16.
 
-// A row of a weight as the numbers of a model.
-template <class Number>
-struct Plain {
-  using Given = Widened;
-  static constexpr int kOutputs = 2, kRows = 8;
-  static constexpr bool kAlternates = sizeof(Number) == sizeof(BFloat16);  // its pairs are those of even and odd places
-
-  static Plain of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
-    return {layer.weight + output * inputs};
-  }
-  template <int kLanes>
-  MAINSTEM_INLINE Pair<kLanes> next(std::size_t i) const {
-    return load_pair<kLanes>(numbers + i);
-  }
-  MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof(Number)); }
-
-  const Number* numbers;
+struct Shape {
+  int step;           // numbers of a row that meet at a time
+  int outputs, rows;  // of a tile
 };
 
-// A row of bfloat16 that are multiplied in pairs, without being widened.
-template <class Number>
+// Rows of bfloat16 that are multiplied in pairs, without being widened.
 struct Dots {
-  using Given = AsGiven<Number>;
-  static constexpr int kOutputs = 4, kRows = 6;
-  static constexpr bool kAlternates = false;
+  using Number = BFloat16;
+  using Given = BFloat16;                                     // the numbers of x
+  static constexpr bool kAlternates = false, kIsWide = true;  // it needs instructions of AVX-512
+  template <int kLanes>
+  static constexpr Shape kShape = {2 * kLanes, 4, 6};
 
-  static Dots of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
+  static Dots of(const Layer<BFloat16>& layer, std::size_t output, std::size_t inputs) {
     return {layer.weight + output * inputs};
   }
   template <int kLanes>
   MAINSTEM_INLINE typename Lanes<kLanes>::Words next(std::size_t i) const {
     return load<typename Lanes<kLanes>::Words>(numbers + i);
   }
-  MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof(Number)); }
+  MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof *numbers); }
+
+  // Returns what `next` would, of numbers at even and at odd places.
+  template <int kLanes>
+  static MAINSTEM_INLINE typename Lanes<kLanes>::Words joined(Pair<kLanes> pair) {
+    using Words = typename Lanes<kLanes>::Words;
+    return (load<Words>(&pair.first) >> 16) | (load<Words>(&pair.second) & 0xffff0000u);
+  }
+
+  const BFloat16* numbers;
+};
+
+// Rows of numbers that are multiplied as float32.
+template <class Kept>
+struct Plain {
+  using Number = Kept;
+  using Given = float;
+  static constexpr bool kIsFloat = sizeof(Number) == sizeof(float);
+  static constexpr bool kIsWide = false;
+  static constexpr bool kAlternates = !kIsFloat;  // its pairs are those of even and odd places
+  template <int kLanes>
+  static constexpr Shape kShape = {kIsFloat ? kLanes : 2 * kLanes, kIsFloat&& kLanes == 16 ? 4 : 2,
+                                   kLanes < 16 ? 4
+                                   : kIsFloat  ? 6
+                                               : 8};
+
+  static Plain of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
+    return {layer.weight + output * inputs};
+  }
+  template <int kLanes>
+  MAINSTEM_INLINE auto next(std::size_t i) const {
+    if constexpr (kIsFloat)
+      return load_floats<kLanes>(numbers + i);
+    else
+      return load_pair<kLanes>(numbers + i);
+  }
+  MAINSTEM_INLINE void prefetch(std::size_t i) const { __builtin_prefetch(numbers + i + kPrefetch / sizeof *numbers); }
+
+  // Returns the pair of two of `next`, of numbers at even and at odd places.
+  template <int kLanes>
+  static MAINSTEM_INLINE Pair<kLanes> joined(Pair<kLanes> pair) {
+    return kIsFloat ? zipped<kLanes>(pair, std::make_index_sequence<kLanes>{}) : pair;
+  }
 
   const Number* numbers;
 };
 
-// A row of a weight in 4 bits a number.
-template <class Number>
+// Rows in 4 bits a number, which become what `Form` would read.
+template <class Form>
 struct Packed {
-  using Given = Widened;
-  static constexpr int kOutputs = 2, kRows = 8;
-  static constexpr bool kAlternates = true;
+  using Number = typename Form::Number;
+  using Given = typename Form::Given;
+  static constexpr bool kAlternates = Form::kAlternates, kIsWide = Form::kIsWide;
+  template <int kLanes>
+  static constexpr Shape kShape = {2 * kLanes, 2, kLanes < 16 ? 4 : 8};
 
   static Packed of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
     return {layer.packed.codes + output * inputs / kCodes, layer.packed.scales + output * inputs / kGroup};
   }
   template <int kLanes>
-  MAINSTEM_INLINE Pair<kLanes> next(std::size_t i) const {
+  MAINSTEM_INLINE auto next(std::size_t i) const {
     const std::uint32_t* const group = codes + i / kGroup * (kGroup / kCodes);
     const std::uint32_t begin = i % kGroup;  // four bits for each two places
     const float scale = scales[i / kGroup];
-    return {numbers<kLanes>(group, begin) * scale, numbers<kLanes>(group + 2, begin) * scale};
+    return Form::template joined<kLanes>(
+        {numbers<kLanes>(group, begin) * scale, numbers<kLanes>(group + 2, begin) * scale});
   }
   MAINSTEM_INLINE void prefetch(std::size_t i) const {
     __builtin_prefetch(codes + i / kCodes + kPrefetch / sizeof *codes);
@@ -133,17 +134,37 @@ struct Packed {
   }
 };
 
-// Reads what meets the next numbers of a weight: a pair of widened ones, or pairs of bfloat16.
+// The rows of x as a form wants them, padded with zeros to whole steps.
+template <class Form>
+struct Rows {
+  const typename Form::Given* operator[](std::size_t row) const { return numbers + row * inputs; }
+
+  const typename Form::Given* numbers;
+  std::size_t count, inputs;
+};
+
+// Reads of x what meets the next numbers of a weight.
 template <int kLanes>
-MAINSTEM_INLINE Pair<kLanes> next_of(const float* x) {
-  return load_pair<kLanes>(x);
+MAINSTEM_INLINE void read(const float* x, typename Lanes<kLanes>::Floats& next) {
+  next = load_floats<kLanes>(x);
 }
 template <int kLanes>
-MAINSTEM_INLINE typename Lanes<kLanes>::Words next_of(const BFloat16* x) {
-  return load<typename Lanes<kLanes>::Words>(x);
+MAINSTEM_INLINE void read(const float* x, Pair<kLanes>& next) {
+  next = load_pair<kLanes>(x);
+}
+template <int kLanes>
+MAINSTEM_INLINE void read(const BFloat16* x, typename Lanes<kLanes>::Words& next) {
+  next = load<typename Lanes<kLanes>::Words>(x);
 }
 
 // Adds products to the totals of kN rows of a weight.
+template <int kLanes, int kN>
+MAINSTEM_INLINE void add(typename Lanes<kLanes>::Floats* totals, const typename Lanes<kLanes>::Floats* w,
+                         typename Lanes<kLanes>::Floats x) {
+#pragma GCC unroll 8
+  for (int n = 0; n < kN; ++n)
+    totals[n] += w[n] * x;
+}
 template <int kLanes, int kN>
 MAINSTEM_INLINE void add(typename Lanes<kLanes>::Floats* totals, const Pair<kLanes>* w, Pair<kLanes> x) {
 #pragma GCC unroll 8
@@ -162,17 +183,19 @@ MAINSTEM_INLINE void add(typename Lanes<kLanes>::Floats* totals, const typename 
 }
 
 // Computes kM rows of x times kN rows of the weight.
-template <int kLanes, int kN, int kM, bool kFirst, template <class> class Form, class Number>
-MAINSTEM_INLINE void tile(const typename Form<Number>::Given& x, std::size_t row, const Layer<Number>& layer,
+template <int kLanes, int kN, int kM, bool kFirst, class Form>
+MAINSTEM_INLINE void tile(const Rows<Form>& x, std::size_t row, const Layer<typename Form::Number>& layer,
                           std::size_t output) {
+  constexpr std::size_t kStep = Form::template kShape<kLanes>.step;
+  using Next = decltype(std::declval<Form>().template next<kLanes>(0));
   typename Lanes<kLanes>::Floats total[kM][kN] = {};
-  Form<Number> weight[kN];
+  Form weight[kN];
 #pragma GCC unroll 8
   for (int n = 0; n < kN; ++n)
-    weight[n] = Form<Number>::of(layer, output + n, x.inputs);
+    weight[n] = Form::of(layer, output + n, x.inputs);
   const auto* const rows = x[row];
-  for (std::size_t i = 0; i < x.inputs; i += 2 * kLanes) {
-    decltype(weight[0].template next<kLanes>(i)) w[kN];
+  for (std::size_t i = 0; i < x.inputs; i += kStep) {
+    Next w[kN];
 #pragma GCC unroll 8
     for (int n = 0; n < kN; ++n) {
       w[n] = weight[n].template next<kLanes>(i);
@@ -180,77 +203,134 @@ MAINSTEM_INLINE void tile(const typename Form<Number>::Given& x, std::size_t row
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) {
-      add<kLanes, kN>(total[m], w, next_of<kLanes>(rows + m * x.inputs + i));
+      Next next;
+      read<kLanes>(rows + m * x.inputs + i, next);
+      add<kLanes, kN>(total[m], w, next);
     }
   }
+  Floats4 bias = {};
+  if (layer.bias)
 #pragma GCC unroll 8
-  for (int m = 0; m < kM; ++m) {
-    Floats4 folded[4] = {}, bias = {};
+    for (int n = 0; n < kN; ++n)
+      bias[n] = widen(layer.bias[output + n]);
+  auto* const out = layer.out + row * layer.outputs + output;
 #pragma GCC unroll 8
-    for (int n = 0; n < kN; ++n) {
-      folded[n] = fold<kLanes>(total[m][n]);
-      if (layer.bias) bias[n] = widen(layer.bias[output + n]);
-    }
-    store<4, kN>(layer.out + (row + m) * layer.outputs + output,
-                 sums(folded[0], folded[1], folded[2], folded[3]) + bias);
-  }
+  for (int m = 0; m < kM; ++m)
+    store<4, kN>(out + m * layer.outputs, totals_of<kLanes, kN>(total[m]) + bias);
 }
 
 // Computes the last rows of x, fewer than kM + 1.
-template <int kLanes, int kN, int kM, bool kFirst, template <class> class Form, class Number>
-MAINSTEM_INLINE void last_rows(const typename Form<Number>::Given& x, std::size_t row, const Layer<Number>& layer,
-                               std::size_t output) {
+template <int kLanes, int kN, int kM, bool kFirst, class Form>
+MAINSTEM_INLINE void last_rows(const Rows<Form>& x, std::size_t row, const Layer<typename Form::Number>& layer,
+                               std::size_t output, std::size_t left) {
   if constexpr (kM > 0) {
-    if (x.count - row == kM)
-      tile<kLanes, kN, kM, kFirst, Form>(x, row, layer, output);
+    if (left == kM)
+      tile<kLanes, kN, kM, kFirst>(x, row, layer, output);
     else
-      last_rows<kLanes, kN, kM - 1, kFirst, Form>(x, row, layer, output);
+      last_rows<kLanes, kN, kM - 1, kFirst>(x, row, layer, output, left);
   }
 }
 
-// Computes all rows of x times kN rows of the weight, which the first tile reads from memory.
-template <int kLanes, int kN, template <class> class Form, class Number>
-MAINSTEM_INLINE void all_rows(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t output) {
-  constexpr int kRows = Form<Number>::kRows;
-  if (x.count < kRows) return last_rows<kLanes, kN, kRows - 1, true, Form>(x, 0, layer, output);
-  tile<kLanes, kN, kRows, true, Form>(x, 0, layer, output);
-  std::size_t row = kRows;
-  for (; row + kRows <= x.count; row += kRows)
-    tile<kLanes, kN, kRows, false, Form>(x, row, layer, output);
-  last_rows<kLanes, kN, kRows - 1, false, Form>(x, row, layer, output);
+// Computes some rows of x times kN rows of the weight. `kFirst`: they come from memory.
+template <int kLanes, int kN, bool kFirst, class Form>
+MAINSTEM_INLINE void tiles_of(const Rows<Form>& x, std::size_t row, std::size_t rows,
+                              const Layer<typename Form::Number>& layer, std::size_t begin, std::size_t end) {
+  constexpr int kRows = Form::template kShape<kLanes>.rows;
+  for (std::size_t output = begin; output < end; output += kN)
+    if (rows == kRows)
+      tile<kLanes, kN, kRows, kFirst>(x, row, layer, output);
+    else
+      last_rows<kLanes, kN, kRows - 1, kFirst>(x, row, layer, output, rows);
 }
 
-template <int kLanes, template <class> class Form, class Number>
-MAINSTEM_INLINE void some_outputs(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t begin,
+// Computes rows of x times outputs [begin, end), of which kN at a time. A block of the weight stays in the first cache
+// while rows pass by, and a block of rows in the second one while the weight does.
+template <int kLanes, int kN, class Form>
+MAINSTEM_INLINE void blocks(const Rows<Form>& x, const Layer<typename Form::Number>& layer, std::size_t begin,
+                            std::size_t end) {
+  constexpr std::size_t kRows = Form::template kShape<kLanes>.rows;
+  const std::size_t row_bytes = x.inputs * sizeof(typename Form::Given);
+  const std::size_t outputs = std::max<std::size_t>(kFirstCache / row_bytes / kN, 1) * kN;
+  const std::size_t many = std::max<std::size_t>(kSecondCache / row_bytes / kRows, 1) * kRows;
+  for (std::size_t first = 0; first < x.count; first += many) {
+    const std::size_t last = std::min(first + many, x.count);
+    for (std::size_t output = begin; output < end; output += outputs) {
+      const std::size_t until = std::min(output + outputs, end);
+      tiles_of<kLanes, kN, true>(x, first, std::min(kRows, last - first), layer, output, until);
+      for (std::size_t row = first + kRows; row < last; row += kRows)
+        tiles_of<kLanes, kN, false>(x, row, std::min(kRows, last - row), layer, output, until);
+    }
+  }
+}
+
+template <int kLanes, class Form>
+MAINSTEM_INLINE void some_outputs(const Rows<Form>& x, const Layer<typename Form::Number>& layer, std::size_t begin,
                                   std::size_t end) {
-  constexpr int kOutputs = Form<Number>::kOutputs;
-  std::size_t output = begin;
-  for (; output + kOutputs <= end; output += kOutputs)
-    all_rows<kLanes, kOutputs, Form>(x, layer, output);
-  for (; output < end; ++output)
-    all_rows<kLanes, 1, Form>(x, layer, output);
+  constexpr std::size_t kOutputs = Form::template kShape<kLanes>.outputs;
+  const std::size_t whole = end - (end - begin) % kOutputs;
+  blocks<kLanes, kOutputs>(x, layer, begin, whole);
+  blocks<kLanes, 1>(x, layer, whole, end);
 }
 
-template <template <class> class Form, class Number>
-MAINSTEM_AVX512 void on_avx512(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t begin,
+template <class Form>
+MAINSTEM_AVX512 void on_avx512(const Rows<Form>& x, const Layer<typename Form::Number>& layer, std::size_t begin,
                                std::size_t end) {
-  some_outputs<16, Form>(x, layer, begin, end);
+  some_outputs<16>(x, layer, begin, end);
 }
 
-template <template <class> class Form, class Number>
-MAINSTEM_AVX2 void on_avx2(const typename Form<Number>::Given& x, const Layer<Number>& layer, std::size_t begin,
+template <class Form>
+MAINSTEM_AVX2 void on_avx2(const Rows<Form>& x, const Layer<typename Form::Number>& layer, std::size_t begin,
                            std::size_t end) {
-  some_outputs<8, Form>(x, layer, begin, end);
+  some_outputs<8>(x, layer, begin, end);
 }
 
-// Calls run(layer, begin, end) for parts of the outputs of layers, of which `step` are computed at a time.
+template <class Form>
+void on_any(const Rows<Form>& x, const Layer<typename Form::Number>& layer, std::size_t begin, std::size_t end) {
+  some_outputs<8>(x, layer, begin, end);
+}
+
+// Returns the function that computes some outputs, and how many lanes its vectors have.
+template <class Form>
+auto best_kernel() {
+  const auto kernel = [](auto run, std::size_t lanes) { return std::pair{run, lanes}; };
+  if constexpr (!Form::kIsWide) {
+    if (best_isa() == Isa::kPlain) return kernel(on_any<Form>, 8);
+    if (best_isa() == Isa::kAvx2) return kernel(on_avx2<Form>, 8);
+  }
+  return kernel(on_avx512<Form>, 16);
+}
+
+// Returns rows of x as a form reads them, in `memory` if they are not so already.
+template <class Form>
+Rows<Form> prepared(const typename Form::Number* x, std::size_t rows, std::size_t inputs, std::size_t lanes,
+                    Scratch& memory, unsigned threads) {
+  using Given = typename Form::Given;
+  const std::size_t step = 2 * lanes, stride = (inputs + step - 1) / step * step;
+  if constexpr (!Form::kAlternates)
+    if (stride == inputs) return {x, rows, inputs};
+  auto* const numbers = reinterpret_cast<Given*>(memory.take(rows * stride));
+  share_rows(rows, stride, threads, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t row = begin; row < end; ++row) {
+      Given* const to = numbers + row * stride;
+      std::fill(to + inputs / step * step, to + stride, 0);
+      for (std::size_t i = 0; i < inputs; ++i)
+        if constexpr (Form::kAlternates)
+          to[i / step * step + i % 2 * lanes + i % step / 2] = widen(x[row * inputs + i]);
+        else
+          to[i] = x[row * inputs + i];
+    }
+  });
+  return {numbers, rows, stride};
+}
+
+// Calls run(layer, begin, end) for parts of the outputs of layers.
 template <class Number, class Run>
-void share_outputs(std::span<const Layer<Number>> layers, std::size_t step, std::size_t bytes, unsigned threads,
-                   const Run& run) {
+void share_outputs(std::span<const Layer<Number>> layers, std::size_t step, std::size_t rows, std::size_t bytes,
+                   unsigned threads, const Run& run) {
   std::size_t outputs = 0;
   for (const auto& layer : layers)
     outputs += layer.outputs;
-  if (outputs * bytes <= kAlone) threads = 1;
+  if (outputs * bytes * ((rows + 7) / 8) <= kAlone) threads = 1;
   const std::size_t part = outputs / (threads * kParts) / step * step + step;
   share_out(outputs, part, threads, [&](std::size_t begin, std::size_t end) {
     std::size_t before = 0;  // outputs of the layers before
@@ -262,67 +342,124 @@ void share_outputs(std::span<const Layer<Number>> layers, std::size_t step, std:
   });
 }
 
-template <template <class> class Form, class Number>
-void multiply_as(const Number* given, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
-                 std::size_t bytes, unsigned threads) {
-  const bool wide = best_isa() == Isa::kAvx512;
-  const auto run = wide ? on_avx512<Form, Number> : on_avx2<Form, Number>;
-  const typename Form<Number>::Given x(given, rows, inputs, wide ? 16 : 8, Form<Number>::kAlternates);
-  share_outputs(layers, Form<Number>::kOutputs, bytes, threads,
-                [&](const auto& layer, std::size_t begin, std::size_t end) { run(x, layer, begin, end); });
+// Calls run(layer, begin, end) for outputs [begin, end) of a layer, or of padded copies of them.
+template <class Number, class Run>
+void with_whole_rows(const Layer<Number>& layer, std::size_t begin, std::size_t end, std::size_t given_inputs,
+                     std::size_t inputs, const Run& run) {
+  if (given_inputs == inputs) return run(layer, begin, end);
+  constexpr std::size_t kCopied = 64;  // outputs
+  thread_local Scratch memory;
+  auto* const copy = reinterpret_cast<Number*>(memory.take(kCopied * inputs));
+  for (; begin < end; begin += std::min(kCopied, end - begin)) {
+    const std::size_t count = std::min(kCopied, end - begin);
+    std::fill_n(copy, count * inputs, 0);
+    for (std::size_t n = 0; n < count; ++n)
+      std::copy_n(layer.weight + (begin + n) * given_inputs, given_inputs, copy + n * inputs);
+    run({copy, {}, layer.bias ? layer.bias + begin : nullptr, layer.out + begin, layer.outputs}, 0, count);
+  }
+}
+
+template <class Form>
+void multiply_as(const typename Form::Number* given, std::size_t rows, std::size_t inputs,
+                 std::span<const Layer<typename Form::Number>> layers, std::size_t bytes, unsigned threads) {
+  using Part = Layer<typename Form::Number>;
+  const auto [kernel, lanes] = best_kernel<Form>();
+  thread_local Scratch memory;
+  const auto x = prepared<Form>(given, rows, inputs, lanes, memory, threads);
+  const auto run = [&, kernel = kernel](const Part& layer, std::size_t begin, std::size_t end) {
+    kernel(x, layer, begin, end);
+  };
+  share_outputs(layers, kStepOfShares, rows, bytes, threads,
+                [&](const Part& layer, std::size_t begin, std::size_t end) {
+                  with_whole_rows(layer, begin, end, inputs, x.inputs, run);
+                });
 }
 
 #ifdef __x86_64__
 
-// Writes 16 outputs of the rows of a group.
+// Writes `count` outputs of some rows: sums[output][row].
 MAINSTEM_AVX512 void write_tile(const float (&sums)[kTileRows][kTileRows], const Layer<BFloat16>& layer,
-                                std::size_t output, std::size_t row, std::size_t rows) {
-  float bias[kTileRows] = {};
-  for (std::size_t n = 0; layer.bias && n < kTileRows; ++n)
-    bias[n] = widen(layer.bias[output + n]);
+                                std::size_t output, std::size_t count, std::size_t row, std::size_t rows) {
   for (std::size_t m = 0; m < rows; ++m) {
-    float numbers[kTileRows];
-    for (std::size_t n = 0; n < kTileRows; ++n)
-      numbers[n] = sums[n][m] + bias[n];
-    store<16>(layer.out + (row + m) * layer.outputs + output, load_floats<16>(numbers));
+    float numbers[kTileRows] = {};
+    BFloat16 kept[kTileRows];
+    for (std::size_t n = 0; n < count; ++n)
+      numbers[n] = sums[n][m] + (layer.bias ? widen(layer.bias[output + n]) : 0.0f);
+    store<16>(kept, load_floats<16>(numbers));
+    std::copy_n(kept, count, layer.out + (row + m) * layer.outputs + output);
   }
 }
 
-// Computes outputs [begin, end) of a layer, those by tiles that fill one.
-void outputs_by_tiles(const TiledRows& x, const Layer<BFloat16>& layer, std::size_t begin, std::size_t end) {
-  const std::size_t whole = begin + (end - begin) / kTileRows * kTileRows;
-  {
-    const Tiles tiles;
-    TileSums found;
-    for (std::size_t output = begin; output < whole; output += kTileRows) {
-      const BFloat16* const weight = layer.weight + output * x.inputs;
-      const BFloat16* const next = output + 2 * kTileRows <= end ? weight + kTileRows * x.inputs : weight;
-      for (std::size_t group = 0; group < x.groups(); group += 2) {
-        const std::size_t row = group * kTileRows, left = x.count - row;
-        if (left > kTileRows)
-          multiply_tiles<2>(weight, next, x, group, found);
+// Writes what the codes of an output are to [inputs].
+MAINSTEM_AVX512 void unpack(const Layer<BFloat16>& layer, std::size_t output, std::size_t inputs, BFloat16* to) {
+  const auto codes = Packed<Dots>::of(layer, output, inputs);
+  for (std::size_t i = 0; i < inputs; i += 32) {
+    const auto words = codes.next<16>(i);
+    std::memcpy(to + i, &words, sizeof words);
+  }
+}
+
+// Computes outputs [begin, end) of a layer. Tiles that the weight does not fill, or that are codes, are filled first:
+// so an output is computed in one way wherever a share ends.
+void outputs_by_tiles(const TiledRows& x, const Layer<BFloat16>& layer, std::size_t inputs, bool packed,
+                      std::size_t begin, std::size_t end) {
+  thread_local Scratch memory;
+  const Tiles tiles;
+  TileSums found;
+  for (std::size_t output = begin; output < end; output += kTileRows) {
+    const std::size_t count = std::min(kTileRows, end - output);
+    const BFloat16* weight = layer.weight + output * inputs;
+    if (packed || count < kTileRows || inputs < x.inputs) {
+      auto* const copy = reinterpret_cast<BFloat16*>(memory.take(kTileRows * x.inputs));
+      std::fill_n(copy, kTileRows * x.inputs, 0);
+      for (std::size_t n = 0; n < count; ++n)
+        if (packed)
+          unpack(layer, output + n, inputs, copy + n * x.inputs);
         else
-          multiply_tiles<1>(weight, next, x, group, found);
-        write_tile(found.sums[0], layer, output, row, std::min(left, kTileRows));
-        if (left > kTileRows)
-          write_tile(found.sums[1], layer, output, row + kTileRows, std::min(left - kTileRows, kTileRows));
-      }
+          std::copy_n(weight + n * inputs, inputs, copy + n * x.inputs);
+      weight = copy;
+    }
+    const BFloat16* const next = weight + (output + 2 * kTileRows <= end ? kTileRows * x.inputs : 0);
+    for (std::size_t group = 0; group < x.groups(); group += 2) {
+      const std::size_t row = group * kTileRows, left = x.count - row;
+      multiply_tiles(weight, group == 0 ? next : nullptr, x, group, found);
+      write_tile(found.sums[0], layer, output, count, row, std::min(left, kTileRows));
+      if (left > kTileRows)
+        write_tile(found.sums[1], layer, output, count, row + kTileRows, std::min(left - kTileRows, kTileRows));
     }
   }
-  if (whole == end) return;
-  const AsGiven<BFloat16> as_given(x.x, x.count, x.inputs, 16, false);
-  on_avx512<Dots, BFloat16>(as_given, layer, whole, end);
 }
 
 #endif
 
 void multiply_by_tiles(const BFloat16* given, std::size_t rows, std::size_t inputs,
-                       std::span<const Layer<BFloat16>> layers, unsigned threads) {
+                       std::span<const Layer<BFloat16>> layers, bool packed, unsigned threads) {
 #ifdef __x86_64__
-  const TiledRows x(given, rows, inputs);
-  share_outputs(layers, kTileRows, inputs * sizeof(BFloat16), threads,
-                [&](const auto& layer, std::size_t begin, std::size_t end) { outputs_by_tiles(x, layer, begin, end); });
+  thread_local Scratch memory;
+  const auto padded = prepared<Dots>(given, rows, inputs, kTileNumbers / 2, memory, threads);
+  const TiledRows x(padded.numbers, rows, padded.inputs, threads);
+  share_outputs(layers, kTileRows, rows, inputs * sizeof(BFloat16), threads,
+                [&](const Layer<BFloat16>& layer, std::size_t begin, std::size_t end) {
+                  outputs_by_tiles(x, layer, inputs, packed, begin, end);
+                });
 #endif
+}
+
+// Computes so many rows that what is made of them stays small.
+template <class Number>
+void multiply_some(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
+                   unsigned threads) {
+  const bool packed =
+      rows <= kPackedRows && std::ranges::all_of(layers, [](const auto& layer) { return layer.packed.codes; });
+  const auto as = [&]<class Form>(Form) {
+    if (packed) return multiply_as<Packed<Form>>(x, rows, inputs, layers, inputs / 2, threads);
+    multiply_as<Form>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
+  };
+  if constexpr (sizeof(Number) == sizeof(BFloat16)) {
+    if (has_tiles()) return multiply_by_tiles(x, rows, inputs, layers, packed, threads);
+    if (has_dots()) return as(Dots{});
+  }
+  as(Plain<Number>{});
 }
 
 }  // namespace
@@ -330,13 +467,13 @@ void multiply_by_tiles(const BFloat16* given, std::size_t rows, std::size_t inpu
 template <class Number>
 void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
               unsigned threads) {
-  if (rows <= kInt4Rows && std::ranges::all_of(layers, [](const auto& layer) { return layer.packed.codes; }))
-    return multiply_as<Packed>(x, rows, inputs, layers, inputs / 2, threads);
-  if constexpr (sizeof(Number) == sizeof(BFloat16)) {
-    if (has_tiles()) return multiply_by_tiles(x, rows, inputs, layers, threads);
-    if (has_dots()) return multiply_as<Dots>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
+  std::vector<Layer<Number>> some(layers.begin(), layers.end());
+  for (std::size_t row = 0; row < rows; row += kRowsAtOnce) {
+    const std::size_t count = std::min(kRowsAtOnce, rows - row);
+    multiply_some<Number>(x + row * inputs, count, inputs, some, threads);
+    for (auto& layer : some)
+      layer.out += count * layer.outputs;
   }
-  multiply_as<Plain>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
 }
 
 template void multiply(const float*, std::size_t, std::size_t, std::span<const Layer<float>>, unsigned);

@@ -1,11 +1,16 @@
-// Linear layers for few rows, at the speed at which the memory gives the weights.
+// Linear layers for any number of rows.
 //
-//   out[r] = weight x[r] + bias      weight [outputs, inputs] as it lies in memory, row by row: nothing is packed
+//   out[r] = round(weight x[r] + bias)      weight [outputs, inputs] as it lies in memory, row by row: nothing is
+//   packed
 //
-// A matrix product of a library packs blocks of its operands first, or waits for numbers that are used once. Here a
-// few rows of the weight meet a few of x at a time, in registers. The rows of the weight that come next are prefetched.
-// Where the machine multiplies pairs of bfloat16, nothing is widened. A row of the result does not depend on the other
-// rows.
+// A few rows of the weight meet a few of x at a time, in registers: of one row as quickly as the memory gives the
+// weight, of many as quickly as the machine multiplies. Each number of the result is a sum of float32 in one order,
+// which depends on the instructions alone: not on other rows, other outputs or threads.
+//
+//   lanes      lane l of a vector adds up its products (of pairs), vector after vector; then lanes l and l + 8 are
+//              added, l and l + 4, l and l + 2, both that are left, and the bias. A vector has 16 lanes, or 8 without
+//              AVX-512. Where pairs of bfloat16 are multiplied in one instruction, a lane has pairs; else float32.
+//   tiles      pair after pair, as AMX does it
 #pragma once
 
 #include <cstddef>
@@ -29,9 +34,6 @@ struct Int4 {
 };
 inline constexpr std::size_t kGroup = 32;
 
-// Rows up to which a weight is read as its Int4.
-inline constexpr std::size_t kInt4Rows = 7;
-
 // A layer, and where its results go: [rows, outputs]. `bias` may be null.
 template <class Number>
 struct Layer {
@@ -42,8 +44,10 @@ struct Layer {
   std::size_t outputs;
 };
 
-// Computes layers that are given the same: x [rows, inputs], inputs a multiple of kRowStep. Sums are float32.
-// Few rows are computed from the Int4 of the weights if all layers have one.
+// A number of the Int4 has 8 significant bits at most, and is that of the weight: it does not matter which is read. If
+// all layers have one, few rows are computed from it, as it is smaller.
+
+// Computes layers that are given the same: x [rows, inputs]. Without an Int4, there may be any number of inputs.
 template <class Number>
 void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
               unsigned threads);

@@ -27,15 +27,16 @@ MAINSTEM_INLINE void norm_rows(const Norm<Number>& norm, std::size_t begin, std:
     Number* out = norm.out + row * norm.width;
     Floats squares = {};
     for (std::size_t i = 0; i < norm.width; i += kLanes) {
-      const Floats numbers = load_floats<kLanes>(x + i);
+      const Floats numbers = load_first<kLanes>(x + i, norm.width - i);
       squares += numbers * numbers;
     }
     const float mean = total_of<kLanes>(squares) / static_cast<float>(norm.width);
     const float factor = 1 / std::sqrt(mean + norm.rule.epsilon);
     for (std::size_t i = 0; i < norm.width; i += kLanes) {
-      Floats scaled = load_floats<kLanes>(x + i) * factor;
+      Floats scaled = load_first<kLanes>(x + i, norm.width - i) * factor;
       if (norm.rule.rounds) scaled = rounded<kLanes, Number>(scaled);
-      store<kLanes>(out + i, scaled * (load_floats<kLanes>(norm.weight + i) + norm.rule.offset));
+      const Floats gain = load_first<kLanes>(norm.weight + i, norm.width - i) + norm.rule.offset;
+      store_first<kLanes>(out + i, scaled * gain, norm.width - i);
     }
   }
 }
@@ -50,13 +51,19 @@ MAINSTEM_AVX2 void on_avx2(const Norm<Number>& norm, std::size_t begin, std::siz
   norm_rows<8>(norm, begin, end);
 }
 
+template <class Number>
+void on_any(const Norm<Number>& norm, std::size_t begin, std::size_t end) {
+  norm_rows<8>(norm, begin, end);
+}
+
 }  // namespace
 
 template <class Number>
 void rms_norm(const Number* x, const Number* weight, Number* out, std::size_t rows, std::size_t width,
               const NormRule& rule, unsigned threads) {
   const Norm<Number> norm{x, weight, out, width, rule};
-  const auto run = best_isa() == Isa::kAvx512 ? on_avx512<Number> : on_avx2<Number>;
+  const auto isa = best_isa();
+  const auto run = isa == Isa::kAvx512 ? on_avx512<Number> : isa == Isa::kAvx2 ? on_avx2<Number> : on_any<Number>;
   share_rows(rows, width, threads, [&](std::size_t begin, std::size_t end) { run(norm, begin, end); });
 }
 

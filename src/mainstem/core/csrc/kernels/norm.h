@@ -14,7 +14,7 @@ struct NormRule {
   bool rounds;    // to the rows' numbers before the gain, and again after it
 };
 
-// Computes rows [rows, width] of x to `out`; width is a multiple of kRowStep. Sums and factors are float32.
+// Computes rows [rows, width] of x to `out`. Sums and factors are float32.
 template <class Number>
 void rms_norm(const Number* x, const Number* weight, Number* out, std::size_t rows, std::size_t width,
               const NormRule& rule, unsigned threads);

@@ -10,11 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include "kernels/parallel.h"
 #include "kernels/vectors.h"
 
 namespace mainstem {
@@ -23,41 +19,25 @@ inline constexpr std::size_t kTileRows = 16;     // of a weight, and of x
 inline constexpr std::size_t kTileNumbers = 32;  // of a row
 static_assert(kRowStep % kTileNumbers == 0);
 
-// Returns whether this process may use tiles of bfloat16; the kernel of Linux wants to be asked.
-inline bool has_tiles() {
-#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
-  static const bool allowed = [] {
-    constexpr int kAskForPermission = 0x1023, kTileData = 18;
-    if (!has_dots()) return false;
-    std::uint32_t a = 7, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    constexpr std::uint32_t kBFloat16 = 1u << 22, kTile = 1u << 24;
-    return (d & kBFloat16) && (d & kTile) && syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
-  }();
-  return allowed;
-#else
-  return false;
-#endif
-}
-
 // The rows of x as tiles: 16 rows of x and 32 numbers of each are 16 rows of 16 pairs, the pairs of one place in a row.
 class TiledRows {
  public:
-  TiledRows(const BFloat16* x, std::size_t rows, std::size_t inputs)
+  TiledRows(const BFloat16* x, std::size_t rows, std::size_t inputs, unsigned threads)
       : count(rows),
         inputs(inputs),
-        x(x),
         groups_((rows + kTileRows - 1) / kTileRows),
         tiles_(std::make_unique_for_overwrite<Tile[]>(groups_ * (inputs / kTileNumbers))) {
-    for (std::size_t group = 0; group < groups_; ++group)
-      for (std::size_t i = 0; i < inputs; i += kTileNumbers) {
-        Tile& tile = tiles_[group * (inputs / kTileNumbers) + i / kTileNumbers];
-        for (std::size_t n = 0; n < kTileRows; ++n) {
-          const std::size_t row = group * kTileRows + n;
-          for (std::size_t p = 0; p < kTileNumbers / 2; ++p)
-            tile.pairs[p][n] = row < rows ? load<std::uint32_t>(x + row * inputs + i + 2 * p) : 0;
+    share_rows(groups_, kTileRows * inputs, threads, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t group = begin; group < end; ++group)
+        for (std::size_t i = 0; i < inputs; i += kTileNumbers) {
+          Tile& tile = tiles_[group * (inputs / kTileNumbers) + i / kTileNumbers];
+          for (std::size_t n = 0; n < kTileRows; ++n) {
+            const std::size_t row = group * kTileRows + n;
+            for (std::size_t p = 0; p < kTileNumbers / 2; ++p)
+              tile.pairs[p][n] = row < rows ? load<std::uint32_t>(x + row * inputs + i + 2 * p) : 0;
+          }
         }
-      }
+    });
   }
 
   // Returns the first tile of rows [16 group, 16 group + 16); those of the next numbers follow.
@@ -65,7 +45,6 @@ class TiledRows {
   std::size_t groups() const { return groups_; }
 
   const std::size_t count, inputs;
-  const BFloat16* const x;
 
  private:
   struct alignas(64) Tile {
@@ -115,31 +94,30 @@ struct alignas(64) TileSums {
   float sums[2][kTileRows][kTileRows];
 };
 
-// Computes 16 rows of a weight, [16, inputs] at `weight`, times one or two groups of rows of x. As much
-// memory from `next` on, where the following rows of the weight are, is fetched meanwhile.
-template <int kGroups>
-MAINSTEM_INLINE void multiply_tiles(const BFloat16* weight, const BFloat16* next, const TiledRows& x, std::size_t group,
-                                    TileSums& out) {
-  const std::size_t stride = x.inputs * sizeof(BFloat16), line = 64;
+// Computes 16 rows of a weight, [16, inputs] at `weight`, times a group of rows of x and the next one if there is one.
+// As much memory from `next` on, where the following rows of the weight are, is fetched meanwhile, unless it is null.
+inline void multiply_tiles(const BFloat16* weight, const BFloat16* next, const TiledRows& x, std::size_t group,
+                           TileSums& out) {
+  const std::size_t stride = x.inputs * sizeof(BFloat16), line = 64, size = sizeof(float) * kTileRows * kTileRows;
   const auto* first = static_cast<const char*>(x[group]);
-  const auto* second = kGroups > 1 ? static_cast<const char*>(x[group + 1]) : nullptr;
+  const auto* second = group + 1 < x.groups() ? static_cast<const char*>(x[group + 1]) : nullptr;
   __asm__ volatile("tilezero %tmm0");
-  if (kGroups > 1) __asm__ volatile("tilezero %tmm1");
+  __asm__ volatile("tilezero %tmm1");
   for (std::size_t i = 0; i < x.inputs; i += kTileNumbers) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm2" ::"r"(weight + i), "r"(stride) : "memory");
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm3" ::"r"(first), "r"(line) : "memory");
     __asm__ volatile("tdpbf16ps %tmm3, %tmm2, %tmm0");
-    if (kGroups > 1) {
+    first += size;
+    if (second) {
       __asm__ volatile("tileloadd (%0,%1,1), %%tmm4" ::"r"(second), "r"(line) : "memory");
       __asm__ volatile("tdpbf16ps %tmm4, %tmm2, %tmm1");
-      second += sizeof(float) * kTileRows * kTileRows;
+      second += size;
     }
-    first += sizeof(float) * kTileRows * kTileRows;
-    for (std::size_t n = 0; n < kTileRows; ++n, next += line / sizeof *next)  // in the order in which they lie
+    for (std::size_t n = 0; next && n < kTileRows; ++n, next += line / sizeof *next)  // in the order in which they lie
       __builtin_prefetch(next, 0, 2);
   }
   __asm__ volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(out.sums[0]), "r"(line) : "memory");
-  if (kGroups > 1) __asm__ volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(out.sums[1]), "r"(line) : "memory");
+  __asm__ volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(out.sums[1]), "r"(line) : "memory");
 }
 
 #endif

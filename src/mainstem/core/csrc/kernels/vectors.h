@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "structure/isa.h"
 
@@ -73,6 +74,22 @@ MAINSTEM_INLINE void store(BFloat16* to, typename Lanes<kLanes>::Floats floats) 
   std::memcpy(to, &halves, kCount * sizeof *to);
 }
 
+// Returns the first `count` numbers, and zeros.
+template <int kLanes, class Number>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats load_first(const Number* at, std::size_t count) {
+  if (count >= kLanes) return load_floats<kLanes>(at);
+  Number numbers[kLanes] = {};
+  std::memcpy(numbers, at, count * sizeof *at);
+  return load_floats<kLanes>(numbers);
+}
+template <int kLanes, class Number>
+MAINSTEM_INLINE void store_first(Number* to, typename Lanes<kLanes>::Floats floats, std::size_t count) {
+  if (count >= kLanes) return store<kLanes>(to, floats);
+  Number numbers[kLanes];
+  store<kLanes>(numbers, floats);
+  std::memcpy(to, numbers, count * sizeof *to);
+}
+
 // Returns each as a Number would keep it.
 template <int kLanes, class Number>
 MAINSTEM_INLINE typename Lanes<kLanes>::Floats rounded(typename Lanes<kLanes>::Floats floats) {
@@ -99,6 +116,13 @@ MAINSTEM_INLINE Pair<kLanes> load_pair(const BFloat16* at) {
   const auto both = load<typename Lanes<kLanes>::Words>(at);
   const auto even = both << 16, odd = both & 0xffff0000u;
   return {load<Floats>(&even), load<Floats>(&odd)};
+}
+
+// Returns numbers at even and at odd places in their order: the first half, and the second.
+template <int kLanes, std::size_t... kLane>
+MAINSTEM_INLINE Pair<kLanes> zipped(Pair<kLanes> pair, std::index_sequence<kLane...>) {
+  return {__builtin_shufflevector(pair.first, pair.second, (kLane / 2 + kLane % 2 * kLanes)...),
+          __builtin_shufflevector(pair.first, pair.second, (kLanes / 2 + kLane / 2 + kLane % 2 * kLanes)...)};
 }
 
 // Writes what `load_pair` would read.
@@ -152,16 +176,32 @@ MAINSTEM_INLINE Floats4 sums(Floats4 a, Floats4 b, Floats4 c, Floats4 d) {
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
-// The length of a row is a multiple of this.
-inline constexpr std::size_t kRowStep = 32;
-
-// Returns whether this machine multiplies pairs of bfloat16 in one instruction.
-inline bool has_dots() {
-#ifdef __x86_64__
-  return best_isa() == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
+// Returns the sums of the lanes of each of kCount vectors, at most 4; the rest is 0. The order of additions is that of
+// `fold`, then of `sums`.
+template <int kLanes, int kCount>
+MAINSTEM_INLINE Floats4 totals_of(const typename Lanes<kLanes>::Floats* v) {
+  if constexpr (kLanes == 16 && kCount == 4) {  // the same in fewer instructions
+    using Floats = typename Lanes<16>::Floats;
+    const auto halves = [](Floats a, Floats b) __attribute__((always_inline)) {
+      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+             __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    const Floats ab = halves(v[0], v[1]), cd = halves(v[2], v[3]);
+    Floats each = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                  __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    each += __builtin_shufflevector(each, each, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    each += __builtin_shufflevector(each, each, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return __builtin_shufflevector(each, each, 0, 4, 8, 12);
+  } else {
+    Floats4 folded[4] = {};
+#pragma GCC unroll 4
+    for (int n = 0; n < kCount; ++n)
+      folded[n] = fold<kLanes>(v[n]);
+    return sums(folded[0], folded[1], folded[2], folded[3]);
+  }
 }
+
+// The sizes of a layer of a decoder are multiples of this.
+inline constexpr std::size_t kRowStep = 32;
 
 }  // namespace mainstem

@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <string>
@@ -63,7 +64,9 @@ void check_step(std::size_t length, const char* name) {
 
 void linear(Address x, std::size_t rows, std::size_t inputs, const std::vector<Weight>& weights, Address out,
             bool bfloat16, unsigned threads) {
-  check_step(inputs, "inputs");
+  if (inputs == 0) throw BadValue{"inputs", "0", "1 or more"};
+  for (const auto& [given, outputs] : weights)
+    if (std::get<2>(given)) check_step(inputs, "inputs");
   const nb::gil_scoped_release unlocked;
   (bfloat16 ? multiply_at<BFloat16> : multiply_at<float>)(x, rows, inputs, weights, out, threads);
 }
@@ -77,7 +80,7 @@ void norm_at(Address x, Address weight, Address out, std::size_t rows, std::size
 
 void norm(Address x, Address weight, Address out, std::size_t rows, std::size_t width, float epsilon, float offset,
           bool rounds, bool bfloat16, unsigned threads) {
-  check_step(width, "width");
+  if (width == 0) throw BadValue{"width", "0", "1 or more"};
   const nb::gil_scoped_release unlocked;
   (bfloat16 ? norm_at<BFloat16> : norm_at<float>)(x, weight, out, rows, width, {epsilon, offset, rounds}, threads);
 }
@@ -216,73 +219,41 @@ void run_decoder(const AnyDecoder& self, Address x, Address cosines, Address sin
       self);
 }
 
-template <class Number>
-Number* numbers_at(Address address) {
-  return reinterpret_cast<Number*>(address);
+constexpr std::array<const char*, 5> kInstructions = {"plain", "avx2", "avx512", "avx512_bf16", "amx"};
+
+const char* instructions_name() {
+  return kInstructions[static_cast<std::size_t>(instructions())];
 }
 
-void turn(const AnyDecoder& self, Address q, Address k, Address cosines, Address sines, std::size_t rows,
-          unsigned threads) {
-  const nb::gil_scoped_release unlocked;
-  std::visit(
-      [&]<class Number>(const Decoder<Number>& layer) {
-        layer.turn(numbers_at<Number>(q), numbers_at<Number>(k), numbers_at<Number>(cosines), numbers_at<Number>(sines),
-                   rows, threads);
-      },
-      self);
-}
-
-void join(const AnyDecoder& self, Address x, Address found, Address normed, std::size_t rows, unsigned threads) {
-  const nb::gil_scoped_release unlocked;
-  std::visit(
-      [&]<class Number>(const Decoder<Number>& layer) {
-        layer.join(numbers_at<Number>(x), numbers_at<Number>(found), numbers_at<Number>(normed), rows, threads);
-      },
-      self);
-}
-
-void open(const AnyDecoder& self, Address opened, Address widened, std::size_t rows, unsigned threads) {
-  const nb::gil_scoped_release unlocked;
-  std::visit(
-      [&]<class Number>(const Decoder<Number>& layer) {
-        layer.open(numbers_at<Number>(opened), numbers_at<Number>(widened), rows, threads);
-      },
-      self);
-}
-
-const char* isa_name() {
-  switch (best_isa()) {
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kAvx2:
-      return "avx2";
-    default:
-      return "";
-  }
+void limit(const std::string& name) {
+  const auto found = std::ranges::find(kInstructions, name);
+  if (found == kInstructions.end()) throw BadValue{"name", name, "plain, avx2, avx512, avx512_bf16 or amx"};
+  limit_instructions(static_cast<Instructions>(found - kInstructions.begin()));
 }
 
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
-  m.def("kernel_isa", &isa_name,
-        "The instructions that `linear` and `rms_norm` use: \"avx512\", \"avx2\", or \"\": this machine cannot run "
-        "them.");
-  m.def("has_dots", &has_dots, "Whether this machine multiplies pairs of bfloat16 in one instruction.");
-  m.def("has_tiles", &has_tiles, "Whether this machine multiplies tiles of bfloat16, and Linux lets this process.");
-  m.attr("int4_rows") = kInt4Rows;
+  m.def("instructions", &instructions_name,
+        "The instructions that kernels compute with: \"plain\", \"avx2\", \"avx512\", \"avx512_bf16\" (pairs of "
+        "bfloat16) "
+        "or \"amx\" (tiles of them). Each has an order of sums of its own.");
+  m.def("limit_instructions", &limit, "name"_a,
+        "Lets kernels compute with no more than these, so that machines of several kinds compute the same. Raises "
+        "BadArgument if the name is unknown.");
   m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "bfloat16"_a, "threads"_a,
         nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
                 "int, int], int]], out: int, bfloat16: bool, threads: int) -> None"),
         "Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.\n\n"
         "Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets "
         "[rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the "
-        "same weight in 4 bits, see `kernels.Int4`; `int4_rows` or fewer rows are computed from them. Raises "
-        "BadArgument if `inputs` is not a multiple of 32.");
+        "same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with "
+        "codes.");
   m.def("rms_norm", &norm, "x"_a, "weight"_a, "out"_a, "rows"_a, "width"_a, "epsilon"_a, "offset"_a, "rounds"_a,
         "bfloat16"_a, "threads"_a,
         "Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.\n\n"
         "Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. "
-        "Raises BadArgument if `width` is not a multiple of 32.");
+        "Raises BadArgument if `width` is 0.");
 
   nb::class_<AttentionPlan>(m, "AttentionPlan",
                             "Which rows of a batch see which keys, for all layers of a kind. One thread at a time.")
@@ -324,14 +295,8 @@ void bind_kernels(nb::module_& m) {
                   "numpy.typing.NDArray[numpy.int64], positions: int, threads: int) -> None"),
           "Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to "
           "their slots.\n\n"
-          "`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below `positions`.")
-      .def("turn", &turn, "q"_a, "k"_a, "cosines"_a, "sines"_a, "rows"_a, "threads"_a,
-           "Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place, without the GIL.")
-      .def("join", &join, "x"_a, "found"_a, "normed"_a, "rows"_a, "threads"_a,
-           "Adds `found` to x, [rows, hidden], and writes the norm before the MLP of the sum to `normed` if that is "
-           "not 0; without the GIL.")
-      .def("open", &open, "opened"_a, "widened"_a, "rows"_a, "threads"_a,
-           "Multiplies the activation of `opened` by `widened`, [rows, inner], in place, without the GIL.");
+          "`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below "
+          "`positions`.");
 }
 
 }  // namespace mainstem

@@ -69,7 +69,7 @@ void PrefixDigests::after(Digest before, std::uint32_t first, const std::uint32_
       digests({key_, bytes + page * page_bytes_, page_bytes_, std::uint64_t{first} + page}, found + page);
   };
   if (isa == Isa::kAvx512) each(digest_on_avx512, 8);
-  if (isa != Isa::kNone) each(digest_on_avx2, 4);
+  if (isa != Isa::kPlain) each(digest_on_avx2, 4);
   each(digest_by_one, 1);
   for (page = 0; page < pages; ++page)
     found[page] = before = before ^ found[page];
