@@ -43,6 +43,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.kernels.recurrences import exchange_scans
 from mainstem.runtime.kernels.scans import is_resumed, resume
 from mainstem.runtime.models.caches import Passing
 from mainstem.runtime.models.places import Kind, new_cache, put, run
@@ -287,7 +288,9 @@ class Proof(NamedTuple):
     stacked: bool
 
 
-def prove(model: PreTrainedModel, shape: StateShape, limit: float, ranks: Ranks = ONE_RANK) -> Proof:
+def prove(
+    model: PreTrainedModel, shape: StateShape, limit: float, ranks: Ranks = ONE_RANK, *, exact: bool = False
+) -> Proof:
     """Tests how `model` continues from a state: compares cut prompts and stacked rows with whole prompts.
 
     Attention layers keep their KV in transformers' own cache here, so the model must still have its own attention.
@@ -298,13 +301,18 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float, ranks: Ranks 
         limit: the largest difference of logits to take for rounding, as a fraction of their spread. For several tokens
             and for rows it is three times what single steps differ by: at most `limit`, at least a tenth of it.
         ranks: those that hold the model together; all of them come to the same proof.
+        exact: whether the model's scans are exchanged for those of `recurrences`, if they compute the same.
 
     Raises:
         UnsupportedModel: even token by token, results differ from a whole prompt's.
     """
     with torch.inference_mode():
         trial = _Trial(model, shape, ranks)
+        undo = exchange_scans(model) if exact else None
         stepped = trial.error(stepped=True)
+        if undo is not None and stepped > limit:
+            undo()
+            stepped = trial.error(stepped=True)
         name = model.config.get_text_config(decoder=True).model_type
         if stepped > limit:
             raise UnsupportedModel(

@@ -80,7 +80,7 @@ class ModelRunner:
             limit = TOLERANCE[loaded.dtype]
             kv = kv_shapes(model, layout.kv_layers)
             shape = StateShape.of(model) if layout.state_layers else None
-            self._proof = None if shape is None else prove(model, shape, limit, ranks)
+            self._proof = None if shape is None else prove(model, shape, limit, ranks, exact=ranks.size == 1)
             self.vision = None if loaded.processor is None else Vision(loaded)
             like = torch.empty(0, dtype=loaded.dtype, device=model.device)
             make_pools = partial(Pools, layout, kv, shape, like=like, kv_cache_dtype=kv_cache_dtype)
