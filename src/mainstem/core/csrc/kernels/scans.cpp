@@ -60,13 +60,18 @@ MAINSTEM_AVX2 void on_avx2(const Head& head) {
   scan_head<8>(head);
 }
 
+void on_any(const Head& head) {
+  scan_head<4>(head);
+}
+
 }  // namespace
 
 void scan(const float* q, const float* k, const float* v, const float* decay, const float* beta, float* state,
           float* out, const ScanSizes& sizes, unsigned threads) {
   const auto& [rows, tokens, heads, keys, values, by_key] = sizes;
   const std::size_t decays = by_key ? keys : 1;
-  const auto run = best_isa() == Isa::kAvx512 ? on_avx512 : on_avx2;
+  const Isa isa = best_isa();
+  const auto run = isa == Isa::kAvx512 ? on_avx512 : isa == Isa::kAvx2 ? on_avx2 : on_any;
   const std::size_t all_heads = heads, all_tokens = tokens, all_keys = keys, all_values = values;
   const bool each_key = by_key;
   share_out(rows * heads, 1, threads, [&](std::size_t begin, std::size_t end) {
