@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.request import ImageInput, Request
+from mainstem.runtime.request import ImageInput, Prefix, Request
 from mainstem.settings.engine import SamplingParams
 
 
@@ -57,6 +57,15 @@ def test_bad_tokens_are_named_by_position_and_value() -> None:
 def test_a_priority_is_an_int32() -> None:
     with pytest.raises(BadArgument, match="priority"):
         Request(np.array([1]), priority=2**31)
+
+
+def test_integers_of_numpy_are_taken_as_python_s() -> None:
+    """As uint8, the priority that comes first, -3, would be 253; and no recording could be written as JSON."""
+    request = Request(np.array([1]), priority=np.uint8(3))  # type: ignore[arg-type]
+    image = ImageInput(np.int64(1), np.int64(5), bytes(16), {})  # type: ignore[arg-type]
+    values = request.priority, Prefix(np.int64(4)).end, image.start, image.length  # type: ignore[arg-type]
+    assert [(type(each), each) for each in values] == [(int, 3), (int, 4), (int, 1), (int, 5)]
+    assert -request.priority == -3
 
 
 def test_a_request_keeps_its_own_copy_of_the_prompt() -> None:

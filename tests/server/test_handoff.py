@@ -244,6 +244,7 @@ def test_an_address_that_is_taken_is_one_clear_line() -> None:
     ("made", "name"),
     [
         (lambda: PeerConfig(peers=("somewhere",)), "peers"),
+        (lambda: PeerConfig(peers=("dns:7100",)), "peers"),  # no name, and not a host that is called dns
         (lambda: PeerConfig(peer_listen="1.2.3.4"), "peer_listen"),
         (lambda: PeerConfig(peer_share=0.5), "peer_share"),
         (lambda: PeerConfig(peer_timeout_s=3), "peer_timeout_s"),

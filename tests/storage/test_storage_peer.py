@@ -174,8 +174,9 @@ def test_peers_can_be_named_while_it_runs(kept: MemoryBackend) -> None:
         assert peers.exists(asked) == [True, False]
         peers.follow([second.address, first.address])
         assert PAGES.read(peers, 1, 20) == [SIZE, SIZE]
-        with pytest.raises(BadArgument, match="HOST:PORT"):
-            peers.follow([second.address, "nowhere"])
+        for wrong in ("nowhere", "dns:7100"):
+            with pytest.raises(BadArgument, match="HOST:PORT"):
+                peers.follow([second.address, wrong])
         peers.follow([second.address])
         assert peers.exists(asked) == [False, True]
         peers.follow([])

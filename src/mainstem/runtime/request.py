@@ -55,8 +55,8 @@ class ImageInput:
 
     def __post_init__(self) -> None:
         """Checks all but the inputs, which only the model knows."""
-        check_integer("start", self.start, 0, _INT32_MAX)
-        check_integer("length", self.length, IMAGE_MIN_LENGTH, _INT32_MAX)
+        object.__setattr__(self, "start", check_integer("start", self.start, 0, _INT32_MAX))
+        object.__setattr__(self, "length", check_integer("length", self.length, IMAGE_MIN_LENGTH, _INT32_MAX))
         whole = isinstance(self.identity, bytes) and len(self.identity) == IMAGE_DIGEST_BYTES
         _require("identity", self.identity, whole, f"{IMAGE_DIGEST_BYTES} bytes")
 
@@ -108,7 +108,7 @@ class Prefix:
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        check_integer("end", self.end, 1, _INT32_MAX)
+        object.__setattr__(self, "end", check_integer("end", self.end, 1, _INT32_MAX))
         fits = self.retain_s is None or LEAST_S <= self.retain_s < float("inf")
         _require("retain_s", self.retain_s, fits, f"seconds, {LEAST_S} or more")
 
@@ -199,7 +199,7 @@ class Request:
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
         encode_namespace(self.namespace)
-        check_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX)
+        object.__setattr__(self, "priority", check_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX))
         tokens = np.asarray(self.tokens)
         if tokens.size == 0:
             raise BadTokens(f"a prompt of shape {tokens.shape}: must be one dimension of at least one token")

@@ -344,7 +344,7 @@ def _address(words: str, pattern: str) -> Range:
     return Range(words, holds)
 
 
-_PEERS = _address("HOST:PORT, such as 10.0.0.2:7100", f"(dns:)?{_PEER}")
+_PEERS = _address("HOST:PORT, such as 10.0.0.2:7100", f"(dns:)?+{_PEER}")
 
 
 @dataclass(frozen=True)

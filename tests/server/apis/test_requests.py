@@ -417,7 +417,7 @@ EXTREMES = ["2147483648", "9223372036854775808", "18446744073709551615", "184467
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_valueis_taken_as_it_is_or_refused_by_its_name(name: str) -> None:
+def test_a_number_is_taken_as_it_is_or_refused_by_its_name(name: str) -> None:
     for number in EXTREMES:
         body = f'{{"model": "m", "prompt": "a", "{name}": {number}}}'.encode()
         try:

@@ -46,7 +46,7 @@ from mainstem.units import parse_timeout
 
 log = logging.getLogger(__name__)
 
-ADDRESS = re.compile(r"(?P<dns>dns:)?(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
+ADDRESS = re.compile(r"(?P<dns>dns:)?+(?P<host>[\w.-]+|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
 """HOST:PORT; with `dns:` all addresses of the host."""
 
 NO_SECRET = b"mainstem: peers without a secret"
