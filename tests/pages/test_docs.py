@@ -60,3 +60,12 @@ def test_the_files_with_slow_tests_are_named_where_contributors_look() -> None:
     marked = {path.name for path in files if re.search(r"pytest\.mark\.slow", path.read_text())}
     named = re.findall(r"^\| (`test_.*`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert set(re.findall(r"`(test_\w+\.py)`", " ".join(named))) == marked
+
+
+def test_tests_that_pages_name_exist() -> None:
+    files = {path.stem: path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py")}
+    there = {*files, *re.findall(r"def (test_\w+)", "".join(files.values()))}
+    history = ROOT / "docs" / "decisions.md"
+    pages = [page.read_text() for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page != history]
+    named = {name for page in pages for name in re.findall(r"\btest_\w+\b(?!\*)", page)}
+    assert len(named) > 50 and not named - there
