@@ -94,7 +94,7 @@ class Precompute:
             return []
 
         def answered(finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
-            if True:
+            if finish in ("stop", "length"):
                 self._worker.submit(self._run, turn, request, deltas, parser())
 
         return [EndWatcher(answered)]
