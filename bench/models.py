@@ -412,7 +412,7 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
         "least_hits": _least_hits(prompts, config.page_size),
         **_differences(phases, _plain_rows(subject.plain, prompts, phases["cold"])),
         "kv_bytes": {name: size for name, size in _kv_bytes(made[0]).items() if size},
-        "state_bytes": states.bytes_per_slot if isinstance(states, StatePool) else 0,
+        "state_bytes": states.shape.bytes_per_slot if isinstance(states, StatePool) else 0,
         "notes": notes,
     }
 
