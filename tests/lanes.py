@@ -113,6 +113,7 @@ LANES = (
         "runtime/attention/test_tree_attention",
         "runtime/kernels/test_step_graphs",
         "runtime/attention/test_triton_attention",
+        "runtime/test_bits",
         "runtime/test_exactness",
         "runtime/sampling/test_reading",
         "runtime/test_hf",
