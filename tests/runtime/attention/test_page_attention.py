@@ -17,6 +17,7 @@ from mainstem.cache.components import Attended, Chunked, Window
 from mainstem.errors import BadArgument
 from mainstem.runtime.attention import few_rows as page_attention
 from mainstem.runtime.attention.few_rows import PageAttention
+from mainstem.runtime.attention.folding import seen_keys
 from mainstem.runtime.attention.paged import FULL, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from tests.rigs.batches import Batch, batches
@@ -99,6 +100,23 @@ def test_pages_that_requests_share_are_read_once_by_whole_spans(monkeypatch: pyt
         (512, 11, [2]),
     ]
     assert parts[3].slots.tolist() == [*range(512, 520), 524, 525, 526]
+
+
+def test_no_span_is_in_two_parts_where_requests_part_within_it() -> None:
+    """Three share 320 positions, two of them 680 more: a result is the same bits as that of a request alone."""
+    pool, _ = pool_and_tables(shared=500, requests=0)
+    trunk, branch, other = [*range(80)], [*range(100, 270)], [*range(270, 440)]
+    paths = [[*trunk, *branch, 450], [*trunk, *branch, 451], [*trunk, *other, 452]]
+    extents = [Extent(1, 1003, np.array(path, dtype=np.int32)) for path in paths]
+    plan = plan_batch(extents, pool)
+    parts = [(part.first, len(part.slots), part.rows.tolist()) for part in seen_keys(plan, range(3), 16, 1)]
+    assert parts[:2] == [(0, 256, [0, 1, 2]), (256, 512, [0, 1])]
+    query, key, value = new_rows(3, SHAPE)
+    together = PageAttention().attend(1, query, key, value, 0.3, plan)
+    for i, extent in enumerate(extents):
+        row = slice(i, i + 1)
+        alone = PageAttention().attend(1, query[row], key[row], value[row], 0.3, plan_batch([extent], pool))
+        assert torch.equal(alone[0], together[i])
 
 
 def test_long_parts_are_computed_in_several_units() -> None:

@@ -286,12 +286,13 @@ def seen_keys(plan: BatchPlan, members: Sequence[int], most: int, least_bytes: i
     least = -(-least_bytes // (_position_bytes(plan.pool) * size))
     shared: list[list[int]] = [[] for _ in few]
     for run in shared_runs([query.table for query in few], pages, 1, step):
-        end = run.end // step * step
-        if run._replace(end=end).spared < max(least, 1):
+        # Where others part from its members within a span, it begins with that span, as they share what is before, too.
+        whole = run._replace(begin=run.begin // step * step, end=run.end // step * step)
+        if whole.spared < max(least, 1):
             continue
-        bounds = [run.begin * size, end * size]
-        seen.append(_seen(plan.pool, [few[member] for member in run.members], *bounds))
-        for member in run.members:
+        bounds = [whole.begin * size, whole.end * size]
+        seen.append(_seen(plan.pool, [few[member] for member in whole.members], *bounds))
+        for member in whole.members:
             shared[member] += bounds
     for query, taken in zip(few, shared, strict=True):
         bounds = [query.seen[0], *sorted(taken), query.seen[1]]
