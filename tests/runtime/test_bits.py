@@ -21,7 +21,7 @@ from rigs.letters import Letters
 from bench.tiny_models import ALL, VOCAB, loaded, tiny
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models.exactness import arithmetic
+from mainstem.runtime.models.exactness import arithmetic, watching
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.runner import ModelRunner
@@ -187,6 +187,29 @@ def test_a_restart_from_storage_changes_no_bit(
             assert [scores(engine, [prompt])[0] for prompt in prompts] == expected
             restored = engine.stats().tiers
     assert restored is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "dtype"),
+    [
+        ("exp2", torch.exp2, torch.float32),
+        ("sinh", torch.sinh, torch.float32),
+        ("cosh", torch.cosh, torch.float32),
+        ("celu", torch.celu, torch.float32),
+        ("glu", lambda x: torch.nn.functional.glu(torch.cat([x, x], -1)), torch.float32),
+        ("atan2", lambda x: torch.atan2(x, x.flip(-1)), torch.float32),
+        ("logaddexp", lambda x: torch.logaddexp(x, x.flip(-1)), torch.float32),
+        ("pow", lambda x: x.abs() ** (1 / 3), torch.float32),
+        ("pow", lambda x: x.abs() ** -0.5, torch.bfloat16),
+    ],
+)
+def test_functions_with_other_bits_in_a_rest_are_noticed(
+    name: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    with watching() as found:
+        function(torch.ones(3, 25, dtype=dtype))
+        torch.ones(3, 25).pow(2).mean(-1).pow(-0.5)  # as norms do: the same bits for any rows
+    assert found == {"functions with rests": {name}}
 
 
 def test_pages_of_another_arithmetic_have_another_identity() -> None:

@@ -32,8 +32,16 @@ _KINDS: Mapping[str, str] = {name: kind for kind, names in _SUMS.items() for nam
 # Functions whose vectors and rests differ, by dtype. The others were compared: for all numbers of bfloat16, for a
 # million of float32.
 _RESTS: Mapping[torch.dtype, frozenset[str]] = {
-    torch.float32: frozenset({"silu", "gelu", "sigmoid", "softplus", "mish", "elu"}),
-    torch.bfloat16: frozenset({"gelu", "rsqrt"}),
+    torch.float32: frozenset(
+        {"silu", "gelu", "sigmoid", "softplus", "mish", "elu", "celu", "glu", "exp2", "sinh", "cosh", "logaddexp"}
+        | {"atan2", "pow"}
+    ),
+    torch.bfloat16: frozenset({"gelu", "rsqrt", "pow"}),
+}
+# Powers that PyTorch computes by other functions, in which all numbers of a row have the same bits.
+_PLAIN_POWERS: Mapping[torch.dtype, tuple[float, ...]] = {
+    torch.float32: (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
+    torch.bfloat16: (-2, -1, 0, 0.5, 1, 2, 3, 4),
 }
 _VECTORS = {torch.float32: 32, torch.bfloat16: 64}  # numbers of a row that leave no rest
 _THREADS = 2  # the most for which such rows leave none at the end of a share, either
@@ -84,5 +92,7 @@ def _has_rests(name: str, args: tuple[Any, ...]) -> bool:
     """Returns whether a function of single numbers leaves some to code whose bits are not those of its vectors."""
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or name not in _RESTS.get(x.dtype, ()):
+        return False
+    if name == "pow" and (x.dim() == 0 or (isinstance(args[1], float | int) and args[1] in _PLAIN_POWERS[x.dtype])):
         return False
     return x.dim() == 0 or x.shape[-1] % _VECTORS[x.dtype] != 0 or torch.get_num_threads() > _THREADS
