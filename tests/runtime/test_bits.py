@@ -209,7 +209,7 @@ def test_functions_with_other_bits_in_a_rest_are_noticed(
     with watching() as found:
         function(torch.ones(3, 25, dtype=dtype))
         torch.ones(3, 25).pow(2).mean(-1).pow(-0.5)  # as norms do: the same bits for any rows
-    assert found == {"functions with rests": {name}}
+    assert found == {"elementwise functions with a scalar tail": {name}}
 
 
 def test_pages_of_another_arithmetic_have_another_identity() -> None:

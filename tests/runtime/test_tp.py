@@ -609,7 +609,7 @@ def test_models_that_read_images_are_refused_before_their_weights_are_read(
     model = shutil.copytree(folder("llama", **LLAMA), tmp_path / "llava")
     (model / "model.safetensors").unlink()
     LlavaConfig().save_pretrained(model)
-    refusal(opened, str(model), UnsupportedModel, "llava reads images, which only a single process serves")
+    refusal(opened, str(model), UnsupportedModel, "llava takes images, which ranks do not serve")
 
 
 def test_a_store_that_only_one_process_can_open_is_refused(opened: Open, folder: Folder, tmp_path: Path) -> None:

@@ -215,8 +215,8 @@ class Limits(Settings):
             Checkpoints are kept while slots are free. 0 keeps them only at marks and where prompts part and end.
         states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
         token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
-        draft_tokens: Maximum number of guessed tokens per step, over all requests, that are computed beside the next
-            ones and kept if they are right; the answer is the same. 0 turns this off, as does a GPU that repeats steps.
+        draft_tokens: Maximum number of draft tokens that a step verifies (speculative decoding), over all requests.
+            Drafts do not change the answer. 0 turns them off, as do CUDA graphs.
         max_running: Maximum number of requests that run at the same time; 1 or more.
         age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
         prefetch_sessions: Part of the device's pages for sessions that are expected back soon: their pages are loaded
@@ -486,7 +486,7 @@ class EngineConfig(Limits, Shares):
         kv_cache_dtype: Number format of the keys and values in pages, on the device, the host and in storage.
             auto: that of the model. int8, fp8: 8 bits, so that about twice as many pages fit, with a loss. An answer
             may then differ a little when its prompt is found, even in float32. See docs/serving.md, Exactness.
-        cuda_graphs: Record decode steps on a GPU, and repeat them, so that a step is launched at once.
+        cuda_graphs: Record decode steps as CUDA graphs, and replay each with one launch.
             --no-cuda-graphs launches every kernel.
         max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
         policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.

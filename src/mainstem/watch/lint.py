@@ -35,7 +35,7 @@ KEPT = 10_000
 _AROUND, _SHOWN = 12, 60  # characters of an example before the difference, and in all
 _WORDS, _AGREE = 8, 6  # words that may differ, and that agree after them
 _PIECES, _LONGEST = 1000, 4000  # of a list: how many may be in another order; characters of one
-_OFTEN = 4  # of as many prompts with a salt, one is the first of its salt, or more: it is not a tenant's
+_OFTEN = 4  # if one in so many prompts with a salt brings a new salt, salts do not name tenants
 _SYSTEM = ("system", "system)", "developer)", "instructions")  # how the names of system prompts end
 _BLANK = "\1"
 

@@ -6,7 +6,7 @@
     own           a long prompt's new tokens                   one call, causal: keys are those of the batch
 
 A query whose keys are in several calls gets a partial result of each. A run is cut at what all its queries see, so only
-the rest has masks, and each query sees a key of each call that it is in.
+the rest needs masks, and each query sees at least one key in each of its calls.
 
 This module knows pages, positions and slots. It does not know layers, scores or kernels.
 """

@@ -186,7 +186,7 @@ class Sessions:
         session.turn += 1
 
     def _plan(self, session: _Session, now_s: float, wait_s: float | None) -> None:
-        """Plans when to bring up a session whose turn has ended now, if it is known when it comes back."""
+        """Schedules the prefetch of a session whose turn has just ended, if its next turn can be predicted."""
         session.ended_s, session.planned, session.said = now_s, False, wait_s is not None
         pause_s = wait_s if wait_s is not None else median(session.pauses) if session.pauses else None
         if pause_s is not None and pause_s <= _LONGEST_S:

@@ -2,7 +2,7 @@
 
 docs/arithmetic.md defines the arithmetic. The core's kernels keep to it, and PyTorch's do where they compute by row.
 Its products, attention and convolutions choose their order of sums by the shapes that they are given. Some of its
-functions of single numbers have other bits at the end of a thread's share, where fewer numbers than a vector are left.
+elementwise functions give other bits in the scalar tail of a thread's share, where numbers do not fill a vector.
 So a forward of the self-test is watched: a model is exact if PyTorch computed none of these.
 """
 
@@ -29,9 +29,8 @@ _SUMS = {
 }
 _KINDS: Mapping[str, str] = {name: kind for kind, names in _SUMS.items() for name in names}
 
-# Functions whose vectors and rests differ, by dtype. The others were compared: for all numbers of bfloat16, for a
-# million of float32.
-_RESTS: Mapping[torch.dtype, frozenset[str]] = {
+# Elementwise functions whose vector part and scalar tail differ, by dtype; docs/arithmetic.md says what was compared.
+_TAILED: Mapping[torch.dtype, frozenset[str]] = {
     torch.float32: frozenset(
         {"silu", "gelu", "sigmoid", "softplus", "mish", "elu", "celu", "glu", "exp2", "sinh", "cosh", "logaddexp"}
         | {"atan2", "pow"}
@@ -82,16 +81,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__.removesuffix("_")
-        kind = _KINDS.get(name) or ("functions with rests" if _has_rests(name, args) else None)
+        kind = _KINDS.get(name) or ("elementwise functions with a scalar tail" if _has_tail(name, args) else None)
         if kind is not None:
             self.found.setdefault(kind, set()).add(name)
         return func(*args, **(kwargs or {}))
 
 
-def _has_rests(name: str, args: tuple[Any, ...]) -> bool:
-    """Returns whether a function of single numbers leaves some to code whose bits are not those of its vectors."""
+def _has_tail(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether an elementwise function computes some numbers by scalar code, which gives other bits."""
     x = args[0] if args else None
-    if not isinstance(x, torch.Tensor) or name not in _RESTS.get(x.dtype, ()):
+    if not isinstance(x, torch.Tensor) or name not in _TAILED.get(x.dtype, ()):
         return False
     if name == "pow" and (x.dim() == 0 or (isinstance(args[1], float | int) and args[1] in _PLAIN_POWERS[x.dtype])):
         return False

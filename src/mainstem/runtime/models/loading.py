@@ -240,8 +240,8 @@ def _check_ranks(config: PreTrainedConfig, name: str, max_context: int, size: in
 
     if _reads_images(config):
         raise UnsupportedModel(
-            f"{name} reads images, which only a single process serves: one that a single rank cannot encode would part "
-            "the ranks"
+            f"{name} takes images, which ranks do not serve (use --tp 1): if one rank failed to encode an image, the "
+            "ranks would diverge"
         )
     Layout.of(config, max_context, size)
 

@@ -4,8 +4,8 @@ Higher priority first. Within a priority: preempted requests; then requests that
 oldest first; then the rest, longest cached prefix first, then oldest. Each step looks up and ranks only the first 128
 requests, by priority and arrival.
 
-While a running prefill of its namespace will soon publish a longer page-aligned prefix of a request than the cache has,
-the request is deferred, unless it is past the age limit: so shared prefixes are computed once.
+The queue defers a request while a running prefill of its namespace will soon publish a longer page-aligned prefix of it
+than the cache has, unless the request is past the age limit: so shared prefixes are computed once.
 """
 
 from __future__ import annotations
