@@ -44,3 +44,11 @@ def test_a_model_with_such_modules_computes_the_same_and_rows_do_not_depend_on_o
     assert differ(logits(model), plain) < 1e-5
     modules = [module for module in model.modules() if type(module).__name__ in ("MixtralExperts", "Conv1D")]
     assert modules and all("kernel" in vars(module) for module in modules)
+
+
+def test_a_bias_of_one_number_for_all_outputs_is_added_by_pytorch() -> None:
+    x, weight, bias = torch.randn(3, 32), torch.randn(64, 32), torch.full((1,), 5.0)
+    expected = torch.addmm(bias, x, weight.t())
+    with Products():
+        ours = torch.addmm(bias, x, weight.t())
+    torch.testing.assert_close(ours, expected)

@@ -54,7 +54,7 @@ def turn_weights(module: nn.Module) -> None:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    if not _takes(x, weight) or not (bias is None or _takes(x, bias)):
+    if not _takes(x, weight) or not (bias is None or (_takes(x, bias) and bias.shape == weight.shape[:1])):
         return None
     return kernels.product(x, Weights(weight, bias))
 
