@@ -53,6 +53,19 @@ def test_a_row_has_the_same_bits_however_many_rows_and_layers_are_with_it(
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_cancel_show_any_other_order(dtype: torch.dtype) -> None:
+    """What is left of them is the rounding of each partial sum, which a single bfloat16 of a larger sum would hide."""
+    half, small = random(ROWS[-1], 96, dtype=dtype), random(ROWS[-1], 96, dtype=dtype, seed=1)
+    weight = random(37, 96, dtype=dtype, seed=2)
+    given = Weights(torch.cat([weight, -weight, weight * 2**-12], 1), None)
+    x = torch.cat([half, half, small], 1)
+    alone = torch.cat([product(row.unsqueeze(0), given) for row in x])
+    for rows in ROWS:
+        assert torch.equal(product(x[:rows], given), alone[:rows]), rows
+
+
 def test_more_rows_than_are_computed_at_once_have_the_same_bits() -> None:
     x, given = random(1600, 64), layer(9, 64, torch.float32)
     assert torch.equal(product(x, given), torch.cat([product(part, given) for part in x.split(700)]))
