@@ -22,8 +22,8 @@ class Share:
     """An owner's share of one tier, in fractions of each of the tier's pools.
 
     Args:
-        guaranteed: so much of its pages gives way to nobody else, 0 to 1.
-        maximum: its pages beyond that are evicted first, as soon as nobody uses them; `guaranteed` to 1.
+        guaranteed: the share of the pages, 0 to 1, that no other owner may evict.
+        maximum: the share, `guaranteed` to 1, beyond which its unused pages are evicted before all others.
 
     Raises:
         BadArgument: a fraction is out of range.
@@ -90,7 +90,7 @@ class Quotas:
 
     def __post_init__(self) -> None:
         if any(share.guaranteed for share in self.others.tiers):
-            raise BadArgument("others", self.others, "without a guarantee: there is no bound on how many they are")
+            raise BadArgument("others", self.others, "without a guarantee, since any number of owners may share it")
         if len(self.by_owner) < len(self.named):
             raise BadArgument("named", list(self.named), "one namespace of each owner")
         for row, tier in enumerate(_TIERS):

@@ -104,7 +104,7 @@ WHOLE = Template(generation_prompt=False)
 """Ends with the last message."""
 
 Variant: TypeAlias = tuple[Sequence[Mapping[str, Any]], Template]
-"""A conversation, and how the chat template is applied to it, that part from another one's at some place."""
+"""A conversation and the way in which the chat template is applied to it. Two variants differ from some token on."""
 
 
 class Prompts:

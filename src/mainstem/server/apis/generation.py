@@ -136,7 +136,7 @@ class Generation:
         max_tokens: of an answer; None: all that the context has room for.
         form: of the answer; None: any.
         kept: answers to each prompt that the client gets.
-        choices: answers to each prompt that are generated.
+        choices: how many answers to each prompt are generated.
         logprobs: alternatives to each token of the answer whose log-probabilities are computed; None: none are.
         shows_logprobs: whether the client gets them; else they choose answers.
         prompt_logprobs: the same as `logprobs` of the prompt's tokens, which the client gets.

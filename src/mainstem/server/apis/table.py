@@ -59,7 +59,8 @@ class Api:
         reply: writes its answer.
         request, response, event: the types of the bodies, and of a stream's events; `dict`: any JSON object.
         id_prefix: of an answer's id.
-        alone: fields that make a request one for its prompt alone; None: left out.
+        alone: fields that turn a body into a request that computes the prompt and generates nothing; None: the API
+            has no such request.
         kind: in recordings and traces.
         count: its route that counts tokens.
         late: whether a stream itself refuses a prompt that is too long, since its clients look there.

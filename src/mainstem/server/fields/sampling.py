@@ -30,7 +30,7 @@ class Thinking(Struct):
 class Common(Struct, kw_only=True):
     """The fields that all APIs have; None means the default.
 
-    A field of this type, or of one that is made of it, sets the sampling parameter of its name.
+    Each sets the sampling parameter of the same name. A subclass adds the fields of one API.
     """
 
     model: str

@@ -25,8 +25,8 @@ class Missed(NamedTuple):
 
     Args:
         begin, end: pages of the prompt.
-        cause: one of `LATE`; "component": one is missing, which `detail` names; "too_few": storage has fewer than are
-            worth reading; "unasked": fewer than are worth asking for are missing.
+        cause: one of `LATE`; "component": storage lacks a component, which `detail` names; "too_few": storage
+            has fewer pages than a read is worth; "unasked": fewer are missing than a lookup is worth.
         detail: the component, or the fault of storage.
     """
 

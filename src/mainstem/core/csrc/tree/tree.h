@@ -125,9 +125,9 @@ class Tree : public TreeView {
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` is `from` or below it
 
   // ---- advice
-  // Retains, on a tier, the longest prefix of a key that it has without the others and that `room` is enough for: how
-  // many ids of each component may be kept that no retention keeps so far. A retained prefix is locked until
-  // end_retention(), and counted apart from other locks.
+  // Retains a prefix of a key on one tier until end_retention(): the longest one of which the tier has all pages, and
+  // which adds at most `room[c]` ids of component c to those that are retained already. A retained prefix is locked,
+  // and counted apart from other locks.
   Retained retain(std::string_view ns, Bytes key, std::uint32_t tier, const IdCounts& room);
   // The same for exactly the prefix that ends at a node, or nothing.
   Retained retain(Handle node, std::uint32_t tier, const IdCounts& room);
