@@ -112,6 +112,9 @@ def _no_mooncake() -> bool:
     return sys.platform != "linux" or os.uname().machine != "x86_64" or not find_library("ibverbs")
 
 
+needs_mooncake = pytest.mark.skipif(_no_mooncake(), reason="no Mooncake client: apt-get install libibverbs1")
+
+
 def _absent(*path: str) -> Callable[[], bool]:
     return lambda: not ROOT.joinpath(*path).exists()
 

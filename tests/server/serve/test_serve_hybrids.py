@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rigs.servers import free_port, mooncake_master, rclone_s3, valkey
 from rigs.serving import VOCAB, Answer, Options, Serve, server_of, tiny_folder, unlike
+from skips import needs_mooncake
 
 from bench.tiny_models import ALONE, GATHERED, HYBRIDS, LATENT, RESUMED, WINDOWED
 
@@ -23,7 +24,11 @@ SHARED = 6 * PAGE  # tokens that every prompt begins with
 OWN = 6 * PAGE + 3  # tokens of each prompt alone, which end inside a page
 DOCUMENTS = 12
 CONTEXT = 256
-SLOW_STORES = ("s3", "mooncake")
+STORES = [
+    "valkey",
+    pytest.param("s3", marks=pytest.mark.slow),
+    pytest.param("mooncake", marks=(pytest.mark.slow, needs_mooncake)),
+]
 
 # The family, its changes, and memory for a tenth of all documents: some 20 pages, and some states.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -105,7 +110,7 @@ def test_traffic_ten_times_the_device_then_a_kill_and_the_same_hits_from_storage
 
 
 @pytest.mark.usefixtures("s3_credentials")
-@pytest.mark.parametrize("store", ["valkey", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_STORES)])
+@pytest.mark.parametrize("store", STORES)
 def test_what_one_server_computed_another_one_finds(
     serve: Serve, uncached: list[Answer], store: str, tmp_path: Path
 ) -> None:
