@@ -174,6 +174,20 @@ def test_answers_have_the_same_log_probabilities_however_they_come(
         assert scores(engine, prompts) == expected  # all at once, cold
 
 
+def test_an_answer_that_is_scored_as_a_prompt_has_the_same_log_probabilities(
+    alone: tuple[Callable[[], LoadedModel], list[Tokens], list[object]],
+) -> None:
+    """Who trains on answers needs that, and computes them in chunks of any size."""
+    make, (prompt, *_), _ = alone
+    params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    for budget in (7, 64):
+        with Engine(make(), EngineConfig(pages=200, page_size=8, token_budget=budget)) as engine:
+            answer = scores(engine, [prompt], 30)[0]
+            whole = np.concatenate([prompt, np.array([token for token, _ in answer])])
+            scored = engine.submit(Request(whole, params)).result(timeout_s=patience(120)).prompt_logprobs
+        assert [(each.token, each.logprob) for each in scored[len(prompt) - 1 :]] == answer
+
+
 def test_a_restart_from_storage_changes_no_bit(
     alone: tuple[Callable[[], LoadedModel], list[Tokens], list[object]], tmp_path: Path
 ) -> None:
