@@ -6,6 +6,7 @@ Logits, keys and values, and states are compared bit by bit, by model and dtype,
 from __future__ import annotations
 
 import itertools
+import platform
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rigs.bits import Bits, Part, Tokens, chunks, differing, interleaved
 from rigs.letters import Letters
 
 from bench.tiny_models import ALL, VOCAB, loaded, tiny
+from mainstem import _core
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.exactness import arithmetic, watching
@@ -230,3 +232,9 @@ def test_pages_of_another_arithmetic_have_another_identity() -> None:
     runner = runner_of("llama", torch.float32)
     named = [each for each in runner.computation if each.startswith("arithmetic ")]
     assert named == ([f"arithmetic {arithmetic()}"] if runner.inexact is None else [])
+
+
+@pytest.mark.usefixtures("instructions")
+def test_the_plain_path_names_the_machine_whose_compiler_made_it() -> None:
+    name = _core.instructions()
+    assert arithmetic() == (f"1 plain {platform.machine()}" if name == "plain" else f"1 {name}")

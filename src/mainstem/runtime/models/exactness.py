@@ -8,6 +8,7 @@ So a forward of the self-test is watched: a model is exact if PyTorch computed n
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,8 +48,12 @@ _THREADS = 2  # the most for which such rows leave none at the end of a share, e
 
 
 def arithmetic() -> str:
-    """Returns the name of the arithmetic of this CPU's kernels: its version, and the instructions that it is for."""
-    return f"{VERSION} {kernels.instructions()}"
+    """Returns the name of the arithmetic of this CPU's kernels: its version, and the instructions that it is for.
+
+    The plain path is whatever a compiler makes of it, which differs by the kind of machine.
+    """
+    instructions = kernels.instructions()
+    return f"{VERSION} {instructions}" + (f" {platform.machine()}" if instructions == "plain" else "")
 
 
 @contextmanager
