@@ -253,7 +253,7 @@ def digests(lane: Lane, root: Path = ROOT) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for pattern in lane.files:
-        paths = sorted(path for path in root.glob(pattern) if path.is_file())
+        paths = sorted(path for path in root.glob(pattern) if path.is_file() and path.suffix != ".pyc")
         if not paths:
             raise FileNotFoundError(f"lane {lane.name}: there is no {pattern}")
         for path in paths:

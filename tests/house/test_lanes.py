@@ -84,6 +84,14 @@ def test_what_it_does_not_depend_on_may_change(root: Path) -> None:
     assert check([LANE], root, _never) == 0
 
 
+def test_what_python_compiles_is_no_file_of_a_lane(root: Path) -> None:
+    lane = replace(LANE, files=("parts/**/*.*", "test_drum.py"))
+    assert run(lane, root, pass_two) == 0
+    (root / "parts" / "__pycache__").mkdir()
+    (root / "parts" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"0")
+    assert changed(lane, root) == []
+
+
 def test_without_a_record_it_fails_and_says_what_makes_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check([LANE], root, _never) == 1
     assert "run `make test-drum` and commit tests/recorded/drum.json" in capsys.readouterr().out
