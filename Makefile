@@ -8,6 +8,7 @@ SGLANG := .venv-sglang
 ROUTERS := .venv-routers
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
+LLAMA := .venv-llama
 FLEET := .venv-fleet
 DIST := .venv-dist
 FUZZ := .venv-fuzz
@@ -58,7 +59,7 @@ help:
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
 	@echo "make bench-engines  Mainstem inside vLLM beside vLLM's own example connector"
-	@echo "make bench-servers  the server beside vLLM's and transformers', over HTTP, on this CPU"
+	@echo "make bench-servers  the server beside vLLM's, transformers' and llama.cpp, over HTTP, on this CPU"
 	@echo "make bench-bits    answers that a hit or a batch changes, in Mainstem, vLLM and transformers, on this CPU"
 	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
 	@echo "make record        run all benchmarks but bench-engines in full, into bench/results/recorded-*.json and the documentation: more than three hours"
@@ -308,7 +309,12 @@ bench-models: $(VENV)/release
 bench-plan: $(VENV)/release
 	$(BIN)/python -m bench plan $(ARGS)
 
-bench-servers: $(VENV)/release $(VLLM)/ready
+$(LLAMA)/ready: bench/llama/package.json
+	@mkdir -p $(LLAMA) && cp bench/llama/package.json $(LLAMA)
+	npm install --prefix $(LLAMA) --ignore-scripts --silent --no-audit --no-fund
+	@touch $@
+
+bench-servers: $(VENV)/release $(VLLM)/ready $(LLAMA)/ready
 	$(BIN)/python -m bench servers $(ARGS)
 
 bench-bits: $(VENV)/release $(VLLM)/ready
@@ -360,4 +366,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(CLIENTS) $(VLLM) $(FLEET) $(DIST) $(FUZZ) $(DOCS) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) $(CLIENTS) $(VLLM) $(LLAMA) $(FLEET) $(DIST) $(FUZZ) $(DOCS) build dist

@@ -3,17 +3,19 @@
 One model in bfloat16, prompts that no server has seen, greedy answers with the log-probabilities of each token. A
 prompt is asked twice, alone: cold, and warm, when its pages are there. Then it is asked beside others. What changes is
 counted: texts, and sets of log-probabilities of a whole answer. The best tokens of the first position are compared in
-numbers, also with those of transformers in float32, which say how exact the others are.
+numbers, also with those of transformers in float32, which say how exact the others are. So do the log-probabilities of
+a longer text, the documentation of this repository: token by token, against float32's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ import torch
 from rich.table import Table
 
 from bench.client import ServerFailed
+from bench.codec import texts_of_documentation, tokens_of
 from bench.hosted import SYSTEMS, THREADS, Hosted
 from bench.report import Report
 from bench.servers import Texts
@@ -40,15 +43,19 @@ class Settings:
         tokens: of a prompt.
         new_tokens: of an answer.
         together: how many prompts are asked at once.
+        passages: of the longer text.
+        length: tokens of each passage; its first one has no log-probability.
     """
 
     prompts: int = 48
     tokens: int = 260
     new_tokens: int = 48
     together: tuple[int, ...] = (4, 16)
+    passages: int = 50
+    length: int = 1025
 
 
-QUICK = Settings(prompts=4, new_tokens=8, together=(4,))
+QUICK = Settings(prompts=4, new_tokens=8, together=(4,), passages=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,9 @@ class Subject(Protocol):
 
     def ask(self, prompts: Sequence[str], new_tokens: int) -> list[Scored]:
         """Answers prompts at once."""
+
+    def read(self, passage: Sequence[int]) -> list[float]:
+        """Returns the log-probabilities of all tokens of a text but the first one."""
 
 
 class Served:
@@ -87,12 +97,19 @@ class Served:
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: self._ask(prompt, new_tokens), prompts))
 
-    def _ask(self, prompt: str, new_tokens: int) -> Scored:
-        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "logprobs": _BEST, **self._body}
-        reply = httpx.post(f"{self._url}/v1/completions", json=body, timeout=_LIMIT_S)
+    def read(self, passage: Sequence[int]) -> list[float]:
+        """See `Subject`."""
+        scores = self._choice(prompt=passage, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+        return [each[str(token)]["logprob"] for each, token in zip(scores[1:], passage[1:], strict=True)]
+
+    def _choice(self, **fields: object) -> Any:
+        reply = httpx.post(f"{self._url}/v1/completions", json={**fields, **self._body}, timeout=_LIMIT_S)
         if reply.status_code != 200:
             raise ServerFailed(f"status {reply.status_code}: {reply.text[:200]}")
-        choice = reply.json()["choices"][0]
+        return reply.json()["choices"][0]
+
+    def _ask(self, prompt: str, new_tokens: int) -> Scored:
+        choice = self._choice(prompt=prompt, max_tokens=new_tokens, temperature=0, logprobs=_BEST)
         scores = choice["logprobs"]
         return Scored(choice["text"], tuple(scores["token_logprobs"]), scores["top_logprobs"][0])
 
@@ -107,14 +124,22 @@ class Plain:
 
     def __init__(self, name: str, dtype: str) -> None:
         self.name = name
-        loaded = load_model(dtype=dtype)
-        self._model: Any = loaded.model
-        self._tokenizer = loaded.tokenizer
+        self.loaded = load_model(dtype=dtype)
+        self._model: Any = self.loaded.model
+        self._tokenizer = self.loaded.tokenizer
         self._seen: set[str] = set()
 
     def ask(self, prompts: Sequence[str], new_tokens: int) -> list[Scored]:
         """See `Subject`."""
         return [self._ask(prompt, new_tokens) for prompt in prompts]
+
+    def read(self, passage: Sequence[int]) -> list[float]:
+        """See `Subject`."""
+        tokens = torch.tensor([passage])
+        with torch.inference_mode():
+            rows = self._model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
+        found: list[float] = rows.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+        return found
 
     def _ask(self, prompt: str, new_tokens: int) -> Scored:
         tokens = torch.tensor([self._tokenizer.encode(prompt)])
@@ -146,6 +171,9 @@ def run(settings: Settings, report: Report) -> None:
     torch.set_num_threads(THREADS)
     report.progress("bits: transformers in float32")
     best = [scored.best for scored in exact.ask(prompts, 1)]
+    text, size = tokens_of(exact.loaded, texts_of_documentation()).tolist(), settings.length
+    passages = [text[at * size :][:size] for at in range(min(settings.passages, len(text) // size))]
+    read = [exact.read(passage) for passage in passages]
     model = Path(str(exact._model.config.name_or_path))
     del exact
     with TemporaryDirectory() as logs:
@@ -159,11 +187,13 @@ def run(settings: Settings, report: Report) -> None:
                 try:
                     server = stack.enter_context(Hosted(system, model, Path(logs, system.name), stopped=False))
                     body = {**system.body, "model": model.name}
-                    report.rows += measure(settings, Served(system.name, server.url, body), prompts, best)
+                    served = Served(system.name, server.url, body)
+                    report.rows += measure(settings, served, prompts, best) + precision(served, passages, read)
                 except ServerFailed as error:
                     report.failures.append(f"{system.name}: {error}")
     report.progress("bits: transformers in bfloat16")
-    report.rows += measure(settings, Plain("transformers", "bfloat16"), prompts, best)
+    plain = Plain("transformers", "bfloat16")
+    report.rows += measure(settings, plain, prompts, best) + precision(plain, passages, read)
     report.tables.append(table(report.rows))
 
 
@@ -195,6 +225,31 @@ def measure(
         beside = [scored for group in groups for scored in subject.ask(group, new)]
         values[f"texts changed by being one of {count} at once"] = _texts(warm, beside)
         values[f"sets of log-probabilities changed by being one of {count} at once"] = _sets(warm, beside)
+    return _rows(subject, values)
+
+
+def precision(
+    subject: Subject, passages: Sequence[Sequence[int]], exact: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """Returns rows of how far the log-probabilities of a text's tokens are from float32's.
+
+    Args:
+        subject: that reads.
+        passages: tokens of the text.
+        exact: the log-probabilities in float32 of all tokens but the first, for each passage.
+    """
+    pairs = zip((subject.read(passage) for passage in passages), exact, strict=True)
+    changes = [a - b for own, best in pairs for a, b in zip(own, best, strict=True)]
+    text = f"a text of {len(changes):,} tokens against float32"
+    values = {
+        f"{text}: log-probabilities, mean distance": mean(map(abs, changes)),
+        f"{text}: perplexity, %": 100 * math.expm1(-mean(changes)),
+        f"{text}: perplexity, standard error of the same": 100 * stdev(changes) / math.sqrt(len(changes)),
+    }
+    return _rows(subject, values)
+
+
+def _rows(subject: Subject, values: Mapping[str, float]) -> list[dict[str, Any]]:
     return [{"system": subject.name, "what": what, "value": value} for what, value in values.items()]
 
 

@@ -203,13 +203,18 @@ def _core(records: Records) -> str:
 
 def _missed(records: Records) -> str:
     """Goals of any benchmark that the recorded run missed."""
-    goals = (goal for _, record in sorted(records.items()) for goal in record.get("goals", ()))
+    goals = ((name, goal) for name, record in sorted(records.items()) for goal in record.get("goals", ()))
     lines = [
-        [goal["what"], _short(goal["measured"]), _short(goal["goal"]), goal["unit"]]
-        for goal in goals
+        [goal["what"] + _kind(name), _short(goal["measured"]), _short(goal["goal"]), goal["unit"]]
+        for name, goal in goals
         if goal["met"] is False
     ]
     return _table(["", "measured", "goal", ""], lines) if lines else "All of them are met."
+
+
+def _kind(record: str) -> str:
+    """Returns the kind of CPU that a record of servers names."""
+    return f", {record.removeprefix('servers-')}" if record.startswith("servers-") else ""
 
 
 def _hits(records: Records) -> str:
@@ -448,12 +453,15 @@ def _models(records: Records) -> str:
 
 
 def _servers(records: Records) -> str:
-    """All tables of the benchmark of servers, which it also prints."""
+    """All tables of the benchmark of servers, which it also prints, for each kind of CPU."""
     from bench.servers import shown  # imports an HTTP client
 
-    if "servers" not in records:
-        return "Not recorded yet."
-    return "\n\n".join(_table(heads, lines) for _, heads, lines in shown(records["servers"]))
+    parts = []
+    for name, record in sorted(records.items()):
+        if name.startswith("servers-"):
+            parts.append(f"Instructions `{name.removeprefix('servers-')}` ({record['machine']['cpu']}):")
+            parts += [_table(heads, lines) for _, heads, lines in shown(record)]
+    return "\n\n".join(parts) or "Not recorded yet."
 
 
 def _states(records: Records) -> str:

@@ -5,6 +5,7 @@ A stopped process (SIGSTOP) takes no processor time, whatever its threads wait f
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -62,6 +63,15 @@ class System:
         return found.stdout.split()[0] if found.stdout else None
 
 
+class LlamaCpp(System):
+    """llama.cpp behind `bench.llama`, whose packages are Node's."""
+
+    def version(self) -> str | None:
+        """Returns the version of node-llama-cpp, or None if it is not installed."""
+        package = ROOT / ".venv-llama" / "node_modules" / self.packages[0] / "package.json"
+        return str(json.loads(package.read_text())["version"]) if package.exists() else None
+
+
 _WHOLE = {"model": "{name}", "ignore_eos": True, "stream_options": {"include_usage": True}}
 
 SYSTEMS = (
@@ -91,6 +101,13 @@ SYSTEMS = (
         "-m transformers.cli.transformers serve {model} --continuous-batching --dtype bfloat16 --device cpu "
         f"--host 127.0.0.1 --port {{port}} --cb-num-blocks {KV_TOKENS // 256} --cb-max-batch-tokens 2048",
         {"generation_config": '{"do_sample": false, "eos_token_id": -1, "pad_token_id": 2}'},
+    ),
+    LlamaCpp(
+        "llama.cpp",
+        ("node-llama-cpp",),
+        Path(sys.executable),
+        f"-m bench.llama {{model}} {{port}} {THREADS} {SEATS}",
+        {},
     ),
 )
 

@@ -29,6 +29,7 @@ class Report:
         date: when it ran, ISO 8601.
         quick: whether it ran with fewer and smaller settings.
         progress: called with a line of text before each step.
+        kind: of the machine, where each kind has a record of its own; empty otherwise.
 
     Attributes:
         rows: rows of the main table.
@@ -40,6 +41,7 @@ class Report:
     date: str
     quick: bool
     progress: Callable[[str], None]
+    kind: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -59,9 +61,13 @@ class Report:
             console.print(f"[bold]failed[/bold]: {failure}")
 
     def write(self, folder: Path, recorded: bool = False) -> Path:
-        """Writes `<name>.json`, or `recorded-<name>.json`, which the repository keeps; returns its path."""
+        """Writes `<name>.json`, or `recorded-<name>.json`, which the repository keeps; returns its path.
+
+        A kind follows the name: `<name>-<kind>.json`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{'recorded-' if recorded else ''}{self.name}.json"
+        name = f"{self.name}-{self.kind}" if self.kind else self.name
+        path = folder / f"{'recorded-' if recorded else ''}{name}.json"
         path.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
         return path
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,8 @@ def test_a_scenario_runs_apart() -> None:
 def test_a_record_has_a_name_of_its_own_and_says_how_long_it_took(tmp_path: Path) -> None:
     path = _report("core").write(tmp_path, recorded=True)
     assert path == tmp_path / "recorded-core.json"
+    kind = replace(_report("core"), kind="amx").write(tmp_path, recorded=True)
+    assert kind == tmp_path / "recorded-core-amx.json"
     assert json.loads(path.read_text())["seconds"] >= 0
 
 

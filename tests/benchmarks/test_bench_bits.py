@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from bench.bits import Scored, Settings, differences, measure, table
+from bench.bits import Scored, Settings, differences, measure, precision, table
 
 BEST = {" a": -0.5, " b": -1.5}
 
@@ -22,6 +22,9 @@ class Double:
 
     def ask(self, prompts: Sequence[str], new_tokens: int) -> list[Scored]:
         return [self._answer(prompt, len(prompts)) for prompt in prompts]
+
+    def read(self, passage: Sequence[int]) -> list[float]:
+        return [-0.5 * token for token in passage[1:]]
 
     def _answer(self, prompt: str, beside: int) -> Scored:
         times = self.asked[prompt] = self.asked.get(prompt, 0) + 1
@@ -49,3 +52,13 @@ def test_texts_scores_and_first_tokens_are_counted_apart() -> None:
 
 def test_only_tokens_among_the_best_of_both_are_compared() -> None:
     assert differences(BEST, {" b": -1.0, " c": -2.0}) == [0.5]
+
+
+def test_a_text_is_compared_with_float32_token_by_token() -> None:
+    rows = precision(Double(), [[9, 1, 2], [9, 3]], [[-0.5, -0.75], [-1.5]])
+    assert [row["value"] for row in rows] == [
+        pytest.approx(0.25 / 3),
+        pytest.approx(100 * (2.718281828 ** (0.25 / 3) - 1)),
+        pytest.approx(100 * 0.25 / 3),
+    ]
+    assert all("3 tokens" in row["what"] for row in rows)

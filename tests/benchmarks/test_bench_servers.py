@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import sys
@@ -23,6 +24,7 @@ from bench.client import Answer, Client, ServerFailed
 from bench.hosted import Hosted, System
 from bench.report import Report
 from bench.servers import COLD, REPEATING, WARM, Settings, Texts, decode_rate, measure, sharing, unshared
+from mainstem import _core
 
 Event = dict[str, Any]
 SMALL = Settings(rounds=2, new_tokens=5, prefix=16, long_prefix=24, loads=(1, 2), alone=2, long_load=3, passage=4)
@@ -143,8 +145,7 @@ def test_the_rate_of_requests_at_once_begins_with_the_first_token_of_any() -> No
 
     assert decode_rate([answer(2, 4), answer(2, 4)]) == 8 / 2
     assert decode_rate([answer(2, 4), answer(4, 6)]) == 8 / 4
-    with pytest.raises(ServerFailed, match="all tokens came at once"):
-        decode_rate([answer(2, 2)])
+    assert decode_rate([answer(2, 2)]) == math.inf
 
 
 # ---------------------------------------------------------------- texts
@@ -349,7 +350,39 @@ def test_a_case_that_takes_a_server_too_long_is_not_repeated_with_it(doubles: tu
     assert rounds.pop(("vLLM", sharing(3, 24))) == 1
     assert set(rounds.values()) == {2}
     assert next(row["ratio"] for row in made.rows if row["what"] == sharing(3, 24)) == 0.5
-    assert "(once)" in figures.TABLES["servers"]({"servers": made.as_json()})
+    assert "(once)" in figures.TABLES["servers"]({"servers-plain": made.as_json()})
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+def test_a_rate_from_chunks_that_came_together_is_measured_again(doubles: tuple[Double, Double], step_s: float) -> None:
+    """Whichever round it was, and however small the time was from the first to the last."""
+    peer = doubles[1]
+    asked, usual_s, loads = peer.ask, peer.step_s, []
+
+    def together_at_first(prompts: Sequence[str], tokens: int) -> list[Answer]:
+        loads.append(len(prompts))
+        peer.step_s = step_s if len(prompts) == 3 and loads.count(3) == 1 else usual_s
+        return asked(prompts, tokens)
+
+    peer.ask = together_at_first  # type: ignore[method-assign]
+    made, rows = measured(*doubles)
+    row = rows["vLLM", sharing(3, 24)]
+    assert (row["discarded"], row["rounds"], row["most"]) == (1, 2, 12.0)
+    assert not made.failures and loads.count(3) == 3
+    assert rows["Mainstem", sharing(3, 24)]["ratio"] == 0.5
+    assert "(12.0 to 12.0, 1 discarded)" in figures.TABLES["servers"]({"servers-plain": made.as_json()})
+    assert {row["discarded"] for (_, what), row in rows.items() if what != sharing(3, 24)} == {0}
+
+
+def test_a_server_whose_chunks_always_come_together_has_no_rate_and_fails_nothing(
+    doubles: tuple[Double, Double],
+) -> None:
+    doubles[1].step_s = 0.0
+    made, rows = measured(*doubles)
+    assert not made.failures
+    assert rows["vLLM", REPEATING]["error"] == "the chunks of its answers came together"
+    assert rows["vLLM", REPEATING]["discarded"] == 2 + servers.AGAIN and "ratio" not in rows["Mainstem", REPEATING]
+    assert "median" in rows["vLLM", unshared(2)]
 
 
 def test_a_server_that_counts_other_tokens_in_a_prompt_fails(doubles: tuple[Double, Double]) -> None:
@@ -378,7 +411,7 @@ def test_the_tables_show_medians_goals_failures_and_loads(
     console = Console(width=200, record=True, quiet=True)
     for table in made.tables:
         console.print(table)
-    page = figures.TABLES["servers"]({"servers": made.as_json()})
+    page = figures.TABLES["servers"]({"servers-plain": made.as_json()})
     for line in (
         "| cold first token, s | 8.00 (8.00 to 8.00) | 16.0 (16.0 to 16.0) | 0.500 | 0.900 | yes |",
         "| warm first token, s | 7.00 (7.00 to 7.00) | 14.0 (14.0 to 14.0) | 0.500 | 0.400 | no |",
@@ -390,6 +423,19 @@ def test_the_tables_show_medians_goals_failures_and_loads(
     ):
         assert line in page
     assert len(made.tables) == 3
+
+
+def test_each_kind_of_cpu_has_tables_and_missed_goals_of_its_own(
+    doubles: tuple[Double, Double], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "GOALS", {WARM: 0.4})
+    made, _ = measured(*doubles)
+    records = {f"servers-{kind}": made.as_json() for kind in ("plain", "amx")}
+    page = figures.TABLES["servers"](records)
+    assert 0 <= page.index("Instructions `amx`") < page.index("Instructions `plain`")
+    assert page.count("| cold first token, s |") == 2
+    missed = figures.TABLES["missed goals"](records)
+    assert f"| {WARM}, Mainstem over vLLM, amx |" in missed and f"| {WARM}, Mainstem over vLLM, plain |" in missed
 
 
 def test_the_documentation_says_that_nothing_is_recorded_yet() -> None:
@@ -458,5 +504,6 @@ def test_the_benchmark_measures_what_is_installed_and_names_the_rest(
     ]
     assert [failure.partition(":")[0] for failure in made.failures] == ["transformers"]
     assert made.versions["pytest, serving"] == pytest.__version__
+    assert made.kind == _core.instructions()
     assert made.settings["threads"] == 2 and "load_at_start" in made.settings
     assert made.more["servers"][0]["preemptions"] == 3
