@@ -29,8 +29,8 @@ from mainstem.cache.policies import REMOVED
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    "README.md", "docs/fleet.md", "docs/gpu.md", "docs/models.md", "docs/numbers.md", "docs/performance.md",
-    "docs/planning.md", "docs/policies.md", "docs/serving.md", "docs/vllm.md",
+    "README.md", "docs/arithmetic.md", "docs/fleet.md", "docs/gpu.md", "docs/models.md", "docs/numbers.md",
+    "docs/performance.md", "docs/planning.md", "docs/policies.md", "docs/serving.md", "docs/vllm.md",
 )  # fmt: skip
 """Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
@@ -464,6 +464,18 @@ def _servers(records: Records) -> str:
     return "\n\n".join(parts) or "Not recorded yet."
 
 
+def _bits(records: Records) -> str:
+    """What changes in answers, by system."""
+    rows = records["bits"]["rows"]
+    values = {(row["system"], row["what"]): row["value"] for row in rows}
+    systems, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("system", "what"))
+
+    def cell(value: float) -> str:
+        return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+    return _table(["", *systems], ([what, *(cell(values[system, what]) for system in systems)] for what in names))
+
+
 def _states(records: Records) -> str:
     """Hits in percent by rule, with few slots for states; the mean last."""
     rules = ("marks", "unmarked", "earlier", "marconi")
@@ -681,6 +693,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "weights": _weights,
     "models": _models,
     "servers": _servers,
+    "bits": _bits,
     "states": _states,
     "engines": _engines,
     **{f"gpu {part}": _gpu(part) for part in _GPU},
