@@ -45,6 +45,7 @@ _WRITE = "tiers/storage/write.py"
 _SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/attention/{part}.py" for part in ("sharing", "folding", "tree"))
 _DECODERS = "runtime/kernels/decoders.py"
+_AUDIT, _AUDITED = "runtime/audit/prefix_audit.py", "tests/runtime/audit/test_audit.py::"
 _BREAKER = "storage/breaker.py"
 _TRITON = "runtime/attention/triton_attention.py"
 _RETENTION = "cache/retention.py"
@@ -650,6 +651,26 @@ PYTHON: tuple[Mutant, ...] = (
         "zip([self.compute(x, given), *_written(paging.plans[name], layer)], [own, *before], strict=True)",
         "[(self.compute(x, given), own)]",
         "tests/runtime/kernels/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
+    ),
+    _mutant(
+        "an audit compares only the first layer", "-", _AUDIT,
+        "np.array_equal(copy, right)", "np.array_equal(copy[: len(copy) // 4], right[: len(copy) // 4])",
+        _AUDITED + "test_the_place_of_a_difference_is_logged",
+    ),
+    _mutant(
+        "a mismatch of an audit is counted and not removed", "-", _AUDIT,
+        "self._means.cache.remove(key, self._prefix.namespace)", "0",
+        _AUDITED + "test_a_flipped_bit_is_found_and_removed_from_every_tier",
+    ),
+    _mutant(
+        "an audit leaves what storage alone has after a page", "-", _AUDIT,
+        "self._names[page:]", "self._names[page:page]",
+        _AUDITED + "test_what_storage_alone_has_after_a_page_is_removed_with_it",
+    ),
+    _mutant(
+        "an audit goes on while a request waits", "-", _SCHEDULER,
+        "elif self._auditor is not None and not (self.busy or", "if self._auditor is not None and not (False and",
+        _AUDITED + "test_a_request_that_arrives_during_an_audit_waits_for_one_chunk",
     ),
     _mutant(
         "a GPU merges partial results without their maximum", "-", _TRITON,

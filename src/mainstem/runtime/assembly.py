@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import random as random_module
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from mainstem.cache.components import Component
+from mainstem.cache.components import Component, by_name
 from mainstem.cache.keys import TokenKeys, TypedKeys
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.events.publisher import Publisher
+from mainstem.runtime.audit.auditor import Auditor, chunk_pages, own_pages
+from mainstem.runtime.audit.prefix_audit import Means
+from mainstem.runtime.memory.host import Planes
 from mainstem.runtime.memory.pools import HasPools, build_cache
 from mainstem.runtime.models.adapters import Adapters, name_of
 from mainstem.runtime.models.flops import flops_of
@@ -38,6 +41,10 @@ class EngineRunner(Runner, HasPools, Protocol):
     @property
     def inexact(self) -> str | None:
         """Why the bits of a value may depend on what is computed together with it; None: they never do."""
+
+    @property
+    def planes(self) -> Sequence[Planes]:
+        """The tensors that the ids of each component index."""
 
     @property
     def adapters(self) -> Adapters:
@@ -88,6 +95,35 @@ def make_cache(
     return cache
 
 
+def audit_pages(config: EngineConfig, sizes: Mapping[Component, int]) -> dict[str, int]:
+    """Returns how many pages or slots of each component audits have for themselves, beside those of the cache."""
+    chunk = chunk_pages(config.token_budget, config.page_size)
+    audits = config.audit_share > 0
+    return {name: audits * own_pages(row, chunk, config.page_size) for name, row in by_name(sizes).items()}
+
+
+def make_auditor(
+    config: EngineConfig, model: EngineRunner, cache: PrefixCache, random: random_module.Random
+) -> Auditor | None:
+    """Makes the auditor of an engine; None: the settings want none, or the model is not exact, which the log says.
+
+    Args:
+        model: has pages for audits after those of the cache, see `audit_pages`.
+    """
+    if not config.audit_share:
+        return None
+    if model.inexact is not None:
+        log.warning(
+            "the cache is not audited, though --audit-share is given: the model is not exact: %s", model.inexact
+        )
+        return None
+    planes = list(model.planes)
+    own = [range(pool.total, each.pages) for pool, each in zip(cache.pools.values(), planes, strict=True)]
+    chunk = chunk_pages(config.token_budget, config.page_size)
+    draws = random_module.Random(random.getrandbits(64))
+    return Auditor(Means(cache, model.forward, planes, own, chunk), config.audit_share, draws)
+
+
 def make_scheduler(
     loaded: LoadedModel,
     config: EngineConfig,
@@ -95,6 +131,7 @@ def make_scheduler(
     cache: PrefixCache,
     clock: Callable[[], float],
     random: random_module.Random,
+    auditor: Auditor | None = None,
 ) -> Scheduler:
     """Makes the scheduler of an engine. It drafts nothing where that would keep a step from being repeated."""
     if model.records_steps and config.draft_tokens:
@@ -112,6 +149,7 @@ def make_scheduler(
         random=random,
         ranks=loaded.ranks,
         flops=flops_of(loaded.model),
+        auditor=auditor,
     )
 
 

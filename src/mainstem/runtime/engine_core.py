@@ -26,7 +26,15 @@ from mainstem.cache.tree import Survey
 from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
 from mainstem.metric import Metric, gauge
-from mainstem.runtime.assembly import EngineRunner, make_cache, make_publisher, make_scheduler
+from mainstem.runtime.assembly import (
+    EngineRunner,
+    audit_pages,
+    make_auditor,
+    make_cache,
+    make_publisher,
+    make_scheduler,
+)
+from mainstem.runtime.audit.auditor import AuditStats
 from mainstem.runtime.hints.advice import Action, Advice
 from mainstem.runtime.hints.public import PublicPrefixes
 from mainstem.runtime.memory.pools import counts_of, id_bytes, max_context, pool_sizes
@@ -67,6 +75,7 @@ class EngineStats:
         exact: whether a hit changes no bit.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
+        audits: of the audits of the cache, if there are any.
         events: of the publisher of events, if there is one.
     """
 
@@ -79,6 +88,7 @@ class EngineStats:
     exact: bool
     tiers: TierStats | None = None
     vision: VisionStats | None = None
+    audits: AuditStats | None = None
     events: EventStats | None = None
 
     METRICS: ClassVar = (
@@ -125,7 +135,9 @@ class EngineCore:
         self.max_context = max_context(loaded, config, sizes)
         on_stage("test", 0, 1)
         how = config.page_size, config.kv_cache_dtype, config.cuda_graphs
-        self.model = model = make_runner(loaded, counts_of(sizes), *how)
+        own = audit_pages(config, sizes)
+        counts = {name: count + own[name] for name, count in counts_of(sizes).items()}
+        self.model = model = make_runner(loaded, counts, *how)
         require_equal(self.ranks, lambda: model.computation, "scans")
         on_stage("test", 1, 1)
         if config.tiers.exist:
@@ -141,7 +153,8 @@ class EngineCore:
             tiers.enter_identity()
             if config.tiers.warm:
                 tiers.warm()
-        self.scheduler = make_scheduler(loaded, config, model, cache, clock, random)
+        self.auditor = make_auditor(config, model, cache, random)
+        self.scheduler = make_scheduler(loaded, config, model, cache, clock, random, self.auditor)
         if tiers is not None and tiers.store is not None:
             on_stage("measure", 0, 1)
             self.scheduler.measure()
@@ -204,6 +217,7 @@ class EngineCore:
             exact=self.model.inexact is None,
             tiers=None if self.tiers is None else self.tiers.stats(),
             vision=None if self.model.vision is None else self.model.vision.stats(),
+            audits=None if self.auditor is None else self.auditor.stats(),
             events=None if self.publisher is None else self.publisher.stats(self.cache.events_dropped),
         )
 

@@ -496,6 +496,9 @@ class EngineConfig(Limits, Shares):
             With --tenants, of the largest part that it may have.
         max_retain_s: Longest time, in seconds, that a request may retain a prefix for; above 0.
         overwrite_freed: Overwrite pages and states with zeros when they become free, on the device and on the host.
+        audit_share: Part of the prompt tokens found in the cache that are computed again while there is nothing else to
+            do, to compare their pages bit for bit with those of every tier, up to 1. 0 turns this off. See
+            docs/arithmetic.md.
         role: The part of a request that is computed here. prefill: prompts, whose pages other engines read at
             --peer-listen; an answer ends once they can. decode: answers; prompts are read from --peers as far as these
             have them, and computed otherwise. both: all.
@@ -514,6 +517,7 @@ class EngineConfig(Limits, Shares):
     retain_share: float = setting(0.25, number(0, 1))
     max_retain_s: float = setting(86400.0, seconds(above=True))
     overwrite_freed: bool = setting(False, switch())
+    audit_share: float = setting(0.0, number(0, 1))
     role: Role = setting("both", one_of(Role))
     tiers: TierConfig = TierConfig()
     events: EventConfig = EventConfig()
@@ -526,6 +530,8 @@ class EngineConfig(Limits, Shares):
             raise BadArgument("cache", self.cache, "True if there is a host tier or storage")
         if self.prefetch_sessions and not self.tiers.exist:
             raise BadArgument("prefetch_sessions", self.prefetch_sessions, "0 without a host tier and storage")
+        if self.audit_share:
+            self._check_audits()
         if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
             allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
             raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)
@@ -542,3 +548,12 @@ class EngineConfig(Limits, Shares):
             raise BadArgument(
                 "host_fraction", self.tiers.size.host_fraction, "None if tp > 1: the ranks' pages are equal"
             )
+
+    def _check_audits(self) -> None:
+        if not self.cache:
+            raise BadArgument("audit_share", self.audit_share, "0 without the cache")
+        if self.tp > 1:
+            raise BadArgument("audit_share", self.audit_share, "0 if tp > 1: divided layers are not exact")
+        if self.tiers.storage_codec != "none":
+            allowed = f"0 with storage_codec {self.tiers.storage_codec}, which changes what it stores"
+            raise BadArgument("audit_share", self.audit_share, allowed)

@@ -216,6 +216,28 @@ def test_a_payload_is_plane_after_plane_and_layer_after_layer(kv: Planes, steps:
         assert bytes(slot[HEADER_BYTES:]) == expected
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_content_of_a_page_is_the_same_bytes_on_device_and_host(
+    kind: str, layout: HostLayout, steps: Steps
+) -> None:
+    rows = components(kind, torch.bfloat16)
+    pool = HostPool(rows, [HOST_PAGES] * len(rows), layout, run=steps)
+    for row, planes in enumerate(rows):
+        pool.down([Move(row, np.array([3], np.int32), np.array([7], np.int32))])
+        steps.all()
+        expected = torch.cat([bits(tensor[:, 3]) for tensor in planes.tensors]).numpy()
+        assert np.array_equal(planes.payload(3), expected) and np.array_equal(pool.payload(row, 7), expected)
+
+
+def test_a_byte_of_a_page_has_a_place() -> None:
+    planes = Planes((torch.zeros(2, 5, 4, 3), torch.zeros(2, 5, 4, 1)), (1, 6))
+    assert planes.place(0) == (1, 0) and planes.place(12) == (1, 1) and planes.place(2 * 48 - 1) == (6, 3)
+    assert planes.place(2 * 48 + 4) == (1, 1) and planes.place(2 * 48 + 16) == (6, 0)
+    with pytest.raises(BadArgument, match="offset"):
+        planes.place(2 * 48 + 2 * 16)
+
+
 def test_what_storage_writes_to_a_slot_goes_up(kv: Planes, steps: Steps) -> None:
     pool = HostPool([kv], [HOST_PAGES], storage=True, run=steps)
     (slot,) = pool.slots(0, [4])

@@ -116,6 +116,21 @@ class Planes:
         """The model's layer of each of the tensors' layers."""
         return range(len(self.tensors[0])) if self.layers is None else self.layers
 
+    def payload(self, page: int) -> NDArray[np.uint8]:
+        """Returns a copy of a device page's content."""
+        parts = [tensor.detach()[:, page].contiguous().reshape(-1).view(torch.uint8) for tensor in self.tensors]
+        content: NDArray[np.uint8] = torch.cat(parts).cpu().numpy()
+        return content
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """Returns of a byte of a payload the layer, and the index in the dimension after the pages: the position."""
+        for tensor in self.tensors:
+            size = math.prod(tensor.shape[2:]) * tensor.itemsize
+            if offset < len(tensor) * size:
+                return self.model_layers[offset // size], offset % size * tensor.shape[2] // size
+            offset -= len(tensor) * size
+        raise BadArgument("offset", offset, f"below {self.payload_bytes}")
+
 
 def host_pages(size: HostSize, components: Sequence[Planes], there: Callable[[], Memory] = machine_memory) -> list[int]:
     """Returns the host pages of each component: the same ratio to its device pages for all, up to rounding.
@@ -163,6 +178,19 @@ class _Area:
         """Returns header and payload of a page."""
         begin = page * self._planes.slot_bytes
         return self.memory.data[begin : begin + HEADER_BYTES + self._planes.payload_bytes]
+
+    def payload(self, page: int) -> NDArray[np.uint8]:
+        """Returns a copy of a page's content."""
+        if self._page_first:
+            return np.frombuffer(self.slot(page)[HEADER_BYTES:], np.uint8).copy()
+        parts, at = [], 0
+        for tensor in self._planes.tensors:
+            size = math.prod(tensor.shape[2:]) * tensor.itemsize
+            for _ in range(len(tensor)):
+                first = self._pages * at + page * size
+                parts.append(self.memory[first : first + size])
+                at += size
+        return np.concatenate(parts)
 
     def clear(self, page_ids: NDArray[np.int32]) -> None:
         """Overwrites pages with zeros."""
@@ -300,6 +328,10 @@ class HostPool:
     def clear(self, component: int, page_ids: NDArray[np.int32]) -> None:
         """Overwrites pages of a component, which nobody reads or writes, with zeros."""
         self._areas[component].clear(page_ids)
+
+    def payload(self, component: int, page: int) -> NDArray[np.uint8]:
+        """Returns a copy of the content of a component's page, in the order of a payload whatever the layout."""
+        return self._areas[component].payload(page)
 
     def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
         """Returns slots of a component, header and payload, as views: writing to them writes to the pool.

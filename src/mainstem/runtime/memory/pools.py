@@ -89,6 +89,14 @@ class Pools:
         }
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
 
+    @property
+    def planes(self) -> list[Planes]:
+        """The tensors that the ids of each component index, in the order of the layout."""
+        planes = [Planes(pool.planes, self._layout.kv_layers[name]) for name, pool in self.paged.items()]
+        if self.states is not None:
+            planes.append(Planes(tuple(tensor.unsqueeze(0) for tensor in self.states.tensors), (STATE_LAYER,)))
+        return planes
+
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
         """Allocates host pages for the pools, with the components in the same order.
 
@@ -99,10 +107,7 @@ class Pools:
         Raises:
             BadArgument: the size holds no page, or cannot be allocated.
         """
-        planes = [Planes(pool.planes, self._layout.kv_layers[name]) for name, pool in self.paged.items()]
-        if self.states is not None:
-            planes.append(Planes(tuple(tensor.unsqueeze(0) for tensor in self.states.tensors), (STATE_LAYER,)))
-        return HostPool(planes, host_pages(size, planes), storage=storage)
+        return HostPool(self.planes, host_pages(size, self.planes), storage=storage)
 
     def copy_page(self, source: int, target: int, positions: int, component: str | None = None) -> None:
         """Copies the KV of the first `positions` positions of page `source` to page `target`.

@@ -20,7 +20,7 @@ from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import TOLERANCE, Attention, install, plain_attention
 from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.kernels.step_graphs import CudaRecorder, Recorder
-from mainstem.runtime.memory.host import HostPool
+from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.memory.kv import KVPool, kv_shapes
 from mainstem.runtime.memory.pools import Pools
 from mainstem.runtime.memory.states import StatePool, StateShape, prove
@@ -131,6 +131,11 @@ class ModelRunner:
         """The pages and slots that it reads and writes, by component."""
         states = self._pools.states
         return {**self._pools.paged, **({} if states is None else {"state": states})}
+
+    @property
+    def planes(self) -> list[Planes]:
+        """The tensors of `pools` as the host copies them, by component."""
+        return self._pools.planes
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Computes the segments' new tokens, writes their KV and states, and returns the requested logits.

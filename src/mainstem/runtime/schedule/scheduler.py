@@ -50,6 +50,7 @@ from mainstem.cache.components import Full, State
 from mainstem.cache.keys import Encoded
 from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.errors import OutOfPages
+from mainstem.runtime.audit.auditor import Auditor
 from mainstem.runtime.hints.sessions import Sessions
 from mainstem.runtime.parallel.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Request
@@ -108,6 +109,7 @@ class Scheduler:
         random: the source of seeds for requests without one.
         ranks: the processes that serve the model together: each schedules the same, and rank 0 samples for all.
         flops: of the model, to count what is saved.
+        auditor: computes hits again while there is nothing else to do; None: nobody does.
 
     Attributes:
         totals: what it counts.
@@ -128,11 +130,12 @@ class Scheduler:
         random: random_module.Random,
         ranks: Ranks = ONE_RANK,
         flops: Flops = NO_FLOPS,
+        auditor: Auditor | None = None,
     ) -> None:
         self.totals = Totals()
         self._cache, self._runner, self._limits = cache, runner, limits
         self._tiers: Tiers | None = cache.tiers
-        self._clock, self._ranks = clock, ranks
+        self._clock, self._ranks, self._auditor = clock, ranks, auditor
         self._now_s = clock()  # of this step, the same on all ranks
         self.intake = Intake(cache, runner.vocab_size, tokenizer, limits, max_context, eos, clock, random, ranks)
         self._queue = WaitingQueue(cache, limits, self._now_s)
@@ -159,7 +162,8 @@ class Scheduler:
             return _POLL_S
         if self._tiers is not None and self._tiers.busy:
             return _IDLE_POLL_S
-        return self._sessions.idle_s(self._now_s)
+        waits_s = self._sessions.idle_s(self._now_s), None if self._auditor is None else self._auditor.idle_s
+        return min((each for each in waits_s if each is not None), default=None)
 
     @property
     def waiting(self) -> int:
@@ -276,6 +280,8 @@ class Scheduler:
         self._idle = not scheduled
         if scheduled:
             self._forward(scheduled)
+        elif self._auditor is not None and not (self.busy or (self._tiers is not None and self._tiers.busy)):
+            self._auditor.poll()
         return self._outputs.take()
 
     def close(self) -> None:
@@ -398,6 +404,8 @@ class Scheduler:
         del self._queue.sequences[sequence.id]
         self._running[sequence.id] = sequence
         sequence.timeline.admitted(loads=load is not None)
+        if self._auditor is not None and (sequence.admitted_s is None or sequence.prefetch.met):
+            self._auditor.note(request, sequence.tokens.known[: sequence.computed])
         self.hits.admitted(sequence, lease, load, self._clock())
         sequence.prefetch.begins_to_lead(sequence.computed, loads=load is not None)
         self._outputs.progress(sequence)

@@ -1,0 +1,1 @@
+"""Audits of the cache while it serves: what was hit is computed again, and compared bit for bit."""
