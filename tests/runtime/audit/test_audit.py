@@ -27,6 +27,7 @@ from mainstem.settings.engine import (
     EngineConfig,
     HostPolicy,
     HostSize,
+    PeerConfig,
     SamplingParams,
     StorageConfig,
     TierConfig,
@@ -277,6 +278,17 @@ def test_a_store_that_fails_is_no_difference(tmp_path: Path, monkeypatch: pytest
         stats = settle(engine)
         assert stats.tokens == {"device": 40, "host": 40, "storage": 0} and stats.prefixes["equal"] == 1
         assert not any(stats.mismatches.values())
+
+
+def test_what_peers_read_on_the_host_is_no_storage() -> None:
+    prompt = tokens_of(42)
+    with engine_of(tiers=TierConfig(peers=PeerConfig(peer_listen="127.0.0.1:0"))) as engine:
+        if not is_exact(engine):
+            return
+        ask(engine, prompt)
+        settle(engine)
+        ask(engine, prompt)
+        assert settle(engine).tokens == {"device": 40, "host": 40, "storage": 0}
 
 
 # ---------------------------------------------------------------- nobody is disturbed

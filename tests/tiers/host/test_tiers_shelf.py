@@ -216,6 +216,20 @@ def test_lookups_and_reads_ask_peers_for_what_the_store_lacks_and_writes_do_not(
     assert done(second.read(ROW, names_of(second), new_slots(3, byte=9))) == 3
 
 
+def test_what_is_read_alone_is_not_of_peers_and_not_given_to_them() -> None:
+    first, second, shelf, _ = stores()
+    slots = new_slots(3)
+    done(first.write([Part(ROW, names_of(first), slots)]))
+    done(second.write([Part(ROW, names_of(second)[:1], new_slots(1))]))
+    assert done(second.find([(ROW, names_of(second))], alone=True)) == [[True, False, False]]
+    assert done(second.read(ROW, names_of(second), new_slots(3, byte=9), alone=True)) == 1
+    apart = new_slots(3, byte=50)
+    assert done(first.read(ROW, names_of(first), apart, alone=True)) == 3
+    apart[0][-1] ^= 1
+    key = first.sealer.keys(names_of(first), "full")[0]
+    assert shelf.copy(key, SIZE) == slots[0]
+
+
 def test_a_store_that_fails_does_not_keep_peers_from_answering() -> None:
     first, second, *_ = stores()
     done(first.write([Part(ROW, names_of(first), new_slots(3))]))

@@ -29,6 +29,7 @@ from mainstem.cache.tree import DEVICE, HOST, Ids
 from mainstem.runtime.audit.stored import Asked, StoredPages
 from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.segments import Segment
+from mainstem.tiers.host.shelf import HostOnly
 from mainstem.tiers.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ class Means:
 
     @property
     def store(self) -> Store | None:
-        """The storage of the cache."""
-        return None if self.cache.tiers is None else self.cache.tiers.store
+        """The storage of the cache, unless it is only what peers read."""
+        store = None if self.cache.tiers is None else self.cache.tiers.store
+        return None if store is None or isinstance(store.backend, HostOnly) else store
 
 
 @dataclass(frozen=True, slots=True)

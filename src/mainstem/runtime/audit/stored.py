@@ -1,4 +1,7 @@
-"""`StoredPages`: the copies of some pages that storage has, read and verified as a prefetch does, into memory apart."""
+"""`StoredPages`: the copies of some pages that storage has, read and verified as a prefetch does, into memory apart.
+
+Peers are not asked: they audit their own pages.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class StoredPages:
 
     def __init__(self, store: Store, asked: Sequence[Asked]) -> None:
         self._store, self._asked = store, asked
-        self._found = store.find([(each.row, [*each.names.values()]) for each in asked])
+        self._found = store.find([(each.row, [*each.names.values()]) for each in asked], alone=True)
         self._reads: list[_Read] | None = None
 
     def over(self) -> bool:
@@ -68,4 +71,4 @@ class StoredPages:
     def _read(self, asked: Asked, pages: list[int]) -> _Read:
         slots = [memoryview(bytearray(HEADER_BYTES + asked.payload_bytes)) for _ in pages]
         names = [asked.names[page] for page in pages]
-        return _Read(asked.row.number, pages, slots, self._store.read(asked.row, names, slots))
+        return _Read(asked.row.number, pages, slots, self._store.read(asked.row, names, slots, alone=True))

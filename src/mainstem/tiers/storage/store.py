@@ -228,31 +228,41 @@ class Store:
             names = self.sealer.names(parent, symbols, page_bytes)
 
             def find(row: Row, places: Sequence[int]) -> list[bool]:
-                return self._find([(row, [names[place] for place in places])])[0]
+                return self._find([(row, [names[place] for place in places])], self._reads)[0]
 
             if search is not None and not self.backend.capabilities.batched:
                 return Found(names, search(find))
-            return Found(names, self._find([(row, [names[page] for page in pages]) for row, pages in asked]))
+            rows = [(row, [names[page] for page in pages]) for row, pages in asked]
+            return Found(names, self._find(rows, self._reads))
 
         return self._submit(self._readers, look_up, Found())
 
-    def find(self, asked: Sequence[tuple[Row, Sequence[bytes]]]) -> StoreCall[list[list[bool]]]:
+    def find(self, asked: Sequence[tuple[Row, Sequence[bytes]]], *, alone: bool = False) -> StoreCall[list[list[bool]]]:
         """Looks up pages by their names, in one call. The value is, for each row, whether each page is there.
 
         Args:
             asked: rows, and for each the names of the pages to look up.
+            alone: peers are not asked.
         """
+        backend = self.backend if alone else self._reads
         return self._submit(
-            self._readers, lambda causes: self._find(asked), [[False] * len(names) for _, names in asked]
+            self._readers, lambda causes: self._find(asked, backend), [[False] * len(names) for _, names in asked]
         )
 
-    def read(self, row: Row, names: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
-        """Reads one row of pages into slots. The value counts those that are intact and verified, from the first."""
+    def read(
+        self, row: Row, names: Sequence[bytes], slots: Sequence[memoryview], *, alone: bool = False
+    ) -> StoreCall[int]:
+        """Reads one row of pages into slots. The value counts those that are intact and verified, from the first.
+
+        Args:
+            alone: peers are not asked, nor given what the slots then hold: these are no host pages.
+        """
+        backend, shelf = (self.backend, None) if alone else (self._reads, self.shelf)
 
         def read(causes: Counter[str]) -> int:
             keys = self.sealer.keys(names, row.name)
             packed = self._room(row, slots)
-            lengths = self._reads.get(keys, packed)
+            lengths = backend.get(keys, packed)
             for good, (key, slot, length) in enumerate(zip(keys, packed, lengths, strict=True)):
                 if (cause := sealed.fault(self.sealer, key, slot, length)) is not None:
                     causes[cause] += 1
@@ -265,8 +275,8 @@ class Store:
                 except BadArgument:  # sealed, but no value of this codec
                     causes["codec"] += 1
                     return good
-                if self.shelf is not None and slot is slots[good]:
-                    self.shelf.place([(key, slot)])
+                if shelf is not None and slot is slots[good]:
+                    shelf.place([(key, slot)])
             return len(keys)
 
         return self._submit(self._readers, read, 0)
@@ -407,9 +417,9 @@ class Store:
         else:
             log.warning("storage: calls have not returned after %s s; the back end is not closed", timeout_s)
 
-    def _find(self, asked: Sequence[tuple[Row, Sequence[bytes]]]) -> list[list[bool]]:
+    def _find(self, asked: Sequence[tuple[Row, Sequence[bytes]]], backend: Backend) -> list[list[bool]]:
         keys = [self.sealer.keys(names, row.name) for row, names in asked]
-        there = iter(self._exist(list(chain(*keys)), self._reads))
+        there = iter(self._exist(list(chain(*keys)), backend))
         return [[next(there) for _ in part] for part in keys]
 
     def _exist(self, keys: Sequence[bytes], backend: Backend) -> list[bool]:
