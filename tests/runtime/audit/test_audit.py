@@ -177,7 +177,7 @@ def test_what_storage_alone_has_after_a_page_is_removed_with_it(tmp_path: Path) 
         def polled() -> None:
             """Leaves four pages on the device and the host."""
             for tier, pool in ((DEVICE, core.cache.pool), (HOST, core.tiers.host_pools[0])):  # type: ignore[union-attr]
-                pool.reclaim(core.cache.tree.evict(pool.cached - 4, tier=tier)[0])
+                pool.reclaim(core.cache.tree.evict(max(0, pool.cached - 4), tier=tier)[0])
             poll()
 
         core.auditor.poll = polled  # type: ignore[method-assign]
