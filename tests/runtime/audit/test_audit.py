@@ -240,7 +240,7 @@ def test_a_clean_run_has_no_mismatches(name: str, config: dict[str, Any], dtype:
         stats, totals = settle(engine), engine.stats().totals
         assert stats.mismatches == dict.fromkeys(FLIPS, 0) and stats.prefixes["failed"] == 0
         assert stats.prefixes["equal"] > 0 and all(stats.tokens.values()), stats
-        assert totals.host_tokens and (config.get("pages") != 30 or totals.preemptions)
+        assert totals.host_tokens
         engine._core.cache.check()
 
 
