@@ -36,7 +36,7 @@ CONTEXT = 640  # more than two spans of keys
 PAGES = 900
 
 EXACT = {
-    *("bamba", "cohere2 windowed", "deepseek_v2", "exaone4 windowed", "gemma", "gpt2", "gpt_bigcode"),
+    *("bamba", "cohere2 windowed", "exaone4 windowed", "gemma", "gpt2", "gpt_bigcode"),
     *(
         "gpt_oss windowed",
         "granite",
@@ -217,6 +217,9 @@ def test_a_restart_from_storage_changes_no_bit(
         ("logaddexp", lambda x: torch.logaddexp(x, x.flip(-1)), torch.float32),
         ("pow", lambda x: x.abs() ** (1 / 3), torch.float32),
         ("pow", lambda x: x.abs() ** -0.5, torch.bfloat16),
+        ("sinh", torch.sinh, torch.bfloat16),
+        ("cosh", torch.cosh, torch.bfloat16),
+        ("mul", lambda x: torch.complex(x, x) * torch.complex(x, x), torch.float32),
     ],
 )
 def test_functions_with_other_bits_in_a_rest_are_noticed(
@@ -226,6 +229,43 @@ def test_functions_with_other_bits_in_a_rest_are_noticed(
         function(torch.ones(3, 25, dtype=dtype))
         torch.ones(3, 25).pow(2).mean(-1).pow(-0.5)  # as norms do: the same bits for any rows
     assert found == {"elementwise functions with a scalar tail": {name}}
+
+
+@pytest.mark.parametrize(
+    ("function", "width"),
+    [(torch.sigmoid, 64), (torch.nn.functional.silu, 64), (lambda x: torch.complex(x, -x) * torch.complex(x, x), 32)],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_functions_of_whole_vectors_have_one_result_however_many_rows_are_computed(
+    function: Callable[[torch.Tensor], torch.Tensor], width: int, threads: int
+) -> None:
+    """Half as wide rows have a rest in the middle, where a second thread begins after half of an odd number of them."""
+    x = torch.randn(5125, width, generator=torch.Generator().manual_seed(0))
+    alone = function(x)  # on one thread
+    torch.set_num_threads(threads)
+    try:
+        with watching() as found:
+            assert torch.equal(function(x), alone)
+            assert torch.equal(torch.cat([function(part) for part in x.split(7)]), alone)
+        assert found == {}
+        with watching() as found:
+            function(x[:, : width // 2])
+        assert bool(found) == (threads > 1)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_sums_over_the_rows_are_noticed_and_those_of_few_numbers_and_of_a_row_are_not() -> None:
+    with watching() as found:
+        torch.ones(4, 3, 8).mean(0)
+        torch.ones(9, 3, 8).sum(1)
+        torch.ones(9, 3, 8).sum(-1)
+        torch.ones(9, 3, dtype=torch.int64).sum(0)
+    assert found == {}
+    with watching() as found:
+        torch.ones(9, 3, 8).mean(0)
+        torch.ones(9, 3, 8).sum()
+    assert found == {"sums over the first axis": {"mean", "sum"}}
 
 
 def test_pages_of_another_arithmetic_have_another_identity() -> None:

@@ -8,6 +8,7 @@ So a forward of the self-test is watched: a model is exact if PyTorch computed n
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,18 +34,19 @@ _KINDS: Mapping[str, str] = {name: kind for kind, names in _SUMS.items() for nam
 # Elementwise functions whose vector part and scalar tail differ, by dtype; docs/arithmetic.md says what was compared.
 _TAILED: Mapping[torch.dtype, frozenset[str]] = {
     torch.float32: frozenset(
-        {"silu", "gelu", "sigmoid", "softplus", "mish", "elu", "celu", "glu", "exp2", "sinh", "cosh", "logaddexp"}
-        | {"atan2", "pow"}
+        {"silu", "gelu", "sigmoid", "softplus", "mish", "elu", "celu", "glu", "exp2", "sinh", "cosh"}
+        | {"logaddexp", "atan2", "pow"}
     ),
-    torch.bfloat16: frozenset({"gelu", "rsqrt", "pow"}),
+    torch.bfloat16: frozenset({"gelu", "rsqrt", "sinh", "cosh", "pow"}),
+    torch.complex64: frozenset({"mul"}),
 }
 # Powers that PyTorch computes by other functions, in which all numbers of a row have the same bits.
 _PLAIN_POWERS: Mapping[torch.dtype, tuple[float, ...]] = {
     torch.float32: (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
     torch.bfloat16: (-2, -1, 0, 0.5, 1, 2, 3, 4),
 }
-_VECTORS = {torch.float32: 32, torch.bfloat16: 64}  # numbers of a row that leave no rest
-_THREADS = 2  # the most for which such rows leave none at the end of a share, either
+_VECTORS = {torch.float32: 32, torch.bfloat16: 64, torch.complex64: 16}  # numbers of a row that leave no rest
+_FEW = 4  # numbers that PyTorch adds in one order over the first axis, however long the others are
 
 
 def arithmetic() -> str:
@@ -86,7 +88,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__.removesuffix("_")
-        kind = _KINDS.get(name) or ("elementwise functions with a scalar tail" if _has_tail(name, args) else None)
+        kind = _KINDS.get(name)
+        if kind is None and _has_tail(name, args):
+            kind = "elementwise functions with a scalar tail"
+        if kind is None and _adds_rows(name, args):
+            kind = "sums over the first axis"
         if kind is not None:
             self.found.setdefault(kind, set()).add(name)
         return func(*args, **(kwargs or {}))
@@ -99,4 +105,19 @@ def _has_tail(name: str, args: tuple[Any, ...]) -> bool:
         return False
     if name == "pow" and (x.dim() == 0 or (isinstance(args[1], float | int) and args[1] in _PLAIN_POWERS[x.dtype])):
         return False
-    return x.dim() == 0 or x.shape[-1] % _VECTORS[x.dtype] != 0 or torch.get_num_threads() > _THREADS
+    return x.dim() == 0 or x.shape[-1] % (_VECTORS[x.dtype] * _shares()) != 0
+
+
+def _shares() -> int:
+    """Returns by how much whole vectors are multiplied so that no share of a row's has a rest, on as many threads as
+    PyTorch takes."""
+    return math.lcm(*range(1, torch.get_num_threads() + 1))
+
+
+def _adds_rows(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether a sum is over the first axis, whose order depends on how many numbers the others have."""
+    x = args[0] if args else None
+    if name not in ("sum", "mean") or not isinstance(x, torch.Tensor) or x.dim() < 2 or not x.is_floating_point():
+        return False
+    axes = args[1] if len(args) > 1 and args[1] else range(x.dim())
+    return x.shape[0] > _FEW and any(axis % x.dim() == 0 for axis in axes)
