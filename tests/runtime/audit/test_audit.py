@@ -244,6 +244,19 @@ def test_a_clean_run_has_no_mismatches(name: str, config: dict[str, Any], dtype:
         engine._core.cache.check()
 
 
+def test_pages_of_requests_that_were_preempted_are_audited_too() -> None:
+    prompts = [tokens_of(36, seed) for seed in range(3)]
+    with engine_of(pages=30, max_running=3) as engine:  # each grows to 17 pages
+        if not is_exact(engine):
+            return
+        ask(engine, *prompts, new=30)
+        assert engine.stats().totals.preemptions
+        ask(engine, *prompts)
+        stats = settle(engine)
+        assert stats.prefixes["equal"] > 0 and stats.prefixes["failed"] == 0
+        assert stats.mismatches == dict.fromkeys(FLIPS, 0)
+
+
 def test_a_state_in_which_a_bit_is_flipped_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompt = tokens_of(42)
     with engine_of("mamba2", tiers=tiers_of(tmp_path)) as engine:

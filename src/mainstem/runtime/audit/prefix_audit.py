@@ -54,7 +54,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What audits work with.
+    """The cache and the model of an engine, as audits use them.
 
     Args:
         cache: whose pages are compared.
