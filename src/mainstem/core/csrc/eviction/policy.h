@@ -14,7 +14,7 @@ struct Policy {
   // The rank of a node last used at `used`; slru protects nodes with at least `protected_hits` hits. Null: ranks are
   // external, see Tree::waiting().
   Rank (*rank)(const Node&, std::uint64_t used, std::uint32_t protected_hits);
-  // Whether a node that is evicted and loaded again gets the rank that it would have had. Not if the policy counts uses.
+  // Whether a node that is evicted and loaded again gets the rank that it would have had. Not where uses are counted.
   bool keeps_order = false;
   // For the first component; the others use the rank.
   std::unique_ptr<Replacement> (*make)(const Surroundings&) = nullptr;
