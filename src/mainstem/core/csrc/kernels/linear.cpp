@@ -19,6 +19,9 @@ constexpr std::size_t kAlone = 1 << 17;  // bytes of weights that one thread rea
 constexpr std::size_t kFirstCache = 1 << 14, kSecondCache = 1 << 17;  // bytes of a weight and of x that stay in each
 constexpr std::size_t kStepOfShares = 4;                              // outputs
 constexpr std::size_t kRowsAtOnce = 1536;
+constexpr std::size_t kLine = 64;                     // bytes of a line of the caches
+constexpr std::size_t kTileBlock = 2 * kTileRows;     // rows and outputs whose sums are in tiles together
+constexpr std::size_t kTileOutputs = 8 * kTileBlock;  // outputs whose weights stay in the second cache
 constexpr std::size_t kPackedRows = 7;  // up to which the codes of a weight are read; the weight has the same numbers
 constexpr std::size_t kParts = 4;       // of a thread's work, so that none waits long for another
 
@@ -378,15 +381,31 @@ void multiply_as(const typename Form::Number* given, std::size_t rows, std::size
 #ifdef __x86_64__
 
 // Writes `count` outputs of some rows: sums[output][row].
-MAINSTEM_AVX512 void write_tile(const float (&sums)[kTileRows][kTileRows], const Layer<BFloat16>& layer,
-                                std::size_t output, std::size_t count, std::size_t row, std::size_t rows) {
+MAINSTEM_AVX512 void write_turned(const float (&sums)[kTileRows][kTileRows], const Layer<BFloat16>& layer,
+                                  std::size_t output, std::size_t count, std::size_t row, std::size_t rows) {
   for (std::size_t m = 0; m < rows; ++m) {
     float numbers[kTileRows] = {};
     BFloat16 kept[kTileRows];
     for (std::size_t n = 0; n < count; ++n)
-      numbers[n] = sums[n][m] + (layer.bias ? widen(layer.bias[output + n]) : 0.0f);
+      numbers[n] = layer.bias ? sums[n][m] + widen(layer.bias[output + n]) : sums[n][m];
     store<16>(kept, load_floats<16>(numbers));
     std::copy_n(kept, count, layer.out + (row + m) * layer.outputs + output);
+  }
+}
+
+// Up to 32 rows of up to 32 outputs.
+struct TileBlock {
+  std::size_t row, rows, output, outputs;
+};
+
+// Writes one row of a block: sums[row][output].
+MAINSTEM_INLINE void write_row(const TileSums& found, const Layer<BFloat16>& layer, const TileBlock& block,
+                               std::size_t row) {
+  for (std::size_t n = 0; n < block.outputs; n += kTileRows) {
+    auto sums = load_floats<16>(found.sums[row / kTileRows][n / kTileRows][row % kTileRows]);
+    const std::size_t count = block.outputs - n;
+    if (layer.bias) sums += load_first<16>(layer.bias + block.output + n, count);
+    store_first<16>(layer.out + (block.row + row) * layer.outputs + block.output + n, sums, count);
   }
 }
 
@@ -399,35 +418,73 @@ MAINSTEM_AVX512 void unpack(const Layer<BFloat16>& layer, std::size_t output, st
   }
 }
 
-// Computes outputs [begin, end) of a layer. Tiles that the weight does not fill, or that are codes, are filled first:
-// so an output is computed in one way wherever a share ends.
-void outputs_by_tiles(const TiledRows& x, const Layer<BFloat16>& layer, std::size_t inputs, bool packed,
-                      std::size_t begin, std::size_t end) {
+// Computes outputs [begin, end) of a layer for few rows. Tiles that the weight does not fill, or that are codes, are
+// filled first: so an output is computed in one way wherever a share ends.
+void outputs_of_few_rows(const TiledRows& x, std::size_t rows, const Layer<BFloat16>& layer, std::size_t inputs,
+                         bool packed, std::size_t begin, std::size_t end) {
   thread_local Scratch memory;
   const Tiles tiles;
   TileSums found;
+  const std::size_t row_bytes = x.inputs() * sizeof(BFloat16);
   for (std::size_t output = begin; output < end; output += kTileRows) {
     const std::size_t count = std::min(kTileRows, end - output);
     const BFloat16* weight = layer.weight + output * inputs;
-    if (packed || count < kTileRows || inputs < x.inputs) {
-      auto* const copy = reinterpret_cast<BFloat16*>(memory.take(kTileRows * x.inputs));
-      std::fill_n(copy, kTileRows * x.inputs, 0);
+    if (packed || count < kTileRows || inputs < x.inputs()) {
+      auto* const copy = reinterpret_cast<BFloat16*>(memory.take(kTileRows * x.inputs()));
+      std::fill_n(copy, kTileRows * x.inputs(), 0);
       for (std::size_t n = 0; n < count; ++n)
         if (packed)
-          unpack(layer, output + n, inputs, copy + n * x.inputs);
+          unpack(layer, output + n, inputs, copy + n * x.inputs());
         else
-          std::copy_n(weight + n * inputs, inputs, copy + n * x.inputs);
+          std::copy_n(weight + n * inputs, inputs, copy + n * x.inputs());
       weight = copy;
     }
-    const BFloat16* const next = weight + (output + 2 * kTileRows <= end ? kTileRows * x.inputs : 0);
-    for (std::size_t group = 0; group < x.groups(); group += 2) {
-      const std::size_t row = group * kTileRows, left = x.count - row;
-      multiply_tiles(weight, group == 0 ? next : nullptr, x, group, found);
-      write_tile(found.sums[0], layer, output, count, row, std::min(left, kTileRows));
-      if (left > kTileRows)
-        write_tile(found.sums[1], layer, output, count, row + kTileRows, std::min(left - kTileRows, kTileRows));
-    }
+    const auto* next =
+        reinterpret_cast<const char*>(weight) + (output + 2 * kTileRows <= end ? kTileRows * row_bytes : 0);
+    const FirstFactor first{weight, row_bytes, kTileNumbers * sizeof(BFloat16)};
+    const auto fetch = [&] {  // in the order in which they lie
+      for (std::size_t n = 0; n < kTileRows; ++n, next += kLine)
+        __builtin_prefetch(next, 0, 2);
+    };
+    if (x.groups() == 1)
+      multiply_tiles<1, 1>(first, x[0], x.inputs(), found, fetch);
+    else
+      multiply_tiles<1, 2>(first, x[0], x.inputs(), found, fetch);
+    for (std::size_t group = 0; group < x.groups(); ++group)
+      write_turned(found.sums[0][group], layer, output, count, group * kTileRows,
+                   std::min(rows - group * kTileRows, kTileRows));
   }
+}
+
+// Computes outputs [begin, end) of a layer for many rows. Some of the weight stays in the second cache while rows pass
+// by, and a block is written while the next one is computed.
+MAINSTEM_AVX512 void outputs_of_many_rows(const TiledRows& x, std::size_t rows, const Layer<BFloat16>& layer,
+                                          std::size_t inputs, std::size_t begin, std::size_t end) {
+  thread_local TiledRows weight;
+  const Tiles tiles;
+  TileSums found[2];
+  int now = 0;
+  TileBlock before{};
+  std::size_t written = 0;  // rows of `before`
+  const std::size_t at_once = (kTileBlock * kTileNumbers + x.inputs() - 1) / x.inputs();
+  for (std::size_t first = begin; first < end; first += kTileOutputs) {
+    const std::size_t until = std::min(first + kTileOutputs, end);
+    weight.assign(layer.weight + first * inputs, until - first, inputs, true, 1);
+    for (std::size_t row = 0; row < rows; row += kTileBlock)
+      for (std::size_t output = first; output < until; output += kTileBlock) {
+        const auto write = [&]() __attribute__((always_inline)) {
+          for (std::size_t n = 0; n < at_once && written < before.rows; ++n, ++written)
+            write_row(found[1 - now], layer, before, written);
+        };
+        multiply_tiles<2, 2>({x[row / kTileBlock], sizeof(Tile) / kTileRows, 2 * sizeof(Tile)},
+                             weight[(output - first) / kTileBlock], x.inputs(), found[now], write);
+        before = {row, std::min(kTileBlock, rows - row), output, std::min(kTileBlock, until - output)};
+        written = 0;
+        now = 1 - now;
+      }
+  }
+  for (; written < before.rows; ++written)
+    write_row(found[1 - now], layer, before, written);
 }
 
 #endif
@@ -435,12 +492,15 @@ void outputs_by_tiles(const TiledRows& x, const Layer<BFloat16>& layer, std::siz
 void multiply_by_tiles(const BFloat16* given, std::size_t rows, std::size_t inputs,
                        std::span<const Layer<BFloat16>> layers, bool packed, unsigned threads) {
 #ifdef __x86_64__
-  thread_local Scratch memory;
-  const auto padded = prepared<Dots>(given, rows, inputs, kTileNumbers / 2, memory, threads);
-  const TiledRows x(padded.numbers, rows, padded.inputs, threads);
-  share_outputs(layers, kTileRows, rows, inputs * sizeof(BFloat16), threads,
-                [&](const Layer<BFloat16>& layer, std::size_t begin, std::size_t end) {
-                  outputs_by_tiles(x, layer, inputs, packed, begin, end);
+  thread_local TiledRows memory;
+  const bool few = rows <= kTileBlock;
+  memory.assign(given, rows, inputs, few, threads);
+  share_outputs(layers, few ? kTileRows : kTileBlock, rows, inputs * sizeof(BFloat16), threads,
+                [&, &x = memory](const Layer<BFloat16>& layer, std::size_t begin, std::size_t end) {
+                  if (few)
+                    outputs_of_few_rows(x, rows, layer, inputs, packed, begin, end);
+                  else
+                    outputs_of_many_rows(x, rows, layer, inputs, begin, end);
                 });
 #endif
 }

@@ -1,16 +1,21 @@
-// Products of tiles of bfloat16, by AMX: 16 rows of a weight times 16 rows of x in one instruction.
+// Products of tiles of bfloat16, by AMX: 16 rows of one matrix times 16 rows of another in one instruction.
 //
-// A tile of the weight is read as it lies in memory: 16 rows of 32 numbers. x is stored as the instruction wants it,
-// with its pairs of numbers side by side: that is little work, as few rows meet a weight. So up to 32 rows take about
-// as long as one, which is as long as the weight takes to arrive. Intel, "Architecture Instruction Set Extensions
-// Programming Reference", chapter 3; Linux, Documentation/arch/x86/xstate.
+// A tile of the first factor is read as it lies in memory: 16 rows of 32 numbers. The second factor is stored as the
+// instruction wants it, with its pairs of numbers side by side. Of few rows of x it is x: so up to 32 rows take about
+// as long as one, which is as long as the weight takes to arrive. Of many rows it is the weight, 32 outputs at a time,
+// whose results then lie as they are wanted. An output is the same bits either way: the instruction adds the products
+// of a pair, and pairs, in one order, and a product does not depend on which factor comes first. Intel, "Architecture
+// Instruction Set Extensions Programming Reference", chapter 3; Linux, Documentation/arch/x86/xstate.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <cstring>
 
+#include "kernels/functions.h"
 #include "kernels/parallel.h"
+#include "kernels/scratch.h"
 #include "kernels/vectors.h"
 
 namespace mainstem {
@@ -19,41 +24,69 @@ inline constexpr std::size_t kTileRows = 16;     // of a weight, and of x
 inline constexpr std::size_t kTileNumbers = 32;  // of a row
 static_assert(kRowStep % kTileNumbers == 0);
 
-// The rows of x as tiles: 16 rows of x and 32 numbers of each are 16 rows of 16 pairs, the pairs of one place in a row.
+// 16 rows of 32 numbers each.
+struct alignas(64) Tile {
+  std::uint32_t pairs[kTileRows][kTileNumbers / 2];
+};
+static_assert(sizeof(Tile) == 1024);
+
+// Writes 32 numbers of 16 rows, `stride` numbers apart.
+template <bool kPaired>
+MAINSTEM_INLINE void copy_whole_tile(const BFloat16* rows, std::size_t stride, Tile& to) {
+  Lanes<16>::Floats block[kTileRows];
+#pragma GCC unroll 16
+  for (std::size_t n = 0; n < kTileRows; ++n)
+    block[n] = load<Lanes<16>::Floats>(rows + n * stride);
+  if constexpr (kPaired) transpose<16>(block);
+#pragma GCC unroll 16
+  for (std::size_t n = 0; n < kTileRows; ++n)
+    std::memcpy(to.pairs[n], &block[n], sizeof block[n]);
+}
+
+// Makes tiles of up to 16 rows of so many numbers, each two tiles behind the one before; what is missing is zeros.
+template <bool kPaired>
+MAINSTEM_AVX512 inline void copy_tiles(const BFloat16* rows, std::size_t count, std::size_t inputs, Tile* to) {
+  for (std::size_t i = 0; i < inputs; i += kTileNumbers, to += 2) {
+    const std::size_t numbers = std::min(kTileNumbers, inputs - i);
+    if (count == kTileRows && numbers == kTileNumbers) {
+      copy_whole_tile<kPaired>(rows + i, inputs, *to);
+    } else {
+      BFloat16 some[kTileRows][kTileNumbers] = {};
+      for (std::size_t n = 0; n < count; ++n)
+        std::copy_n(rows + n * inputs + i, numbers, some[n]);
+      copy_whole_tile<kPaired>(some[0], kTileNumbers, *to);
+    }
+  }
+}
+
+// Rows as tiles: for each two groups of 16 rows, those of the first 32 numbers of either, of the next 32, ... In the
+// second factor of a product a tile is `paired`: it has 16 rows of the pairs of one place.
 class TiledRows {
  public:
-  TiledRows(const BFloat16* x, std::size_t rows, std::size_t inputs, unsigned threads)
-      : count(rows),
-        inputs(inputs),
-        groups_((rows + kTileRows - 1) / kTileRows),
-        tiles_(std::make_unique_for_overwrite<Tile[]>(groups_ * (inputs / kTileNumbers))) {
-    share_rows(groups_, kTileRows * inputs, threads, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t group = begin; group < end; ++group)
-        for (std::size_t i = 0; i < inputs; i += kTileNumbers) {
-          Tile& tile = tiles_[group * (inputs / kTileNumbers) + i / kTileNumbers];
-          for (std::size_t n = 0; n < kTileRows; ++n) {
-            const std::size_t row = group * kTileRows + n;
-            for (std::size_t p = 0; p < kTileNumbers / 2; ++p)
-              tile.pairs[p][n] = row < rows ? load<std::uint32_t>(x + row * inputs + i + 2 * p) : 0;
-          }
-        }
+  // Rows [count, inputs].
+  void assign(const BFloat16* rows, std::size_t count, std::size_t inputs, bool paired, unsigned threads) {
+    groups_ = (count + kTileRows - 1) / kTileRows;
+    steps_ = (inputs + kTileNumbers - 1) / kTileNumbers;
+    auto* const tiles = reinterpret_cast<Tile*>(memory_.take((groups_ + 1) / 2 * 2 * steps_ * sizeof(Tile) / 4));
+    tiles_ = tiles;
+    share_rows((groups_ + 1) / 2 * 2, kTileRows * inputs, threads, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t group = begin; group < end; ++group) {
+        const std::size_t row = std::min(group * kTileRows, count), some = std::min(kTileRows, count - row);
+        Tile* const first = tiles + group / 2 * 2 * steps_ + group % 2;
+        (paired ? copy_tiles<true> : copy_tiles<false>)(rows + row * inputs, some, inputs, first);
+      }
     });
   }
 
-  // Returns the first tile of rows [16 group, 16 group + 16); those of the next numbers follow.
-  const void* operator[](std::size_t group) const { return tiles_.get() + group * (inputs / kTileNumbers); }
+  // Returns the tiles of two groups.
+  const Tile* operator[](std::size_t both) const { return tiles_ + both * 2 * steps_; }
   std::size_t groups() const { return groups_; }
-
-  const std::size_t count, inputs;
+  std::size_t inputs() const { return steps_ * kTileNumbers; }
 
  private:
-  struct alignas(64) Tile {
-    std::uint32_t pairs[kTileNumbers / 2][kTileRows];
-  };
-  static_assert(sizeof(Tile) == 1024);
-
-  std::size_t groups_;
-  std::unique_ptr<Tile[]> tiles_;
+  Scratch memory_;
+  const Tile* tiles_ = nullptr;
+  std::size_t groups_ = 0, steps_ = 0;
 };
 
 #ifdef __x86_64__
@@ -89,35 +122,50 @@ class Tiles {
   } before_;
 };
 
-// Sums of 16 rows of a weight times 16 rows of x, or of two such groups of rows: sums[group][output][row of x].
+// Sums of 16 rows times 16 rows: sums[group of the first factor][of the second][row of the first][of the second].
 struct alignas(64) TileSums {
-  float sums[2][kTileRows][kTileRows];
+  float sums[2][2][kTileRows][kTileRows];
 };
 
-// Computes 16 rows of a weight, [16, inputs] at `weight`, times a group of rows of x and the next one if there is one.
-// As much memory from `next` on, where the following rows of the weight are, is fetched meanwhile, unless it is null.
-inline void multiply_tiles(const BFloat16* weight, const BFloat16* next, const TiledRows& x, std::size_t group,
-                           TileSums& out) {
-  const std::size_t stride = x.inputs * sizeof(BFloat16), line = 64, size = sizeof(float) * kTileRows * kTileRows;
-  const auto* first = static_cast<const char*>(x[group]);
-  const auto* second = group + 1 < x.groups() ? static_cast<const char*>(x[group + 1]) : nullptr;
+// Where the first factor is: rows are `row_bytes` apart, and so are their next 32 numbers `step_bytes`.
+struct FirstFactor {
+  const void* rows;
+  std::size_t row_bytes, step_bytes;
+};
+
+// Computes kFirst groups of rows, of which the second is 1 KiB behind the first one, times kSecond groups of paired
+// tiles. `meanwhile` is called once for each step: other units of the CPU are idle.
+template <int kFirst, int kSecond, class Meanwhile>
+MAINSTEM_INLINE void multiply_tiles(const FirstFactor& first, const Tile* second, std::size_t inputs, TileSums& out,
+                                    const Meanwhile& meanwhile) {
+  const auto* rows = static_cast<const char*>(first.rows);
+  const std::size_t stride = first.row_bytes, line = 64;
   __asm__ volatile("tilezero %tmm0");
   __asm__ volatile("tilezero %tmm1");
-  for (std::size_t i = 0; i < x.inputs; i += kTileNumbers) {
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm2" ::"r"(weight + i), "r"(stride) : "memory");
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm3" ::"r"(first), "r"(line) : "memory");
-    __asm__ volatile("tdpbf16ps %tmm3, %tmm2, %tmm0");
-    first += size;
-    if (second) {
-      __asm__ volatile("tileloadd (%0,%1,1), %%tmm4" ::"r"(second), "r"(line) : "memory");
-      __asm__ volatile("tdpbf16ps %tmm4, %tmm2, %tmm1");
-      second += size;
+  __asm__ volatile("tilezero %tmm2");
+  __asm__ volatile("tilezero %tmm3");
+  for (std::size_t i = 0; i < inputs; i += kTileNumbers, rows += first.step_bytes, second += 2) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm4" ::"r"(rows), "r"(stride) : "memory");
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(second), "r"(line) : "memory");
+    __asm__ volatile("tdpbf16ps %tmm6, %tmm4, %tmm0");
+    if constexpr (kFirst == 2) {
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm5" ::"r"(rows + sizeof(Tile)), "r"(stride) : "memory");
+      __asm__ volatile("tdpbf16ps %tmm6, %tmm5, %tmm2");
     }
-    for (std::size_t n = 0; next && n < kTileRows; ++n, next += line / sizeof *next)  // in the order in which they lie
-      __builtin_prefetch(next, 0, 2);
+    if constexpr (kSecond == 2) {
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm7" ::"r"(second + 1), "r"(line) : "memory");
+      __asm__ volatile("tdpbf16ps %tmm7, %tmm4, %tmm1");
+      if constexpr (kFirst == 2) __asm__ volatile("tdpbf16ps %tmm7, %tmm5, %tmm3");
+    }
+    meanwhile();
   }
-  __asm__ volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(out.sums[0]), "r"(line) : "memory");
-  __asm__ volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(out.sums[1]), "r"(line) : "memory");
+  __asm__ volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(out.sums[0][0]), "r"(line) : "memory");
+  if constexpr (kSecond == 2)
+    __asm__ volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(out.sums[0][1]), "r"(line) : "memory");
+  if constexpr (kFirst == 2) {
+    __asm__ volatile("tilestored %%tmm2, (%0,%1,1)" ::"r"(out.sums[1][0]), "r"(line) : "memory");
+    __asm__ volatile("tilestored %%tmm3, (%0,%1,1)" ::"r"(out.sums[1][1]), "r"(line) : "memory");
+  }
 }
 
 #endif
