@@ -33,27 +33,34 @@ MAINSTEM_ALONE void merge_plainly(float* result, Sum& sum, const float* partial,
   merge_span<8>(result, sum, partial, added, numbers);
 }
 
-template <int kLanes, bool kDots, class Number>
-MAINSTEM_INLINE void compute(const Block<Number>& block, typename Spans<kLanes, Number, kDots>::Merge merge) {
+template <int kLanes, Products kProducts, class Number>
+MAINSTEM_INLINE void compute(const Block<Number>& block, typename Spans<kLanes, Number, kProducts>::Merge merge) {
   thread_local Scratch scratch;
-  Spans<kLanes, Number, kDots>(block, scratch, merge).compute();
+  Spans<kLanes, Number, kProducts>(block, scratch, merge).compute();
 }
 
 template <class Number>
 MAINSTEM_AVX512 void compute_with_dots(const Block<Number>& block) {
-  compute<16, true>(block, merge_on_avx512);
+  compute<16, Products::kDots>(block, merge_on_avx512);
+}
+template <class Number>
+MAINSTEM_AVX512 void compute_by_tiles(const Block<Number>& block) {
+#ifdef __x86_64__
+  const Tiles tiles;
+  compute<16, Products::kTiles>(block, merge_on_avx512);
+#endif
 }
 template <class Number>
 MAINSTEM_AVX512 void compute_on_avx512(const Block<Number>& block) {
-  compute<16, false>(block, merge_on_avx512);
+  compute<16, Products::kFloats>(block, merge_on_avx512);
 }
 template <class Number>
 MAINSTEM_AVX2 void compute_on_avx2(const Block<Number>& block) {
-  compute<8, false>(block, merge_on_avx2);
+  compute<8, Products::kFloats>(block, merge_on_avx2);
 }
 template <class Number>
 void compute_plainly(const Block<Number>& block) {
-  compute<8, false>(block, merge_plainly);
+  compute<8, Products::kFloats>(block, merge_plainly);
 }
 
 template <class Number>
@@ -82,6 +89,8 @@ struct Functions {
 
 template <class Number>
 Functions<Number> best_functions() {
+  if constexpr (sizeof(Number) == sizeof(BFloat16))
+    if (has_tiles()) return {compute_by_tiles<Number>, merge_on_avx512, finish_with_dots<Number>};
   if constexpr (sizeof(Number) == sizeof(BFloat16))
     if (has_dots()) return {compute_with_dots<Number>, merge_on_avx512, finish_with_dots<Number>};
   switch (best_isa()) {

@@ -11,6 +11,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/functions.h"
+#include "kernels/tiles.h"
 
 namespace mainstem {
 
@@ -136,14 +137,20 @@ struct Rows {
   }
 };
 
-// Computes a block: tiles of some keys, and some queries at a time. kDots: pairs of bfloat16 are multiplied as they
-// are, and weights are rounded to bfloat16. Otherwise queries, keys and results have the order of `load_pair`.
-template <int kLanes, class Number, bool kDots>
+// How scores and weighted values are computed: from float32; from pairs of bfloat16 in one instruction; or from tiles
+// of them, see kernels/tiles.h. Of bfloat16, weights are rounded to it.
+enum class Products { kFloats, kDots, kTiles };
+
+// Computes a block: tiles of some keys, and some queries at a time. With kFloats, queries, keys and results have the
+// order of `load_pair`.
+template <int kLanes, class Number, Products kProducts>
 class Spans {
+  static constexpr bool kDots = kProducts != Products::kFloats, kTiles = kProducts == Products::kTiles;
   using Floats = typename Lanes<kLanes>::Floats;
   using Words = typename Lanes<kLanes>::Words;
-  static constexpr int kWide = 4;                        // vectors of keys in a tile, and of a value at a time
-  static constexpr int kQueries = kLanes == 16 ? 6 : 2;  // whose scores or results are in registers together
+  static constexpr int kWide = 4;  // vectors of keys in a tile, and of a value at a time
+  // Whose scores or results are in registers together.
+  static constexpr int kQueries = kTiles ? static_cast<int>(kTileRows) : kLanes == 16 ? 6 : 2;
   static constexpr std::int32_t kKeys = kWide * kLanes;
   static constexpr std::size_t kBoth = 2 * kLanes;
   static constexpr std::size_t kPack = kDots ? 2 : 1;  // numbers in four bytes
@@ -161,18 +168,20 @@ class Spans {
                 block.given.stored},
         merge_(merge),
         count_((block.last - block.first) * block.heads.group()),
+        rows_(kTiles ? (count_ + kTileRows - 1) / kTileRows * kTileRows : count_),
         key_words_(padded(keys_.count) / kPack),
         value_numbers_(padded(values_.count)) {
     const bool whole = !block.results;
     const std::size_t key_room = padded(keys_.count) * kKeys, value_room = value_numbers_ * kKeys;
-    const std::size_t sizes[] = {count_ * key_words_,                           // queries
+    const std::size_t sizes[] = {rows_ * key_words_,                            // queries
                                  kKeys * key_words_,                            // keys
                                  kDots ? value_room / kPack : 0,                // pairs of values
                                  kQueries * kKeys,                              // weights
                                  keys_.in_place() ? 0 : key_room,               // rows of keys
                                  values_.in_place() ? 0 : value_room,           // and of values
                                  padded(std::max(keys_.count, values_.count)),  // zeros
-                                 whole ? 2 * count_ * value_numbers_ : 0,       // results
+                                 whole || kTiles ? rows_ * value_numbers_ : 0,  // results
+                                 whole ? count_ * value_numbers_ : 0,           // and those of all spans
                                  whole ? 4 * count_ : 0,                        // and their sums
                                  count_ * kLanes,                               // lanes of weights
                                  2 * count_};                                   // ranges
@@ -187,12 +196,12 @@ class Spans {
     staged_keys_ = reinterpret_cast<Number*>(places[4]), staged_values_ = reinterpret_cast<Number*>(places[5]);
     zeros_ = reinterpret_cast<const Number*>(places[6]);
     std::fill_n(places[6], sizes[6], 0.0f);
-    results_ = whole ? places[7] : block.results;
-    merged_ = places[7] + count_ * value_numbers_;
-    sums_ = whole ? reinterpret_cast<Sum*>(places[8]) : block.sums;
-    merged_sums_ = reinterpret_cast<Sum*>(places[8]) + count_;
-    totals_ = places[9];
-    seen_ = reinterpret_cast<Range*>(places[10]);
+    results_ = whole || kTiles ? places[7] : block.results;
+    merged_ = places[8];
+    sums_ = whole ? reinterpret_cast<Sum*>(places[9]) : block.sums;
+    merged_sums_ = reinterpret_cast<Sum*>(places[9]) + count_;
+    totals_ = places[10];
+    seen_ = reinterpret_cast<Range*>(places[11]);
     for (std::size_t q = 0; q < count_; ++q)
       seen_[q] = block.part.seen[block.row_of(q)];
     copy_queries();
@@ -207,7 +216,10 @@ class Spans {
         add_tile(tile);
       for (std::size_t q = 0; q < count_; ++q)
         if (sums_[q].highest != kLowest) sums_[q].weights = total_of<kLanes>(load<Floats>(totals_ + q * kLanes));
-      if (block_.results) continue;
+      if (block_.results) {
+        if constexpr (kTiles) std::copy_n(results_, count_ * value_numbers_, block_.results);
+        continue;
+      }
       for (std::size_t q = 0; q < count_; ++q)
         merge_(merged_ + q * value_numbers_, merged_sums_[q], results_ + q * value_numbers_, sums_[q], value_numbers_);
     }
@@ -267,7 +279,10 @@ class Spans {
     std::size_t q = 0;
     for (; q + kQueries <= count_; q += kQueries)
       add_keys<kQueries>(q, tile);
-    add_last<kQueries - 1>(q, tile);
+    if constexpr (kTiles)
+      add_keys<kQueries>(q, tile);
+    else
+      add_last<kQueries - 1>(q, tile);
   }
 
   // Adds to the results of the last queries, fewer than kCount + 1.
@@ -281,17 +296,23 @@ class Spans {
     }
   }
 
+  // Adds a tile to the results of kCount queries, or of as many as there are.
   template <int kCount>
   MAINSTEM_INLINE void add_keys(std::size_t q, std::int32_t tile) {
-    const Range seen = seen_by(q, q + kCount, tile);
+    const std::size_t last = std::min(q + kCount, count_);
+    const Range seen = seen_by(q, last, tile);
     if (seen.end <= seen.begin) return;
-    score<kCount>(q);
+    if constexpr (kTiles)
+      score_by_tiles(q);
+    else
+      score<kCount>(q);
     bool first = true;  // of the tiles that these queries see of the span
 #pragma GCC unroll 1
-    for (int n = 0; n < kCount; ++n) {
-      first &= sums_[q + n].highest == kLowest;
-      weigh(q + n, weights_ + n * kKeys, seen_of(q + n, tile));
+    for (std::size_t n = q; n < last; ++n) {
+      first &= sums_[n].highest == kLowest;
+      weigh(n, weights_ + (n - q) * kKeys, seen_of(n, tile));
     }
+    if constexpr (kTiles) return add_by_tiles(q, first);
     std::size_t column = 0;
     for (; column + kWide * kLanes <= value_numbers_; column += kWide * kLanes)
       add<kWide, kCount>(q, column, seen, first);
@@ -346,6 +367,7 @@ class Spans {
 
   // Pairs each number of a value with that of the next position.
   MAINSTEM_INLINE void pair_values(Range seen) {
+    if constexpr (kTiles) seen = {0, kKeys};  // those that nobody sees are zeros
     for (std::int32_t key = seen.begin / 2 * 2; key < seen.end; key += 2)
       for (std::size_t i = 0; i < value_numbers_; i += kBoth) {
         const auto pair =
@@ -377,6 +399,28 @@ class Spans {
 #pragma GCC unroll 4
       for (int part = 0; part < kWide; ++part)
         store<kLanes>(weights_ + n * kKeys + part * kLanes, total[n][part]);
+  }
+
+  // The same for 16 queries: 16 keys are a tile of sums. Queries lie as a first factor does, keys as a second one.
+  MAINSTEM_INLINE void score_by_tiles(std::size_t q) {
+    const TileRows queries{queries_ + q * key_words_, key_words_ * sizeof(float)};
+    sum_of_tiles<4>(nullptr, queries, {turned_, kKeys * sizeof(float)}, key_words_ / kTileRows,
+                    {weights_, kKeys * sizeof(float)});
+  }
+
+  // Adds the weighted values of 16 queries to their results.
+  MAINSTEM_INLINE void add_by_tiles(std::size_t q, bool first) {
+    const std::size_t row = value_numbers_ * sizeof(float);
+    for (std::size_t column = 0; column < value_numbers_; column += 4 * kTileRows) {
+      float* const results = results_ + q * value_numbers_ + column;
+      const float* const begin = first ? nullptr : results;
+      const TileRows weights{weights_, kKeys * sizeof(float)}, values{pairs_ + column, row};
+      const std::size_t steps = kKeys / kTileNumbers;
+      if (column + 4 * kTileRows <= value_numbers_)
+        sum_of_tiles<4>(begin, weights, values, steps, {results, row});
+      else
+        sum_of_tiles<2>(begin, weights, values, steps, {results, row});
+    }
   }
 
   // Returns total + numbers * factor, or with the two products of pairs.
@@ -503,6 +547,7 @@ class Spans {
   const Rows<kLanes, Number> keys_, values_;
   const Merge merge_;
   const std::size_t count_;          // of queries
+  const std::size_t rows_;           // that they have in memory
   const std::size_t key_words_;      // of four bytes in a key
   const std::size_t value_numbers_;  // with padding
   float* queries_;                   // [count, key_words]

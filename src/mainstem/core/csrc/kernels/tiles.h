@@ -168,6 +168,59 @@ MAINSTEM_INLINE void multiply_tiles(const FirstFactor& first, const Tile* second
   }
 }
 
+// Rows of a tile, so many bytes apart.
+struct TileRows {
+  const void* rows;
+  std::size_t bytes;
+};
+
+// Computes kTiles tiles beside each other: the sums of `begin`, which lie as `out` does, or zeros if it is null, plus
+// 16 rows of `first` times paired rows of `second`, of `steps` times 32 numbers.
+template <int kTiles>
+MAINSTEM_INLINE void sum_of_tiles(const float* begin, TileRows first, TileRows second, std::size_t steps,
+                                  TileRows out) {
+  static_assert(kTiles == 2 || kTiles == 4);
+  const auto* const sums = reinterpret_cast<const char*>(begin);
+  const auto* rows = static_cast<const char*>(first.rows);
+  const auto* pairs = static_cast<const char*>(second.rows);
+  constexpr std::size_t kWidth = 64;  // bytes of a row of a tile
+  if (sums) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm0" ::"r"(sums), "r"(out.bytes) : "memory");
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm1" ::"r"(sums + kWidth), "r"(out.bytes) : "memory");
+    if constexpr (kTiles == 4) {
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm2" ::"r"(sums + 2 * kWidth), "r"(out.bytes) : "memory");
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm3" ::"r"(sums + 3 * kWidth), "r"(out.bytes) : "memory");
+    }
+  } else {
+    __asm__ volatile("tilezero %tmm0");
+    __asm__ volatile("tilezero %tmm1");
+    if constexpr (kTiles == 4) {
+      __asm__ volatile("tilezero %tmm2");
+      __asm__ volatile("tilezero %tmm3");
+    }
+  }
+  for (std::size_t step = 0; step < steps; ++step, rows += kWidth, pairs += kTileRows * second.bytes) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm4" ::"r"(rows), "r"(first.bytes) : "memory");
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm5" ::"r"(pairs), "r"(second.bytes) : "memory");
+    __asm__ volatile("tdpbf16ps %tmm5, %tmm4, %tmm0");
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(pairs + kWidth), "r"(second.bytes) : "memory");
+    __asm__ volatile("tdpbf16ps %tmm6, %tmm4, %tmm1");
+    if constexpr (kTiles == 4) {
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm7" ::"r"(pairs + 2 * kWidth), "r"(second.bytes) : "memory");
+      __asm__ volatile("tdpbf16ps %tmm7, %tmm4, %tmm2");
+      __asm__ volatile("tileloadd (%0,%1,1), %%tmm5" ::"r"(pairs + 3 * kWidth), "r"(second.bytes) : "memory");
+      __asm__ volatile("tdpbf16ps %tmm5, %tmm4, %tmm3");
+    }
+  }
+  auto* const to = const_cast<char*>(static_cast<const char*>(out.rows));
+  __asm__ volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(to), "r"(out.bytes) : "memory");
+  __asm__ volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(to + kWidth), "r"(out.bytes) : "memory");
+  if constexpr (kTiles == 4) {
+    __asm__ volatile("tilestored %%tmm2, (%0,%1,1)" ::"r"(to + 2 * kWidth), "r"(out.bytes) : "memory");
+    __asm__ volatile("tilestored %%tmm3, (%0,%1,1)" ::"r"(to + 3 * kWidth), "r"(out.bytes) : "memory");
+  }
+}
+
 #endif
 
 }  // namespace mainstem
