@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainstem.runtime.kernels import linear as kernels
 
-VERSION = 1
+VERSION = 2
 """Of the arithmetic, part of the identity of stored pages: a change of any order of sums or rounding is another one."""
 
 # By what they are called in reasons: the operations whose order of sums depends on shapes.
@@ -73,7 +73,7 @@ def reason(found: Mapping[str, set[str]]) -> str | None:
 
 
 def shown(inexact: str | None) -> str:
-    """Says whether a model is exact, and why it is not: "yes, arithmetic 1 avx512" or "no: PyTorch computes ..."."""
+    """Says whether a model is exact, and why it is not: "yes, arithmetic 2 avx512" or "no: PyTorch computes ..."."""
     return f"yes, arithmetic {arithmetic()}" if inexact is None else f"no: {inexact}"
 
 
