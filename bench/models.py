@@ -41,6 +41,7 @@ from bench.tiny_models import (
     FAMILIES,
     GATHERED,
     HYBRIDS,
+    INEXACT,
     LATENT,
     REFUSED,
     RESUMED,
@@ -522,7 +523,7 @@ def _quiet(one_thread: bool) -> Iterator[None]:
 
 _HEADS = (
     "model", "components", "hits", "from cold", "of the spread", "from transformers", "of the spread", "tokens",
-    "KV bytes a token", "state bytes", "notes",
+    "KV bytes a token", "state bytes", "exact", "notes",
 )  # fmt: skip
 
 
@@ -552,8 +553,16 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["model"], row["components"], " / ".join(map(str, row["hits"])),
         *(text for by in (row["from_cold"], from_plain) for text in (f"{by:.1e}", f"{by / row['spread']:.1e}")),
         "equal" if row["tokens_equal"] else "differ", kv or "0",
-        f"{row['state_bytes']:,}" if row["state_bytes"] else "–", "; ".join(notes),
+        f"{row['state_bytes']:,}" if row["state_bytes"] else "–", _exact(row["model"]), "; ".join(notes),
     )  # fmt: skip
+
+
+def _exact(model: str) -> str:
+    """Returns whether a hit changes no bit of a model, as far as tests compare bits of its family."""
+    family = model.split(",")[0]
+    if "images" in model:
+        return "not tested"
+    return f"no: {INEXACT[family]}" if family in INEXACT else "yes"
 
 
 def _reason(row: Mapping[str, Any]) -> str:

@@ -586,6 +586,13 @@ def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: floa
     Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. Raises BadArgument if `width` is 0.
     """
 
+def apply(name: str, x: int, out: int, count: int, bfloat16: bool, threads: int) -> None:
+    """
+    Computes a function of `count` numbers x to `out`, each from its own number alone, without the GIL: "silu", "gelu", "gelu_tanh", "sigmoid" or "softplus".
+
+    Tensors are addresses, as for `linear`. Raises BadArgument if the name is unknown.
+    """
+
 class AttentionPlan:
     """
     Which rows of a batch see which keys, for all layers of a kind. One thread at a time.

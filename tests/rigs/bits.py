@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mainstem.runtime.memory.kv import KVPool
 from mainstem.runtime.memory.states import StatePool
+from mainstem.runtime.models.adapters import Adapter
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.segments import Segment
 
@@ -43,10 +44,11 @@ class Bits:
 
     Args:
         runner: with pages for all prompts of a call, and a slot for each if it keeps states.
+        adapter: that computes in place of the base model.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, adapter: Adapter | None = None) -> None:
+        self._runner, self._adapter = runner, adapter
         pools = runner.pools.values()
         self._paged = {name: pool for name, pool in runner.pools.items() if isinstance(pool, KVPool)}
         self._states = next((pool for pool in pools if isinstance(pool, StatePool)), None)
@@ -94,7 +96,9 @@ class Bits:
 
     def _segment(self, prompt: Tokens, part: Part, table: Tokens) -> Segment:
         tokens = prompt[part.begin : part.end]
-        return Segment(tokens, part.begin, (table,) * len(self._paged), len(tokens), state=part.prompt)
+        return Segment(
+            tokens, part.begin, (table,) * len(self._paged), len(tokens), state=part.prompt, adapter=self._adapter
+        )
 
     def _left(self, index: int, rows: Sequence[torch.Tensor], table: Tokens, length: int) -> Numbers:
         left = {"logits": torch.cat(list(rows))} if rows else {}

@@ -19,11 +19,13 @@ from machine import patience
 from rigs.bits import Bits, Part, Tokens, chunks, differing, interleaved
 from rigs.letters import Letters
 
-from bench.tiny_models import ALL, VOCAB, loaded, tiny
+from bench.tiny_models import ALL, INEXACT, VOCAB, loaded, tiny
 from mainstem import _core
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.engine import Engine
-from mainstem.runtime.models.exactness import arithmetic, watching
+from mainstem.runtime.kernels import exchanges
+from mainstem.runtime.models import self_test
+from mainstem.runtime.models.exactness import arithmetic
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.runner import ModelRunner
@@ -34,27 +36,6 @@ PAGE_SIZE = 4
 LENGTHS = (75, 68, 41, 1)
 CONTEXT = 640  # more than two spans of keys
 PAGES = 900
-
-EXACT = {
-    *("bamba", "cohere2 windowed", "exaone4 windowed", "gemma", "gpt2", "gpt_bigcode"),
-    *(
-        "gpt_oss windowed",
-        "granite",
-        "granitemoehybrid",
-        "lfm2",
-        "llama",
-        "llama, windows",
-        "mamba2",
-        "minicpm3",
-        "mistral",
-    ),
-    *("mistral windowed", "mixtral", "olmo2", "olmo3 windowed", "phi3", "phi3 windowed", "qwen2", "qwen2 windowed"),
-    *("qwen3", "rwkv", "youtu"),
-}
-EXACT_BY_DTYPE = {
-    torch.float32: EXACT | {"gemma2 windowed", "gemma3_text windowed", "gemma4_text windowed", "gpt_neox"},
-    torch.bfloat16: EXACT | {"falcon_h1"},
-}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,9 +82,50 @@ def test_parts_beside_others_have_the_bits_of_prompts_alone(seeds: int, name: st
     except UnsupportedModel:  # random experts are chosen anew by the rounding of bfloat16
         assert dtype is torch.bfloat16
         return
-    assert (runner.inexact is None) == (name in EXACT_BY_DTYPE[dtype]), runner.inexact
+    assert (runner.inexact is None) == (ALL[name][0] not in INEXACT), runner.inexact
     for seed in range(seeds) if runner.inexact is None else ():
         same_bits(Bits(runner), seed)
+
+
+ADAPTERS: dict[str, dict[str, object]] = {
+    "linear layers": {"target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "rank-stabilized": {"target_modules": ["o_proj", "up_proj"], "use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_with_an_adapter_parts_have_the_bits_of_prompts_alone(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Rows of 100 numbers of the MLP end in a rest; the layers compute by their own code."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    changes = {"intermediate_size": 100}
+    config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", init_lora_weights=False, **ADAPTERS[name])
+    peft.get_peft_model(tiny("llama", **changes), config).save_pretrained(str(tmp_path), save_embedding_layers=False)
+    model = tiny("llama", max_position_embeddings=CONTEXT, **changes).to(dtype)  # type: ignore[call-arg,arg-type]
+    runner = ModelRunner(replace(loaded(model), dtype=dtype), PAGES, PAGE_SIZE)
+    adapter = runner.adapters.load("a", tmp_path)
+    assert (runner.inexact, adapter.inexact) == (None, None)
+    base = Bits(runner).alone(prompts_of([20])[0])
+    same_bits(Bits(runner, adapter), 0)
+    assert differing(Bits(runner, adapter).alone(prompts_of([20])[0]), base), "the adapter changes something"
+
+
+def test_an_adapter_whose_products_are_pytorchs_makes_the_model_inexact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj"])
+    peft.get_peft_model(tiny("llama"), config).save_pretrained(str(tmp_path), save_embedding_layers=False)
+    runner = runner_of("llama", torch.float32)
+    identity = runner.computation
+    monkeypatch.setattr(exchanges, "exchange_linear", lambda layer: None)
+    monkeypatch.setattr(self_test, "compute_by_row", lambda module: False)
+    runner.adapters.load("a", tmp_path)
+    assert runner.inexact == "adapter a: PyTorch computes products (linear)"
+    assert runner.computation == identity, "pages of the model alone are as they were"
+    runner.adapters.unload("a")
+    assert runner.inexact is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -203,69 +225,6 @@ def test_a_restart_from_storage_changes_no_bit(
             assert [scores(engine, [prompt])[0] for prompt in prompts] == expected
             restored = engine.stats().tiers
     assert restored is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "function", "dtype"),
-    [
-        ("exp2", torch.exp2, torch.float32),
-        ("sinh", torch.sinh, torch.float32),
-        ("cosh", torch.cosh, torch.float32),
-        ("celu", torch.celu, torch.float32),
-        ("glu", lambda x: torch.nn.functional.glu(torch.cat([x, x], -1)), torch.float32),
-        ("atan2", lambda x: torch.atan2(x, x.flip(-1)), torch.float32),
-        ("logaddexp", lambda x: torch.logaddexp(x, x.flip(-1)), torch.float32),
-        ("pow", lambda x: x.abs() ** (1 / 3), torch.float32),
-        ("pow", lambda x: x.abs() ** -0.5, torch.bfloat16),
-        ("sinh", torch.sinh, torch.bfloat16),
-        ("cosh", torch.cosh, torch.bfloat16),
-        ("mul", lambda x: torch.complex(x, x) * torch.complex(x, x), torch.float32),
-    ],
-)
-def test_functions_with_other_bits_in_a_rest_are_noticed(
-    name: str, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> None:
-    with watching() as found:
-        function(torch.ones(3, 25, dtype=dtype))
-        torch.ones(3, 25).pow(2).mean(-1).pow(-0.5)  # as norms do: the same bits for any rows
-    assert found == {"elementwise functions with a scalar tail": {name}}
-
-
-@pytest.mark.parametrize(
-    ("function", "width"),
-    [(torch.sigmoid, 64), (torch.nn.functional.silu, 64), (lambda x: torch.complex(x, -x) * torch.complex(x, x), 32)],
-)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_functions_of_whole_vectors_have_one_result_however_many_rows_are_computed(
-    function: Callable[[torch.Tensor], torch.Tensor], width: int, threads: int
-) -> None:
-    """Half as wide rows have a rest in the middle, where a second thread begins after half of an odd number of them."""
-    x = torch.randn(5125, width, generator=torch.Generator().manual_seed(0))
-    alone = function(x)  # on one thread
-    torch.set_num_threads(threads)
-    try:
-        with watching() as found:
-            assert torch.equal(function(x), alone)
-            assert torch.equal(torch.cat([function(part) for part in x.split(7)]), alone)
-        assert found == {}
-        with watching() as found:
-            function(x[:, : width // 2])
-        assert bool(found) == (threads > 1)
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_sums_over_the_rows_are_noticed_and_those_of_few_numbers_and_of_a_row_are_not() -> None:
-    with watching() as found:
-        torch.ones(4, 3, 8).mean(0)
-        torch.ones(9, 3, 8).sum(1)
-        torch.ones(9, 3, 8).sum(-1)
-        torch.ones(9, 3, dtype=torch.int64).sum(0)
-    assert found == {}
-    with watching() as found:
-        torch.ones(9, 3, 8).mean(0)
-        torch.ones(9, 3, 8).sum()
-    assert found == {"sums over the first axis": {"mean", "sum"}}
 
 
 def test_pages_of_another_arithmetic_have_another_identity() -> None:

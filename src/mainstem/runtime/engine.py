@@ -68,7 +68,6 @@ class Engine:
         pages: pages of the first pool.
         max_context: positions that one request can have: the model's limit, or the pool's if it is smaller.
         vision: makes prompts of chats with images; None: the model takes none.
-        exact: whether a hit changes no bit: "yes, ...", or "no: ..." with the reason.
         has_states: the model has recurrent states, so the marks of requests count.
 
     Raises:
@@ -96,7 +95,6 @@ class Engine:
         self.name, self.dtype = loaded.name, loaded.dtype
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.pages, self.max_context, self.vision = next(iter(core.sizes.values())), core.max_context, core.model.vision
-        self.exact = shown(core.model.inexact)
         self.has_states = any(isinstance(component, State) for component in core.sizes)
         self._publication = _Publication(self)
         self._loop = EngineLoop(core, clock, config.max_waiting)
@@ -174,6 +172,11 @@ class Engine:
         if not isinstance(prompt, str):
             return np.asarray(prompt)
         return np.asarray(begun_once(self.tokenizer, self.tokenizer.encode(prompt)))
+
+    @property
+    def exact(self) -> str:
+        """Whether a hit changes no bit: "yes, ...", or "no: ..." with the reason, the model's or an adapter's."""
+        return shown(self._core.model.inexact)
 
     # ---------------------------------------------------------------- adapters
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bench.tiny_models import tiny
-from mainstem.runtime.kernels.bare_weights import Products, turn_weights
+from mainstem.runtime.kernels.bare_weights import turn_weights
+from mainstem.runtime.kernels.by_row import ByRow
 from mainstem.runtime.kernels.linear import DTYPES, Weights, product
 from tests.runtime.kernels.test_exchanges import differ, exchanged, logits
 from tests.runtime.kernels.test_kernels import random
@@ -19,7 +20,7 @@ def test_products_by_weights_of_their_own_are_the_cores(dtype: torch.dtype) -> N
     x, weight, bias = (random(*shape, dtype=dtype) for shape in ((9, 40), (3, 24, 40), (24,)))
     expected = product(x, Weights(weight[0], bias))
     offs = torch.tensor([2, 2, 9], dtype=torch.int32)
-    with torch.inference_mode(), Products():
+    with torch.inference_mode(), ByRow():
         by_linear = torch.nn.functional.linear(x, weight[0], bias)
         by_addmm = torch.addmm(bias, x, weight[0].T)
         grouped = torch._grouped_mm(x, weight.mT, offs=offs)
@@ -49,6 +50,6 @@ def test_a_model_with_such_modules_computes_the_same_and_rows_do_not_depend_on_o
 def test_a_bias_of_one_number_for_all_outputs_is_added_by_pytorch() -> None:
     x, weight, bias = torch.randn(3, 32), torch.randn(64, 32), torch.full((1,), 5.0)
     expected = torch.addmm(bias, x, weight.t())
-    with Products():
+    with ByRow():
         ours = torch.addmm(bias, x, weight.t())
     torch.testing.assert_close(ours, expected)

@@ -1,40 +1,21 @@
 """Products of modules that use their weights themselves: routers, experts, and the layers of GPT-2.
 
-    with Products():
-        module(...)         linear(x, weight), addmm(bias, x, weight) and grouped products are computed by the core
-
-These have code of their own between their products, so their forward stays, and only the products are exchanged. A row
-of a result has the same bits whatever rows are computed with it, as in `linear`.
+These have code of their own between their products, so their forward stays, and only the products are exchanged
+(`by_row`): linear(x, weight), addmm(bias, x, weight), grouped and batched products, where the core reads the weights in
+place. A row of a result has the same bits whatever rows are computed with it, as in `linear`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.linear import Weights
-
-
-class Products(TorchFunctionMode):
-    """Lets the core compute products inside the `with` block, where it reads their weights in place."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """See `TorchFunctionMode`."""
-        kwargs = kwargs or {}
-        ours = None if torch.is_grad_enabled() else _PRODUCTS.get(func)
-        result = None if ours is None else ours(*args, **kwargs)
-        return func(*args, **kwargs) if result is None else result
 
 
 def uses_weights(module: nn.Module) -> bool:
@@ -47,7 +28,9 @@ def uses_weights(module: nn.Module) -> bool:
 
 def turn_weights(module: nn.Module) -> None:
     """Lays weights that have their outputs last so that those of an output are neighbours; their shape stays."""
-    if getattr(module, "is_transposed", False) or type(module).__name__ == "Conv1D":
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    is_batched = code is not None and "bmm" in code.co_names
+    if getattr(module, "is_transposed", False) or type(module).__name__ == "Conv1D" or is_batched:
         for weight in module.parameters(recurse=False):
             if weight.dim() in (2, 3) and type(weight.data) is torch.Tensor:
                 weight.data = weight.data.mT.contiguous().mT
@@ -78,12 +61,28 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = 
     return out
 
 
+def _bmm(x: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor | None:
+    """Computes x [matrices, rows, inputs] times `weight` [matrices, inputs, outputs]."""
+    if others or x.dim() != 3 or x.shape[1] == 0 or not all(_takes(x, matrix) for matrix in weight.mT):
+        return None
+    return torch.stack(
+        [kernels.product(part, Weights(matrix, None)) for part, matrix in zip(x, weight.mT, strict=True)]
+    )
+
+
+def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    return _linear(x, weight.mT) if weight.dim() == 2 and x.dim() > 1 else None
+
+
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype is weight.dtype and x.device.type == "cpu" and x.shape[-1] > 0 and kernels.takes(weight)
 
 
-_PRODUCTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+PRODUCTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.linear: _linear,
     torch.addmm: _addmm,
+    torch.bmm: _bmm,
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul),
     **({torch._grouped_mm: _grouped} if hasattr(torch, "_grouped_mm") else {}),
 }
+"""By what they replace; each returns None where the core cannot compute it."""

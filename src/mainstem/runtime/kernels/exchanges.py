@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from mainstem.runtime.kernels import linear as kernels
-from mainstem.runtime.kernels.bare_weights import Products, turn_weights, uses_weights
+from mainstem.runtime.kernels.bare_weights import turn_weights, uses_weights
+from mainstem.runtime.kernels.by_row import ByRow
 from mainstem.runtime.kernels.linear import Weights
 from mainstem.runtime.models.quantization import packed
 
@@ -109,7 +110,7 @@ def exchange(model: nn.Module, given: Given) -> Exchanged:
     for module in modules:
         if uses_weights(module):
             turn_weights(module)
-            _install(module, _with_products, None)
+            compute_by_row(module)
     linears = sum(type(module) is nn.Linear and kernels.takes(module.weight) for module in modules)
     layers = sum(len(group) for group in groups)
     return Exchanged(layers, len(ours), layers - len(groups), linears - layers + len(norms) - len(ours))
@@ -121,11 +122,26 @@ def exchange_linear(layer: nn.Module) -> None:
         _install(layer, _linear, _Group([layer]))
 
 
+def compute_by_row(module: nn.Module) -> bool:
+    """Makes the core compute what would depend on other rows in a module (`by_row`); False: it does already."""
+    if "kernel" in vars(module):
+        return False
+    _install(module, _by_row, vars(module).get("forward"))
+    return True
+
+
 def restore(model: nn.Module) -> None:
     """Makes a model compute by its own code again."""
     for module in model.modules():
         if is_exchanged(module):
-            del module.forward, module.kernel
+            restore_module(module)
+
+
+def restore_module(module: nn.Module) -> None:
+    """Makes an exchanged module compute as before."""
+    forward, kernel = vars(module).pop("forward"), vars(module).pop("kernel")
+    if forward.__func__ is _by_row and kernel is not None:
+        vars(module).update(forward=kernel)
 
 
 def _modules(model: Any) -> list[nn.Module]:
@@ -261,10 +277,11 @@ def _proven_norm(module: nn.Module, generator: torch.Generator) -> bool:
 # ---- all
 
 
-def _with_products(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a module that uses weights of its own."""
-    with Products():
-        return type(module).forward(module, *args, **kwargs)
+def _by_row(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a module whose own runs with functions of the core in place of some of PyTorch's."""
+    own = module.kernel
+    with ByRow():
+        return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 def _install(module: nn.Module, forward: Callable[..., torch.Tensor], kernel: object) -> None:
@@ -273,9 +290,9 @@ def _install(module: nn.Module, forward: Callable[..., torch.Tensor], kernel: ob
 
 
 def is_exchanged(module: nn.Module) -> bool:
-    """Returns whether kernels compute a module's products or its norm."""
+    """Returns whether kernels compute a module's products or its norm, or functions in it."""
     own = vars(module).get("forward")
-    return isinstance(own, MethodType) and own.__func__ in (_linear, _norm, _with_products)
+    return isinstance(own, MethodType) and own.__func__ in (_linear, _norm, _by_row)
 
 
 def rounding_error(ours: torch.Tensor, plain: torch.Tensor) -> float:

@@ -19,16 +19,16 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 
 from mainstem import _core
 from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.functions import silu, softplus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _EPSILON = 1e-6  # of the norms of queries and keys
-_LINEAR_FROM = 20.0  # where softplus is its argument
 _Limit = tuple[float, float]
 
 
@@ -117,7 +117,7 @@ def _convolved(
     if activation is None:
         return out
     assert activation in ("silu", "swish"), activation
-    return _silu(out)
+    return silu(out)
 
 
 # ---------------------------------------------------------------- scans
@@ -196,7 +196,7 @@ def mamba2_scan(
     x, heads = hidden_states.float(), hidden_states.shape[2]
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
-    steps = (_softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    steps = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     k, q = (each.float().repeat_interleave(heads // each.shape[2], 2).contiguous() for each in (B, C))
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     decays = torch.exp(A.float() * steps).contiguous()
@@ -266,18 +266,6 @@ def _scanned(
         torch.get_num_threads(),
     )
     return out, state
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    """As PyTorch's, whose bits differ at the end of a thread's share."""
-    numbers = x.float()
-    return (numbers / torch.exp(-numbers).add_(1)).to(x.dtype)
-
-
-def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """As PyTorch's, whose bits differ at the end of a thread's share."""
-    numbers = x.float()
-    return torch.where(numbers > _LINEAR_FROM, numbers, torch.log1p(torch.exp(numbers))).to(x.dtype)
 
 
 _OURS: Mapping[str, Callable[..., Any]] = {

@@ -19,9 +19,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +96,13 @@ class Adapter:
         name: the name that clients use.
         digest: SHA-256 over configuration and weights, in hex.
         places: where its layers take the place of the model's.
+        inexact: why bits may depend on what is computed together, with it; None: they do not.
     """
 
     name: str
     digest: str
     places: tuple[_Place, ...] = field(repr=False)
+    inexact: str | None = None
 
     @property
     def namespace(self) -> str:
@@ -124,6 +126,13 @@ class Adapters:
         self._model = model
         self._by_name: Mapping[str, Adapter] = {}  # replaced, never changed: others read it
         self._selected: Adapter | None = None
+        self.watch: Callable[[Adapter], str | None] = lambda _: None
+
+    @property
+    def inexact(self) -> str | None:
+        """Why bits may depend on what is computed together, with one of the adapters; None: with none of them."""
+        found = (f"adapter {name}: {each.inexact}" for name, each in self._by_name.items() if each.inexact is not None)
+        return next(found, None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -158,10 +167,10 @@ class Adapters:
         if former is not None and former.digest == files.digest:
             return former
         try:
-            places = self._fit(files)
+            adapter = Adapter(name, files.digest, self._fit(files))
+            adapter = replace(adapter, inexact=self.watch(adapter))
         except Exception as error:  # PEFT raises all kinds; `_fit` has restored the model
             raise UnsupportedModel(f"adapter {name}: it does not fit the model: {_shortened(error)}") from error
-        adapter = Adapter(name, files.digest, places)
         self._by_name = {**self._by_name, name: adapter}
         return adapter
 

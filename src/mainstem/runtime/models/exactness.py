@@ -2,19 +2,20 @@
 
 docs/arithmetic.md defines the arithmetic. The core's kernels keep to it, and PyTorch's do where they compute by row.
 Its products, attention and convolutions choose their order of sums by the shapes that they are given. Some of its
-elementwise functions give other bits in the scalar tail of a thread's share, where numbers do not fill a vector.
-So a forward of the self-test is watched: a model is exact if PyTorch computed none of these.
+elementwise functions give other bits in the scalar tail of a thread's share, where numbers do not fill a vector. So a
+forward of the self-test is watched: a model is exact if all that PyTorch computed is known to be computed by row.
 """
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainstem.runtime.kernels import linear as kernels
@@ -22,30 +23,55 @@ from mainstem.runtime.kernels import linear as kernels
 VERSION = 2
 """Of the arithmetic, part of the identity of stored pages: a change of any order of sums or rounding is another one."""
 
-# By what they are called in reasons: the operations whose order of sums depends on shapes.
+# By what they are called in reasons: operations whose order of sums depends on shapes.
 _SUMS = {
-    "products": ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "mv", "addmv", "dot", "_grouped_mm"),
-    "attention": ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    "convolutions": ("conv1d", "conv2d", "convolution", "_convolution"),
+    "products": ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "mv", "addmv", "dot", "grouped_mm"),
+    "attention": ("scaled_dot_product_attention", "scaled_dot_product_flash_attention_for_cpu"),
+    "convolutions": ("conv1d", "conv2d", "convolution"),
     "systems of equations": ("linalg_solve_triangular", "triangular_solve"),
 }
 _KINDS: Mapping[str, str] = {name: kind for kind, names in _SUMS.items() for name in names}
+_OTHERS = "functions that are not known to compute each row by itself"
 
-# Elementwise functions whose vector part and scalar tail differ, by dtype; docs/arithmetic.md says what was compared.
-_TAILED: Mapping[torch.dtype, frozenset[str]] = {
-    torch.float32: frozenset(
-        {"silu", "gelu", "sigmoid", "softplus", "mish", "elu", "celu", "glu", "exp2", "sinh", "cosh"}
-        | {"logaddexp", "atan2", "pow"}
-    ),
-    torch.bfloat16: frozenset({"gelu", "rsqrt", "sinh", "cosh", "pow"}),
-    torch.complex64: frozenset({"mul"}),
-}
+_COPIES = frozenset({
+    "T", "alias", "arange", "as_strided", "cat", "chunk", "clone", "complex", "conj", "constant_pad_nd",
+    "contiguous", "copy", "detach", "dropout", "embedding", "empty", "empty_like", "empty_strided", "expand",
+    "expand_as", "fill", "flatten", "flip", "full", "full_like", "gather", "imag", "index", "index_copy",
+    "index_fill", "index_put", "index_select", "item", "lift_fresh", "local_scalar_dense", "mT", "masked_fill",
+    "masked_select", "movedim", "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "nonzero", "numpy_T",
+    "one_hot", "ones", "ones_like", "pad", "permute", "real", "repeat", "repeat_interleave", "reshape",
+    "reshape_as", "resolve_conj", "resolve_neg", "roll", "scatter", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "stack", "swapaxes", "t", "to", "to_copy", "transpose", "tril", "triu", "type_as", "unbind",
+    "unflatten", "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "where", "zero",
+    "zeros", "zeros_like",
+})  # fmt: skip
+"""Views, copies, and what is written or read by indices: no number is computed."""
+
+_ROUNDED = frozenset({
+    "abs", "add", "all", "amax", "amin", "any", "argmax", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor",
+    "ceil", "clamp", "clamp_max", "clamp_min", "diff", "div", "divide", "eq", "floor", "ge", "greater", "gt",
+    "isfinite", "isinf", "isnan", "le", "less", "logical_and", "logical_not", "logical_or", "lt", "max", "maximum",
+    "min", "minimum", "mul", "multiply", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign", "sort", "sqrt",
+    "square", "sub", "subtract", "topk", "trunc",
+})  # fmt: skip
+"""IEEE 754 rounds each result once, or it is one of the given numbers."""
+
+COMPARED = frozenset({
+    "addcmul", "cos", "erf", "exp", "histc", "index_add", "log", "log1p", "polar", "pow", "rsqrt", "sin", "tanh",
+})  # fmt: skip
+"""Functions of single numbers whose bits were compared, wherever a number lies; tests compare them."""
+
+COMPARED_IN_BFLOAT16 = frozenset({"silu", "sigmoid", "softplus", "mish", "elu"})
+"""The same, in bfloat16 alone."""
+
+COMPARED_SUMS = frozenset({"mean", "sum", "cumsum", "softmax", "log_softmax", "layer_norm"})
+"""Functions of a row, compared for rows alone and beside others."""
+
 # Powers that PyTorch computes by other functions, in which all numbers of a row have the same bits.
-_PLAIN_POWERS: Mapping[torch.dtype, tuple[float, ...]] = {
+PLAIN_POWERS: Mapping[torch.dtype, tuple[float, ...]] = {
     torch.float32: (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
     torch.bfloat16: (-2, -1, 0, 0.5, 1, 2, 3, 4),
 }
-_VECTORS = {torch.float32: 32, torch.bfloat16: 64, torch.complex64: 16}  # numbers of a row that leave no rest
 _FEW = 4  # numbers that PyTorch adds in one order over the first axis, however long the others are
 
 
@@ -58,17 +84,38 @@ def arithmetic() -> str:
     return f"{VERSION} {instructions}" + (f" {platform.machine()}" if instructions == "plain" else "")
 
 
+@dataclass
+class Found:
+    """What PyTorch computed that is not known to be computed by row.
+
+    Attributes:
+        kinds: operations, by their kind.
+        modules: those that called them.
+    """
+
+    kinds: dict[str, set[str]] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
+
+
 @contextmanager
-def watching() -> Iterator[dict[str, set[str]]]:
-    """Notes within the block what PyTorch computes that depends on shapes: operations, by their kind."""
+def watching(modules: Iterable[nn.Module] = ()) -> Iterator[Found]:
+    """Notes within the block what PyTorch computes that depends on shapes, or may; and which modules call it."""
     watch = _Watch()
-    with watch:
-        yield watch.found
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(watch.enter))
+        handles.append(module.register_forward_hook(watch.leave, always_call=True))
+    try:
+        with watch:
+            yield watch.found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def reason(found: Mapping[str, set[str]]) -> str | None:
+def reason(found: Found) -> str | None:
     """Says why a model is not exact in which `watching` has found this; None: it is."""
-    parts = [f"{kind} ({', '.join(sorted(names))})" for kind, names in sorted(found.items())]
+    parts = [f"{kind} ({', '.join(sorted(names))})" for kind, names in sorted(found.kinds.items())]
     return f"PyTorch computes {', '.join(parts)}" if parts else None
 
 
@@ -82,42 +129,68 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, set[str]] = {}
+        self.found = Found()
+        self._running: list[nn.Module] = []
+
+    def enter(self, module: nn.Module, given: object) -> None:
+        self._running.append(module)
+
+    def leave(self, module: nn.Module, given: object, result: object) -> None:
+        self._running.pop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.overloadpacket.__name__.removesuffix("_")
-        kind = _KINDS.get(name)
-        if kind is None and _has_tail(name, args):
-            kind = "elementwise functions with a scalar tail"
-        if kind is None and _adds_rows(name, args):
-            kind = "sums over the first axis"
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.strip("_")
+        kind = _kind(name, args, kwargs or {}, result)
         if kind is not None:
-            self.found.setdefault(kind, set()).add(name)
-        return func(*args, **(kwargs or {}))
+            self.found.kinds.setdefault(kind, set()).add(name)
+            if self._running and self._running[-1] not in self.found.modules:
+                self.found.modules.append(self._running[-1])
+        return result
 
 
-def _has_tail(name: str, args: tuple[Any, ...]) -> bool:
-    """Returns whether an elementwise function computes some numbers by scalar code, which gives other bits."""
-    x = args[0] if args else None
-    if not isinstance(x, torch.Tensor) or name not in _TAILED.get(x.dtype, ()):
+def _kind(name: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> str | None:
+    """Returns what kind of operation depends on other rows, or may; None: it does not."""
+    if name in _COPIES or not any(_rounds(each) for each in (result, *args)):
+        return None
+    if name in _KINDS:
+        return _KINDS[name]
+    if name in COMPARED_SUMS:
+        return None if not _rounds(result) or _is_of_a_row(name, args) else "sums over the first axis"
+    return None if _is_by_number(name, args, named) else _OTHERS
+
+
+def _is_by_number(name: str, args: Sequence[object], named: Mapping[str, object]) -> bool:
+    """Returns whether each number of a result is known to depend on numbers of the same place alone."""
+    dtypes: set[torch.dtype] = {each.dtype for each in args if isinstance(each, torch.Tensor)}
+    if name == "pow":
+        x, power = args
+        plain = PLAIN_POWERS.get(x.dtype, ()) if isinstance(x, torch.Tensor) else ()
+        return power in plain if isinstance(power, int | float) else False
+    if name == "rsqrt":
+        return dtypes <= {torch.float32}
+    if any(dtype.is_complex for dtype in dtypes) or named.get("alpha", 1) != 1:
         return False
-    if name == "pow" and (x.dim() == 0 or (isinstance(args[1], float | int) and args[1] in _PLAIN_POWERS[x.dtype])):
-        return False
-    return x.dim() == 0 or x.shape[-1] % (_VECTORS[x.dtype] * _shares()) != 0
+    return name in _ROUNDED or name in COMPARED or (dtypes == {torch.bfloat16} and name in COMPARED_IN_BFLOAT16)
 
 
-def _shares() -> int:
-    """Returns by how much whole vectors are multiplied so that no share of a row's has a rest, on as many threads as
-    PyTorch takes."""
-    return math.lcm(*range(1, torch.get_num_threads() + 1))
+def _rounds(value: Any) -> bool:
+    """Returns whether a tensor has numbers that operations round."""
+    several = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()) for each in several)
 
 
-def _adds_rows(name: str, args: tuple[Any, ...]) -> bool:
-    """Returns whether a sum is over the first axis, whose order depends on how many numbers the others have."""
-    x = args[0] if args else None
-    if name not in ("sum", "mean") or not isinstance(x, torch.Tensor) or x.dim() < 2 or not x.is_floating_point():
-        return False
-    axes = args[1] if len(args) > 1 and args[1] else range(x.dim())
-    return x.shape[0] > _FEW and any(axis % x.dim() == 0 for axis in axes)
+def _is_of_a_row(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether a sum is over other axes than the first: there, its order depends on how long the others are."""
+    x = args[0]
+    if x.dim() < 2:
+        return x.dim() == 0 or len(x) <= _FEW
+    if name == "layer_norm":
+        return bool(len(args[1]) < x.dim())
+    given = args[1] if len(args) > 1 and args[1] is not None and args[1] != [] else range(x.dim())
+    axes = [axis % x.dim() for axis in ([given] if isinstance(given, int) else given)]
+    if name in ("softmax", "log_softmax", "cumsum"):
+        return axes == [x.dim() - 1]
+    return x.shape[0] <= _FEW or 0 not in axes

@@ -52,6 +52,7 @@ class Forward:
         latent: whether it caches latents in place of keys and values.
 
     Attributes:
+        max_context: positions of the longest prompt and its answer.
         alone: why each request has a forward of its own; None: they share one.
         steps: repeats decode steps that are recorded; None: nothing does.
     """
@@ -71,7 +72,7 @@ class Forward:
         self.alone: str | None = None
         self.steps: StepGraphs | None = None
         self._adapters, self._proof, self._vision, self._latent = adapters, proof, vision, latent
-        self._max_context, self._device = loaded.max_context, loaded.model.device
+        self.max_context, self._device = loaded.max_context, loaded.model.device
         self._places, self._attended = layout.places, layout.attended
         text = loaded.model.config.get_text_config(decoder=True)
         self._is_tuned = bool(getattr(text, "attn_temperature_tuning", None))
@@ -158,7 +159,7 @@ class Forward:
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, plans: Plans) -> torch.Tensor:
         """See `step_graphs.Forward`."""
-        paging = Paging(self.attention, plans, self._places, self._max_context)
+        paging = Paging(self.attention, plans, self._places, self.max_context)
         cache = {"past_key_values": PackedPositions(positions)} if self._is_tuned else {}
         output = self.model(
             input_ids=tokens, position_ids=positions, logits_to_keep=0, paging=paging, use_cache=False, **cache
@@ -180,7 +181,7 @@ class Forward:
             inputs["logits_to_keep"] = wanted if rows == 1 else self._tensor(np.zeros(1, dtype=np.int64))
             cache: Cache | None = None
             plans = self._plans(segments, pools) if self._places else {}
-            paging = Paging(self.attention, plans, self._places, self._max_context, arriving)
+            paging = Paging(self.attention, plans, self._places, self.max_context, arriving)
             paging = replace(paging, adapted=segments[0].adapter is not None)
             if self.alone is not None:
                 cache = Gathering(self.model.config, paging, segments[0].start)

@@ -56,7 +56,6 @@ class ModelRunner:
 
     Attributes:
         exchanged: what kernels compute in place of the model's own code.
-        inexact: why the bits of a value may depend on what is computed together with it; None: they never do.
 
     Raises:
         UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is unchanged.
@@ -91,11 +90,13 @@ class ModelRunner:
             limit = max(limit, EIGHT_BITS_TOLERANCE if self._rounded else 0)
             test = SelfTest(forward, make_pools, page_size, self._rounded, limit, loaded.name, ranks)
             self.exchanged = test.run(self.vocab_size, loaded.max_context)
-            self.inexact = test.inexact
+            self._inexact = test.inexact
         if self.exchanged.refused:
             log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
         log.info("%s: %s", loaded.name, self.exchanged)
-        log.info("%s: exact: %s", loaded.name, shown(self.inexact))
+        log.info("%s: exact: %s", loaded.name, shown(self._inexact))
+        if self._inexact is None:
+            self.adapters.watch = test.watched
         sizes = {name: pool.pages for name, pool in self._pools.paged.items()}
         slots = None if self._pools.states is None else self._pools.states.slots
         images, both_ways = self.vision is not None, self.vision is not None and self.vision.both_ways
@@ -107,6 +108,11 @@ class ModelRunner:
             log.warning("%s: requests do not share a forward: %s", loaded.name, forward.alone)
         if cuda_graphs and ranks.size == 1:
             forward.record(recorder_for, limit)
+
+    @property
+    def inexact(self) -> str | None:
+        """Why bits may depend on what is computed together, with or without an adapter; None: they never do."""
+        return self.adapters.inexact if self._inexact is None else self._inexact
 
     @property
     def alone(self) -> bool:
@@ -123,7 +129,7 @@ class ModelRunner:
         """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
         scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
         keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
-        bits = () if self.inexact else (f"arithmetic {arithmetic()}",)
+        bits = () if self._inexact else (f"arithmetic {arithmetic()}",)
         return scan + keys + bits
 
     @property

@@ -20,8 +20,9 @@ from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention.paged import exchange_attention, install
 from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.kernels.decoders import exchange_layers, restore_layers, settle
-from mainstem.runtime.kernels.exchanges import Exchanged, exchange, restore, sharing
+from mainstem.runtime.kernels.exchanges import Exchanged, compute_by_row, exchange, restore, restore_module, sharing
 from mainstem.runtime.memory.pools import Pools
+from mainstem.runtime.models.adapters import Adapter
 from mainstem.runtime.models.caches import Rounding
 from mainstem.runtime.models.exactness import reason, watching
 from mainstem.runtime.models.forward import Forward
@@ -95,7 +96,7 @@ class SelfTest:
                     f"{self._name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g}"
                     f" of their spread; {self._limit:g} is allowed" + ("" if alone is None else f" ({alone})")
                 )
-            self.inexact = self._watched(max_context)
+            self.inexact = self.watched()
         except BaseException:
             self._restore()
             raise
@@ -191,18 +192,36 @@ class SelfTest:
             error = max(error, float(difference) / spread) if difference.isfinite() else float("inf")
         return largest(self._ranks, error)
 
-    def _watched(self, max_context: int) -> str | None:
-        """Watches a prompt and a step after it; returns why their bits may depend on what is computed together."""
-        prompt = np.resize(self._prompts[0], min(_MANY, max_context))
+    def watched(self, adapter: Adapter | None = None) -> str | None:
+        """Watches a prompt and a step after it; returns why their bits may depend on what is computed together.
+
+        Where the core can compute what does, it does so afterwards.
+
+        Args:
+            adapter: that is selected meanwhile.
+        """
+        adapted = [module for place in (adapter.places if adapter else ()) for module in place.adapted.modules()]
+        modules = dict.fromkeys([*self._model.modules(), *adapted])
+        with watching(modules) as found:
+            self._run_watched(adapter)
+        if not found.kinds or self._model.device.type != "cpu":
+            return reason(found)
+        exchanged = [module for module in found.modules if compute_by_row(module)]
+        with watching(modules) as left:
+            self._run_watched(adapter)
+        for module in exchanged if left.kinds else ():
+            restore_module(module)
+        return reason(left)
+
+    def _run_watched(self, adapter: Adapter | None) -> None:
+        prompt = np.resize(self._prompts[0], min(_MANY, self._forward.max_context))
         pages = -(-len(prompt) // self._page_size)
         pools = self._make_pools(dict.fromkeys(self._layout.names, pages), self._page_size)
         tables = (np.arange(pages, dtype=np.int32),) * len(self._layout.attended)
         if self._forward.alone is None:
             install(self._model)
-        with watching() as found:
-            for begin, end in ((0, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
-                self._forward.run([Segment(prompt[begin:end], begin, tables, True, state=0)], pools)
-        return reason(found)
+        for begin, end in ((0, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
+            self._forward.run([Segment(prompt[begin:end], begin, tables, True, state=0, adapter=adapter)], pools)
 
     def _segment(self, prompt: int, begin: int, end: int, table: NDArray[np.int32]) -> Segment:
         """Returns [begin, end) of a prompt, without the pages before the window."""

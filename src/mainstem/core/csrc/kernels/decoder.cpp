@@ -24,11 +24,8 @@ template <int kLanes, class Number>
 MAINSTEM_INLINE void gate(Number* x, const Number* y, std::size_t count, Activation activation) {
   for (std::size_t i = 0; i < count; i += kLanes) {
     const auto given = load_floats<kLanes>(x + i);
-    auto slope = given;  // the result is given times the logistic function of it
-    if (activation == Activation::kGeluTanh)
-      slope = 1.5957691216057308f * (given + 0.044715f * given * given * given);  // 2 * sqrt(2 / pi)
-    const auto active = rounded<kLanes, Number>(given / (1 + exponential<kLanes>(-slope)));
-    store<kLanes>(x + i, active * load_floats<kLanes>(y + i));
+    const auto active = activation == Activation::kGeluTanh ? gelu_tanh<kLanes>(given) : silu<kLanes>(given);
+    store<kLanes>(x + i, rounded<kLanes, Number>(active) * load_floats<kLanes>(y + i));
   }
 }
 

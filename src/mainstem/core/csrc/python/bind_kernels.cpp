@@ -20,6 +20,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/decoder.h"
+#include "kernels/elementwise.h"
 #include "kernels/linear.h"
 #include "kernels/norm.h"
 #include "kernels/tiles.h"
@@ -83,6 +84,20 @@ void norm(Address x, Address weight, Address out, std::size_t rows, std::size_t 
   if (width == 0) throw BadValue{"width", "0", "1 or more"};
   const nb::gil_scoped_release unlocked;
   (bfloat16 ? norm_at<BFloat16> : norm_at<float>)(x, weight, out, rows, width, {epsilon, offset, rounds}, threads);
+}
+
+constexpr std::array kFunctions{"silu", "gelu_tanh", "gelu", "sigmoid", "softplus"};  // as in `Function`
+
+void apply_function(const std::string& name, Address x, Address out, std::size_t count, bool bfloat16,
+                    unsigned threads) {
+  const auto found = std::ranges::find(kFunctions, name);
+  if (found == kFunctions.end()) throw BadValue{"name", name, "silu, gelu_tanh, gelu, sigmoid or softplus"};
+  const auto function = static_cast<Function>(found - kFunctions.begin());
+  const nb::gil_scoped_release unlocked;
+  if (bfloat16)
+    apply(function, reinterpret_cast<const BFloat16*>(x), reinterpret_cast<BFloat16*>(out), count, threads);
+  else
+    apply(function, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), count, threads);
 }
 
 // ---- attention
@@ -254,6 +269,10 @@ void bind_kernels(nb::module_& m) {
         "Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.\n\n"
         "Tensors are addresses, as for `linear`. With `rounds`, what is multiplied by the weight is rounded before. "
         "Raises BadArgument if `width` is 0.");
+  m.def("apply", &apply_function, "name"_a, "x"_a, "out"_a, "count"_a, "bfloat16"_a, "threads"_a,
+        "Computes a function of `count` numbers x to `out`, each from its own number alone, without the GIL: \"silu\", "
+        "\"gelu\", \"gelu_tanh\", \"sigmoid\" or \"softplus\".\n\n"
+        "Tensors are addresses, as for `linear`. Raises BadArgument if the name is unknown.");
 
   nb::class_<AttentionPlan>(m, "AttentionPlan",
                             "Which rows of a batch see which keys, for all layers of a kind. One thread at a time.")
