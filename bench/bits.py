@@ -4,16 +4,18 @@ One model in bfloat16, prompts that no server has seen, greedy answers with the 
 prompt is asked twice, alone: cold, and warm, when its pages are there. Then it is asked beside others. What changes is
 counted: texts, and sets of log-probabilities of a whole answer. The best tokens of the first position are compared in
 numbers, also with those of transformers in float32, which say how exact the others are. So do the log-probabilities of
-a longer text, the documentation of this repository: token by token, against float32's.
+a longer text, the documentation of this repository: token by token, against float32's. Servers of Mainstem that
+computed none of the prompts then answer them: from a store after a restart, from a peer, from a prefill replica.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from tempfile import TemporaryDirectory
@@ -22,10 +24,11 @@ from typing import Any, Protocol
 import httpx
 import torch
 from rich.table import Table
+from rigs.servers import free_port
 
 from bench.client import ServerFailed
 from bench.codec import texts_of_documentation, tokens_of
-from bench.hosted import SYSTEMS, THREADS, Hosted
+from bench.hosted import SYSTEMS, THREADS, Hosted, System
 from bench.report import Report
 from bench.servers import Texts
 from mainstem.runtime.models.loading import load_model
@@ -86,11 +89,15 @@ class Served:
         name: of the system.
         url: of the server, without a path.
         body: fields of a request that it needs besides those that all have.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of all answers so far.
     """
 
     def __init__(self, name: str, url: str, body: Mapping[str, Any]) -> None:
-        self.name, self._url = name, url
+        self.name, self.url = name, url
         self._body = {name: value for name, value in body.items() if name != "stream_options"}
+        self.prompt_tokens = self.cached_tokens = 0
 
     def ask(self, prompts: Sequence[str], new_tokens: int) -> list[Scored]:
         """See `Subject`."""
@@ -103,15 +110,68 @@ class Served:
         return [each[str(token)]["logprob"] for each, token in zip(scores[1:], passage[1:], strict=True)]
 
     def _choice(self, **fields: object) -> Any:
-        reply = httpx.post(f"{self._url}/v1/completions", json={**fields, **self._body}, timeout=_LIMIT_S)
+        reply = httpx.post(f"{self.url}/v1/completions", json={**fields, **self._body}, timeout=_LIMIT_S)
         if reply.status_code != 200:
             raise ServerFailed(f"status {reply.status_code}: {reply.text[:200]}")
-        return reply.json()["choices"][0]
+        answer = reply.json()
+        self.prompt_tokens += answer["usage"]["prompt_tokens"]
+        self.cached_tokens += (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return answer["choices"][0]
 
     def _ask(self, prompt: str, new_tokens: int) -> Scored:
         choice = self._choice(prompt=prompt, max_tokens=new_tokens, temperature=0, logprobs=_BEST)
         scores = choice["logprobs"]
         return Scored(choice["text"], tuple(scores["token_logprobs"]), scores["top_logprobs"][0])
+
+
+Start = Callable[[str], AbstractContextManager[tuple[Served, Callable[[], object]]]]
+"""Starts a server of Mainstem with flags; gives it, and what waits until nothing moves between its tiers."""
+
+_READS = "--host-bytes 1GiB --prefetch wait_complete --prefetch-min-tokens 16"
+_READ_SHARE = 0.9  # of the prompts, that must come from elsewhere
+
+
+@contextmanager
+def _after_a_restart(start: Start, folder: Path, prompts: Sequence[str]) -> Iterator[Served]:
+    flags = f"{_READS} --storage file:{folder}"
+    with start(flags) as (first, settle):
+        _fill(first, settle, prompts)
+    with start(flags) as (second, _):
+        yield second
+
+
+@contextmanager
+def _beside_a_peer(start: Start, folder: Path, prompts: Sequence[str]) -> Iterator[Served]:
+    where = f"127.0.0.1:{free_port()}"
+    with start(f"{_READS} --peer-listen {where} --peer-share 1") as (first, settle):
+        _fill(first, settle, prompts)
+        with start(f"{_READS} --peers {where} --peer-timeout-s 30") as (second, _):
+            yield second
+
+
+@contextmanager
+def _after_a_prefill_replica(start: Start, folder: Path, prompts: Sequence[str]) -> Iterator[Served]:
+    where = f"127.0.0.1:{free_port()}"
+    apart = f"--peers {where} --peer-timeout-s 30 --prefill-min-bytes 0 --role decode"
+    with (
+        start(f"--host-bytes 1GiB --role prefill --peer-listen {where} --peer-share 1") as (first, _),
+        start(f"{_READS} {apart} --prefill-url {first.url}") as (second, _),
+    ):
+        yield second
+
+
+def _fill(server: Served, settle: Callable[[], object], prompts: Sequence[str]) -> None:
+    for prompt in prompts:
+        server.ask([prompt], 1)
+    settle()
+
+
+ELSEWHERE = {
+    "a store after a restart": _after_a_restart,
+    "a peer": _beside_a_peer,
+    "a prefill replica": _after_a_prefill_replica,
+}
+"""By where the pages of prompts come from: gives a server that has none of them, and finds all of them there."""
 
 
 class Plain:
@@ -185,31 +245,83 @@ def run(settings: Settings, report: Report) -> None:
             report.progress(f"bits: {system.name} {version}")
             with ExitStack() as stack:
                 try:
-                    server = stack.enter_context(Hosted(system, model, Path(logs, system.name), stopped=False))
-                    body = {**system.body, "model": model.name}
-                    served = Served(system.name, server.url, body)
-                    report.rows += measure(settings, served, prompts, best) + precision(served, passages, read)
+                    served, _ = stack.enter_context(_served(system, model, Path(logs, system.name)))
+                    cold = _alone(served, prompts, settings.new_tokens)
+                    report.rows += measure(settings, served, prompts, best, cold) + precision(served, passages, read)
+                    stack.close()
+                    if system is SYSTEMS[0]:
+                        log = Path(logs, "elsewhere")
+                        start = partial(_with_flags, system, model, log)
+                        report.rows += elsewhere(served.name, prompts, cold, start, report)
                 except ServerFailed as error:
                     report.failures.append(f"{system.name}: {error}")
     report.progress("bits: transformers in bfloat16")
     plain = Plain("transformers", "bfloat16")
-    report.rows += measure(settings, plain, prompts, best) + precision(plain, passages, read)
+    cold = _alone(plain, prompts, settings.new_tokens)
+    report.rows += measure(settings, plain, prompts, best, cold) + precision(plain, passages, read)
     report.tables.append(table(report.rows))
 
 
+@contextmanager
+def _served(system: System, model: Path, log: Path) -> Iterator[tuple[Served, Callable[[], object]]]:
+    with Hosted(system, model, log, stopped=False) as server:
+        yield Served(system.name, server.url, {**system.body, "model": model.name}), server.settle
+
+
+def _with_flags(
+    system: System, model: Path, log: Path, flags: str
+) -> AbstractContextManager[tuple[Served, Callable[[], object]]]:
+    return _served(replace(system, command=f"{system.command} {flags}"), model, log)
+
+
+def _alone(subject: Subject, prompts: Sequence[str], new_tokens: int) -> list[Scored]:
+    return [subject.ask([prompt], new_tokens)[0] for prompt in prompts]
+
+
+def elsewhere(
+    name: str, prompts: Sequence[str], cold: Sequence[Scored], start: Start, report: Report
+) -> list[dict[str, Any]]:
+    """Returns rows of the answers of servers that computed none of the prompts.
+
+    Args:
+        name: of the system.
+        prompts: to ask.
+        cold: the answers of a server that computed all of them.
+        start: starts servers.
+        report: gets a failure where a server did not find the prompts.
+    """
+    values: dict[str, float] = {}
+    for where, servers in ELSEWHERE.items():
+        report.progress(f"bits: from {where}")
+        with TemporaryDirectory() as folder, servers(start, Path(folder), prompts) as server:
+            found = _alone(server, prompts, len(cold[0].scores))
+        values[f"texts changed by pages from {where}"] = _texts(cold, found)
+        values[f"sets of log-probabilities changed by pages from {where}"] = _sets(cold, found)
+        if server.cached_tokens < _READ_SHARE * server.prompt_tokens:
+            report.failures.append(
+                f"{where}: {server.cached_tokens} of {server.prompt_tokens} prompt tokens were found"
+            )
+    return [{"system": name, "what": what, "value": value} for what, value in values.items()]
+
+
 def measure(
-    settings: Settings, subject: Subject, prompts: Sequence[str], exact: Sequence[Mapping[str, float]]
+    settings: Settings,
+    subject: Subject,
+    prompts: Sequence[str],
+    exact: Sequence[Mapping[str, float]],
+    cold: Sequence[Scored],
 ) -> list[dict[str, Any]]:
     """Returns a row for each number of a system: what it is, and its value.
 
     Args:
         settings: as above.
-        subject: that has seen none of the prompts.
+        subject: that has seen the prompts once.
         prompts: to ask.
         exact: the best tokens of each prompt's first position, in float32.
+        cold: what it answered.
     """
     new = settings.new_tokens
-    cold, warm = ([subject.ask([prompt], new)[0] for prompt in prompts] for _ in range(2))
+    warm = _alone(subject, prompts, new)
     values = {
         f"texts of {len(prompts)} changed by a hit": _texts(cold, warm),
         f"sets of log-probabilities of {len(prompts)} changed by a hit": _sets(cold, warm),
@@ -272,6 +384,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     values = {(row["system"], row["what"]): row["value"] for row in rows}
     made = Table("what changes", *systems, title="Bits that a hit and a batch change")
     for what in dict.fromkeys(row["what"] for row in rows):
-        cells = [values[system, what] for system in systems]
-        made.add_row(what, *(str(cell) if isinstance(cell, int) else f"{cell:.3g}" for cell in cells))
+        cells = [values.get((system, what), "–") for system in systems]
+        made.add_row(what, *(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
     return made

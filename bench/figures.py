@@ -470,10 +470,12 @@ def _bits(records: Records) -> str:
     values = {(row["system"], row["what"]): row["value"] for row in rows}
     systems, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("system", "what"))
 
-    def cell(value: float) -> str:
-        return str(value) if isinstance(value, int) else f"{value:.3g}"
+    def cell(value: float | str) -> str:
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    return _table(["", *systems], ([what, *(cell(values[system, what]) for system in systems)] for what in names))
+    return _table(
+        ["", *systems], ([what, *(cell(values.get((system, what), "–")) for system in systems)] for what in names)
+    )
 
 
 def _states(records: Records) -> str:

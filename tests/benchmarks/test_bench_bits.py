@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
 
-from bench.bits import Scored, Settings, differences, measure, precision, table
+from bench.bits import ELSEWHERE, Scored, Served, Settings, differences, elsewhere, measure, precision, table
+from bench.report import Report
 
 BEST = {" a": -0.5, " b": -1.5}
 
@@ -34,7 +36,9 @@ class Double:
 
 
 def test_texts_scores_and_first_tokens_are_counted_apart() -> None:
-    rows = measure(Settings(together=(2,)), Double(), ["one", "last"], [{" a": -0.5}] * 2)
+    double = Double()
+    cold = [double.ask([prompt], 2)[0] for prompt in ("one", "last")]
+    rows = measure(Settings(together=(2,)), double, ["one", "last"], [{" a": -0.5}] * 2, cold)
     assert {row["what"]: row["value"] for row in rows} == {
         "texts of 2 changed by a hit": 0,
         "sets of log-probabilities of 2 changed by a hit": 1,
@@ -48,6 +52,40 @@ def test_texts_scores_and_first_tokens_are_counted_apart() -> None:
     console = Console(width=200, record=True)
     console.print(table(rows))
     assert "sets of log-probabilities of 2 changed by a hit" in console.export_text()
+
+
+class Elsewhere(Served):
+    """A server that finds a share of its prompts, and answers one of them otherwise."""
+
+    def __init__(self, found: int) -> None:
+        super().__init__("double", "http://double", {})
+        self.found = found
+
+    def ask(self, prompts: Sequence[str], new_tokens: int) -> list[Scored]:
+        self.prompt_tokens += 10
+        self.cached_tokens += self.found
+        return [Scored("text", (0.0, 1.0 + (prompt == "last")), BEST) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("found", "failures"), [(9, 0), (8, 3)])
+def test_answers_from_elsewhere_are_compared_and_must_have_been_found(found: int, failures: int) -> None:
+    flags: list[str] = []
+
+    @contextmanager
+    def start(given: str) -> Iterator[tuple[Served, Callable[[], object]]]:
+        flags.append(given)
+        yield Elsewhere(found), lambda: None
+
+    report = Report("bits", "2026-11-29", quick=True, progress=lambda text: None)
+    cold = [Scored("text", (0.0, 1.0), BEST)] * 2
+    rows = elsewhere("double", ["one", "last"], cold, start, report)
+    assert [row["value"] for row in rows] == [0, 1] * 3
+    assert {row["what"].split(" by ")[1] for row in rows} == {f"pages from {where}" for where in ELSEWHERE}
+    assert len(report.failures) == failures
+    stored, again, gives, reads, computes, answers = flags
+    assert stored == again and "--storage file:" in stored
+    assert "--peer-listen" in gives and "--peers" in reads and "--peers" not in gives
+    assert "--role prefill" in computes and "--role decode" in answers and "--prefill-url http://double" in answers
 
 
 def test_only_tokens_among_the_best_of_both_are_compared() -> None:
