@@ -1,4 +1,4 @@
-"""What a GPU does with pages: copies, loads beside computing, attention, folding, and the engine.
+"""What a GPU does with pages: copies, loads beside computing, attention, folding, the engine, and what `--exact` costs.
 
     make bench-gpu                            on a machine with a GPU
     python -m bench.gpu --dry-run             the same code with tiny sizes on the CPU: no figure of it says anything
@@ -46,6 +46,9 @@ from mainstem.tiers.host.transfer import Move, Ticket
 RESULTS = Path(__file__).parent / "results"
 COPY_GOAL = 0.8
 """The share of the link's own speed that copies of scattered pages should reach."""
+
+EXACT_GOALS = 0.1, 0.2
+"""What `--exact` may add to a decode step and to a prompt, of the time without it."""
 
 Row = dict[str, Any]
 
@@ -198,6 +201,7 @@ class Bench:
             "decode": self.decode,
             "ttft": self.ttft,
             "throughput": self.throughput,
+            "exact": self.exact,
         }
 
     def _seconds(self, work: Callable[[], object], rounds: int | None = None) -> float:
@@ -409,6 +413,27 @@ class Bench:
             }
             yield {**row, "ratio": row["transformers_s"] / row["graph_s"], "share": floor_s / row["graph_s"]}
 
+    def exact(self) -> Iterator[Row]:
+        """Yields what `--exact` costs: decode steps and prompts with it, beside the same without."""
+        s = self._settings
+        loaded = self._loaded()
+        tokens = torch.randint(0, s.vocab, (max(s.concurrent), s.decoded), device=s.device)
+        kinds = {"plain_s": False, "exact_s": s.device != "cpu"}
+        for count in s.concurrent:
+            how = {name: ModelRunner(loaded, self._pages(count), 16, exact=exact) for name, exact in kinds.items()}
+            times = {name: self._step_s(runner, tokens[:count]) for name, runner in how.items()}
+            yield {"step": f"decode of {count}", **times, **_cost(times, EXACT_GOALS[0])}
+        for length in s.prompts:
+            times = {name: self._prompt_s(loaded, length, exact) for name, exact in kinds.items()}
+            yield {"step": f"prompt of {length:,}", **times, **_cost(times, EXACT_GOALS[1])}
+
+    def _prompt_s(self, loaded: LoadedModel, length: int, exact: bool) -> float:
+        """Returns the seconds of the forward of a whole prompt."""
+        runner = ModelRunner(loaded, -(-length // 16), 16, exact=exact)
+        prompt = np.random.default_rng(0).integers(0, self._settings.vocab, length).astype(np.int32)
+        table = np.arange(-(-length // 16), dtype=np.int32)
+        return self._seconds(lambda: runner.forward([Segment(prompt, 0, (table,), 1)]))
+
     def _pages(self, requests: int) -> int:
         return requests * (self._settings.decoded // 16 + self._settings.rounds + 2)
 
@@ -477,6 +502,11 @@ class Bench:
         with torch.device(s.device):
             model = AutoModelForCausalLM.from_config(config, dtype=self._dtype).eval()
         return LoadedModel(model, Letters(), "llama, random weights", self._dtype, s.context)  # type: ignore[arg-type]
+
+
+def _cost(times: Row, goal: float) -> Row:
+    cost = times["exact_s"] / times["plain_s"] - 1
+    return {"cost": cost, "goal": goal, "met": cost <= goal}
 
 
 def _whole(begin: Callable[[list[Move]], Ticket], move: list[Move]) -> None:

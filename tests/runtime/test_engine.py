@@ -50,6 +50,7 @@ class Gate(Ghost):
     vision = None
     records_steps = False
     inexact = None
+    arithmetic = ""
 
     def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int, *how: Any) -> None:
         super().__init__(pages["full"], page_size)

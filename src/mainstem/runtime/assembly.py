@@ -43,6 +43,10 @@ class EngineRunner(Runner, HasPools, Protocol):
         """Why the bits of a value may depend on what is computed together with it; None: they never do."""
 
     @property
+    def arithmetic(self) -> str:
+        """By which it computes, if it is exact; see `exactness`."""
+
+    @property
     def planes(self) -> Sequence[Planes]:
         """The tensors that the ids of each component index."""
 

@@ -176,7 +176,7 @@ class Engine:
     @property
     def exact(self) -> str:
         """Whether a hit changes no bit: "yes, ...", or "no: ..." with the reason, the model's or an adapter's."""
-        return shown(self._core.model.inexact)
+        return shown(self._core.model.inexact, self._core.model.arithmetic)
 
     # ---------------------------------------------------------------- adapters
 

@@ -488,6 +488,8 @@ class EngineConfig(Limits, Shares):
             may then differ a little when its prompt is found, even in float32. See docs/serving.md, Exactness.
         cuda_graphs: Record decode steps as CUDA graphs, and replay each with one launch.
             --no-cuda-graphs launches every kernel.
+        exact: Refuse a model where a hit may change a bit. On a GPU, other kernels then compute, more slowly, so that
+            none does; on a CPU what can be exact always is. See docs/arithmetic.md.
         max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
         policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
             See docs/policies.md.
@@ -511,6 +513,7 @@ class EngineConfig(Limits, Shares):
     page_size: int = setting(16, integer(1))
     kv_cache_dtype: KVCacheDtype = setting("auto", one_of(KVCacheDtype))
     cuda_graphs: bool = setting(True, switch())
+    exact: bool = setting(False, switch())
     max_waiting: int = setting(1024, integer(1, INT32_MAX))
     policy: str = setting("lru")  # `find_policy` checks it
     cache: bool = setting(True, switch())
@@ -532,6 +535,8 @@ class EngineConfig(Limits, Shares):
             raise BadArgument("prefetch_sessions", self.prefetch_sessions, "0 without a host tier and storage")
         if self.audit_share:
             self._check_audits()
+        if self.exact and self.tp > 1:
+            raise BadArgument("exact", self.exact, "False if tp > 1: divided layers are not exact")
         if self.kv_cache_dtype != "auto" and self.tiers.storage_codec != "none":
             allowed = f"none with kv_cache_dtype {self.kv_cache_dtype}: pages have 8 bits, and are stored as they are"
             raise BadArgument("storage_codec", self.tiers.storage_codec, allowed)

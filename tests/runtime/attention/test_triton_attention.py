@@ -145,10 +145,10 @@ def test_models_attend_by_it_as_by_their_own_code(
     monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel)
     model: Any = tiny(family, **MODELS[family]).to(DEVICE)  # type: ignore[call-arg, arg-type]
     calls: list[int] = []
-    from mainstem.runtime.attention.triton_attention import _Work
+    from mainstem.runtime.attention.triton_attention import Work
 
-    attend = _Work.attend
-    monkeypatch.setattr(_Work, "attend", lambda *given: (calls.append(1), attend(*given)))
+    attend = Work.attend
+    monkeypatch.setattr(Work, "attend", lambda *given: (calls.append(1), attend(*given)))
     ModelRunner(loaded(model), dict.fromkeys(Layout.of(model.config, CONTEXT).names, 8), 16)
     assert calls and "computed by PyTorch" not in caplog.text
 
@@ -168,6 +168,9 @@ def test_the_kernels_are_compiled_for_gpus(architecture: int, tmp_path: Path) ->
         ["latent", "True"],
         ["merge", "False"],
         ["write", "False"],
+        ["spans", "True"],
+        ["norm", "False"],
+        *(["products", str(rows), "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] for rows in (16, 32, 64, 128)),
     ], done.stderr
 
 

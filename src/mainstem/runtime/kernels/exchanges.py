@@ -9,7 +9,8 @@ A module keeps its class, its weights and its hooks; only its `forward` changes.
 or copies the model finds what it always found. Layers that are given the same tensor (queries, keys and values; gate
 and up) are computed by one call of the core when the first of them is called, and the others return their part of it.
 
-A module whose kernel cannot be proven stays as it is. Only the text part of a model is exchanged, and only on a CPU.
+A module whose kernel cannot be proven stays as it is. Only the text part of a model is exchanged: on a CPU for the
+core, on a GPU for the kernels in Triton that `--exact` asks for.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels import linear as core
 from mainstem.runtime.kernels.bare_weights import turn_weights, uses_weights
 from mainstem.runtime.kernels.by_row import ByRow
-from mainstem.runtime.kernels.linear import Weights
+from mainstem.runtime.kernels.linear import Kernels, Weights
 from mainstem.runtime.models.quantization import packed
 
 # Largest difference from a module's own results that is rounding, relative to the largest of them.
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+_ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")  # the names that families give it
 _OFFSETS = (0.0, 1.0)  # what they add to the weight of a norm
@@ -51,6 +52,7 @@ class Exchanged:
         shared: linear layers that are computed when another one is called.
         refused: modules whose results a kernel did not reproduce; they stay as they were.
         layers: of the decoder that are one call; see `decoders`.
+        instructions: what the kernels are made of.
     """
 
     linears: int = 0
@@ -58,6 +60,7 @@ class Exchanged:
     shared: int = 0
     refused: int = 0
     layers: int = 0
+    instructions: str = ""
 
     @property
     def any(self) -> bool:
@@ -70,7 +73,7 @@ class Exchanged:
             return "no kernels"
         shared = f"{self.linears} linear layers in {self.linears - self.shared} calls"
         whole = f"; {self.layers} layers of the decoder, each in one call" if self.layers else ""
-        return f"{kernels.instructions()} kernels compute {shared}, and {self.norms} norms{whole}"
+        return f"{self.instructions} kernels compute {shared}, and {self.norms} norms{whole}"
 
 
 @contextmanager
@@ -95,31 +98,34 @@ def sharing(model: nn.Module) -> Iterator[Given]:
             handle.remove()
 
 
-def exchange(model: nn.Module, given: Given) -> Exchanged:
+def exchange(model: nn.Module, given: Given, kernels: Kernels = core) -> Exchanged:
     """Makes kernels compute the modules of `model` that they can, and proves each.
 
     Args:
         model: in eval mode.
         given: what `sharing` found in a forward.
+        kernels: of the device.
     """
     generator = torch.Generator().manual_seed(0)
     modules = [module for module in _modules(model) if "forward" not in vars(module)]
-    groups = [group for group in _groups(modules, given) if _proven_linears(group, generator)]
-    norms = [module for module in modules if _is_norm(module)]
-    ours = [module for module in norms if _proven_norm(module, generator)]
-    for module in modules:
+    groups = [group for group in _groups(modules, given, kernels) if _proven_linears(group, generator, kernels)]
+    norms = [module for module in modules if _is_norm(module, kernels)]
+    ours = [module for module in norms if _proven_norm(module, generator, kernels)]
+    for module in modules if kernels is core else ():
         if uses_weights(module):
             turn_weights(module)
             compute_by_row(module)
     linears = sum(type(module) is nn.Linear and kernels.takes(module.weight) for module in modules)
     layers = sum(len(group) for group in groups)
-    return Exchanged(layers, len(ours), layers - len(groups), linears - layers + len(norms) - len(ours))
+    shared, refused = layers - len(groups), linears - layers + len(norms) - len(ours)
+    return Exchanged(layers, len(ours), shared, refused, instructions=kernels.instructions())
 
 
-def exchange_linear(layer: nn.Module) -> None:
-    """Makes the core compute a linear layer that was added to a model later, as an adapter's."""
+def exchange_linear(layer: nn.Module, beside: Any) -> None:
+    """Makes kernels compute a linear layer that was added to a model later, as an adapter's, beside one of its own."""
+    kernels = beside.kernel.kernels if isinstance(getattr(beside, "kernel", None), _Group) else core
     if type(layer) is nn.Linear and "forward" not in vars(layer) and kernels.takes(layer.weight):
-        _install(layer, _linear, _Group([layer]))
+        _install(layer, _linear, _Group([layer], kernels))
 
 
 def compute_by_row(module: nn.Module) -> bool:
@@ -158,17 +164,18 @@ class _Group:
 
     Args:
         layers: in the order in which they are called.
+        kernels: compute them.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
+        self.layers, self.kernels = tuple(layers), kernels
         self._given: torch.Tensor | None = None
         self._results: dict[nn.Linear, torch.Tensor] = {}  # that have not been asked for
 
     def result(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """Returns what one of them makes of x."""
         if x is not self._given or layer not in self._results:
-            results = kernels.products(x, [weights_of(each) for each in self.layers])
+            results = self.kernels.products(x, [weights_of(each) for each in self.layers])
             self._given, self._results = x, dict(zip(self.layers, results, strict=True))
         result = self._results.pop(layer)
         if not self._results:
@@ -192,7 +199,7 @@ def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return group.result(layer, x)
 
 
-def _groups(modules: Sequence[nn.Module], given: Given) -> list[list[nn.Linear]]:
+def _groups(modules: Sequence[nn.Module], given: Given, kernels: Kernels) -> list[list[nn.Linear]]:
     """Returns the linear layers that kernels can compute; those that were always given the same are in one group."""
     groups: dict[object, list[nn.Linear]] = {}
     for module in modules:
@@ -201,11 +208,11 @@ def _groups(modules: Sequence[nn.Module], given: Given) -> list[list[nn.Linear]]
     return list(groups.values())
 
 
-def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator) -> bool:
+def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator, kernels: Kernels) -> bool:
     """Exchanges layers that are given the same, if they compute what they computed before."""
     weight = layers[0].weight
-    x = torch.randn(3, weight.shape[1], generator=generator).to(weight.dtype)
-    group = _Group(layers)
+    x = torch.randn(3, weight.shape[1], generator=generator).to(weight)
+    group = _Group(layers, kernels)
     with torch.inference_mode():
         plain = [layer(x) for layer in layers]
         for layer in layers:
@@ -222,25 +229,40 @@ def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The differences between the norms of families; see `linear.rms_norm`."""
+    """The differences between the norms of families; see `linear.rms_norm`, and `linear.LayerNorm` if `centred`."""
 
+    kernels: Kernels
     epsilon: float
     offset: float
     rounds: bool
+    centred: bool = False
+
+    def computed(self, x: torch.Tensor, module: Any) -> torch.Tensor:
+        """Returns what the module makes of x."""
+        weight = module._parameters["weight"]
+        if self.centred:
+            assert self.kernels.layer_norm is not None
+            return self.kernels.layer_norm(x, weight, module._parameters["bias"], self.epsilon)
+        return self.kernels.rms_norm(x, weight, self.epsilon, self.offset, self.rounds)
 
 
 def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The `forward` of an exchanged norm."""
-    weight, rule = module._parameters["weight"], module.kernel
-    if torch.is_grad_enabled() or hidden_states.dtype is not weight.dtype:
+    if torch.is_grad_enabled() or hidden_states.dtype is not module._parameters["weight"].dtype:
         own: torch.Tensor = type(module).forward(module, hidden_states)
         return own
-    return kernels.rms_norm(hidden_states, weight, rule.epsilon, rule.offset, rule.rounds)
+    rule: _Rule = module.kernel
+    return rule.computed(hidden_states, module)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Returns whether a module looks like an RMS norm: one vector of weights, an epsilon, and one argument."""
+def _is_norm(module: nn.Module, kernels: Kernels) -> bool:
+    """Returns whether a module looks like an RMS norm: one vector of weights, an epsilon, and one argument.
+
+    Or is a norm that subtracts the mean, if there is a kernel for it.
+    """
     weight = module._parameters.get("weight")
+    if type(module) is nn.LayerNorm:
+        return kernels.layer_norm is not None and weight is not None and weight.dim() == 1 and kernels.takes(weight)
     return (
         [*module.named_parameters()] == [("weight", weight)]
         and weight is not None
@@ -256,17 +278,19 @@ def _epsilon(module: nn.Module) -> float | None:
     return next((float(given) for given in found if isinstance(given, float)), None)
 
 
-def _proven_norm(module: nn.Module, generator: torch.Generator) -> bool:
+def _proven_norm(module: nn.Module, generator: torch.Generator, kernels: Kernels) -> bool:
     """Exchanges a norm for the rule that reproduces its results best, if one does."""
     weight: Any = module.weight
     epsilon = _epsilon(module)
     assert epsilon is not None
     rows = torch.randn(len(_SCALES), len(weight), generator=generator) * torch.tensor(_SCALES).unsqueeze(1)
-    x = rows.to(weight.dtype)
-    rules = [_Rule(epsilon, offset, rounds) for offset, rounds in product(_OFFSETS, (False, True))]
+    x = rows.to(weight)
+    rules = [_Rule(kernels, epsilon, offset, rounds) for offset, rounds in product(_OFFSETS, (False, True))]
+    if type(module) is nn.LayerNorm:
+        rules = [_Rule(kernels, epsilon, 0.0, False, centred=True)]
     with torch.inference_mode():
         plain = module(x)
-        errors = [_error(kernels.rms_norm(x, weight, rule.epsilon, rule.offset, rule.rounds), plain) for rule in rules]
+        errors = [_error(rule.computed(x, module), plain) for rule in rules]
     best = min(range(len(rules)), key=errors.__getitem__)
     if not errors[best] <= _ROUNDING[x.dtype]:
         return False

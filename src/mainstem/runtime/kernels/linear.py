@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,41 @@ class Weights(NamedTuple):
         """The addresses of weight, bias, codes and scales; 0 for each that is absent."""
         codes, scales = (0, 0) if self.int4 is None else (self.int4.codes.data_ptr(), self.int4.scales.data_ptr())
         return self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), codes, scales
+
+
+class LayerNorm(Protocol):
+    """Computes norms of x [..., width] that subtract the mean; weight and bias: [width]."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        """Returns [..., width]."""
+
+
+class Kernels(Protocol):
+    """Kernels of one device: this module, or `triton_linear`."""
+
+    @property
+    def layer_norm(self) -> LayerNorm | None:
+        """Norms that subtract the mean; None: PyTorch computes them by row."""
+
+    def instructions(self) -> str:
+        """Returns the name of what computes."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Returns whether the kernels can read a weight where it is."""
+
+    def products(self, x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
+        """See `products`."""
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool
+    ) -> torch.Tensor:
+        """See `rms_norm`."""
+
+
+layer_norm: LayerNorm | None = None
+"""PyTorch computes them by row on a CPU."""
 
 
 def instructions() -> str:

@@ -224,7 +224,7 @@ class Adapters:
         for place in places:
             place.adapted.eval()
             for layer in place.adapted.modules() if is_exchanged(place.plain) else ():
-                exchange_linear(layer)
+                exchange_linear(layer, place.plain)
         return places
 
     def _adaptable(self) -> Iterator[torch.nn.Module]:

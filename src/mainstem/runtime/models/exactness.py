@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mainstem.runtime.kernels import linear as kernels
+from mainstem.runtime.kernels.linear import Kernels
 
 VERSION = 2
 """Of the arithmetic, part of the identity of stored pages: a change of any order of sums or rounding is another one."""
@@ -75,12 +76,12 @@ PLAIN_POWERS: Mapping[torch.dtype, tuple[float, ...]] = {
 _FEW = 4  # numbers that PyTorch adds in one order over the first axis, however long the others are
 
 
-def arithmetic() -> str:
-    """Returns the name of the arithmetic of this CPU's kernels: its version, and the instructions that it is for.
+def arithmetic(own: Kernels = kernels) -> str:
+    """Returns the name of the arithmetic of kernels: its version, and the instructions that it is for.
 
     The plain path is whatever a compiler makes of it, which differs by the kind of machine.
     """
-    instructions = kernels.instructions()
+    instructions = own.instructions()
     return f"{VERSION} {instructions}" + (f" {platform.machine()}" if instructions == "plain" else "")
 
 
@@ -119,9 +120,9 @@ def reason(found: Found) -> str | None:
     return f"PyTorch computes {', '.join(parts)}" if parts else None
 
 
-def shown(inexact: str | None) -> str:
+def shown(inexact: str | None, name: str) -> str:
     """Says whether a model is exact, and why it is not: "yes, arithmetic 2 avx512" or "no: PyTorch computes ..."."""
-    return f"yes, arithmetic {arithmetic()}" if inexact is None else f"no: {inexact}"
+    return f"yes, arithmetic {name}" if inexact is None else f"no: {inexact}"
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import TOLERANCE, Attention, install, plain_attention
 from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.kernels import linear
+from mainstem.runtime.kernels.linear import Kernels
 from mainstem.runtime.kernels.step_graphs import CudaRecorder, Recorder
 from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.memory.kv import KVPool, kv_shapes
@@ -53,12 +55,15 @@ class ModelRunner:
         page_size: positions per page.
         kv_cache_dtype: of the keys and values in pages: `auto` is the model's, `int8` and `fp8` have 8 bits.
         cuda_graphs: whether decode steps are recorded, on a device that can; see `step_graphs`.
+        exact: whether a model is refused that is not exact. On a GPU, other kernels compute then.
 
     Attributes:
+        arithmetic: by which it computes; see `exactness`.
         exchanged: what kernels compute in place of the model's own code.
 
     Raises:
-        UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is unchanged.
+        UnsupportedModel: the model cannot run over pages, or is not exact and should be; the message says why. The
+            loaded model is unchanged.
         BadArgument: a component has less than one page, or `page_size` is less than 1.
     """
 
@@ -69,6 +74,7 @@ class ModelRunner:
         page_size: int,
         kv_cache_dtype: str = "auto",
         cuda_graphs: bool = True,
+        exact: bool = False,
     ) -> None:
         model, ranks = loaded.model, loaded.ranks
         self.layout = layout = layout_of(loaded)
@@ -84,17 +90,19 @@ class ModelRunner:
             like = torch.empty(0, dtype=loaded.dtype, device=model.device)
             make_pools = partial(Pools, layout, kv, shape, like=like, kv_cache_dtype=kv_cache_dtype)
             self._pools = make_pools(counts, page_size)
-            how = layout, self.adapters, attention_for(model.device, kv_cache_dtype), self._proof, self.vision
+            kernels, attention = kernels_for(model.device, exact), attention_for(model.device, kv_cache_dtype, exact)
+            how = layout, self.adapters, attention, self._proof, self.vision
             self._forward = forward = Forward(loaded, *how, latent=any(each.latent for each in kv.values()))
             forward.alone = own_attention(model) if layout.places else None
             limit = max(limit, EIGHT_BITS_TOLERANCE if self._rounded else 0)
-            test = SelfTest(forward, make_pools, page_size, self._rounded, limit, loaded.name, ranks)
+            what = self._rounded, limit, loaded.name, ranks, kernels, exact
+            test = SelfTest(forward, make_pools, page_size, *what)
             self.exchanged = test.run(self.vocab_size, loaded.max_context)
-            self._inexact = test.inexact
+            self._inexact, self.arithmetic = test.inexact, arithmetic(kernels)
         if self.exchanged.refused:
             log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
         log.info("%s: %s", loaded.name, self.exchanged)
-        log.info("%s: exact: %s", loaded.name, shown(self._inexact))
+        log.info("%s: exact: %s", loaded.name, shown(self._inexact, self.arithmetic))
         if self._inexact is None:
             self.adapters.watch = test.watched
         sizes = {name: pool.pages for name, pool in self._pools.paged.items()}
@@ -107,7 +115,7 @@ class ModelRunner:
         else:
             log.warning("%s: requests do not share a forward: %s", loaded.name, forward.alone)
         if cuda_graphs and ranks.size == 1:
-            forward.record(recorder_for, limit)
+            forward.record(recorder_for, 0.0 if exact else limit)
 
     @property
     def inexact(self) -> str | None:
@@ -129,7 +137,7 @@ class ModelRunner:
         """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
         scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
         keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
-        bits = () if self._inexact else (f"arithmetic {arithmetic()}",)
+        bits = () if self.inexact else (f"arithmetic {self.arithmetic}",)
         return scan + keys + bits
 
     @property
@@ -212,10 +220,25 @@ class ModelRunner:
         return {layer: pools[name] for layer, (name, _) in self.layout.places.items() if name in pools}
 
 
-def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attention:
+def kernels_for(device: torch.device, exact: bool = False) -> Kernels:
+    """Returns the kernels of linear layers and norms for a device: the core's, which compute nothing on a GPU.
+
+    If they should be exact, an NVIDIA GPU has others.
+    """
+    if exact and device.type == "cuda" and torch.version.hip is None:
+        try:
+            from mainstem.runtime.kernels import triton_linear
+        except ImportError as error:
+            log.warning("linear layers are computed by PyTorch, since Triton cannot be imported: %s", error)
+        else:
+            return triton_linear
+    return linear
+
+
+def attention_for(device: torch.device, kv_cache_dtype: str = "auto", exact: bool = False) -> Attention:
     """Returns the attention kernel for a device: the core's on a CPU, that in Triton on a GPU, if installed.
 
-    That in Triton does not read pages in 8 bits: PyTorch's does.
+    That in Triton does not read pages in 8 bits: PyTorch's does. On a GPU, an exact one is slower.
     """
     is_cpu = device.type == "cpu"
     if kv_cache_dtype != "auto":
@@ -228,10 +251,11 @@ def attention_for(device: torch.device, kv_cache_dtype: str = "auto") -> Attenti
     if device.type == "cuda":
         try:
             from mainstem.runtime.attention.triton_attention import TritonAttention
+            from mainstem.runtime.attention.triton_spans import SpanAttention
         except ImportError as error:
             log.warning("attention is computed by PyTorch, since Triton cannot be imported: %s", error)
         else:
-            return TritonAttention()
+            return SpanAttention() if exact else TritonAttention()
     return TreeAttention()
 
 

@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention.paged import exchange_attention, install
 from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.kernels import linear as core
 from mainstem.runtime.kernels.decoders import exchange_layers, restore_layers, settle
 from mainstem.runtime.kernels.exchanges import Exchanged, compute_by_row, exchange, restore, restore_module, sharing
+from mainstem.runtime.kernels.linear import Kernels
 from mainstem.runtime.memory.pools import Pools
+from mainstem.runtime.models import gpu_exactness
 from mainstem.runtime.models.adapters import Adapter
 from mainstem.runtime.models.caches import Rounding
 from mainstem.runtime.models.exactness import reason, watching
@@ -56,6 +59,8 @@ class SelfTest:
         limit: the largest difference of logits that is allowed, of their spread.
         name: of the model.
         ranks: that hold the model together.
+        kernels: of the device.
+        exact: whether a model is refused that is not.
 
     Attributes:
         exchanged: what kernels compute in place of the model's own code.
@@ -71,10 +76,13 @@ class SelfTest:
         limit: float,
         name: str,
         ranks: Ranks,
+        kernels: Kernels,
+        exact: bool,
     ) -> None:
         self._forward, self._model, self._layout = forward, forward.model, forward.layout
         self._make_pools, self._page_size = make_pools, min(page_size, _MOST_PAGE)
         self._rounded, self._limit, self._name, self._ranks = rounded, limit, name, ranks
+        self._kernels, self._exact = kernels, exact
         self.exchanged = Exchanged()
         self.inexact: str | None = None
 
@@ -82,7 +90,8 @@ class SelfTest:
         """Tests prompts of random tokens, and returns what kernels compute afterwards.
 
         Raises:
-            UnsupportedModel: the logits differ. The model computes by its own code again.
+            UnsupportedModel: the logits differ, or the model is not exact and should be. It computes by its own code
+                again.
         """
         shape = 2, min(self._length(), max_context)
         self._prompts = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
@@ -97,6 +106,8 @@ class SelfTest:
                     f" of their spread; {self._limit:g} is allowed" + ("" if alone is None else f" ({alone})")
                 )
             self.inexact = self.watched()
+            if self._exact and self.inexact is not None:
+                raise UnsupportedModel(f"{self._name} is not exact: {self.inexact}. Without --exact it is served")
         except BaseException:
             self._restore()
             raise
@@ -106,8 +117,8 @@ class SelfTest:
         """Lets kernels compute as far as they are right; returns the error."""
         with sharing(self._model) as shared:
             self._plain = self._plain_logits()
-        self.exchanged = exchange(self._model, shared)
-        if not self._rounded:
+        self.exchanged = exchange(self._model, shared, self._kernels)
+        if not self._rounded and self._kernels is core:
             exchange_layers(self._model)
         error = self._tested_error()
         layers, refused = settle(self._model)
@@ -200,6 +211,10 @@ class SelfTest:
         Args:
             adapter: that is selected meanwhile.
         """
+        if self._kernels is not core:
+            with gpu_exactness.watching() as without_rule:
+                self._run_watched(adapter)
+            return gpu_exactness.reason(without_rule)
         adapted = [module for place in (adapter.places if adapter else ()) for module in place.adapted.modules()]
         modules = dict.fromkeys([*self._model.modules(), *adapted])
         with watching(modules) as found:

@@ -217,8 +217,20 @@ def _keep_top_p(chances: torch.Tensor, top_p: torch.Tensor) -> None:
     chances.masked_fill_(chances < best.gather(1, last).where(top_p < 1, 0.0), 0)
 
 
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Normalises logits, float32 [..., vocab]. The bits of a row do not depend on where it lies among others.
+
+    On a GPU, PyTorch adds up a row in an order that depends on its address modulo 16 bytes, so all are made alike.
+    """
+    vocab = logits.shape[-1]
+    more = 0 if logits.is_cpu else -vocab % 4
+    if not more:
+        return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(torch.nn.functional.pad(logits, (0, more), value=-math.inf), dim=-1)[..., :vocab]
+
+
 def _logprob(logits: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = log_probabilities(logits)
     top = torch.topk(logprobs, min(alternatives, logprobs.numel()))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return TokenLogprob(token, float(logprobs[token]), tuple(pairs))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mainstem.runtime.parallel.ranks import Ranks
 from mainstem.runtime.request import TokenLogprob
+from mainstem.runtime.sampling.sampler import log_probabilities
 from mainstem.runtime.schedule.sequence import Sequence
 
 _AT_ONCE = 1 << 20  # logits on a CPU that are normalised together
@@ -35,7 +36,7 @@ def score(logits: torch.Tensor, tokens: NDArray[np.int32], alternatives: int) ->
     size = max(1, _AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(tokens))
     scores: list[TokenLogprob] = []
     for begin in range(0, len(tokens), size):
-        logprobs = torch.log_softmax(logits[begin : begin + size][: len(tokens) - begin], dim=-1)
+        logprobs = log_probabilities(logits[begin : begin + size][: len(tokens) - begin])
         column = torch.from_numpy(tokens[begin : begin + size].astype(np.int64)).to(logits.device).unsqueeze(1)
         own = logprobs.gather(1, column)
         if bool(logprobs.isnan().any()):  # +inf becomes NaN, too
