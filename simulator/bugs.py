@@ -674,7 +674,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a GPU merges partial results without their maximum", "-", _TRITON,
-        "highest = tl.maximum(most, own)", "highest = tl.zeros([SOME], tl.float32)",
+        "highest = tl.maximum(most, own)", "highest = tl.zeros_like(most)",
         "tests/runtime/attention/test_triton_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(

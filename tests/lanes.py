@@ -114,6 +114,7 @@ LANES = (
         "runtime/kernels/test_step_graphs",
         "runtime/attention/test_triton_attention",
         "runtime/test_bits",
+        "runtime/test_gpu_bits",
         "runtime/test_exactness",
         "runtime/sampling/test_reading",
         "runtime/test_hf",

@@ -542,7 +542,6 @@ def attended(
     end,
     scale,
     KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     FIRST: tl.constexpr,
@@ -555,8 +554,8 @@ def attended(
     Returns the highest score of each row, the sum of its weights, which is 1 if it has seen nothing, and of weighted
     values.
     """
-    most, total = tl.full([ROWS], NOTHING, tl.float32), tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, padded_width(VALUE)], tl.float32)
+    most, total = tl.full([q.shape[0]], NOTHING, tl.float32), tl.zeros([q.shape[0]], tl.float32)
+    result = tl.zeros([q.shape[0], padded_width(VALUE)], tl.float32)
     for at_key in range(begin, end, KEYS):
         position = at_key + tl.arange(0, KEYS)
         there = position < end
@@ -649,7 +648,6 @@ def _part(
         end,
         scale,
         KV_HEADS,
-        ROWS,
         KEYS,
         PAGE,
         FIRST,

@@ -175,15 +175,15 @@ def _spans(
     VALUE: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Attends from a tile of queries, in some of the heads of one KV head, to spans of keys, one after another.
+    """Attends from a tile of queries, in some heads of one KV head, to spans of keys, one after another.
 
-    A row whose result is whole begins with its sink. Another leaves the result of its one span, and the log-sum-exp.
+    A row whose result is whole begins with its sink.
     """
-    task, kv_head, index = tasks + 5 * tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    task, kv, index = tasks + 5 * tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     count, table = tl.load(task + 1), page_ids + tl.load(task + 2)
     first, end = tl.load(task + 3), tl.load(task + 4)
-    head = kv_head * GROUP + tl.program_id(2) * HEADS + index % HEADS
-    exists = (index // HEADS < count) & (head < (kv_head + 1) * GROUP)
+    head = kv * GROUP + tl.program_id(2) * HEADS + index % HEADS
+    exists = (index // HEADS < count) & (head < (kv + 1) * GROUP)
     row = rows + 4 * (tl.load(task) + index // HEADS)
     low, high = tl.load(row + 2, mask=exists, other=0), tl.load(row + 3, mask=exists, other=0)
     at = tl.load(row, mask=exists, other=0).to(tl.int64) * (KV_HEADS * GROUP) + head
@@ -196,22 +196,21 @@ def _spans(
         most, total = tl.where(is_whole, sink, most), tl.where(is_whole, 1.0, total)
     result = tl.zeros([ROWS, padded_width(VALUE)], tl.float32)
     for span in range(first // STEP, tl.cdiv(end, STEP)):
-        begin = tl.maximum(span * STEP, first // KEYS * KEYS)
+        begin, last = tl.maximum(span * STEP, first // KEYS * KEYS), tl.minimum(end, (span + 1) * STEP)
         own, sum_, values_ = attended(
             q,
             q,
             keys,
             values,
             table,
-            kv_head,
+            kv,
             low,
             high,
             begin,
             first,
-            tl.minimum(end, (span + 1) * STEP),
+            last,
             scale,
             KV_HEADS,
-            ROWS,
             KEYS,
             PAGE,
             KEY,
@@ -220,9 +219,15 @@ def _spans(
             CAP,
         )
         most, total, result = added(most, total, result, own + tl.log(sum_), values_ / sum_[:, None])
+    _leave(out, results, lse, at, place, exists, most, total, result, KV_HEADS * GROUP, VALUE)
+
+
+@triton.jit
+def _leave(out, results, lse, at, place, exists, most, total, result, ALL: tl.constexpr, VALUE: tl.constexpr):
+    """Stores results that are whole, and others with their log-sum-exps."""
     total = tl.where(total > 0.0, total, 1.0)
-    weighted = whole(result, total)
+    weighted, is_whole = whole(result, total), place < 0
     put(out, at, exists & is_whole, weighted, VALUE)
-    at_place = place.to(tl.int64) * (KV_HEADS * GROUP) + head
+    at_place = place.to(tl.int64) * ALL + at % ALL
     put(results, at_place, exists & (place >= 0), weighted, VALUE)
     tl.store(lse + at_place, most + tl.log(total), mask=exists & (place >= 0))
