@@ -196,27 +196,9 @@ def _spans(
         most, total = tl.where(is_whole, sink, most), tl.where(is_whole, 1.0, total)
     result = tl.zeros([ROWS, padded_width(VALUE)], tl.float32)
     for span in range(first // STEP, tl.cdiv(end, STEP)):
-        begin, last = tl.maximum(span * STEP, first // KEYS * KEYS), tl.minimum(end, (span + 1) * STEP)
+        key, last = tl.maximum(span * STEP, first // KEYS * KEYS), tl.minimum(end, (span + 1) * STEP)
         own, sum_, values_ = attended(
-            q,
-            q,
-            keys,
-            values,
-            table,
-            kv,
-            low,
-            high,
-            begin,
-            first,
-            last,
-            scale,
-            KV_HEADS,
-            KEYS,
-            PAGE,
-            KEY,
-            0,
-            VALUE,
-            CAP,
+            q, q, keys, values, table, kv, low, high, key, first, last, scale, KV_HEADS, KEYS, PAGE, KEY, 0, VALUE, CAP
         )
         most, total, result = added(most, total, result, own + tl.log(sum_), values_ / sum_[:, None])
     _leave(out, results, lse, at, place, exists, most, total, result, KV_HEADS * GROUP, VALUE)
