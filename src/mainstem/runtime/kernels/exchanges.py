@@ -18,7 +18,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import product
 from types import MethodType
 from typing import Any
@@ -60,7 +61,7 @@ class Exchanged:
     shared: int = 0
     refused: int = 0
     layers: int = 0
-    instructions: str = ""
+    instructions: str = field(default="", compare=False)
 
     @property
     def any(self) -> bool:
@@ -172,6 +173,11 @@ class _Group:
         self._given: torch.Tensor | None = None
         self._results: dict[nn.Linear, torch.Tensor] = {}  # that have not been asked for
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        memo[id(self)] = group = _Group((), self.kernels)  # a module, which cannot be copied
+        group.layers = deepcopy(self.layers, memo)
+        return group
+
     def result(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """Returns what one of them makes of x."""
         if x is not self._given or layer not in self._results:
@@ -236,6 +242,9 @@ class _Rule:
     offset: float
     rounds: bool
     centred: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Rule:
+        return self
 
     def computed(self, x: torch.Tensor, module: Any) -> torch.Tensor:
         """Returns what the module makes of x."""
