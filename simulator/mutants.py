@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -217,11 +218,15 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _verdicts(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
-    """In order, as many at a time as there are cores."""
+def _verdicts(mutants: Sequence[Mutant], end_s: float = math.inf) -> Iterator[tuple[Mutant, Verdict | None]]:
+    """In order, as many at a time as there are cores; None for those that would begin after a time of the clock."""
+
+    def verdict(mutant: Mutant) -> Verdict | None:
+        return _verdict(mutant, builder) if time.monotonic() < end_s else None
+
     with _folder() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
         builder = Builder(objects) if any(mutant in NATIVE for mutant in mutants) else None
-        yield from zip(mutants, pool.map(partial(_verdict, builder=builder), mutants), strict=True)
+        yield from zip(mutants, pool.map(verdict, mutants), strict=True)
 
 
 def _control(profile: str) -> Verdict:
@@ -272,7 +277,14 @@ def main() -> int:
     parser.add_argument("--native", action="store_true", help="those of the C++ core, too")
     parser.add_argument("--changed", action="store_true", help="only those that were not found yet as they are now")
     parser.add_argument("--write", action="store_true", help=f"what was found, into docs/{_PAGE.name} and the record")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="none begins later; in an order that each state of the files changes",
+    )
     options = parser.parse_args()
+    end_s = time.monotonic() + options.seconds
     known = [*PYTHON, *(NATIVE if options.native else ())]
     wanted = [mutant for mutant in known if _is_wanted(mutant, options.names)]
     if options.changed and not (wanted := changed(wanted, _recorded())):
@@ -286,8 +298,14 @@ def main() -> int:
     survivors: list[str] = []
     found: dict[str, str] = {}
     digests = {mutant.name: digest(mutant) for mutant in wanted}  # before they run: a file may be edited meanwhile
+    if options.seconds < math.inf:
+        wanted.sort(key=lambda mutant: digests[mutant.name])
+    left = 0
     print(_HEAD.replace(" |\n", " | what was seen |\n", 1).replace("-|\n", "-|---|\n"), end="")
-    for mutant, verdict in _verdicts(wanted):
+    for mutant, verdict in _verdicts(wanted, end_s):
+        if verdict is None:
+            left += 1
+            continue
         line = row(mutant, "-" if verdict.operations is None else f"{verdict.operations:,}")
         if verdict.killed:
             found[mutant.name] = line
@@ -302,7 +320,10 @@ def main() -> int:
         kept = {name: record[name] for name in sorted(names & record.keys()) if name in found or name not in digests}
         _RECORD.write_text(json.dumps(kept, indent=1) + "\n")
     # Once more at the end, where whoever reads a long log looks first.
-    print(*survivors, f"{len(wanted)} mutants, {len(wanted) - len(survivors)} found, {len(survivors)} not", sep="\n")
+    ran = len(wanted) - left
+    print(*survivors, f"{ran} mutants, {ran - len(survivors)} found, {len(survivors)} not", sep="\n")
+    if left:
+        print(f"{left} are left to `make nightly`, for want of time")
     return int(bool(survivors))
 
 

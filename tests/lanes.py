@@ -4,6 +4,7 @@
     python -m tests.lanes check             runs lanes whose record is out of date; fails if one has no record
 
     python -m tests.lanes check slow        the same for lanes whose names begin so
+    python -m tests.lanes check --seconds 900   as far as there is time, those that take least first
 
 A lane is a row of `LANES`. Its record says when and at which commit it passed, and has the digest of every file that
 its outcome depends on. CI compares the digests: a lane whose files have not changed counts as passed. A lane that needs
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -311,15 +313,27 @@ def run(lane: Lane, root: Path = ROOT, tests: Tests | None = None) -> int:
     return 0
 
 
-def check(lanes: Iterable[Lane] = LANES, root: Path = ROOT, make: Callable[[str], int] | None = None) -> int:
+def check(
+    lanes: Iterable[Lane] = LANES,
+    root: Path = ROOT,
+    make: Callable[[str], int] | None = None,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
     """Accepts a lane whose files have not changed since it passed, else runs it; returns 0 if all pass.
 
     Args:
         make: runs a target of the Makefile; returns its exit status.
+        seconds: that may pass. Unless they are infinite, lanes are checked in the order of what they took before, and
+            one that would take more than is left is named and not run, unless it needs an environment of its own.
+        clock: in seconds.
     """
-    failed = 0
-    for lane in lanes:
+    failed, end = 0, clock() + seconds
+    for lane in lanes if seconds == math.inf else sorted(lanes, key=lambda lane: _seconds(lane, root)):
         names = changed(lane, root)
+        if names != [] and not lane.own and clock() + _seconds(lane, root) > end:
+            print(f"lane {lane.name}: is left to `make nightly`, for want of time", flush=True)
+            continue
         if names is None and lane.own:
             print(f"lane {lane.name}: no record; run `make test-{lane.name}` and commit {lane.record}")
             failed += 1
@@ -335,12 +349,21 @@ def check(lanes: Iterable[Lane] = LANES, root: Path = ROOT, make: Callable[[str]
     return int(failed > 0)
 
 
+def _seconds(lane: Lane, root: Path) -> float:
+    """Returns how long the lane took when it passed; 0 if it never did."""
+    path = root / lane.record
+    return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     names = [lane.name for lane in LANES]
     parser = argparse.ArgumentParser(prog="python -m tests.lanes", description=__doc__)
     parser.add_argument("task", choices=["run", "check"])
     parser.add_argument("lanes", nargs="*", metavar="lane", help=f"one of {', '.join(names)}; default: all")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="check no lane that would take longer than this"
+    )
     options = parser.parse_args(arguments)
     meant = {
         each: [each] if each in names else [n for n in names if n.startswith(f"{each}-")] for each in options.lanes
@@ -348,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(each for each, lanes in meant.items() if not lanes):
         parser.error(f"no such lane: {', '.join(unknown)}; there are {', '.join(names)}")
     chosen = [lane for lane in LANES if not meant or any(lane.name in lanes for lanes in meant.values())]
-    return check(chosen) if options.task == "check" else max(run(lane) for lane in chosen)
+    return check(chosen, seconds=options.seconds) if options.task == "check" else max(run(lane) for lane in chosen)
 
 
 def _pytest(lane: Lane, root: Path) -> tuple[int, str]:

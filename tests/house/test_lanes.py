@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,31 @@ def test_without_a_record_it_runs_if_it_needs_no_environment_of_its_own(root: Pa
     assert check([lane], root, _never) == 0
 
 
+def test_lanes_that_would_take_longer_than_there_is_time_are_named_and_not_run(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, made = [0.0], list[str]()
+    lanes = [replace(LANE, name=name, own=own) for name, own in (("long", False), ("short", False), ("apart", True))]
+    for lane, seconds in zip(lanes, (50, 10, 70), strict=True):
+        assert run(lane, root, pass_two) == 0
+        record = json.loads((root / lane.record).read_text())
+        (root / lane.record).write_text(json.dumps({**record, "seconds": seconds}))
+
+    def make(target: str) -> int:
+        made.append(target)
+        now[0] += 25.0  # slower than before
+        return 0
+
+    assert check(lanes, root, make, seconds=5.0, clock=lambda: now[0]) == 0  # nothing has changed
+    assert "nightly" not in capsys.readouterr().out
+    (root / "drum.py").write_text("loud = False\n")
+    assert check(lanes, root, make, seconds=74.0, clock=lambda: now[0]) == 0
+    assert made == ["test-short", "test-apart"]  # which has no other time to run
+    assert "lane long: is left to `make nightly`" in capsys.readouterr().out
+    assert check(lanes, root, make, seconds=75.0, clock=lambda: now[0]) == 0
+    assert made[2:] == ["test-short", "test-long", "test-apart"]
+
+
 def test_what_a_machine_leaves_out_is_not_recorded(root: Path) -> None:
     def lacking(_lane: Lane, root: Path) -> tuple[int, str]:
         (root / lanes.LEFT_OUT).parent.mkdir()
@@ -175,11 +201,19 @@ def test_the_command_takes_all_lanes_or_those_that_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checked: list[list[str]] = []
-    monkeypatch.setattr(lanes, "check", lambda chosen: checked.append([lane.name for lane in chosen]) or 0)
+    given: list[float] = []
+
+    def check(chosen: list[Lane], seconds: float) -> int:
+        given.append(seconds)
+        checked.append([lane.name for lane in chosen])
+        return 0
+
+    monkeypatch.setattr(lanes, "check", check)
     assert lanes.main(["check"]) == lanes.main(["check", LANES[0].name]) == 0
-    assert lanes.main(["check", "slow"]) == lanes.main(["check", "simulation"]) == 0
+    assert lanes.main(["check", "slow"]) == lanes.main(["check", "simulation", "--seconds", "9"]) == 0
     slow = [lane.name for lane in LANES if lane.name.startswith("slow-")]
     assert checked == [[lane.name for lane in LANES], [LANES[0].name], slow, ["simulation"]]
+    assert given == [math.inf] * 3 + [9.0]
     with pytest.raises(SystemExit):
         lanes.main(["check", "drum"])
     assert "no such lane: drum" in capsys.readouterr().err

@@ -333,3 +333,11 @@ def test_content_is_a_function_of_salt_and_all_tokens_up_to_a_position(other: tu
     one = fingerprints(salt(b"a"), [1, 2, 3])
     assert one[-1] != fingerprints(salt(other[0]), other[1])[-1]
     assert (one[:2] == fingerprints(salt(b"a"), [1, 2])).all()
+
+
+def test_no_mutant_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Mutant(name, "", "a.py", (), "cache") for name in ("one", "two"))
+    found = mutants.Verdict(True, None, 0.1, "seen")
+    monkeypatch.setattr(mutants, "_verdict", lambda mutant, builder: found)
+    assert list(mutants._verdicts([one, two])) == [(one, found), (two, found)]
+    assert list(mutants._verdicts([one, two], end_s=0.0)) == [(one, None), (two, None)]
