@@ -119,7 +119,7 @@ def test_an_adapter_whose_products_are_pytorchs_makes_the_model_inexact(
     peft.get_peft_model(tiny("llama"), config).save_pretrained(str(tmp_path), save_embedding_layers=False)
     runner = runner_of("llama", torch.float32)
     identity = runner.computation
-    monkeypatch.setattr(exchanges, "exchange_linear", lambda layer: None)
+    monkeypatch.setattr(exchanges, "exchange_linear", lambda layer, beside: None)
     monkeypatch.setattr(self_test, "compute_by_row", lambda module: False)
     runner.adapters.load("a", tmp_path)
     assert runner.inexact == "adapter a: PyTorch computes products (linear)"

@@ -422,7 +422,7 @@ def test_nothing_is_audited_by_default() -> None:
 
 def test_a_model_that_is_not_exact_is_not_audited_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    with engine_of("gpt_neox", torch.bfloat16) as engine:
+    with engine_of("stablelm", torch.bfloat16) as engine:
         assert engine.exact.startswith("no: ")
         assert f"the model is not exact: {engine.exact.removeprefix('no: ')}" in caplog.text
         ask(engine, tokens_of(42))
