@@ -32,6 +32,7 @@ _MOVES = frozenset(
     | {"_to_copy", "contiguous", "repeat", "constant_pad_nd", "fill", "zero", "new_empty", "empty_like", "zeros_like"}
     | {"empty", "zeros", "ones", "full", "new_zeros", "new_ones", "full_like", "arange", "roll", "flip", "amax", "amin"}
     | {"_local_scalar_dense", "empty_strided", "lift_fresh", "detach", "tril", "triu", "split_with_sizes_copy"}
+    | {"dropout"}  # models are in eval mode, where it returns what it is given
 )
 
 

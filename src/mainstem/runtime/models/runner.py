@@ -137,7 +137,7 @@ class ModelRunner:
         """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
         scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
         keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
-        bits = () if self.inexact else (f"arithmetic {self.arithmetic}",)
+        bits = () if self._inexact else (f"arithmetic {self.arithmetic}",)
         return scan + keys + bits
 
     @property
