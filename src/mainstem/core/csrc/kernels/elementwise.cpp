@@ -55,11 +55,16 @@ void share(const Number* x, Number* out, std::size_t count, unsigned threads) {
 template <class Number>
 void apply(Function function, const Number* x, Number* out, std::size_t count, unsigned threads) {
   switch (function) {
-    case Function::kSilu: return share<Function::kSilu>(x, out, count, threads);
-    case Function::kGeluTanh: return share<Function::kGeluTanh>(x, out, count, threads);
-    case Function::kGelu: return share<Function::kGelu>(x, out, count, threads);
-    case Function::kSigmoid: return share<Function::kSigmoid>(x, out, count, threads);
-    case Function::kSoftplus: return share<Function::kSoftplus>(x, out, count, threads);
+    case Function::kSilu:
+      return share<Function::kSilu>(x, out, count, threads);
+    case Function::kGeluTanh:
+      return share<Function::kGeluTanh>(x, out, count, threads);
+    case Function::kGelu:
+      return share<Function::kGelu>(x, out, count, threads);
+    case Function::kSigmoid:
+      return share<Function::kSigmoid>(x, out, count, threads);
+    case Function::kSoftplus:
+      return share<Function::kSoftplus>(x, out, count, threads);
   }
 }
 

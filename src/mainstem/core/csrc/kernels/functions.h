@@ -132,8 +132,8 @@ MAINSTEM_INLINE typename Lanes<kLanes>::Floats gelu(typename Lanes<kLanes>::Floa
   const Floats z = magnitude<kLanes>(x) * 0.70710678118654752f;
   const Floats t = 1 / (1 + 0.5f * z);
   Floats series = t * 0.17087277f - 0.82215223f;
-  for (const float factor : {1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f,
-                             1.00002368f, -1.26551223f})
+  for (const float factor :
+       {1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f})
     series = series * t + factor;
   const Floats above = 0.5f * t * exponential<kLanes>(series - z * z);  // the share above |x|
   return x * (x < 0.0f ? above : 1 - above);
