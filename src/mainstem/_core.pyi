@@ -572,11 +572,11 @@ def limit_instructions(name: str) -> None:
     Lets kernels compute with no more than these, so that machines of several kinds compute the same. Raises BadArgument if the name is unknown.
     """
 
-def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, bfloat16: bool, threads: int) -> None:
+def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, rounds: bool, bfloat16: bool, threads: int) -> None:
     """
     Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.
 
-    Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with codes.
+    Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16; without `rounds`, `out` is float32, the sums as they are. Codes and scales are the same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with codes.
     """
 
 def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: float, offset: float, rounds: bool, bfloat16: bool, threads: int) -> None:
@@ -615,16 +615,16 @@ class AttentionPlan:
 class DecoderLayer:
     """A layer of a decoder, at the addresses of its weights."""
 
-    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float, bool]], matrices: Sequence[tuple[int, int, int, int]], scale: float, activation: str, bfloat16: bool) -> None:
+    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float]], matrices: Sequence[tuple[int, int, int, int]], scale: float, activation: str, bfloat16: bool) -> None:
         """
-        `sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for `rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each as for `linear`.
+        `sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and before the MLP, of queries and of keys, each weight (0 for none), epsilon and offset, as for `rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each as for `linear`.
 
         Raises BadArgument if a size is not a multiple of 32, or the activation is unknown.
         """
 
     def run(self, x: int, cosines: int, sines: int, plan: AttentionPlan, keys: int, values: int, slots: numpy.typing.NDArray[numpy.int64], positions: int, threads: int) -> None:
         """
-        Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to their slots.
+        Computes x float32 [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to their slots.
 
         `cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below `positions`.
         """

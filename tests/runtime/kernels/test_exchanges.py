@@ -37,9 +37,9 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     own = kernels.products
 
-    def counting(x: torch.Tensor, layers: Sequence[kernels.Weights]) -> list[torch.Tensor]:
+    def counting(x: torch.Tensor, layers: Sequence[kernels.Weights], **named: bool) -> list[torch.Tensor]:
         calls.append(len(layers))
-        return own(x, layers)
+        return own(x, layers, **named)
 
     monkeypatch.setattr(kernels, "products", counting)
     return calls
@@ -85,6 +85,16 @@ def test_what_is_given_the_same_is_one_call(model: PreTrainedModel, monkeypatch:
     assert (found.linears, found.shared) == (22, 9)
 
 
+def test_logits_are_not_rounded(model: PreTrainedModel) -> None:
+    own = model.bfloat16()
+    _, plain = exchanged(own)
+    with torch.inference_mode():
+        found = own(input_ids=PROMPT, use_cache=False).logits
+    assert found.dtype is torch.float32
+    assert torch.equal(plain, plain.bfloat16().float()) and not torch.equal(found, found.bfloat16().float())
+    assert differ(found, plain) < 4e-2
+
+
 def test_nothing_is_kept_between_forwards(model: PreTrainedModel) -> None:
     exchanged(model)
     for prompt in (PROMPT, PROMPT + 20, PROMPT):
@@ -96,7 +106,7 @@ def test_nothing_is_kept_between_forwards(model: PreTrainedModel) -> None:
 
 def test_results_in_the_wrong_order_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     own = kernels.products
-    monkeypatch.setattr(kernels, "products", lambda x, layers: own(x, [*reversed(layers)]))
+    monkeypatch.setattr(kernels, "products", lambda x, layers, **named: own(x, [*reversed(layers)], **named))
     found, plain = exchanged(model)
     # Keys and values are of one shape, gate and up too. Layers that are alone have no order.
     assert (found.linears, found.shared, found.refused) == (7, 0, 15)
@@ -107,7 +117,9 @@ def test_results_in_the_wrong_order_are_refused(model: PreTrainedModel, monkeypa
 
 def test_a_kernel_that_is_a_little_wrong_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     own = kernels.products
-    monkeypatch.setattr(kernels, "products", lambda x, layers: [each * 1.001 for each in own(x, layers)])
+    monkeypatch.setattr(
+        kernels, "products", lambda x, layers, **named: [each * 1.001 for each in own(x, layers, **named)]
+    )
     monkeypatch.setattr(kernels, "rms_norm", lambda x, *rule: x)
     found, plain = exchanged(model)
     assert found == Exchanged(refused=29)

@@ -66,10 +66,29 @@ def test_sums_that_cancel_show_any_other_order(dtype: torch.dtype) -> None:
         assert torch.equal(product(x[:rows], given), alone[:rows]), rows
 
 
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 64), (7, 33), (37, 96), (90, 9), (300, 576)])
+def test_sums_that_are_not_rounded_are_those_that_are(
+    outputs: int, inputs: int, bias: bool, dtype: torch.dtype
+) -> None:
+    given, other = layer(outputs, inputs, dtype, bias), layer(29, inputs, dtype, seed=1)
+    x = random(ROWS[-1], inputs, dtype=dtype)
+    sums = products(x, [given], rounds=False)[0]
+    assert sums.dtype is torch.float32
+    assert close(sums, exact(x, given))
+    assert torch.equal(sums.to(dtype), product(x, given))
+    for rows in ROWS:
+        assert torch.equal(products(x[:rows], [other, given], rounds=False)[1], sums[:rows]), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_than_are_computed_at_once_have_the_same_bits(dtype: torch.dtype) -> None:
     x, given = random(1600, 64, dtype=dtype), layer(9, 64, dtype)
-    assert torch.equal(product(x, given), torch.cat([product(part, given) for part in x.split(700)]))
+    for rounds in (True, False):
+        parts = [products(part, [given], rounds=rounds)[0] for part in x.split(700)]
+        assert torch.equal(products(x, [given], rounds=rounds)[0], torch.cat(parts))
 
 
 def test_a_product_keeps_the_batch_dimensions_and_reads_rows_that_are_apart() -> None:
@@ -133,6 +152,6 @@ def test_the_core_takes_weights_that_it_can_read_in_place_only(tensor: torch.Ten
 
 def test_the_core_refuses_a_width_that_it_would_read_beyond() -> None:
     with pytest.raises(BadArgument, match="inputs"):
-        _core.linear(0, 1, 33, [((1, 0, 1, 1), 1)], 0, False, 1)
+        _core.linear(0, 1, 33, [((1, 0, 1, 1), 1)], 0, True, False, 1)
     with pytest.raises(BadArgument, match="width"):
         _core.rms_norm(0, 0, 0, 1, 0, 1e-6, 0.0, False, False, 1)

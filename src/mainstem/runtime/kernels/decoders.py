@@ -26,6 +26,7 @@ from mainstem.runtime.attention.paged import BatchPlan, Paging
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.exchanges import is_exchanged, rounding_error, weights_of
 
+_ROUNDING = 4.0  # of a linear layer's: the own code of a layer rounds a dozen times where the kernel does not
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,19 +51,22 @@ def exchange_layers(model: Any) -> int:
     return found
 
 
-def settle(model: nn.Module) -> tuple[int, int]:
+def settle(model: Any) -> tuple[int, int]:
     """Exchanges the layers that computed the same since `exchange_layers`. Returns their number, and that of others."""
     ours = refused = 0
-    for layer in model.modules():
-        if not _computes_by(layer, _compare):
-            continue
-        kernel: _Kernel | None = vars(layer)["kernel"]
+    before: _Kernel | None = None
+    for layer in getattr(model.get_decoder(), "layers", ()):
+        kernel: _Kernel | None = vars(layer).get("kernel") if _computes_by(layer, _compare) else None
         if kernel is not None and kernel.is_proven:
             vars(layer).update(forward=MethodType(_layer, layer))
             ours += 1
-        else:
+        elif kernel is not None:
             del layer.forward, layer.kernel
             refused += 1
+            kernel = None
+        if before is not None:
+            before.goes_on = kernel is not None
+        before = kernel
     return ours, refused
 
 
@@ -132,6 +136,9 @@ class _Kernel:
     Args:
         layer: the layer.
         core: the core's own.
+
+    Attributes:
+        goes_on: whether a kernel computes the next layer, too. It is then given float32, which nothing has rounded.
     """
 
     def __init__(self, layer: Any, core: _core.DecoderLayer) -> None:
@@ -140,7 +147,7 @@ class _Kernel:
         self._weights = [weight.data for weight in layer.parameters()]  # at the addresses that the core has
         self._dtype = self._weights[0].dtype
         self._numbers = int(attention.head_dim)
-        self._differs = self._compared = False
+        self._differs = self._compared = self.goes_on = False
 
     @classmethod
     def of(cls, layer: Any) -> _Kernel | None:
@@ -190,7 +197,7 @@ class _Kernel:
             and not paging.adapted
             and isinstance(paging.attention, PageAttention)
             and x.shape[0] == 1
-            and x.dtype is self._dtype
+            and x.dtype in (self._dtype, torch.float32)
             and given.get("attention_mask") is None
             and given.get("past_key_values") is None
             and not torch.is_grad_enabled()
@@ -200,7 +207,7 @@ class _Kernel:
         """Computes the layer, for what it `takes`."""
         plan, layer, (cosines, sines) = self._begin(x, given)
         keys, values = (plane.numbers for plane in plan.pool.layer(layer))
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         self._core.run(
             out.data_ptr(),
             cosines.data_ptr(),
@@ -212,7 +219,7 @@ class _Kernel:
             keys.shape[0] * keys.shape[1],
             torch.get_num_threads(),
         )
-        return out
+        return out if self.goes_on else out.to(self._dtype)
 
     def _begin(
         self, x: torch.Tensor, given: Mapping[str, Any]
@@ -232,7 +239,7 @@ class _Kernel:
         name, layer = paging.places[self._index]
         before = _written(paging.plans[name], layer)
         pairs = zip([self.compute(x, given), *_written(paging.plans[name], layer)], [own, *before], strict=True)
-        self._differs |= any(rounding_error(a, b) > 1 for a, b in pairs)
+        self._differs |= any(rounding_error(a, b) > _ROUNDING for a, b in pairs)
         self._compared = True
 
 
@@ -241,11 +248,10 @@ def _written(plan: BatchPlan, layer: int) -> list[torch.Tensor]:
     return [plane.numbers.flatten(0, 1)[torch.from_numpy(plan.slot_ids)].flatten(1) for plane in plan.pool.layer(layer)]
 
 
-def _norm_of(norm: Any) -> tuple[int, float, float, bool]:
+def _norm_of(norm: Any) -> tuple[int, float, float]:
     if norm is None:
-        return 0, 0.0, 0.0, False
-    rule = norm.kernel
-    return norm.weight.data_ptr(), rule.epsilon, rule.offset, rule.rounds
+        return 0, 0.0, 0.0
+    return norm.weight.data_ptr(), norm.kernel.epsilon, norm.kernel.offset
 
 
 def _activation(module: nn.Module) -> str | None:

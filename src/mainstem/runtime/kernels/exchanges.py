@@ -99,7 +99,7 @@ def sharing(model: nn.Module) -> Iterator[Given]:
             handle.remove()
 
 
-def exchange(model: nn.Module, given: Given, kernels: Kernels = core) -> Exchanged:
+def exchange(model: Any, given: Given, kernels: Kernels = core) -> Exchanged:
     """Makes kernels compute the modules of `model` that they can, and proves each.
 
     Args:
@@ -109,7 +109,9 @@ def exchange(model: nn.Module, given: Given, kernels: Kernels = core) -> Exchang
     """
     generator = torch.Generator().manual_seed(0)
     modules = [module for module in _modules(model) if "forward" not in vars(module)]
-    groups = [group for group in _groups(modules, given, kernels) if _proven_linears(group, generator, kernels)]
+    head = model.get_output_embeddings()  # its results are logits, which nothing multiplies
+    groups = [_Group(layers, kernels, rounds=head not in layers) for layers in _groups(modules, given, kernels)]
+    groups = [group for group in groups if _proven_linears(group, generator)]
     norms = [module for module in modules if _is_norm(module, kernels)]
     ours = [module for module in norms if _proven_norm(module, generator, kernels)]
     for module in modules if kernels is core else ():
@@ -117,7 +119,7 @@ def exchange(model: nn.Module, given: Given, kernels: Kernels = core) -> Exchang
             turn_weights(module)
             compute_by_row(module)
     linears = sum(type(module) is nn.Linear and kernels.takes(module.weight) for module in modules)
-    layers = sum(len(group) for group in groups)
+    layers = sum(len(group.layers) for group in groups)
     shared, refused = layers - len(groups), linears - layers + len(norms) - len(ours)
     return Exchanged(layers, len(ours), shared, refused, instructions=kernels.instructions())
 
@@ -166,22 +168,23 @@ class _Group:
     Args:
         layers: in the order in which they are called.
         kernels: compute them.
+        rounds: whether results have the layers' dtype; they are float32 otherwise.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels) -> None:
-        self.layers, self.kernels = tuple(layers), kernels
+    def __init__(self, layers: Sequence[nn.Linear], kernels: Kernels, *, rounds: bool = True) -> None:
+        self.layers, self.kernels, self._rounds = tuple(layers), kernels, rounds
         self._given: torch.Tensor | None = None
         self._results: dict[nn.Linear, torch.Tensor] = {}  # that have not been asked for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
-        memo[id(self)] = group = _Group((), self.kernels)  # a module, which cannot be copied
+        memo[id(self)] = group = _Group((), self.kernels, rounds=self._rounds)  # a module, which cannot be copied
         group.layers = deepcopy(self.layers, memo)
         return group
 
     def result(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """Returns what one of them makes of x."""
         if x is not self._given or layer not in self._results:
-            results = self.kernels.products(x, [weights_of(each) for each in self.layers])
+            results = self.kernels.products(x, [weights_of(each) for each in self.layers], rounds=self._rounds)
             self._given, self._results = x, dict(zip(self.layers, results, strict=True))
         result = self._results.pop(layer)
         if not self._results:
@@ -214,18 +217,17 @@ def _groups(modules: Sequence[nn.Module], given: Given, kernels: Kernels) -> lis
     return list(groups.values())
 
 
-def _proven_linears(layers: Sequence[nn.Linear], generator: torch.Generator, kernels: Kernels) -> bool:
+def _proven_linears(group: _Group, generator: torch.Generator) -> bool:
     """Exchanges layers that are given the same, if they compute what they computed before."""
-    weight = layers[0].weight
+    weight = group.layers[0].weight
     x = torch.randn(3, weight.shape[1], generator=generator).to(weight)
-    group = _Group(layers, kernels)
     with torch.inference_mode():
-        plain = [layer(x) for layer in layers]
-        for layer in layers:
+        plain = [layer(x) for layer in group.layers]
+        for layer in group.layers:
             _install(layer, _linear, group)
-        if all(rounding_error(layer(x), own) <= 1 for layer, own in zip(layers, plain, strict=True)):
+        if all(rounding_error(layer(x).to(x), own) <= 1 for layer, own in zip(group.layers, plain, strict=True)):
             return True
-    for layer in layers:
+    for layer in group.layers:
         del layer.forward, layer.kernel
     return False
 

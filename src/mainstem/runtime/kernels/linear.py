@@ -72,7 +72,7 @@ class Kernels(Protocol):
     def takes(self, tensor: torch.Tensor) -> bool:
         """Returns whether the kernels can read a weight where it is."""
 
-    def products(self, x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
+    def products(self, x: torch.Tensor, layers: Sequence[Weights], *, rounds: bool = True) -> list[torch.Tensor]:
         """See `products`."""
 
     def rms_norm(
@@ -110,12 +110,13 @@ def takes(tensor: torch.Tensor) -> bool:
     )
 
 
-def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
+def products(x: torch.Tensor, layers: Sequence[Weights], *, rounds: bool = True) -> list[torch.Tensor]:
     """Computes layers that are given the same rows, in one call.
 
     Args:
         x: [..., inputs], of one of `DTYPES`, on the CPU.
         layers: of its dtype; `takes` their weights.
+        rounds: whether results are rounded to this dtype; without, they are the sums in float32.
 
     Returns:
         For each layer [..., outputs], contiguous.
@@ -129,9 +130,9 @@ def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
         assert layer.weight.shape[1] == inputs and layer.weight.dtype is x.dtype
         addresses.append((layer.addresses, outputs))
         sizes.append(rows * outputs)
-    out = x.new_empty(sum(sizes))
+    out = x.new_empty(sum(sizes), dtype=x.dtype if rounds else torch.float32)
     bfloat16 = x.dtype is torch.bfloat16
-    _core.linear(x.data_ptr(), rows, inputs, addresses, out.data_ptr(), bfloat16, torch.get_num_threads())
+    _core.linear(x.data_ptr(), rows, inputs, addresses, out.data_ptr(), rounds, bfloat16, torch.get_num_threads())
     parts = (out,) if len(sizes) == 1 else out.split_with_sizes(sizes)
     return [part.view(*batch, len(layer.weight)) for part, layer in zip(parts, layers, strict=True)]
 

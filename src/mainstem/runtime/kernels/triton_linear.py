@@ -50,7 +50,7 @@ def takes(tensor: torch.Tensor) -> bool:
     )
 
 
-def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
+def products(x: torch.Tensor, layers: Sequence[Weights], *, rounds: bool = True) -> list[torch.Tensor]:
     """Computes layers that are given the same rows; see `linear.products`."""
     x = _read(x)
     *batch, inputs = x.shape
@@ -60,7 +60,7 @@ def products(x: torch.Tensor, layers: Sequence[Weights]) -> list[torch.Tensor]:
     for weight, bias, int4 in layers:
         outputs = len(weight)
         assert weight.shape[1] == inputs and weight.dtype is x.dtype and int4 is None
-        out = x.new_empty(*batch, outputs)
+        out = x.new_empty(*batch, outputs, dtype=x.dtype if rounds else torch.float32)
         if rows:
             _product[(-(-rows // tile), -(-outputs // OUTPUTS))](
                 x,
@@ -140,7 +140,7 @@ def _product(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Computes a tile of a product: x [rows, WIDTH] and weight [outputs, WIDTH]. The sum with the bias is rounded."""
+    """Computes a tile of a product: x [rows, WIDTH] and weight [outputs, WIDTH]. `out` rounds the sum with the bias."""
     row, output = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     at_row, at_output = row.to(tl.int64)[:, None] * WIDTH, output.to(tl.int64)[:, None] * WIDTH
     has_row, has_output = row[:, None] < rows, output[:, None] < outputs

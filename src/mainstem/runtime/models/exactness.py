@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.linear import Kernels
 
-VERSION = 2
+VERSION = 3
 """Of the arithmetic, part of the identity of stored pages: a change of any order of sums or rounding is another one."""
 
 # By what they are called in reasons: operations whose order of sums depends on shapes.
@@ -121,7 +121,7 @@ def reason(found: Found) -> str | None:
 
 
 def shown(inexact: str | None, name: str) -> str:
-    """Says whether a model is exact, and why it is not: "yes, arithmetic 2 avx512" or "no: PyTorch computes ..."."""
+    """Says whether a model is exact, and why it is not: "yes, arithmetic 3 avx512" or "no: PyTorch computes ..."."""
     return f"yes, arithmetic {name}" if inexact is None else f"no: {inexact}"
 
 

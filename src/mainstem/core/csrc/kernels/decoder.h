@@ -3,7 +3,8 @@
 //   h = norm(x);   q, k, v = linear(h);   q, k = rotate(norm(q), norm(k));   x += linear(attention(q, pages with k, v))
 //   h = norm(x);   x += linear(activation(linear(h)) * linear(h))
 //
-// Each result is rounded where the model's own code rounds it.
+// Only what multiplies a weight, keys and values are rounded to the model's numbers. All else is float32: x, and what
+// comes between.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +28,7 @@ struct Matrix {
   std::size_t outputs;
 };
 
-// An RMS norm; without a weight, there is none.
+// An RMS norm, whose rule does not round; without a weight, there is none.
 template <class Number>
 struct NormWeight {
   const Number* weight;
@@ -47,18 +48,19 @@ struct Decoder {
   //
   //   cosines, sines   [rows, numbers of a key], as transformers' `apply_rotary_pos_emb` takes them
   //   slots            [rows]
-  void run(Number* x, const Number* cosines, const Number* sines, AttentionPlan& plan, Number* key_pages,
+  void run(float* x, const Number* cosines, const Number* sines, AttentionPlan& plan, Number* key_pages,
            Number* value_pages, const std::int64_t* slots, unsigned threads) const;
 
  private:
-  // Norms and rotates q [rows, heads, numbers] and k [rows, KV heads, numbers] in place.
-  void turn(Number* q, Number* k, const Number* cosines, const Number* sines, std::size_t rows, unsigned threads) const;
+  // Norms heads [rows, heads, numbers] in place, and rotates them to `turned`.
+  void turn(float* x, std::size_t count, const NormWeight<Number>& norm, const Number* cosines, const Number* sines,
+            Number* turned, std::size_t rows) const;
 
   // x += found, both [rows, hidden], and the norm of the sum to `normed`, unless that is null.
-  void join(Number* x, const Number* found, Number* normed, std::size_t rows, unsigned threads) const;
+  void join(float* x, const float* found, Number* normed, std::size_t rows, unsigned threads) const;
 
-  // opened = activation(opened) * widened, both [rows, inner].
-  void open(Number* opened, const Number* widened, std::size_t rows, unsigned threads) const;
+  // opened = activation(given) * widened, all [rows, inner].
+  void open(const float* given, const float* widened, Number* opened, std::size_t rows, unsigned threads) const;
 };
 
 }  // namespace mainstem

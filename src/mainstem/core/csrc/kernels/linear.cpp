@@ -216,10 +216,11 @@ MAINSTEM_INLINE void tile(const Rows<Form>& x, std::size_t row, const Layer<type
 #pragma GCC unroll 8
     for (int n = 0; n < kN; ++n)
       bias[n] = widen(layer.bias[output + n]);
-  auto* const out = layer.out + row * layer.outputs + output;
+  layer.into(row * layer.outputs + output, [&](auto* out) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-  for (int m = 0; m < kM; ++m)
-    store<4, kN>(out + m * layer.outputs, totals_of<kLanes, kN>(total[m]) + bias);
+    for (int m = 0; m < kM; ++m)
+      store<4, kN>(out + m * layer.outputs, totals_of<kLanes, kN>(total[m]) + bias);
+  });
 }
 
 // Computes the last rows of x, fewer than kM + 1.
@@ -353,12 +354,17 @@ void with_whole_rows(const Layer<Number>& layer, std::size_t begin, std::size_t 
   constexpr std::size_t kCopied = 64;  // outputs
   thread_local Scratch memory;
   auto* const copy = reinterpret_cast<Number*>(memory.take(kCopied * inputs));
-  for (; begin < end; begin += std::min(kCopied, end - begin)) {
+  Layer<Number> some{copy, {}, layer.bias ? layer.bias + begin : nullptr, layer.out, layer.outputs, layer.sums};
+  some.skip(begin);
+  while (begin < end) {
     const std::size_t count = std::min(kCopied, end - begin);
     std::fill_n(copy, count * inputs, 0);
     for (std::size_t n = 0; n < count; ++n)
       std::copy_n(layer.weight + (begin + n) * given_inputs, given_inputs, copy + n * inputs);
-    run({copy, {}, layer.bias ? layer.bias + begin : nullptr, layer.out + begin, layer.outputs}, 0, count);
+    run(some, 0, count);
+    begin += count;
+    some.skip(count);
+    if (some.bias) some.bias += count;
   }
 }
 
@@ -385,11 +391,11 @@ MAINSTEM_AVX512 void write_turned(const float (&sums)[kTileRows][kTileRows], con
                                   std::size_t output, std::size_t count, std::size_t row, std::size_t rows) {
   for (std::size_t m = 0; m < rows; ++m) {
     float numbers[kTileRows] = {};
-    BFloat16 kept[kTileRows];
     for (std::size_t n = 0; n < count; ++n)
       numbers[n] = layer.bias ? sums[n][m] + widen(layer.bias[output + n]) : sums[n][m];
-    store<16>(kept, load_floats<16>(numbers));
-    std::copy_n(kept, count, layer.out + (row + m) * layer.outputs + output);
+    layer.into((row + m) * layer.outputs + output, [&](auto* out) __attribute__((always_inline)) {
+      store_first<16>(out, load_floats<16>(numbers), count);
+    });
   }
 }
 
@@ -405,7 +411,8 @@ MAINSTEM_INLINE void write_row(const TileSums& found, const Layer<BFloat16>& lay
     auto sums = load_floats<16>(found.sums[row / kTileRows][n / kTileRows][row % kTileRows]);
     const std::size_t count = block.outputs - n;
     if (layer.bias) sums += load_first<16>(layer.bias + block.output + n, count);
-    store_first<16>(layer.out + (block.row + row) * layer.outputs + block.output + n, sums, count);
+    layer.into((block.row + row) * layer.outputs + block.output + n,
+               [&](auto* out) __attribute__((always_inline)) { store_first<16>(out, sums, count); });
   }
 }
 
@@ -532,7 +539,7 @@ void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<c
     const std::size_t count = std::min(kRowsAtOnce, rows - row);
     multiply_some<Number>(x + row * inputs, count, inputs, some, threads);
     for (auto& layer : some)
-      layer.out += count * layer.outputs;
+      layer.skip(count * layer.outputs);
   }
 }
 

@@ -1,7 +1,7 @@
 // Linear layers for any number of rows.
 //
 //   out[r] = round(weight x[r] + bias)      weight [outputs, inputs] as it lies in memory, row by row: nothing is
-//   packed
+//   packed; `sums` are not rounded
 //
 // A few rows of the weight meet a few of x at a time, in registers: of one row as quickly as the memory gives the
 // weight, of many as quickly as the machine multiplies. Each number of the result is a sum of float32 in one order,
@@ -34,7 +34,8 @@ struct Int4 {
 };
 inline constexpr std::size_t kGroup = 32;
 
-// A layer, and where its results go: [rows, outputs]. `bias` may be null.
+// A layer, and where its results go, [rows, outputs]: to `sums` if there are, without being rounded, else to `out`.
+// `bias` may be null.
 template <class Number>
 struct Layer {
   const Number* weight;
@@ -42,6 +43,24 @@ struct Layer {
   const Number* bias;
   Number* out;
   std::size_t outputs;
+  float* sums = nullptr;
+
+  // Calls write(where results go from the number `at` on).
+  template <class Write>
+  MAINSTEM_INLINE void into(std::size_t at, const Write& write) const {
+    if (sums)
+      write(sums + at);
+    else
+      write(out + at);
+  }
+
+  // Lets results begin so many numbers later.
+  void skip(std::size_t count) {
+    if (sums)
+      sums += count;
+    else
+      out += count;
+  }
 };
 
 // A number of the Int4 has 8 significant bits at most, and is that of the weight: it does not matter which is read. If

@@ -11,12 +11,12 @@ namespace mainstem {
 struct NormRule {
   float epsilon;  // added to the mean of squares
   float offset;   // gain = weight + offset
-  bool rounds;    // to the rows' numbers before the gain, and again after it
+  bool rounds;    // to the weight's numbers before the gain, and again after it
 };
 
 // Computes rows [rows, width] of x to `out`. Sums and factors are float32.
-template <class Number>
-void rms_norm(const Number* x, const Number* weight, Number* out, std::size_t rows, std::size_t width,
+template <class Given, class Number, class Result>
+void rms_norm(const Given* x, const Number* weight, Result* out, std::size_t rows, std::size_t width,
               const NormRule& rule, unsigned threads);
 
 }  // namespace mainstem

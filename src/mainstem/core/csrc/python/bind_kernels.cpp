@@ -47,14 +47,19 @@ Matrix<Number> matrix_at(const GivenMatrix& given, std::size_t outputs) {
 
 template <class Number>
 void multiply_at(Address x, std::size_t rows, std::size_t inputs, const std::vector<Weight>& weights, Address out,
-                 unsigned threads) {
+                 bool rounds, unsigned threads) {
   std::vector<Layer<Number>> layers;
   layers.reserve(weights.size());
-  auto* to = reinterpret_cast<Number*>(out);
+  std::size_t begin = 0;
   for (const auto& [given, outputs] : weights) {
     const auto matrix = matrix_at<Number>(given, outputs);
-    layers.push_back({matrix.weight, matrix.packed, matrix.bias, to, outputs});
-    to += rows * outputs;
+    auto& layer = layers.emplace_back(matrix.weight, matrix.packed, matrix.bias, nullptr, outputs);
+    if (rounds)
+      layer.out = reinterpret_cast<Number*>(out);
+    else
+      layer.sums = reinterpret_cast<float*>(out);
+    layer.skip(begin);
+    begin += rows * outputs;
   }
   multiply<Number>(reinterpret_cast<const Number*>(x), rows, inputs, layers, threads);
 }
@@ -64,12 +69,12 @@ void check_step(std::size_t length, const char* name) {
 }
 
 void linear(Address x, std::size_t rows, std::size_t inputs, const std::vector<Weight>& weights, Address out,
-            bool bfloat16, unsigned threads) {
+            bool rounds, bool bfloat16, unsigned threads) {
   if (inputs == 0) throw BadValue{"inputs", "0", "1 or more"};
   for (const auto& [given, outputs] : weights)
     if (std::get<2>(given)) check_step(inputs, "inputs");
   const nb::gil_scoped_release unlocked;
-  (bfloat16 ? multiply_at<BFloat16> : multiply_at<float>)(x, rows, inputs, weights, out, threads);
+  (bfloat16 ? multiply_at<BFloat16> : multiply_at<float>)(x, rows, inputs, weights, out, rounds, threads);
 }
 
 template <class Number>
@@ -173,15 +178,15 @@ void attend(AttentionPlan& self, Address queries, Address keys, Address values, 
 // ---- layers of a decoder
 
 using AnyDecoder = std::variant<Decoder<float>, Decoder<BFloat16>>;
-using GivenNorm = std::tuple<Address, float, float, bool>;  // weight or 0, epsilon, offset, rounds
+using GivenNorm = std::tuple<Address, float, float>;  // weight or 0, epsilon, offset
 
 template <class Number>
 Decoder<Number> decoder(const std::array<std::size_t, 5>& sizes, const std::array<GivenNorm, 4>& norms,
                         const std::array<GivenMatrix, 7>& matrices, float scale, Activation activation) {
   const auto [hidden, inner, heads, kv_heads, numbers] = sizes;
   const auto norm = [&](std::size_t i) -> NormWeight<Number> {
-    const auto& [weight, epsilon, offset, rounds] = norms[i];
-    return {reinterpret_cast<const Number*>(weight), {epsilon, offset, rounds}};
+    const auto& [weight, epsilon, offset] = norms[i];
+    return {reinterpret_cast<const Number*>(weight), {epsilon, offset, false}};
   };
   const auto matrix = [&](std::size_t i, std::size_t outputs) { return matrix_at<Number>(matrices[i], outputs); };
   return {hidden,
@@ -227,7 +232,7 @@ void run_decoder(const AnyDecoder& self, Address x, Address cosines, Address sin
   std::visit(
       [&]<class Number>(const Decoder<Number>& layer) {
         const nb::gil_scoped_release unlocked;
-        layer.run(reinterpret_cast<Number*>(x), reinterpret_cast<const Number*>(cosines),
+        layer.run(reinterpret_cast<float*>(x), reinterpret_cast<const Number*>(cosines),
                   reinterpret_cast<const Number*>(sines), plan, reinterpret_cast<Number*>(keys),
                   reinterpret_cast<Number*>(values), slots.data(), threads);
       },
@@ -256,12 +261,13 @@ void bind_kernels(nb::module_& m) {
   m.def("limit_instructions", &limit, "name"_a,
         "Lets kernels compute with no more than these, so that machines of several kinds compute the same. Raises "
         "BadArgument if the name is unknown.");
-  m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "bfloat16"_a, "threads"_a,
+  m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "rounds"_a, "bfloat16"_a, "threads"_a,
         nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
-                "int, int], int]], out: int, bfloat16: bool, threads: int) -> None"),
+                "int, int], int]], out: int, rounds: bool, bfloat16: bool, threads: int) -> None"),
         "Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.\n\n"
         "Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets "
-        "[rows, outputs] of one after another. All are contiguous and float32, or bfloat16. Codes and scales are the "
+        "[rows, outputs] of one after another. All are contiguous and float32, or bfloat16; without `rounds`, `out` is "
+        "float32, the sums as they are. Codes and scales are the "
         "same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with "
         "codes.");
   m.def("rms_norm", &norm, "x"_a, "weight"_a, "out"_a, "rows"_a, "width"_a, "epsilon"_a, "offset"_a, "rounds"_a,
@@ -301,10 +307,10 @@ void bind_kernels(nb::module_& m) {
       .def("__init__", &make_decoder, "sizes"_a, "norms"_a, "matrices"_a, "scale"_a, "activation"_a, "bfloat16"_a,
            nb::sig(
                "def __init__(self, sizes: tuple[int, int, int, int, int], norms: collections.abc.Sequence[tuple[int, "
-               "float, float, bool]], matrices: collections.abc.Sequence[tuple[int, int, int, int]], scale: float, "
+               "float, float]], matrices: collections.abc.Sequence[tuple[int, int, int, int]], scale: float, "
                "activation: str, bfloat16: bool) -> None"),
            "`sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and "
-           "before the MLP, of queries and of keys, each weight (0 for none), epsilon, offset and rounds, as for "
+           "before the MLP, of queries and of keys, each weight (0 for none), epsilon and offset, as for "
            "`rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each as for "
            "`linear`.\n\nRaises BadArgument if a size is not a multiple of 32, or the activation is unknown.")
       .def(
@@ -312,7 +318,8 @@ void bind_kernels(nb::module_& m) {
           "threads"_a,
           nb::sig("def run(self, x: int, cosines: int, sines: int, plan: AttentionPlan, keys: int, values: int, slots: "
                   "numpy.typing.NDArray[numpy.int64], positions: int, threads: int) -> None"),
-          "Computes x [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and values to "
+          "Computes x float32 [rows of the plan, hidden] in place, without the GIL, and writes the rows' keys and "
+          "values to "
           "their slots.\n\n"
           "`cosines` and `sines` are [rows, numbers of a head]. Raises BadArgument if a slot is not below "
           "`positions`.");
