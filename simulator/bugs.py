@@ -45,6 +45,7 @@ _WRITE = "tiers/storage/write.py"
 _SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
 _SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/attention/{part}.py" for part in ("sharing", "folding", "tree"))
 _DECODERS = "runtime/kernels/decoders.py"
+_GPU_SPANS, _GPU_BITS = "runtime/attention/triton_spans.py", "tests/runtime/test_gpu_bits.py::"
 _AUDIT, _AUDITED = "runtime/audit/prefix_audit.py", "tests/runtime/audit/test_audit.py::"
 _BREAKER = "storage/breaker.py"
 _TRITON = "runtime/attention/triton_attention.py"
@@ -653,6 +654,41 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/runtime/kernels/test_decoders.py::test_a_layer_that_computes_something_else_is_not_exchanged",
     ),
     _mutant(
+        "what goes from layer to layer is rounded", "-", _DECODERS,
+        "before.goes_on = kernel is not None", "before.goes_on = False",
+        "tests/runtime/kernels/test_decoders.py::test_what_goes_from_layer_to_layer_is_not_rounded",
+    ),
+    _mutant(
+        "a layer by its own code is given what is not rounded", "-", _DECODERS,
+        "before.goes_on = kernel is not None", "before.goes_on = True",
+        "tests/runtime/kernels/test_decoders.py::test_what_goes_from_layer_to_layer_is_not_rounded",
+    ),
+    _mutant(
+        "logits are rounded", "-", "runtime/kernels/exchanges.py",
+        "rounds=head not in layers", "rounds=True",
+        "tests/runtime/kernels/test_exchanges.py::test_logits_are_not_rounded",
+    ),
+    _mutant(
+        "on a GPU, tiles of keys begin where a window does", "-", _GPU_SPANS,
+        "tl.maximum(span * STEP, first // KEYS * KEYS)", "tl.maximum(span * STEP, first)",
+        _GPU_BITS + "test_attention_in_parts_beside_others_has_the_bits_of_a_prompt_alone",
+    ),
+    _mutant(
+        "on a GPU, a part of a span is folded", "-", _GPU_SPANS,
+        "runs_of(plan, members, bounds, SPAN)", "runs_of(plan, members, bounds, 1)",
+        _GPU_BITS + "test_a_step_folds_whole_spans_and_merges_them_in_their_order",
+    ),
+    _mutant(
+        "on a GPU, the last span is merged first", "-", _GPU_SPANS,
+        "np.lexsort((begins[apart], rows[apart]))", "np.lexsort((-begins[apart], rows[apart]))",
+        _GPU_BITS + "test_a_step_folds_whole_spans_and_merges_them_in_their_order",
+    ),
+    _mutant(
+        "on a GPU, few rows are multiplied in other steps", "-", "runtime/kernels/triton_linear.py",
+        "STEP=INPUTS,", "STEP=INPUTS if tile > 16 else INPUTS // 4,",
+        _GPU_BITS + "test_a_row_has_the_same_bits_among_any_number_of_rows",
+    ),
+    _mutant(
         "an audit compares only the first layer", "-", _AUDIT,
         "np.array_equal(copy, right)", "np.array_equal(copy[: len(copy) // 4], right[: len(copy) // 4])",
         _AUDITED + "test_the_place_of_a_difference_is_logged",
@@ -1153,8 +1189,27 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "from 17 rows on sums have another order", "here", _LINEAR,
-        "if (has_dots()) return", "if (has_dots() && rows < 17) return",
+        "  for (std::size_t i = 0; i < x.inputs; i += kStep) {\n    Next w[kN];",
+        "  for (std::size_t n = 0; n < x.inputs; n += kStep) {\n"
+        "    const std::size_t i = x.count < 17 ? n : x.inputs - kStep - n;\n    Next w[kN];",
         "tests/runtime/kernels/test_kernels.py::test_sums_that_cancel_show_any_other_order",
+    ),
+    _mutant(
+        "a sum is rounded before its bias is added", "-", _LINEAR,
+        "totals_of<kLanes, kN>(total[m]) + bias",
+        "rounded<4, typename Form::Number>(totals_of<kLanes, kN>(total[m])) + bias",
+        "tests/runtime/kernels/test_kernels.py::test_sums_that_are_not_rounded_are_those_that_are",
+    ),
+    _mutant(
+        "an activation is rounded before it multiplies", "-", _CORE + "kernels/decoder.cpp",
+        "active * load_floats<kLanes>(y + i)", "rounded<kLanes, Number>(active) * load_floats<kLanes>(y + i)",
+        "tests/runtime/kernels/test_decoders.py::test_a_whole_layer_rounds_what_multiplies_and_nothing_else",
+    ),
+    _mutant(
+        "a key is rounded before it is rotated", "-", _CORE + "kernels/decoder.cpp",
+        "store<kLanes>(out + i, load_floats<kLanes>(cosines + i) * low",
+        "store<kLanes>(out + i, load_floats<kLanes>(cosines + i) * rounded<kLanes, Number>(low)",
+        "tests/runtime/kernels/test_decoders.py::test_keys_are_rounded_when_they_are_rotated_and_values_once",
     ),
     # ---------------------------------------------------------------- advice
     _mutant(

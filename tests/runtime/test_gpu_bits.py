@@ -60,7 +60,7 @@ def same(ours: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", ["product", "rms", "layer"])
+@pytest.mark.parametrize("function", ["product", "sums", "rms", "layer"])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(function: str, dtype: torch.dtype) -> None:
     from mainstem.runtime.kernels import triton_linear as kernels
 
@@ -68,11 +68,10 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(function: str, dtype: 
     x, weight, bias, scale = (
         torch.randn(shape, generator=chance).to(DEVICE, dtype) for shape in ((90, 136), (70, 136), (70,), (136,))
     )
+    product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     functions: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
-        "product": (
-            lambda rows: kernels.products(rows, [Weights(weight, bias)])[0],
-            torch.nn.functional.linear(x.double(), weight.double(), bias.double()),
-        ),
+        "product": (lambda rows: kernels.products(rows, [Weights(weight, bias)])[0], product),
+        "sums": (lambda rows: kernels.products(rows, [Weights(weight, bias)], rounds=False)[0], product),
         "rms": (
             lambda rows: kernels.rms_norm(rows, scale, 1e-5, 0.0, False),
             torch.nn.functional.rms_norm(x.double(), (136,), scale.double(), 1e-5),
@@ -84,8 +83,12 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(function: str, dtype: 
     }
     compute, expected = functions[function]
     together = compute(x)
-    torch.testing.assert_close(together.double(), expected, atol=1e-4, rtol=1e-5 if dtype is torch.float32 else 1e-2)
-    for begin, count in ((0, 1), (89, 1), (3, 15), (7, 17), (9, 33), (20, 65))[: 6 if function == "product" else 3]:
+    assert together.dtype is (torch.float32 if function == "sums" else dtype)
+    rounding = 1e-5 if together.dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(together.double(), expected, atol=1e-4, rtol=rounding)
+    for begin, count in ((0, 1), (89, 1), (3, 15), (7, 17), (9, 33), (20, 65))[
+        : 3 if function in ("rms", "layer") else 6
+    ]:
         assert same(compute(x[begin : begin + count]), together[begin : begin + count])
 
 
@@ -100,8 +103,12 @@ class Spans:
         self.sinks = torch.randn(4, generator=chance).to(DEVICE, dtype) if sinks else None
         self.order = np.random.default_rng(length).permutation(200).astype(np.int32)
 
-    def attend(self, kernel: Attention, forwards: Sequence[Sequence[Part]], requests: int, shared: int) -> Any:
+    def attend(
+        self, kernel: Attention, forwards: Sequence[Sequence[Part]], requests: int, shared: int, before: int = 0
+    ) -> Any:
         """Computes requests with equal prompts, whose first positions have the same pages, in parts of them.
+
+        PyTorch computes so many forwards before the kernel does: the interpreter takes long.
 
         Returns:
             The results of each, [positions, heads, numbers], from its first part on.
@@ -111,11 +118,12 @@ class Spans:
         own = [self.order[kept + i * pages : kept + (i + 1) * pages - kept] for i in range(requests)]
         tables = [np.concatenate([self.order[:kept], each]) for each in own]
         results: list[list[torch.Tensor]] = [[] for _ in range(requests)]
-        for parts in forwards:
+        for at, parts in enumerate(forwards):
             extents = [Extent(part.end - part.begin, part.begin, tables[part.prompt]) for part in parts]
             new = [torch.cat([rows[part.begin : part.end] for part in parts]) for rows in self.new]
             plan = plan_batch(extents, pool, self.component)
-            out = kernel.attend(0, new[0], new[1], new[2], 0.3, plan, self.sinks)
+            computing = SdpaAttention() if at < before else kernel
+            out = computing.attend(0, new[0], new[1], new[2], 0.3, plan, self.sinks)
             for part, rows in zip(parts, torch.split(out, [each.tokens for each in extents]), strict=True):
                 results[part.prompt].append(rows)
         return [torch.cat(each) for each in results]
@@ -134,6 +142,7 @@ def test_attention_in_parts_beside_others_has_the_bits_of_a_prompt_alone(
     prompt = Spans(length, dtype, FULL if window is None else Window(window), sinks)
     kernel = triton_spans.SpanAttention()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_spans, "SPAN", draw.choice((64, 256)))  # the prompt has one span, or two
         patch.setattr(triton_spans, "_ENOUGH", draw.choice((1, 10**6)))
         (alone,) = prompt.attend(kernel, [[Part(0, 0, length)]], 1, 0)
         patch.setattr(triton_spans, "_ENOUGH", draw.choice((1, 20, 10**6)))
@@ -146,6 +155,40 @@ def test_attention_in_parts_beside_others_has_the_bits_of_a_prompt_alone(
     torch.testing.assert_close(alone, expected, atol=1e-5 if dtype is torch.float32 else 2e-2, rtol=0)
     assert same(results[0], alone)
     assert all(same(each, alone[shared:]) for each in results[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_folds_whole_spans_and_merges_them_in_their_order(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mainstem.runtime.attention import triton_spans
+
+    span, shared, last = 64, 148, 250  # two whole spans are shared; three whole ones and a part are seen
+    folded: list[tuple[int, int]] = []
+    runs_of = triton_spans.runs_of
+
+    def noting(*given: Any) -> Any:
+        for run in runs_of(*given):
+            if len(run.rows) > 1:
+                folded.append((run.begin, run.end))
+            yield run
+
+    monkeypatch.setattr(triton_spans, "SPAN", span)
+    monkeypatch.setattr(triton_spans, "runs_of", noting)
+    prompt, kernel = Spans(last + 1, dtype, FULL, sinks=True), triton_spans.SpanAttention()
+    results = []
+    for enough in (1, 10**6):  # one program for the row, or one for each span
+        monkeypatch.setattr(triton_spans, "_ENOUGH", enough)
+        forwards = [[Part(0, 0, last)], [Part(0, last, last + 1)]]
+        results.append(prompt.attend(kernel, forwards, 1, 0, before=1)[0][-1])
+    assert not folded
+    forwards = [
+        *([Part(i, 0 if i == 0 else shared, last)] for i in range(3)),
+        [Part(i, last, last + 1) for i in range(3)],
+    ]
+    results += [each[-1] for each in prompt.attend(kernel, forwards, 3, shared, before=3)]
+    assert folded and all(begin % span == end % span == 0 for begin, end in folded)
+    assert all(same(each, results[0]) for each in results)
 
 
 # ---------------------------------------------------------------- models
