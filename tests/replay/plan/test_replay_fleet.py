@@ -19,8 +19,8 @@ from mainstem.errors import BadArgument
 from mainstem.replay.generate import Agents, Chat, Mix, generate
 from mainstem.replay.plan.configs import read_shape
 from mainstem.replay.plan.fleet import FleetPlan, FleetRow, plan_fleet
-from mainstem.replay.plan.fleet_words import fleet_as_dict, fleet_assumptions, fleet_notes, show_fleet
 from mainstem.replay.plan.hardware import DEVICES, find_device
+from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Assumptions, Fleet, Memory
 
@@ -130,14 +130,14 @@ def test_the_fewest_machines_that_carry_the_load_are_found() -> None:
     assert plan.enough.needed <= plan.enough.size.machines
     assert all(row.needed > row.size.machines for row in plan.rows if row.size.machines < plan.enough.size.machines)
     assert plan.enough.size.machines < plan.bare.needed / 2
-    text = " ".join(fleet_notes(plan))
+    text = " ".join(notes(plan))
     assert f"It takes {plan.enough.size.machines} machines of 1 x toy ({plan.bare.needed} without a cache)" in text
 
 
 def test_too_few_machines_say_how_many() -> None:
     plan = plan_fleet(busy_trace(), SHAPE, DEVICE, Memory(), GIVEN, Fleet(1))
     assert plan.enough is None
-    assert f"Too few with 1 machine: at their hits it takes {plan.rows[-1].needed}" in fleet_notes(plan)[0]
+    assert f"Too few with 1 machine: at their hits it takes {plan.rows[-1].needed}" in notes(plan)[0]
 
 
 def test_money_and_energy_by_hand() -> None:
@@ -181,7 +181,7 @@ def test_less_of_each_is_shown_at_the_chosen_size() -> None:
     plan = plan_fleet(busy_trace(), SHAPE, DEVICE, memory, replace(GIVEN, steps=2), Fleet(4, 40 * BLOCK, NETWORK))
     sizes = {row.size for row in plan.memories}
     largest = (plan.enough or plan.rows[-1]).size
-    assert {largest, largest._replace(network=False), largest._replace(store_bytes=0)} <= sizes
+    assert {largest, replace(largest, network=False), replace(largest, store_bytes=0)} <= sizes
     assert {size.host_bytes for size in sizes} == {0, 20 * BLOCK, 40 * BLOCK}
 
 
@@ -199,14 +199,14 @@ def planned() -> FleetPlan:
 
 def test_every_assumption_is_shown_with_its_option() -> None:
     plan = planned()
-    shown = {each.option.lstrip("-").replace("-", "_") for each in fleet_assumptions(plan)}
+    shown = {each.option.lstrip("-").replace("-", "_") for each in assumptions(plan)}
     assert shown >= {field.name for field in fields(Fleet)}
     unused = {"replicas", "link_share"}  # machines replace replicas; the share is part of a source
     assert shown | unused >= {field.name for field in fields(Assumptions)} - {"queue"}
-    assert all(each.source for each in fleet_assumptions(plan))
-    text = show_fleet(plan)
+    assert all(each.source for each in assumptions(plan))
+    text = show_plan(plan)
     assert "(--link-share)" in text
-    for each in fleet_assumptions(plan):
+    for each in assumptions(plan):
         assert each.what in text and each.shown in text
     assert "<- " in text and "With less:" in text and "routed by cost" in text
     assert all(line == line.rstrip() for line in text.split("\n"))
@@ -214,7 +214,7 @@ def test_every_assumption_is_shown_with_its_option() -> None:
 
 def test_json_has_all_of_it() -> None:
     plan = planned()
-    found = json.loads(json.dumps(fleet_as_dict(plan)))
+    found = json.loads(json.dumps(plan_as_dict(plan)))
     assert found["rows"][0]["size"]["machines"] == plan.rows[0].size.machines
     assert {"bare", "rows", "memories", "knee", "host_knee", "enough", "assumptions", "notes"} <= set(found)
     assert found["model"] == "qwen3-32b" and found["device"] == "h200"

@@ -18,8 +18,9 @@ from rigs.replays import BLOCK, DEVICE, SHAPE, Lru
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.configs import read_shape, well_known
 from mainstem.replay.plan.costs import Layer, ModelShape
+from mainstem.replay.plan.engine import waits
 from mainstem.replay.plan.hardware import DEVICES, Device, find_device
-from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan, waits
+from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.simulate.sweep import hit_blocks, replay
 from mainstem.replay.trace import Batch, Trace

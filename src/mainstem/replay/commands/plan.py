@@ -75,27 +75,25 @@ def plan_trace(
     """
     from mainstem.replay.plan.configs import read_shape
     from mainstem.replay.plan.fleet import plan_fleet
-    from mainstem.replay.plan.fleet_words import fleet_as_dict, show_fleet
     from mainstem.replay.plan.hardware import find_device
-    from mainstem.replay.plan.plan import plan as make
-    from mainstem.replay.plan.words import plan_as_dict, show_plan
+    from mainstem.replay.plan.plan import plan as plan_memory
+    from mainstem.replay.plan.words import AnyPlan, plan_as_dict, show_plan
     from mainstem.replay.simulate.sweep import check_policy
 
     _check_fleet(fleet, wish, given, machines)
     shape, device, memory = read_shape(model), find_device(gpu), wish.memory()
     check_policy(given.policy)  # before reading the trace, which may take long
-    requests = read_trace(path, reading)
-    for note in requests.notes:
+    trace = read_trace(path, reading)
+    for note in trace.notes:
         print(note, file=sys.stderr)
-    if fleet:
-        with bar("replaying") as progress:
-            planned = plan_fleet(
-                requests, shape, device, memory, given, machines, slo_ttft_s=wish.slo_ttft, progress=progress
-            )
-        print(dumps(fleet_as_dict(planned), ensure_ascii=False) if json else show_fleet(planned))
-        return
+    found: AnyPlan
     with bar("replaying") as progress:
-        found = make(requests, shape, device, memory, given, slo_ttft_s=wish.slo_ttft, progress=progress)
+        if fleet:
+            found = plan_fleet(
+                trace, shape, device, memory, given, machines, slo_ttft_s=wish.slo_ttft, progress=progress
+            )
+        else:
+            found = plan_memory(trace, shape, device, memory, given, slo_ttft_s=wish.slo_ttft, progress=progress)
     print(dumps(plan_as_dict(found), ensure_ascii=False) if json else show_plan(found))
 
 

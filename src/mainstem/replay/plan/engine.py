@@ -1,16 +1,22 @@
-"""A trace, and a model on its devices, in the figures that every plan computes with.
+"""A trace, and a model on its devices, in the figures that every plan computes with; and what serving the trace takes.
+
+    a request     |<- device ->|<- host ->|<- another machine ->|<- storage ->|<- computed ->|
+                  0             loaded      over the network      loaded         prefill        first token
 
     time to first token = overhead + bytes loaded / bandwidth + max(FLOPs / (peak x mfu), weights / memory bandwidth)
 
-Knows `ModelShape` and `Device`; no caches.
+Every row of a plan is priced here, by `Study.serve`. One machine is a fleet of one, whose requests find nothing on
+another machine. Knows `ModelShape` and `Device`; no caches.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +24,11 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.costs import Floats, ModelShape
 from mainstem.replay.plan.hardware import Device
-from mainstem.replay.trace import Trace
+from mainstem.replay.trace import Int64s, Trace
 from mainstem.settings.replay import MAX_GPUS, Assumptions, Memory
 from mainstem.units import dtype_bytes
 
-Int64s: TypeAlias = NDArray[np.int64]
+_EVEN = 1e-9  # load is divided evenly enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +74,6 @@ class Engine:
         moved: Floats = (below - above) * self.token_bytes + ends_here * self.end_bytes
         return moved
 
-    def storage_rate(self, network_bytes_per_s: float = math.inf) -> float:
-        """Bytes per second from storage to the devices, through a network, if there is one, and host memory."""
-        return min(self.storage_bytes_per_s or math.inf, network_bytes_per_s, self.host_bytes_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The requests of a trace as columns."""
-
-    time_s: Floats
-    tokens: Int64s
-    blocks: Int64s
-    block_size: int
-    distinct_blocks: int
-
-    @classmethod
-    def of(cls, trace: Trace) -> Load:
-        batches = list(trace.batches())
-        return cls(
-            np.concatenate([batch.time_s for batch in batches]),
-            np.maximum(np.concatenate([batch.input_tokens for batch in batches]), 1),
-            np.concatenate([np.diff(batch.offsets) for batch in batches]),
-            trace.block_size,
-            trace.distinct_blocks,
-        )
-
-    @property
-    def span_s(self) -> float:
-        """The time from the first request to the last."""
-        return float(self.time_s[-1] - self.time_s[0])
-
-    def tokens_of(self, blocks: Int64s) -> Int64s:
-        """Returns the tokens of the first `blocks` blocks of each request; the last block may be partial."""
-        return np.minimum(blocks * self.block_size, self.tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -128,9 +99,18 @@ class Planned:
     slo_ttft_s: float | None
     engine: Engine
 
-    def load_s(self, bytes_per_s: float) -> float:
-        """Returns the seconds to load a token at this rate; 0: there is nothing to load from."""
-        return self.engine.token_bytes / bytes_per_s if bytes_per_s else 0.0
+    @property
+    def shared(self) -> dict[str, Any]:
+        """These fields by name, of which every plan is made."""
+        return {each.name: getattr(self, each.name) for each in fields(Planned)}
+
+    def needed(self, load: float) -> int:
+        """Returns the replicas of which none is busier than allowed.
+
+        Args:
+            load: seconds that one would compute, per second of the trace.
+        """
+        return max(1, math.ceil(load / self.given.most_busy - _EVEN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,67 +138,149 @@ class Outcome:
     flops_saved_share: float
 
 
-def outcome(
-    hits: Sequence[float] | Floats,
-    tokens: float,
-    ttft_s: NDArray[Any],
-    flops: float,
-    *,
-    limit_s: float | None,
-    bare: Outcome | None,
-) -> dict[str, Any]:
-    """Returns the fields of an `Outcome`.
+class Served(NamedTuple):
+    """What serving a trace takes.
 
     Args:
-        hits: tokens found on the device, on the host and on each place below, and not above.
-        tokens: of all prompts.
-        ttft_s: [requests] times to first token.
-        flops: of all prefills.
-        limit_s: of these times.
-        bare: the row without a cache; None: this is that row.
+        outcome: the fields of an `Outcome`.
+        hits: [4] shares of the input tokens found on the device, on the host, on another machine and in storage, and
+            not above.
+        known: [requests] tokens found anywhere.
+        computing_s: [requests] prefill.
+        pulled, read: [requests] bytes from another machine and from storage.
     """
-    return {
-        "device_hit_rate": float(hits[0] / tokens),
-        "host_hit_rate": float(hits[1] / tokens),
-        "token_hit_rate": float(sum(hits) / tokens),
-        "ttft_mean_s": float(ttft_s.mean(dtype=np.float64)),
-        "ttft_p90_s": float(np.quantile(ttft_s, 0.9)),
-        "slo_share": None if limit_s is None else float((ttft_s <= limit_s).mean()),
-        "flops": flops,
-        "flops_saved_share": 0.0 if bare is None else 1 - flops / bare.flops,
-    }
+
+    outcome: dict[str, Any]
+    hits: list[float]
+    known: Int64s
+    computing_s: Floats
+    pulled: Floats
+    read: Floats
 
 
-def planned(
-    trace: Trace, model: ModelShape, device: Device, memory: Memory, given: Assumptions, slo_ttft_s: float | None
-) -> tuple[Load, Engine, dict[str, Any]]:
-    """Returns the columns of a trace, the model on its devices, and the fields of a `Planned`.
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A trace on an engine.
 
-    Raises:
-        BadArgument: the weights do not fit the devices, or the limit is not above 0.
+    Args:
+        trace: the trace.
+        tokens: [requests] tokens of each prompt, 1 or more.
+        facts: what every plan of it has.
     """
-    if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
-        raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
-    load = Load.of(trace)
-    engine = engine_of(load, model, device, memory, given)
-    facts = {
-        "trace": trace.name,
-        "requests": len(trace),
-        "input_tokens": int(load.tokens.sum()),
-        "distinct_blocks": load.distinct_blocks,
-        "block_size": load.block_size,
-        "span_s": load.span_s,
-        "model": model,
-        "device": device,
-        "memory": memory,
-        "given": given,
-        "slo_ttft_s": slo_ttft_s,
-        "engine": engine,
-    }
-    return load, engine, facts
+
+    trace: Trace
+    tokens: Int64s
+    facts: Planned
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        model: ModelShape,
+        device: Device,
+        memory: Memory,
+        given: Assumptions,
+        slo_ttft_s: float | None,
+    ) -> Study:
+        """Puts a model on its devices, for a trace of one or more requests.
+
+        Raises:
+            BadArgument: the weights do not fit the devices, or the limit is not above 0.
+        """
+        if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
+            raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
+        tokens = np.maximum(trace.whole.input_tokens, 1)
+        engine = _engine(trace, tokens, model, device, memory, given)
+        facts = Planned(
+            trace=trace.name,
+            requests=len(trace),
+            input_tokens=int(tokens.sum()),
+            distinct_blocks=trace.distinct_blocks,
+            block_size=trace.block_size,
+            span_s=float(trace.whole.time_s[-1] - trace.whole.time_s[0]),
+            model=model,
+            device=device,
+            memory=memory,
+            given=given,
+            slo_ttft_s=slo_ttft_s,
+            engine=engine,
+        )
+        return cls(trace, tokens, facts)
+
+    def known(self, blocks: Int64s) -> Int64s:
+        """Returns the tokens of the first `blocks` [requests] blocks of each request; the last may be partial."""
+        return np.minimum(blocks * self.trace.block_size, self.tokens)
+
+    def serve(
+        self,
+        found: Sequence[Int64s],
+        bare: Outcome | None,
+        *,
+        machines: int = 0,
+        machine: NDArray[np.int32] | None = None,
+        network: float = math.inf,
+    ) -> Served:
+        """Serves every request, given what it finds.
+
+        Args:
+            found: [4] of [requests] blocks within reach of the device, the host, other machines and storage: each has
+                what those before it have.
+            bare: the row without a cache; None: this is that row.
+            machines: for which requests wait, first come, first served; 0: nobody waits.
+            machine: [requests] who serves each; None: the first that is free.
+            network: bytes per second to a machine from the others, and from storage.
+        """
+        facts, engine, tokens = self.facts, self.facts.engine, self.facts.input_tokens
+        reaches = [self.known(blocks) for blocks in found]
+        flops, computing_s = engine.prefill(facts.model, self.tokens, reaches[-1])
+        loaded, pulled, read = (engine.moved_bytes(above, below, reaches[-1]) for above, below in pairwise(reaches))
+        # What comes over the network or from storage passes through host memory, at the slowest of the rates.
+        link, remote = engine.host_bytes_per_s, min(network, engine.host_bytes_per_s)
+        loading = loaded / link + pulled / remote + read / min(engine.storage_bytes_per_s or math.inf, remote)
+        ttft_s = facts.given.overhead + loading + computing_s
+        if machines:
+            ttft_s = ttft_s + waits(self.trace.whole.time_s, ttft_s, machines, machine)
+        sums = [int(each.sum()) for each in reaches]
+        hits = [(below - above) / tokens for above, below in pairwise([0, *sums])]
+        total = float(flops.sum())
+        outcome = {
+            "device_hit_rate": hits[0],
+            "host_hit_rate": hits[1],
+            "token_hit_rate": sums[-1] / tokens,
+            "ttft_mean_s": float(ttft_s.mean()),
+            "ttft_p90_s": float(np.quantile(ttft_s, 0.9)),
+            "slo_share": None if facts.slo_ttft_s is None else float((ttft_s <= facts.slo_ttft_s).mean()),
+            "flops": total,
+            "flops_saved_share": 0.0 if bare is None else 1 - total / bare.flops,
+        }
+        return Served(outcome, hits, reaches[-1], computing_s, pulled, read)
 
 
-def engine_of(load: Load, model: ModelShape, device: Device, memory: Memory, given: Assumptions) -> Engine:
+def waits(arrivals_s: Floats, services_s: Floats, servers: int, server: NDArray[np.int32] | None = None) -> Floats:
+    """Returns how long each request waits for its server, first come, first served.
+
+    Args:
+        arrivals_s: [requests] arrival times, non-decreasing.
+        services_s: [requests] service times.
+        servers: number of servers, 1 or more.
+        server: [requests] who serves each; None: the first that is free.
+    """
+    free = [float(arrivals_s[0])] * servers
+    waited = np.empty(len(arrivals_s))
+    own = [0] * len(arrivals_s) if server is None else server.tolist()
+    for i, (arrival, service, at) in enumerate(zip(arrivals_s.tolist(), services_s.tolist(), own, strict=True)):
+        start = max(arrival, free[at])
+        if server is None:
+            heapq.heapreplace(free, start + service)
+        else:
+            free[at] = start + service
+        waited[i] = start - arrival
+    return waited
+
+
+def _engine(
+    trace: Trace, tokens: Int64s, model: ModelShape, device: Device, memory: Memory, given: Assumptions
+) -> Engine:
     """Returns the model on its devices.
 
     Raises:
@@ -234,7 +296,7 @@ def engine_of(load: Load, model: ModelShape, device: Device, memory: Memory, giv
     copies = given.kv_copies or model.kv_copies(gpus)
     if copies > gpus:
         raise BadArgument("kv_copies", copies, f"at most the devices of a replica, which are {gpus}")
-    token_bytes, end_bytes, block_bytes = _cached_bytes(load, model, given)
+    token_bytes, end_bytes, block_bytes = _cached_bytes(trace, int(tokens.mean()), model, given)
     return Engine(
         gpus=gpus,
         kv_copies=copies,
@@ -260,17 +322,20 @@ def _fewest(weights: float, usable: float, model: str, device: str) -> int:
     return gpus
 
 
-def _cached_bytes(load: Load, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
+def _cached_bytes(trace: Trace, tokens: int, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
     """Returns the bytes of a token, of a prompt's end, and of a block with its share of ends.
+
+    Args:
+        tokens: of a prompt, on average.
 
     The end of each request keeps its windows and a checkpoint of the states. A block has as many ends as the trace has
     requests per distinct block, at most one.
     """
     if given.bytes_per_token is not None:
-        return given.bytes_per_token, 0.0, given.bytes_per_token * load.block_size
+        return given.bytes_per_token, 0.0, given.bytes_per_token * trace.block_size
     token = model.kv_bytes_per_token(given.kv_dtype)
-    windows = model.window_bytes(int(load.tokens.mean()), given.kv_dtype)
+    windows = model.window_bytes(tokens, given.kv_dtype)
     states = model.state_bytes(given.kv_dtype, given.state_dtype)
-    ends = min(1.0, len(load.tokens) / max(load.distinct_blocks, 1))
-    window_share = min(ends * windows, load.block_size * model.window_bytes_per_token(given.kv_dtype))
-    return token, windows + states, max(load.block_size * token + window_share + ends * states, 1.0)
+    ends = min(1.0, len(trace) / max(trace.distinct_blocks, 1))
+    window_share = min(ends * windows, trace.block_size * model.window_bytes_per_token(given.kv_dtype))
+    return token, windows + states, max(trace.block_size * token + window_share + ends * states, 1.0)

@@ -3,25 +3,20 @@
     reach of a tier    write_through    device    max(device, host)    max(device, host, storage)    lower: copies
     in bytes           write_back       device    device + host        device + host + storage       lower: the rest
 
-    a request           |<- device hits ->|<- host hits ->|<- storage hits ->|<- computed ------->|
-                         0                 loaded          loaded             prefill              first token
-
 One replay of the real tree at each reach gives the prefix of each request that is found within it. What only the next
 reach finds belongs to the next tier. This is exact for lru, where a larger cache holds all that a smaller one does.
-
-    time to first token = overhead + bytes loaded / bandwidth + max(FLOPs / (peak x mfu), weights / memory bandwidth)
+`engine` has the times.
 
 The curve of FLOPs saved over memory bought has its knee where saved - price x memory is largest. No amount beyond it
 saves more than the price per gigabyte, on average (a point of the upper hull, where the slope falls below the price).
 
 Left out: decoding and its share of the device, batching of prompts, transfers that overlap with computing, networks
-between replicas, KV of answers. Knows `ModelShape` and `Device`. Of the simulation, it knows only how many blocks each
-request hits at a capacity.
+between replicas (see `fleet`), KV of answers. Of the simulation, it knows only how many blocks each request hits at a
+capacity.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,10 +25,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mainstem.errors import BadArgument
-from mainstem.replay.plan.costs import Floats, ModelShape
-from mainstem.replay.plan.engine import Engine, Int64s, Load, Outcome, Planned, outcome, planned
+from mainstem.replay.plan.costs import ModelShape
+from mainstem.replay.plan.engine import Outcome, Planned, Study
 from mainstem.replay.plan.hardware import Device
-from mainstem.replay.trace import Trace
+from mainstem.replay.trace import Int64s, Trace
 from mainstem.settings.replay import Assumptions, Memory
 
 Hits: TypeAlias = Callable[[int], Int64s]
@@ -142,42 +137,42 @@ def plan(
     """
     if len(trace) == 0:
         raise BadArgument("trace", trace.name, "a trace with 1 request or more")
-    load, engine, facts = planned(trace, model, device, memory, given, slo_ttft_s)
-    enough = everything(load.distinct_blocks, engine, given)
-    reaches = _Reaches(hits or _replays(trace, given, model, engine), load, engine, given)
+    study = Study.of(trace, model, device, memory, given, slo_ttft_s)
+    enough = everything(study.facts)
+    reaches = _Reaches(hits or _replays(study), study)
     mixes = [mix for mix in _mixes(memory, given.steps, enough) if reaches.pays(mix)]
     sizes = _curve_sizes(memory, mixes, given.write_policy, enough)
     reaches.replay([*mixes, *(Mix(size, 0) for size in sizes)], progress)
-    study = _Study(load, model, engine, given, slo_ttft_s)
-    bare = study.row(Mix(0, 0), (reaches.none,) * 3)
-    alone = study.row(Mix(0, 0), reaches.of(Mix(0, 0)), bare)
-    curve = tuple((size, study.saved(reaches.of(Mix(size, 0))[2], bare)) for size in sizes)
-    knee = _knee(curve, memory, given, study.saved(reaches.endless, bare))
+    bare = _row(study, Mix(0, 0), (reaches.none,) * 3)
+    alone = _row(study, Mix(0, 0), reaches.of(Mix(0, 0)), bare)
+    curve = tuple((size, _saved(study, reaches.of(Mix(size, 0))[2], bare)) for size in sizes)
+    knee = _knee(curve, memory, given, _saved(study, reaches.endless, bare))
     mixes = sorted({*mixes, Mix(knee.host_bytes, knee.storage_bytes)})
-    rows = tuple(study.row(mix, reaches.of(mix), bare, alone) for mix in mixes)
-    return Plan(**facts, bare=bare, rows=rows, knee=knee, buy=_worth_most(rows, given.gain))
+    rows = tuple(_row(study, mix, reaches.of(mix), bare, alone) for mix in mixes)
+    return Plan(**study.facts.shared, bare=bare, rows=rows, knee=knee, buy=_worth_most(rows, given.gain))
 
 
-def everything(distinct_blocks: int, engine: Engine, given: Assumptions) -> float:
+def everything(facts: Planned) -> float:
     """Returns the bytes that hold every block of a trace: once, or once per replica."""
-    return distinct_blocks * engine.block_bytes * _parts(given)
+    return facts.distinct_blocks * facts.engine.block_bytes * _parts(facts.given)
 
 
 def _parts(given: Assumptions) -> int:
     return 1 if given.routing == "shared" else given.replicas
 
 
-def _replays(trace: Trace, given: Assumptions, model: ModelShape, engine: Engine) -> Hits:
+def _replays(study: Study) -> Hits:
     from mainstem.replay.simulate.sweep import ONE_CACHE, hit_blocks
     from mainstem.settings.replay import Setup
 
+    given, engine = study.facts.given, study.facts.engine
     if given.routing == "shared" or given.replicas == 1:
         setup = ONE_CACHE
     else:
-        rate = engine.flops_per_s / (2 * model.active_parameters)
+        rate = engine.flops_per_s / (2 * study.facts.model.active_parameters)
         load = engine.host_bytes_per_s / max(engine.token_bytes, 1.0)
         setup = Setup(replicas=given.replicas, routing=given.routing, prefill_rate=rate, load_rate=load)
-    return lambda capacity_blocks: hit_blocks(trace, given.policy, capacity_blocks, setup=setup)
+    return lambda capacity_blocks: hit_blocks(study.trace, given.policy, capacity_blocks, setup=setup)
 
 
 def _worth_most(rows: tuple[PlanRow, ...], gain: float) -> PlanRow:
@@ -230,12 +225,13 @@ def _curve_sizes(memory: Memory, mixes: list[Mix], write_policy: str, enough: fl
 class _Reaches:
     """The blocks of each request that are found within the reach of each tier. Replays each capacity once."""
 
-    def __init__(self, hits: Hits, load: Load, engine: Engine, given: Assumptions) -> None:
-        self._hits, self._engine = hits, engine
-        self._copies = given.write_policy == "write_through"
-        self._block_bytes = engine.block_bytes * _parts(given)
-        self._distinct = load.distinct_blocks
-        self._found: dict[int, Int64s] = {0: np.zeros(len(load.tokens), np.int64)}
+    def __init__(self, hits: Hits, study: Study) -> None:
+        facts = study.facts
+        self._hits, self._device_bytes = hits, facts.engine.cache_bytes
+        self._copies = facts.given.write_policy == "write_through"
+        self._block_bytes = facts.engine.block_bytes * _parts(facts.given)
+        self._distinct = facts.distinct_blocks
+        self._found: dict[int, Int64s] = {0: np.zeros(facts.requests, np.int64)}
 
     @property
     def none(self) -> Int64s:
@@ -267,7 +263,7 @@ class _Reaches:
 
     def _capacities(self, mix: Mix) -> tuple[int, int, int]:
         """Returns the blocks of each reach, per replica if replicas share nothing; at most all distinct blocks."""
-        device = self._engine.cache_bytes
+        device = self._device_bytes
         host = max(device, mix.host_bytes) if self._copies else device + mix.host_bytes
         storage = max(host, mix.storage_bytes) if self._copies else host + mix.storage_bytes
         device, host, storage = (
@@ -281,85 +277,50 @@ class _Reaches:
         return self._found[capacity]
 
 
-# ---- cost of requests
+# ---- rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Study:
-    """A trace on an engine: computes the value of hits."""
-
-    load: Load
-    model: ModelShape
-    engine: Engine
-    given: Assumptions
-    slo_ttft_s: float | None
-
-    def row(
-        self, mix: Mix, found: tuple[Int64s, Int64s, Int64s], bare: PlanRow | None = None, alone: PlanRow | None = None
-    ) -> PlanRow:
-        """Returns the row of one mix.
-
-        Args:
-            found: blocks within the reach of each tier.
-            bare: the row without a cache; None: this is that row.
-            alone: the row of the device alone; None: this is that row.
-        """
-        device, host, storage = (self.load.tokens_of(blocks) for blocks in found)
-        engine = self.engine
-        flops, computing = engine.prefill(self.model, self.load.tokens, storage)
-        loaded, stored = engine.moved_bytes(device, host, storage), engine.moved_bytes(host, storage, storage)
-        loading = loaded / engine.host_bytes_per_s + stored / engine.storage_rate()
-        ttft = self.given.overhead + loading + computing
-        if self.given.queue:
-            ttft = ttft + waits(self.load.time_s, ttft, self.given.replicas)
-        tokens = float(self.load.tokens.sum())
-        hits = [float(each.sum()) for each in (device, host - device, storage - host)]
-        shared = outcome(hits, tokens, ttft, float(flops.sum()), limit_s=self.slo_ttft_s, bare=bare)
-        hours = float(computing.sum()) * self.engine.gpus / 3600
-        span = self.load.span_s
-        bought = (mix.host_bytes + mix.storage_bytes) / 1e9
-        busy = float(computing.sum()) / span if span > 0 else None
-        saved, in_time = shared["flops_saved_share"], shared["slo_share"]
-        rate = self.engine.storage_bytes_per_s
-        return PlanRow(
-            **shared,
-            host_bytes=mix.host_bytes,
-            storage_bytes=mix.storage_bytes,
-            storage_hit_rate=hits[2] / tokens,
-            block_hit_rate=float(found[2].sum()) / max(float(self.load.blocks.sum()), 1.0),
-            slo_met=None if in_time is None else in_time >= self.given.slo_share,
-            gpu_hours=hours,
-            gpu_hours_saved=0.0 if bare is None else bare.gpu_hours - hours,
-            busy=None if busy is None else busy / self.given.replicas,
-            replicas=None if busy is None else max(math.ceil(busy / self.given.most_busy), 1),
-            storage_busy=float(stored.sum()) / rate / span if rate and span > 0 else None,
-            gain_per_gb=100 * (saved - alone.flops_saved_share) / bought if alone is not None and bought else None,
-        )
-
-    def saved(self, blocks: Int64s, bare: PlanRow) -> float:
-        """Returns the share of prefill FLOPs saved by hits on this many blocks of each request."""
-        return (
-            1
-            - float(self.engine.prefill(self.model, self.load.tokens, self.load.tokens_of(blocks))[0].sum())
-            / bare.flops
-        )
-
-
-def waits(arrivals_s: Floats, services_s: Floats, servers: int) -> Floats:
-    """Returns how long each request waits for a free server, first come first served.
+def _row(
+    study: Study,
+    mix: Mix,
+    found: tuple[Int64s, Int64s, Int64s],
+    bare: PlanRow | None = None,
+    alone: PlanRow | None = None,
+) -> PlanRow:
+    """Returns the row of one mix.
 
     Args:
-        arrivals_s: arrival times, non-decreasing.
-        services_s: service time of each request.
-        servers: number of servers, 1 or more.
+        found: [requests] blocks within the reach of each tier.
+        bare: the row without a cache; None: this is that row.
+        alone: the row of the device alone; None: this is that row.
     """
-    free = [float(arrivals_s[0])] * servers
-    waited = np.empty(len(arrivals_s))
-    for i, (arrival, service) in enumerate(zip(arrivals_s.tolist(), services_s.tolist(), strict=True)):
-        start = max(arrival, free[0])
-        heapq.heapreplace(free, start + service)
-        waited[i] = start - arrival
-    return waited
+    facts, given, (device, host, storage) = study.facts, study.facts.given, found
+    served = study.serve((device, host, host, storage), bare, machines=given.replicas if given.queue else 0)
+    computing_s = float(served.computing_s.sum())
+    span, rate, hours = facts.span_s, facts.engine.storage_bytes_per_s, computing_s * facts.engine.gpus / 3600
+    load = computing_s / span if span > 0 else None
+    bought, in_time = (mix.host_bytes + mix.storage_bytes) / 1e9, served.outcome["slo_share"]
+    gain = None if alone is None else served.outcome["flops_saved_share"] - alone.flops_saved_share
+    return PlanRow(
+        **served.outcome,
+        host_bytes=mix.host_bytes,
+        storage_bytes=mix.storage_bytes,
+        storage_hit_rate=served.hits[3],
+        block_hit_rate=float(storage.sum()) / max(len(study.trace.whole.blocks), 1),
+        slo_met=None if in_time is None else in_time >= given.slo_share,
+        gpu_hours=hours,
+        gpu_hours_saved=0.0 if bare is None else bare.gpu_hours - hours,
+        busy=None if load is None else load / given.replicas,
+        replicas=None if load is None else facts.needed(load),
+        storage_busy=float(served.read.sum()) / rate / span if rate and span > 0 else None,
+        gain_per_gb=100 * gain / bought if gain is not None and bought else None,
+    )
+
+
+def _saved(study: Study, blocks: Int64s, bare: PlanRow) -> float:
+    """Returns the share of prefill FLOPs saved by hits on this many blocks of each request."""
+    flops, _ = study.facts.engine.prefill(study.facts.model, study.tokens, study.known(blocks))
+    return 1 - float(flops.sum()) / bare.flops
 
 
 def _knee(curve: tuple[tuple[int, float], ...], memory: Memory, given: Assumptions, endless: float) -> Knee:

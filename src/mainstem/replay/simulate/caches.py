@@ -23,7 +23,7 @@ from mainstem.cache.keys import HashKeys
 from mainstem.cache.policies import Policy
 from mainstem.cache.tree import Tree
 from mainstem.replay.simulate.rows import TierCounts
-from mainstem.replay.trace import Batch, Int64s
+from mainstem.replay.trace import Batch, Int64s, Trace
 from mainstem.settings.replay import Setup
 
 _LOOKS = ("prefix", "cost")  # rules that look at what replicas hold
@@ -129,6 +129,14 @@ class Caches:
             windows = [self._serve(batch, stored, start, stop) for start, stop in self._windows(batch.time_s)]
             hits, *others = (np.concatenate(column) for column in zip(*windows, strict=True))
         return Served(hits.reshape(len(batch), len(self.tiers)), *others)
+
+    def run(self, trace: Trace, stored: Int64s | None = None) -> Served:
+        """Serves a whole trace, batch by batch; see `feed`."""
+        parts, at = [], 0
+        for batch in [*trace.batches()] or [trace.whole]:
+            parts.append(self.feed(batch, None if stored is None else stored[at : at + len(batch)]))
+            at += len(batch)
+        return Served(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def counts(self) -> list[TierCounts]:
         """Returns the counts of each tier, over all replicas."""
