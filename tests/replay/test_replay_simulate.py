@@ -19,8 +19,8 @@ from mainstem.cache.keys import HashKeys
 from mainstem.cache.policies import BUILT_IN, NodeStats
 from mainstem.cache.tree import Tree
 from mainstem.errors import BadArgument
-from mainstem.replay.simulate.rows import median_below
-from mainstem.replay.simulate.sweep import Row, hit_blocks, parse_capacities, parse_tiers, replay, sweep, tiers_of
+from mainstem.replay.simulate.rows import Row, median_below
+from mainstem.replay.simulate.sweep import hit_blocks, parse_capacities, parse_tiers, replay, sweep, tiers_of
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Setup
 

@@ -15,14 +15,7 @@ from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
 from mainstem.here import check_output
-from mainstem.replay.commands.trace import (
-    Json,
-    TracePath,
-    bar,
-    printable,
-    read_trace,
-    results,
-)
+from mainstem.replay.commands.trace import Json, TracePath, bar, printable, read_trace, results
 from mainstem.settings.fields import Settings, integer, number, setting
 from mainstem.settings.flags import takes_settings
 from mainstem.settings.replay import DTYPE, Setup, TraceOptions
@@ -33,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mainstem.replay.plan.costs import ModelShape
-    from mainstem.replay.simulate.sweep import Row, Share, TierRow
+    from mainstem.replay.simulate.rows import Row, Share, TierRow
     from mainstem.replay.trace import Trace
 
 _EXAMPLES = """\
@@ -222,7 +215,7 @@ def _show(trace: Trace, rows: Sequence[Row]) -> None:
     best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == "opt"}
     console.print(_table([dict(_cells(trace, row, best.get(row.capacity_blocks))) for row in rows]))
     if any(len(row.tiers) > 1 for row in rows):
-        console.print(_table([dict(line) for row in rows for line in _tiers(row)]))
+        console.print(_table([dict(_tier_cells(row, tier)) for row in rows for tier in row.tiers]))
     for title, name in (("tenant", "tenants"), ("type", "kinds")):
         _show_groups(console, title, [(row, getattr(row, name)) for row in rows])
 
@@ -297,10 +290,6 @@ def _cells(trace: Trace, row: Row, best: int | None) -> Iterator[tuple[str, str]
         yield "expired", f"{row.tiers[0].expired_blocks:,}"
     if row.evicted_blocks and row.policy != "opt":
         yield "median idle", _median(row.tiers[0].idle_s)
-
-
-def _tiers(row: Row) -> Iterator[Iterator[tuple[str, str]]]:
-    return (_tier_cells(row, tier) for tier in row.tiers)
 
 
 def _tier_cells(row: Row, tier: TierRow) -> Iterator[tuple[str, str]]:

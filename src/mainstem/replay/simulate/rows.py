@@ -6,7 +6,7 @@ Knows traces and numbers of blocks; no trees, no policies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -128,39 +128,25 @@ class TierCounts:
     histograms: tuple[tuple[int, ...], ...] = ((), (), (), ())
 
 
-@dataclass(slots=True)
 class Tally:
     """The running sums of a row.
 
     Args:
-        trace: the trace whose batches are added.
+        trace: the trace, all of whose batches are added.
         tiers: names and capacities in blocks, from the device down.
         replicas: number of replicas.
         flops: computes prefill FLOPs; None: not counted.
     """
 
-    trace: Trace
-    tiers: Sequence[tuple[str, int]]
-    replicas: int = 1
-    flops: Flops | None = None
-    _requests: int = 0
-    _accesses: int = 0
-    _tokens: int = 0
-    _prefill: float = 0.0
-    _saved: float = 0.0
-    _hits: NDArray[np.int64] = field(init=False)
-    _token_hits: NDArray[np.int64] = field(init=False)
-    _tenants: NDArray[np.int64] = field(init=False)
-    _kinds: NDArray[np.int64] = field(init=False)
-    _served: NDArray[np.int64] = field(init=False)
-    _time: _Spans = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._hits = np.zeros(len(self.tiers), np.int64)
-        self._token_hits = np.zeros(len(self.tiers), np.int64)
-        self._tenants = np.zeros((len(self.trace.tenants), 5), np.int64)
-        self._kinds = np.zeros((len(self.trace.kinds), 5), np.int64)
-        self._served = np.zeros(self.replicas, np.int64)
+    def __init__(
+        self, trace: Trace, tiers: Sequence[tuple[str, int]], replicas: int = 1, flops: Flops | None = None
+    ) -> None:
+        self._trace, self._tiers, self._flops = trace, tiers, flops
+        self._prefill = self._saved = 0.0
+        self._hits, self._token_hits = np.zeros((2, len(tiers)), np.int64)
+        self._tenants = np.zeros((len(trace.tenants), 5), np.int64)
+        self._kinds = np.zeros((len(trace.kinds), 5), np.int64)
+        self._served = np.zeros(replicas, np.int64)
         self._time = _Spans()
 
     def add(self, batch: Batch, hits: NDArray[np.int32], replica: NDArray[np.int32] | None = None) -> None:
@@ -173,19 +159,17 @@ class Tally:
         """
         blocks = batch.lengths
         found = np.cumsum(hits, axis=1, dtype=np.int64)
-        upto = np.minimum(found * self.trace.block_size, batch.input_tokens[:, None])
+        upto = np.minimum(found * self._trace.block_size, batch.input_tokens[:, None])
         columns = np.stack([np.ones_like(blocks), blocks, found[:, -1], batch.input_tokens, upto[:, -1]], axis=1)
-        self._requests += len(blocks)
-        self._accesses += int(blocks.sum())
-        self._tokens += int(batch.input_tokens.sum())
         self._hits += hits.sum(axis=0, dtype=np.int64)
         self._token_hits += np.diff(upto, axis=1, prepend=0).sum(axis=0)
         np.add.at(self._tenants, batch.tenant, columns)
         np.add.at(self._kinds, batch.kind, columns)
-        self._served += np.bincount(np.zeros_like(batch.kind) if replica is None else replica, minlength=self.replicas)
+        served = np.zeros_like(batch.kind) if replica is None else replica
+        self._served += np.bincount(served, minlength=len(self._served))
         self._time.add(batch.time_s, blocks, found[:, -1])
-        if self.flops is not None:
-            self._count_flops(self.flops, batch.input_tokens, upto[:, -1])
+        if self._flops is not None:
+            self._count_flops(self._flops, batch.input_tokens, upto[:, -1])
 
     def _count_flops(self, flops: Flops, tokens: NDArray[np.int64], hits: NDArray[np.int64]) -> None:
         """Counts FLOPs. The last token of a prompt is always computed, because its logits are needed."""
@@ -206,33 +190,34 @@ class Tally:
         block_bytes: float | None = None,
     ) -> Row:
         """Returns the row of these sums and of the tiers' own counts."""
-        hits, token_hits = int(self._hits.sum()), int(self._token_hits.sum())
+        whole, hits, token_hits = self._trace.whole, int(self._hits.sum()), int(self._token_hits.sum())
+        blocks, tokens = len(whole.blocks), int(whole.input_tokens.sum())
         return Row(
-            trace=self.trace.name,
+            trace=self._trace.name,
             policy=policy,
-            capacity_blocks=self.tiers[0][1],
-            replicas=self.replicas,
+            capacity_blocks=self._tiers[0][1],
+            replicas=len(self._served),
             routing=routing,
             ttl_s=ttl_s,
-            requests=self._requests,
-            block_accesses=self._accesses,
-            input_tokens=self._tokens,
+            requests=len(whole),
+            block_accesses=blocks,
+            input_tokens=tokens,
             block_hits=hits,
             token_hits=token_hits,
-            block_hit_rate=hits / max(1, self._accesses),
-            token_hit_rate=token_hits / max(1, self._tokens),
+            block_hit_rate=hits / max(1, blocks),
+            token_hit_rate=token_hits / max(1, tokens),
             evicted_blocks=counts[0].evicted,
-            prefill_flops=None if self.flops is None else self._prefill,
-            saved_flops=None if self.flops is None else self._saved,
+            prefill_flops=None if self._flops is None else self._prefill,
+            saved_flops=None if self._flops is None else self._saved,
             tiers=tuple(self._tier(tier, count, block_bytes) for tier, count in enumerate(counts)),
-            tenants=_shares(self.trace.tenants, self._tenants),
-            kinds=_shares(self.trace.kinds, self._kinds),
+            tenants=_shares(self._trace.tenants, self._tenants),
+            kinds=_shares(self._trace.kinds, self._kinds),
             replica_requests=tuple(self._served.tolist()),
             timeline=self._time.timeline(),
         )
 
     def _tier(self, tier: int, counts: TierCounts, block_bytes: float | None) -> TierRow:
-        name, capacity = self.tiers[tier]
+        name, capacity = self._tiers[tier]
         return TierRow(
             name,
             capacity,

@@ -25,24 +25,10 @@ from mainstem.cache.policies import Policy, find_policy
 from mainstem.errors import BadArgument, check_integer
 from mainstem.replay.simulate import optimum
 from mainstem.replay.simulate.caches import Caches
-from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierRow, Timeline
+from mainstem.replay.simulate.rows import Flops, Row, Tally
 from mainstem.replay.trace import Trace
 from mainstem.settings.replay import MAX_BLOCKS, Setup
 from mainstem.units import parse_bytes
-
-__all__ = [
-    "Flops",
-    "Row",
-    "Share",
-    "TierRow",
-    "Timeline",
-    "check_policy",
-    "parse_capacities",
-    "parse_tiers",
-    "replay",
-    "sweep",
-    "tiers_of",
-]
 
 Progress = Callable[[int, int], None]
 """Called with the number of requests served and their total."""
@@ -72,7 +58,7 @@ def tiers_of(setup: Setup, capacity_blocks: int) -> list[tuple[str, int]]:
 
 def replay(
     trace: Trace,
-    policy: str | Policy,
+    policy: str | Policy | optimum.Optimum,
     capacity_blocks: int,
     *,
     setup: Setup = ONE_CACHE,
@@ -85,8 +71,8 @@ def replay(
 
     Args:
         trace: the trace, which is read once.
-        policy: see `mainstem.cache.policies.find_policy`; or "opt", the offline optimum. With several
-            replicas, each has a copy of an object.
+        policy: see `mainstem.cache.policies.find_policy`; or "opt", the offline optimum, or that of this trace. With
+            several replicas, each has a copy of an object.
         capacity_blocks: capacity of the device.
         setup: lower tiers, replicas, time to live.
         flops: cost of prefill, to count the FLOPs saved.
@@ -102,9 +88,10 @@ def replay(
     >>> replay(trace, "lru", 3).block_hits
     3
     """
-    check_policy(policy, setup)
-    if policy == optimum.NAME:
-        row = optimum.Optimum(trace).replay(capacity_blocks, flops=flops)
+    check_policy(optimum.NAME if isinstance(policy, optimum.Optimum) else policy, setup)
+    policy = optimum.Optimum(trace) if policy == optimum.NAME else policy
+    if isinstance(policy, optimum.Optimum):
+        row = policy.replay(capacity_blocks, flops=flops)
         if progress is not None:
             progress(len(trace), len(trace))
         return row
@@ -135,8 +122,8 @@ def hit_blocks(
     if policy == optimum.NAME:
         return optimum.Optimum(trace).hit_blocks(capacity_blocks)
     with Caches(policy, tiers_of(setup, capacity_blocks), setup, trace.block_size, workers=workers) as caches:
-        found = [caches.feed(batch).hits.sum(axis=1, dtype=np.int64) for batch in trace.batches()]
-    return np.concatenate([np.empty(0, np.int64), *found])
+        found: NDArray[np.int64] = caches.run(trace).hits.sum(axis=1, dtype=np.int64)
+    return found
 
 
 def sweep(
@@ -173,21 +160,15 @@ def sweep(
     watch = _Watch(progress, len(trace) * len(cells))
 
     def one(policy: str | Policy, capacity: int) -> Row:
-        report = watch.follow()
-        if policy == optimum.NAME and best is not None:
-            row = best.replay(capacity, flops=flops)
-            report(len(trace), len(trace))
-            return row
-        own = copy.deepcopy(policy)
         return replay(
             trace,
-            own,
+            best if best is not None and policy == optimum.NAME else copy.deepcopy(policy),
             capacity,
             setup=setup,
             flops=flops,
             bytes_per_token=bytes_per_token,
             workers=threads,
-            progress=report,
+            progress=watch.follow(),
         )
 
     with ThreadPoolExecutor(workers, thread_name_prefix="replay") as pool:
