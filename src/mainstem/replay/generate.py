@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, check_integer
-from mainstem.replay.trace import Batch, Int64s, Trace, Uint64s, mix
+from mainstem.replay.trace import GOLDEN, Batch, Int64s, Trace, Uint64s, mix
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +40,6 @@ BLOCK_SIZE = 64
 
 _BATCH_BLOCKS = 1 << 20
 _MAX_LENGTH = 2**30  # so that no sum of lengths overflows
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SESSIONS_MARGIN = 1.5  # sessions of the first draw, relative to the mean
 
 # Minimum and maximum of a field, by the end of its name.
@@ -173,13 +172,15 @@ class _Pure(Workload):
 
     context_tokens: int = 131072
 
+    _each: ClassVar[str] = ""  # the parameter that says how many requests a session has; without one it is 1
+
     def __post_init__(self) -> None:
         for parameter in fields(self):
             _check_range(parameter.name, getattr(self, parameter.name), whole=parameter.type == "int")
 
     def requests(self, seed: np.random.SeedSequence, count: int) -> Requests:
         """See `Workload.requests`."""
-        sessions = math.ceil(_SESSIONS_MARGIN * count / self._requests_per_session)
+        sessions = math.ceil(_SESSIONS_MARGIN * count / getattr(self, self._each, 1.0))
         while True:
             sessions = min(sessions, count)  # each has at least one request, so more sessions cannot matter
             drawn = self._draw(np.random.default_rng(seed), sessions)
@@ -188,10 +189,6 @@ class _Pure(Workload):
             if sessions == count or complete.sum() >= count:
                 return drawn.first(count)
             sessions *= 2
-
-    @property
-    def _requests_per_session(self) -> float:
-        return 1.0
 
     @abstractmethod
     def _draw(self, rng: np.random.Generator, sessions: int) -> Requests:
@@ -226,7 +223,7 @@ def _log_normal(rng: np.random.Generator, median: float | Floats, sigma: float, 
 
 def _texts(rng: np.random.Generator, index: Int64s) -> Uint64s:
     """Draws [n] names of contents, distinct from those of every other call."""
-    return mix(rng.integers(2**64, dtype=np.uint64) + index.astype(np.uint64) * _GOLDEN)
+    return mix(rng.integers(2**64, dtype=np.uint64) + index.astype(np.uint64) * GOLDEN)
 
 
 def _popular(rng: np.random.Generator, time_s: Floats, items: int, zipf: float, drift_s: float) -> Int64s:
@@ -315,17 +312,13 @@ class Chat(_Conversations):
         prompts: system prompts of the service: a few versions and languages.
     """
 
-    kind = "chat"
+    kind, _each = "chat", "turns"
     turns: float = 5.0
     think_s: float = 30.0
     think_sigma: float = 1.0
     question_tokens: float = 80.0
     answer_tokens: float = 250.0
     prompts: int = 4
-
-    @property
-    def _requests_per_session(self) -> float:
-        return self.turns
 
     def _draw(self, rng: np.random.Generator, sessions: int) -> Requests:
         return self._talk(rng, sessions, self.prompts)[0]
@@ -385,7 +378,7 @@ class Agents(_Conversations):
         length_sigma: sigma of the lengths of results and calls; these vary more than in chats.
     """
 
-    kind = "agents"
+    kind, _each = "agents", "steps"
     rate_per_s: float = 0.2
     burst: float = 3.0
     steps: float = 20.0
@@ -397,10 +390,6 @@ class Agents(_Conversations):
     prompts: int = 3
     prompt_tokens: float = 6000.0
     length_sigma: float = 1.2
-
-    @property
-    def _requests_per_session(self) -> float:
-        return self.steps
 
     def _draw(self, rng: np.random.Generator, sessions: int) -> Requests:
         tasks = _Sessions(self._starts(rng, sessions, self.burst), rng.geometric(1 / self.steps, sessions))
@@ -432,7 +421,7 @@ class Documents(_Pure):
         prompt_tokens: length of the one system prompt.
     """
 
-    kind = "documents"
+    kind, _each = "documents", "questions"
     rate_per_s: float = 0.5
     documents: int = 500
     zipf: float = 0.8
@@ -446,10 +435,6 @@ class Documents(_Pure):
     answer_tokens: float = 200.0
     length_sigma: float = 0.8
     prompt_tokens: int = 200
-
-    @property
-    def _requests_per_session(self) -> float:
-        return self.questions
 
     def _draw(self, rng: np.random.Generator, sessions: int) -> Requests:
         visits = _Sessions(self._starts(rng, sessions), rng.geometric(1 / self.questions, sessions))
@@ -520,17 +505,13 @@ class BestOfN(_Pure):
         length_sigma: sigma of the lengths of problems and answers.
     """
 
-    kind = "best-of-n"
+    kind, _each = "best-of-n", "samples"
     rate_per_s: float = 0.5
     samples: int = 8
     prompt_tokens: int = 200
     problem_tokens: float = 600.0
     answer_tokens: float = 600.0
     length_sigma: float = 0.8
-
-    @property
-    def _requests_per_session(self) -> float:
-        return self.samples
 
     def _draw(self, rng: np.random.Generator, sessions: int) -> Requests:
         problems = _Sessions(self._starts(rng, sessions), np.full(sessions, self.samples, np.int64))
@@ -745,9 +726,9 @@ def _names(requests: Requests, owner: Int64s, end: Int64s) -> Uint64s:
     begin = np.zeros(len(requests), np.int64)
     for place in range(requests.lengths.shape[1]):
         length = requests.lengths[:, place]
-        here = mix(before + requests.contents[:, place] * _GOLDEN + np.uint64(1))
+        here = mix(before + requests.contents[:, place] * GOLDEN + np.uint64(1))
         inside = end > begin[owner]
-        names[inside] = mix(here[owner[inside]] + end[inside].astype(np.uint64) * _GOLDEN)
+        names[inside] = mix(here[owner[inside]] + end[inside].astype(np.uint64) * GOLDEN)
         before = np.where(length > 0, mix(here ^ mix(length.astype(np.uint64))), before)
         begin = begin + length
     return names

@@ -31,13 +31,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, check_integer
-from mainstem.replay.trace import Batch, Int64s, Seen, Trace, Uint64s, mix
+from mainstem.replay.trace import GOLDEN, Batch, Int64s, Seen, Trace, Uint64s, mix
 from mainstem.settings.replay import Growth
 
 Floats = NDArray[np.float64]
 
 MAX_TIMES = 10**6
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WINDOW_REQUESTS = 1 << 18  # of the grown trace, whose times are in memory at once
 _PIECE_BLOCKS = 1 << 20
 _TIMES_AT_ONCE = 1 << 21
@@ -104,7 +103,7 @@ class _Source:
         session = mix(np.arange(len(batch), dtype=np.uint64) + np.uint64(2**63))  # of a prompt without private blocks
         private = public < batch.lengths
         session[private] = batch.blocks[begins[private]]
-        session = np.where(batch.chat >= 0, mix(batch.chat.astype(np.uint64) * _GOLDEN), session)
+        session = np.where(batch.chat >= 0, mix(batch.chat.astype(np.uint64) * GOLDEN), session)
         _, of = np.unique(session, return_inverse=True)
         first = np.full(of.max() + 1, np.inf)
         last = np.zeros(of.max() + 1)
@@ -167,7 +166,7 @@ class _Populations:
     def salt(self, population: Int64s, purpose: int) -> Uint64s:
         """Returns [populations] independent numbers for a purpose."""
         base = mix(np.array([self.seed], np.uint64) * np.uint64(4) + np.uint64(purpose))
-        return mix(base + (population.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+        return mix(base + (population.astype(np.uint64) + np.uint64(1)) * GOLDEN)
 
     def brings(self, roots: Uint64s, population: Int64s) -> NDArray[np.bool_]:
         """Returns, element-wise, whether a population has prompts of its own in place of those of a root."""

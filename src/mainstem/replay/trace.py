@@ -346,6 +346,10 @@ class Seen:
         self._runs.append(run)
 
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 over the golden ratio: the step between the numbers that SplitMix64 mixes."""
+
+
 def mix(numbers: Uint64s) -> Uint64s:
     """Maps 64 bits to 64 bits, one to one; each result bit depends on all input bits: SplitMix64's output function.
 

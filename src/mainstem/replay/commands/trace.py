@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from json import dumps
@@ -142,20 +142,12 @@ def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = Trac
         target: The file to write, .mstrace.
         json: Print one JSON object.
     """
-    from mainstem.replay.trace import SUFFIX
-
-    if target.suffix != SUFFIX:
-        raise BadArgument("target", str(target), f"a file that ends in {SUFFIX}")
-    check_output("target", target)
+    _check_trace("target", target)
     read = read_trace(path, options)
     read.save(target)
-    done = {"trace": read.name, "requests": len(read), "blocks": len(read.whole.blocks), "bytes": target.stat().st_size}
-    if json:
-        print(dumps({**done, "notes": read.notes}))
-    else:
-        blocks = counted(len(read.whole.blocks), "block")
-        print(f"{target}: {counted(len(read), 'request')}, {blocks}, {done['bytes']:,} bytes")
-        print("".join(f"{printable(note)}\n" for note in read.notes), end="")
+    size = target.stat().st_size
+    facts = {"trace": read.name, "requests": len(read), "blocks": len(read.whole.blocks), "bytes": size}
+    _written(read, target, json, facts, f"{size:,} bytes")
 
 
 @trace.command(name="generate", help_epilogue=_GENERATE_EXAMPLES)
@@ -183,11 +175,8 @@ def trace_generate(
         json: Print one JSON object.
     """
     from mainstem.replay.generate import generate, parse_workload
-    from mainstem.replay.trace import SUFFIX
 
-    if output.suffix != SUFFIX:
-        raise BadArgument("output", str(output), f"a file that ends in {SUFFIX}")
-    check_output("output", output)
+    _check_trace("output", output)
     made = generate(parse_workload(kind, dict(map(_setting, set))), requests, seed=seed, block_size=block_size)
     _save(made, output, json)
 
@@ -200,14 +189,27 @@ def _save(made: Trace, output: Path, json: bool) -> None:
         "span_s": round(float(made.whole.time_s[-1]), 3),
         "blocks": len(made.whole.blocks),
         "distinct_blocks": made.distinct_blocks,
-        "notes": made.notes,
     }
+    _written(made, output, json, facts, f"{made.distinct_blocks:,} distinct")
+
+
+def _check_trace(name: str, path: Path, *others: str | Path) -> None:
+    """Checks that a trace can be written, before it is made; see `check_output`."""
+    from mainstem.replay.trace import SUFFIX
+
+    if path.suffix != SUFFIX:
+        raise BadArgument(name, str(path), f"a file that ends in {SUFFIX}")
+    check_output(name, path, *others)
+
+
+def _written(made: Trace, path: Path, json: bool, facts: Mapping[str, object], more: str) -> None:
+    """Prints what was written: the facts as JSON, or a line that ends with one more, and the notes."""
     if json:
-        print(dumps(facts))
-    else:
-        blocks = f"{counted(len(made.whole.blocks), 'block')}, {made.distinct_blocks:,} distinct"
-        print(f"{output}: {counted(len(made), 'request')}, {blocks}")
-        print("".join(f"{printable(note)}\n" for note in made.notes), end="")
+        print(dumps({**facts, "notes": made.notes}))
+        return
+    blocks = counted(len(made.whole.blocks), "block")
+    print(f"{path}: {counted(len(made), 'request')}, {blocks}, {more}")
+    print("".join(f"{printable(note)}\n" for note in made.notes), end="")
 
 
 @trace.command(name="grow", help_epilogue=_GROW_EXAMPLES)
@@ -229,11 +231,8 @@ def trace_grow(
         json: Print one JSON object.
     """
     from mainstem.replay.grow import grow
-    from mainstem.replay.trace import SUFFIX
 
-    if output.suffix != SUFFIX:
-        raise BadArgument("output", str(output), f"a file that ends in {SUFFIX}")
-    check_output("output", output, *([] if path == "-" else [path]))
+    _check_trace("output", output, *([] if path == "-" else [path]))
     _save(grow(read_trace(path, options), times, growth), output, json)
 
 
@@ -291,20 +290,17 @@ def _tables(found: TraceInfo) -> Iterator[Table]:
 
 
 def _totals(found: TraceInfo) -> list[tuple[str, str]]:
-    prompt, answer = found.prompt_tokens, found.answer_tokens
+    prompt, answer = (
+        f"mean {each.mean:,.0f}, median {each.p50:,.0f}, p90 {each.p90:,.0f}, max {each.max:,.0f}"
+        for each in (found.prompt_tokens, found.answer_tokens)
+    )
     rows = [
         ("trace", found.trace),
         ("requests", f"{found.requests:,} in {found.span_s:,.0f} s"),
         ("input tokens", f"{found.input_tokens:,}"),
-        (
-            "per request",
-            f"mean {prompt.mean:,.0f}, median {prompt.p50:,.0f}, p90 {prompt.p90:,.0f}, max {prompt.max:,.0f}",
-        ),
+        ("per request", prompt),
         ("output tokens", f"{found.output_tokens:,}"),
-        (
-            "per request",
-            f"mean {answer.mean:,.0f}, median {answer.p50:,.0f}, p90 {answer.p90:,.0f}, max {answer.max:,.0f}",
-        ),
+        ("per request", answer),
         ("blocks", f"{found.blocks:,} of {found.block_size} tokens"),
         ("distinct blocks", f"{found.distinct_blocks:,}"),
         ("ideal hit rate", f"{found.block_hit_rate:.2%} of blocks, {found.token_hit_rate:.2%} of tokens"),

@@ -41,7 +41,7 @@ from mainstem.replay.readers.formats import (
 )
 from mainstem.replay.readers.lines import MAX_LINE_BYTES, Progress, Source
 from mainstem.replay.readers.texts import Tokenizer, as_bytes
-from mainstem.replay.trace import MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
+from mainstem.replay.trace import GOLDEN, MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
 from mainstem.settings.fields import INT32_MAX
 from mainstem.settings.replay import TraceOptions
 
@@ -52,7 +52,6 @@ SHOWN = 20
 _FIRST_LINES = 16  # to detect the format by
 _BATCH = 1 << 17  # requests and blocks in memory at once, approximately
 _SHOWN_BYTES = 160
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: SplitMix64's step
 _CODES = {  # type codes of columns for `array`
     "time_s": "d",
     "input_tokens": "q",
@@ -283,6 +282,6 @@ def _chained(ids: Uint64s, offsets: Int64s, seeds: Uint64s) -> Uint64s:
     """Returns names that cover all ids from the request's first one on, and their positions: sums of mixed 64 bits."""
     lengths = np.diff(offsets)
     depths = (np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)).astype(np.uint64)
-    sums = np.cumsum(mix(ids ^ mix((depths + np.uint64(1)) * _GOLDEN)), dtype=np.uint64)
+    sums = np.cumsum(mix(ids ^ mix((depths + np.uint64(1)) * GOLDEN)), dtype=np.uint64)
     before = np.concatenate([np.zeros(1, np.uint64), sums])[offsets[:-1]]
     return mix(sums - np.repeat(before - seeds, lengths))
