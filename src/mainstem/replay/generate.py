@@ -702,17 +702,9 @@ def _batch(requests: Requests, block_size: int) -> Batch:
     offsets = np.concatenate([[0], np.cumsum(counts)])
     owner = np.repeat(np.arange(len(requests)), counts)
     end = np.minimum((np.arange(offsets[-1]) - offsets[owner] + 1) * block_size, input_tokens[owner])
-    return Batch(
-        time_s=requests.time_s,
-        input_tokens=input_tokens,
-        output_tokens=requests.output_tokens,
-        offsets=offsets,
-        blocks=_names(requests, owner, end),
-        tenant=requests.tenant.astype(np.int32),
-        kind=requests.kind.astype(np.int32),
-        chat=requests.chat,
-        turn=requests.turn.astype(np.int32),
-    )
+    same = ("time_s", "output_tokens", "tenant", "kind", "chat", "turn")
+    columns = {name: getattr(requests, name) for name in same}
+    return Batch(input_tokens=input_tokens, offsets=offsets, blocks=_names(requests, owner, end), **columns)
 
 
 def _names(requests: Requests, owner: Int64s, end: Int64s) -> Uint64s:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -239,14 +239,5 @@ def _piece(source: _Source, model: _Populations, request: Int64s, population: In
     own[~private] = np.isin(owner[~private], has[model.brings(blocks[recorded.offsets[:-1][has]], population[has])])
     names = blocks.copy()
     names[own] = mix(blocks[own] ^ model.salt(population, 3)[owner[own]])
-    return Batch(
-        time_s=time_s,
-        input_tokens=recorded.input_tokens,
-        output_tokens=recorded.output_tokens,
-        offsets=recorded.offsets,
-        blocks=names,
-        tenant=recorded.tenant,
-        kind=recorded.kind,
-        chat=np.where(recorded.chat >= 0, recorded.chat * model.times + population, -1),
-        turn=recorded.turn,
-    )
+    chat = np.where(recorded.chat >= 0, recorded.chat * model.times + population, -1)
+    return replace(recorded, time_s=time_s, blocks=names, chat=chat)

@@ -266,15 +266,8 @@ class _Sums:
 
 def _group(name: str, counted: Int64s) -> Group:
     requests, input_tokens, output_tokens, blocks, block_hits, token_hits = map(int, counted)
-    return Group(
-        name,
-        requests,
-        input_tokens,
-        output_tokens,
-        blocks,
-        block_hits / blocks if blocks else 0.0,
-        token_hits / input_tokens if input_tokens else 0.0,
-    )
+    rates = block_hits / max(1, blocks), token_hits / max(1, input_tokens)
+    return Group(name, requests, input_tokens, output_tokens, blocks, *rates)
 
 
 def _quantiles(column: NDArray[Any]) -> Quantiles:
@@ -386,7 +379,5 @@ def _reuses(distances: NDArray[Any], uses: int, share: float) -> tuple[Reuse, ..
 
 def _waits(waits_s: NDArray[np.float64], share: float) -> tuple[Wait, ...]:
     counts = np.bincount(_bins(waits_s))
-    edges = [_edges(at) for at in range(len(counts))]
-    return tuple(
-        Wait(float(low), float(high), round(count / share)) for (low, high), count in zip(edges, counts, strict=True)
-    )
+    edges = (map(float, _edges(at)) for at in range(len(counts)))
+    return tuple(Wait(low, high, round(count / share)) for (low, high), count in zip(edges, counts, strict=True))

@@ -55,7 +55,7 @@ _BATCH_BLOCKS = 1 << 18
 _BATCH_REQUESTS = 1 << 16
 _SORTED_REQUESTS = 1 << 12  # requests whose blocks are in memory at once
 
-_COLUMNS: dict[str, np.dtype[Any]] = {
+COLUMNS: dict[str, np.dtype[Any]] = {
     "time_s": np.dtype("<f8"),
     "input_tokens": np.dtype("<i8"),
     "output_tokens": np.dtype("<i8"),
@@ -66,7 +66,9 @@ _COLUMNS: dict[str, np.dtype[Any]] = {
     "turn": np.dtype("<i4"),
     "blocks": np.dtype("<u8"),
 }
-_PER_REQUEST = tuple(name for name in _COLUMNS if name not in ("offsets", "blocks"))
+"""The columns of a batch, and their types in a file."""
+
+_PER_REQUEST = tuple(name for name in COLUMNS if name not in ("offsets", "blocks"))
 
 
 class TraceError(MainstemError):
@@ -134,7 +136,7 @@ class Batch:
         return cls(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             blocks=np.array([block for path in paths for block in path], dtype=np.uint64),
-            **{name: np.array(given.get(name, np.zeros(n)), dtype=_COLUMNS[name]) for name in _PER_REQUEST},
+            **{name: np.array(given.get(name, np.zeros(n)), dtype=COLUMNS[name]) for name in _PER_REQUEST},
         )
 
     def __len__(self) -> int:
@@ -234,11 +236,11 @@ class Trace:
         """
         check_integer("block_size", block_size, 1, 2**32 - 1)
         with ExitStack() as stack:
-            staged = {key: stack.enter_context(tempfile.TemporaryFile()) for key in _COLUMNS if key != "offsets"}
+            staged = {key: stack.enter_context(tempfile.TemporaryFile()) for key in COLUMNS if key != "offsets"}
             lengths = stack.enter_context(tempfile.TemporaryFile())
             for batch in [batches] if isinstance(batches, Batch) else batches:
                 _stage(batch, staged, lengths)
-            columns = {key: _mapped(file, _COLUMNS[key]) for key, file in staged.items()}
+            columns = {key: _mapped(file, COLUMNS[key]) for key, file in staged.items()}
             columns["offsets"] = np.concatenate([[0], np.cumsum(_mapped(lengths, np.dtype("<i8")))]).astype("<i8")
             text = _Text(name, tuple(tenants), tuple(kinds), tuple(notes))
             file = stack.enter_context(tempfile.TemporaryFile())
@@ -422,7 +424,7 @@ class _Header:
 
     @property
     def size(self) -> int:
-        return self.columns_at + sum(_padded(dtype, self.count(name)) for name, dtype in _COLUMNS.items())
+        return self.columns_at + sum(_padded(dtype, self.count(name)) for name, dtype in COLUMNS.items())
 
     def count(self, column: str) -> int:
         return {"offsets": self.n + 1, "blocks": self.m}.get(column, self.n)
@@ -439,7 +441,7 @@ def _padded(dtype: np.dtype[Any], count: int) -> int:
 
 def _views(buffer: mmap.mmap, header: _Header) -> dict[str, NDArray[Any]]:
     views, at = {}, header.columns_at
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in COLUMNS.items():
         views[name] = np.frombuffer(buffer, dtype, header.count(name), at)
         at += _padded(dtype, header.count(name))
     return views
@@ -480,7 +482,7 @@ def _stage(batch: Batch, staged: Mapping[str, IO[bytes]], lengths: IO[bytes]) ->
         expected = int(batch.offsets[-1]) if name == "blocks" else len(batch.offsets) - 1
         if column.shape != (expected,):
             raise BadArgument(name, column.shape, f"a column of length {expected}")
-        file.write(np.ascontiguousarray(column, dtype=_COLUMNS[name]).data)
+        file.write(np.ascontiguousarray(column, dtype=COLUMNS[name]).data)
     lengths.write(batch.lengths.astype("<i8").data)
 
 
@@ -501,7 +503,7 @@ def _write(file: IO[bytes], batch: Batch, block_size: int, text: _Text, distinct
         _Header(block_size, len(batch), len(batch.blocks), _UNKNOWN if distinct is None else distinct, text).encode()
     )
     order = np.argsort(time_s, kind="stable") if unsorted else None
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in COLUMNS.items():
         size = sum(file.write(column.data) for column in _pieces(batch, name, order))
         file.write(bytes(_padded(dtype, size // dtype.itemsize) - size))
     file.flush()

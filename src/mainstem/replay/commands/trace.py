@@ -274,7 +274,9 @@ def _tables(found: TraceInfo) -> Iterator[Table]:
     exact = "" if found.sampled == 1 else f" (sampled: 1 block in {round(1 / found.sampled)})"
     if found.reuses:
         rows = [
-            (f"{row.high:,}", f"{row.uses:,}", *_share(row.lru_hit_rate)) for row in found.reuses if row.lru_hit_rate
+            (f"{row.high:,}", f"{row.uses:,}", f"{row.lru_hit_rate:.2%}", _strip(row.lru_hit_rate))
+            for row in found.reuses
+            if row.lru_hit_rate
         ]
         yield _table(f"Reuse distances{exact}", ["LRU with room for blocks", "additional hits", "in total", ""], rows)
         largest = max(row.uses for row in found.waits) or 1
@@ -329,10 +331,6 @@ def _groups(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     ]
     left = len(groups) - len(rows)
     return [*rows, (f"and {left:,} more; --json has all", *[""] * 5)] if left > 0 else rows
-
-
-def _share(part: float) -> tuple[str, str]:
-    return f"{part:.2%}", _strip(part)
 
 
 def _strip(part: float) -> str:

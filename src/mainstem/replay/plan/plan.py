@@ -231,11 +231,8 @@ class _Reaches:
         self._copies = facts.given.write_policy == "write_through"
         self._block_bytes = facts.engine.block_bytes * _parts(facts.given)
         self._distinct = facts.distinct_blocks
-        self._found: dict[int, Int64s] = {0: np.zeros(facts.requests, np.int64)}
-
-    @property
-    def none(self) -> Int64s:
-        return self._found[0]
+        self.none: Int64s = np.zeros(facts.requests, np.int64)
+        self._found = {0: self.none}
 
     @property
     def endless(self) -> Int64s:
@@ -325,9 +322,7 @@ def _saved(study: Study, blocks: Int64s, bare: PlanRow) -> float:
 
 def _knee(curve: tuple[tuple[int, float], ...], memory: Memory, given: Assumptions, endless: float) -> Knee:
     """Returns the knee; of equals the smallest."""
-    net = [saved - _price(size, given.gain) for size, saved in curve]
-    best = max(range(len(net)), key=net.__getitem__)
-    size, saved = curve[best]
+    size, saved = max(curve, key=lambda point: point[1] - _price(point[0], given.gain))
     return Knee(size, *_purchase(size, memory, given.write_policy), saved, curve[-1][1], endless, curve)
 
 

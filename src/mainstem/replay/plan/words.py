@@ -377,16 +377,20 @@ _FLEET_HEAD: _Head = (
 
 def show_plan(plan: AnyPlan) -> str:
     """Returns the whole plan as text for a terminal."""
-    gpus, advice, below = plan.engine.gpus, notes(plan), []
+    gpus, advice, below = plan.engine.gpus, notes(plan), list[str]()
+    marks: Mapping[str, PlanRow | FleetRow | None]
     if isinstance(plan, FleetPlan):
         where, head = f"machines of {gpus} x {plan.device.name}, routed by {plan.routing}", _FLEET_HEAD
         bare, *rows = (_fleet_cells(row) for row in (plan.bare, *plan.rows))
-        marks = [{"enough": row == plan.enough, "knee": row == plan.knee} for row in plan.rows]
+        marks = {"enough": plan.enough, "knee": plan.knee}
         below = ["With less:\n" + _table([_fleet_cells(row) for row in plan.memories], head)]
     else:
         where, head = f"{gpus * plan.given.replicas} x {plan.device.name}", _HEAD
         bare, *rows = (_cells(row, gpus) for row in (plan.bare, *plan.rows))
-        marks = [_marks(row, plan) for row in plan.rows]
+        mixes = {(row.host_bytes, row.storage_bytes): row for row in plan.rows if _bought(row)}
+        chosen: dict[str, PlanRow | Knee] = {"buy": plan.buy, "knee": plan.knee}
+        marks = {name: mixes.get((each.host_bytes, each.storage_bytes)) for name, each in chosen.items()}
+    marked = [", ".join(name for name, each in marks.items() if each == row) for row in plan.rows]
     bought = len(head[0][1])
     bare = ("no cache", *[""] * (bought - 1), *bare[bought:])
     span = f" in {show_seconds(plan.span_s)}" if plan.span_s else ""
@@ -396,13 +400,7 @@ def show_plan(plan: AnyPlan) -> str:
     )
     assumed = _aligned([(each.what, each.shown, each.option, each.source) for each in assumptions(plan)], left=4)
     assumed = f"Assumptions, and the options that change them:\n{assumed}"
-    return "\n\n".join((title, advice[0], _table([bare, *rows], head, marks), *below, "\n".join(advice[1:]), assumed))
-
-
-def _marks(row: PlanRow, plan: Plan) -> dict[str, bool]:
-    knee, anything = plan.knee, _bought(row) > 0
-    at_knee = (row.host_bytes, row.storage_bytes) == (knee.host_bytes, knee.storage_bytes)
-    return {"buy": anything and row == plan.buy, "knee": anything and at_knee}
+    return "\n\n".join((title, advice[0], _table([bare, *rows], head, marked), *below, "\n".join(advice[1:]), assumed))
 
 
 def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
@@ -457,7 +455,7 @@ def _busy(share: float) -> str:
     return f"{share:.0%}" if share <= 1 else ">100%"
 
 
-def _table(rows: Sequence[Sequence[str]], head: _Head, marks: Sequence[Mapping[str, bool]] = ()) -> str:
+def _table(rows: Sequence[Sequence[str]], head: _Head, marks: Sequence[str] = ()) -> str:
     """Formats rows below two header lines: groups of columns, and columns. The last have their marks behind them."""
     lines = _aligned([tuple(name for _, names in head for name in names), *rows]).split("\n")
     groups, column, place = "", 0, 0
@@ -467,8 +465,7 @@ def _table(rows: Sequence[Sequence[str]], head: _Head, marks: Sequence[Mapping[s
         groups += title.rjust(ends[column - 1] - place)
         place = max(len(groups), ends[column - 1])
     for at, mark in enumerate(marks, len(lines) - len(marks)):
-        if any(mark.values()):
-            lines[at] += f"  <- {', '.join(name for name, is_so in mark.items() if is_so)}"
+        lines[at] += f"  <- {mark}" if mark else ""
     return "\n".join((groups, *lines))
 
 

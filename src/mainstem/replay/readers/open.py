@@ -41,7 +41,7 @@ from mainstem.replay.readers.formats import (
 )
 from mainstem.replay.readers.lines import MAX_LINE_BYTES, Progress, Source
 from mainstem.replay.readers.texts import Tokenizer, as_bytes
-from mainstem.replay.trace import GOLDEN, MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
+from mainstem.replay.trace import COLUMNS, GOLDEN, MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
 from mainstem.settings.fields import INT32_MAX
 from mainstem.settings.replay import TraceOptions
 
@@ -52,14 +52,8 @@ SHOWN = 20
 _FIRST_LINES = 16  # to detect the format by
 _BATCH = 1 << 17  # requests and blocks in memory at once, approximately
 _SHOWN_BYTES = 160
-_CODES = {  # type codes of columns for `array`
-    "time_s": "d",
-    "input_tokens": "q",
-    "output_tokens": "q",
-    "chat": "q",
-    "tenant": "i",
-    "kind": "i",
-    "turn": "i",
+_CODES = {  # type codes of columns for `array`; names of blocks are read as Q
+    **{name: dtype.char for name, dtype in COLUMNS.items() if name != "offsets"},
     "length": "q",
     "seed": "Q",
     "blocks": "Q",

@@ -18,7 +18,7 @@ from mainstem.replay.report.markup import Markup, join, tag
 from mainstem.replay.report.series import Look, Measure, back_to_front, doublings
 from mainstem.replay.report.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
 from mainstem.replay.simulate import optimum
-from mainstem.replay.simulate.rows import Row, median_below
+from mainstem.replay.simulate.rows import Row, Share, TierRow, median_below
 from mainstem.units import show_bytes, show_seconds
 
 _WIDE, _NARROW = 880, 400
@@ -161,10 +161,8 @@ def _rate_table(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Marku
 
 def _rows_table(info: TraceInfo, rows: Sequence[Row]) -> Markup:
     best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == optimum.NAME}
-    lines = [dict(_row_cells(info, row, best.get(row.capacity_blocks))) for row in rows]
-    heads = list(dict.fromkeys(head for line in lines for head in line))
-    cells = [[line.get(head, "") for head in heads] for line in lines]
-    return _table("One line per policy and capacity", heads, cells)
+    lines = (_row_cells(info, row, best.get(row.capacity_blocks)) for row in rows)
+    return _named_table("One line per policy and capacity", lines)
 
 
 def _row_cells(info: TraceInfo, row: Row, best: int | None) -> Iterator[tuple[str, str]]:
@@ -247,7 +245,8 @@ def _tiers(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     yield _tabs(
         "tier", [(_capacity(at, info), tag("div", *map(_split, same), class_="splits")) for at, same in capacities]
     )
-    yield tag("details", tag("summary", "Numbers"), _tier_table(rows))
+    numbers = (_tier_cells(row, tier) for row in rows for tier in row.tiers)
+    yield tag("details", tag("summary", "Numbers"), _named_table("Blocks by tier", numbers, words=2))
 
 
 def _swatch(name: str) -> Markup:
@@ -268,28 +267,19 @@ def _split(row: Row) -> Markup:
     return join(tag("b", row.policy), tag("div", *parts, class_="split", role="img", aria_label=words), tag("u", words))
 
 
-def _tier_table(rows: Sequence[Row]) -> Markup:
-    heads = ["policy", "tier", "device blocks", "blocks", "hits", "of all", "written", "loaded", "evicted", "expired"]
-    heads += ["median age", "median idle"]
-    cells = [
-        [
-            row.policy,
-            tier.name,
-            f"{row.capacity_blocks:,}",
-            f"{tier.capacity_blocks:,}",
-            f"{tier.block_hits:,}",
-            _percent(tier.block_hits / max(1, row.block_accesses)),
-            _moved(tier.written_blocks, tier.written_bytes),
-            _moved(tier.loaded_blocks, tier.loaded_bytes),
-            f"{tier.evicted_blocks:,}",
-            f"{tier.expired_blocks:,}",
-            _median(tier.age_s),
-            _median(tier.idle_s),
-        ]
-        for row in rows
-        for tier in row.tiers
-    ]
-    return _table("Blocks by tier", heads, cells, words=2)
+def _tier_cells(row: Row, tier: TierRow) -> Iterator[tuple[str, str]]:
+    yield "policy", row.policy
+    yield "tier", tier.name
+    yield "device blocks", f"{row.capacity_blocks:,}"
+    yield "blocks", f"{tier.capacity_blocks:,}"
+    yield "hits", f"{tier.block_hits:,}"
+    yield "of all", _percent(tier.block_hits / max(1, row.block_accesses))
+    yield "written", _moved(tier.written_blocks, tier.written_bytes)
+    yield "loaded", _moved(tier.loaded_blocks, tier.loaded_bytes)
+    yield "evicted", f"{tier.evicted_blocks:,}"
+    yield "expired", f"{tier.expired_blocks:,}"
+    yield "median age", _median(tier.age_s)
+    yield "median idle", _median(tier.idle_s)
 
 
 def _median(histogram: Sequence[int]) -> str:
@@ -349,24 +339,23 @@ def _groups(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
         shares = [(row, share) for row in rows for share in getattr(row, name)]
         if not shares:
             continue
-        cells = [
-            [
-                share.name or "(none)",
-                row.policy,
-                f"{row.capacity_blocks:,}",
-                f"{share.requests:,}",
-                f"{share.block_accesses:,}",
-                _percent(share.block_hits / max(1, share.block_accesses)),
-                _percent(share.token_hits / max(1, share.input_tokens)),
-            ]
-            for row, share in sorted(shares, key=lambda both: (-both[1].block_accesses, both[1].name))[:_MAX_GROUPS]
-        ]
-        left = f"; {len(shares) - len(cells):,} more lines with --json" if len(shares) > len(cells) else ""
-        heads = [title, "policy", "blocks", "requests", "block accesses", "blocks hit", "tokens hit"]
+        shares.sort(key=lambda both: (-both[1].block_accesses, both[1].name))
+        shown = shares[:_MAX_GROUPS]
+        left = f"; {len(shares) - len(shown):,} more lines with --json" if len(shares) > len(shown) else ""
         yield tag("h2", f"By {title}")
-        shown = {"open": ""} if len(cells) <= _SHOWN_GROUPS else {}
-        table = _table(f"Hits by {title}", heads, cells, words=2)
-        yield tag("details", tag("summary", f"Numbers{left}"), table, **shown)
+        opened = {"open": ""} if len(shown) <= _SHOWN_GROUPS else {}
+        table = _named_table(f"Hits by {title}", (_share_cells(title, row, share) for row, share in shown), words=2)
+        yield tag("details", tag("summary", f"Numbers{left}"), table, **opened)
+
+
+def _share_cells(title: str, row: Row, share: Share) -> Iterator[tuple[str, str]]:
+    yield title, share.name or "(none)"
+    yield "policy", row.policy
+    yield "blocks", f"{row.capacity_blocks:,}"
+    yield "requests", f"{share.requests:,}"
+    yield "block accesses", f"{share.block_accesses:,}"
+    yield "blocks hit", _percent(share.block_hits / max(1, share.block_accesses))
+    yield "tokens hit", _percent(share.token_hits / max(1, share.input_tokens))
 
 
 _MAX_GROUPS = 500
@@ -415,6 +404,13 @@ def _tabs(group: str, panels: Sequence[tuple[str, Markup]]) -> Markup:
         parts.append(tag("label", name, for_=f"{group}{at}"))
         parts.append(tag("div", panel, class_="panel"))
     return tag("div", *parts, class_="tabs")
+
+
+def _named_table(caption: str, lines: Iterable[Iterable[tuple[str, str]]], *, words: int = 1) -> Markup:
+    """Builds a table from lines of cells with the heads of their columns, which may lack some; see `_table`."""
+    found = [dict(line) for line in lines]
+    heads = list(dict.fromkeys(head for line in found for head in line))
+    return _table(caption, heads, [[line.get(head, "") for head in heads] for line in found], words=words)
 
 
 def _table(caption: str, heads: Sequence[str], lines: Iterable[Sequence[str]], *, words: int = 1) -> Markup:
