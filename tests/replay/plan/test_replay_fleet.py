@@ -18,8 +18,10 @@ from rigs.replays import BLOCK, DEVICE, SHAPE, Lru, named, some_paths
 from mainstem.errors import BadArgument
 from mainstem.replay.generate import Agents, Chat, Mix, generate
 from mainstem.replay.plan.configs import read_shape
+from mainstem.replay.plan.engine import Outcome
 from mainstem.replay.plan.fleet import FleetPlan, FleetRow, plan_fleet
 from mainstem.replay.plan.hardware import DEVICES, find_device
+from mainstem.replay.plan.plan import plan as plan_memory
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Assumptions, Fleet, Memory
@@ -88,6 +90,19 @@ def test_a_fleet_finds_and_moves_what_the_model_says(
         assert flow.mean_bytes_per_s == pytest.approx(sum(moved.values()) / plan.span_s)
         assert flow.peak_bytes_per_s == pytest.approx(max(moved.values()) / 10)
     assert (row.peer_hit_rate > 0) == peers and (row.store_hit_rate > 0) == (store > 0)
+
+
+@pytest.mark.parametrize("queue", [False, True])
+def test_one_machine_is_a_fleet_of_one(queue: bool) -> None:
+    trace, _ = some_trace(0)
+    host, store, given = 9 * BLOCK, 40 * BLOCK, replace(GIVEN, queue=queue, overhead=0.25)
+    found = plan_memory(trace, SHAPE, DEVICE, Memory(host, store, STORE), given)
+    alone = next(row for row in found.rows if (row.host_bytes, row.storage_bytes) == (host, store))
+    row = plan_fleet(trace, SHAPE, DEVICE, Memory(0, store, STORE), given, Fleet(1, host)).rows[-1]
+    for each in fields(Outcome):
+        assert getattr(row, each.name) == getattr(alone, each.name), each.name
+    assert (row.store_hit_rate, row.busy, row.needed) == (alone.storage_hit_rate, alone.busy, alone.replicas)
+    assert row.host_hit_rate > 0 < row.store_hit_rate and row.peer_hit_rate == 0
 
 
 def test_what_one_machine_reads_another_sends() -> None:

@@ -3,7 +3,7 @@
 A machine is a replica: its devices, its host memory, its link. Real trees of all machines serve the trace, behind a
 router with one of its rules; a peer is whichever machine holds most of the prompt, as the router knows it, and is asked
 where that is sooner than to compute. The store gets every block of every prompt, once, so one replay of its size says
-what it has. The times are those of `mainstem.replay.plan.engine`, with two more terms for the ways over the network.
+what it has. `engine` has the times, and prices a fleet as it does one machine.
 
 Tried are numbers of machines, then host memory, network and store at the smallest number that carries the load. Bytes
 that cross the network and the store are counted in intervals, so that a peak is seen. Money and energy are for a month
