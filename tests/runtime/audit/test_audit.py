@@ -209,7 +209,11 @@ def test_the_place_of_a_difference_is_logged(caplog: pytest.LogCaptureFixture) -
 # ---------------------------------------------------------------- nothing else is found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["float32", "bfloat16"],
+)
 @pytest.mark.parametrize(
     ("name", "config"),
     [

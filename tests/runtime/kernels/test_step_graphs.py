@@ -15,6 +15,7 @@ from machine import DEVICE
 
 from bench.tiny_models import CONTEXT, FAMILIES, VARIANTS, VOCAB, WINDOWED, loaded, tiny
 from mainstem.runtime.attention.paged import Attention
+from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.kernels import step_graphs
 from mainstem.runtime.kernels.step_graphs import padded_rows
 from mainstem.runtime.models.layout import Layout
@@ -26,6 +27,7 @@ from tests.rigs.interpreted import triton_attention
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = 4
+ONE_LAYER = {"num_hidden_layers": 1}
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 
 
@@ -72,9 +74,11 @@ class Requests:
     def __init__(
         self, family: str, changes: dict[str, Any], kernel: Attention, recorder: Any, patch: pytest.MonkeyPatch
     ) -> None:
-        patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel)
         self.runners = []
         for made in (recorder, None):
+            # The interpreter takes long, so what is compared with is computed by PyTorch.
+            attention = kernel if made is not None or DEVICE != "cpu" else TreeAttention()
+            patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_, made=attention: made)
             patch.setattr("mainstem.runtime.models.runner.recorder_for", lambda _, made=made: made)
             model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]
             counts = dict.fromkeys(Layout.of(model.config, CONTEXT).names, 200)
@@ -122,9 +126,12 @@ class Requests:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", FAMILIES["llama"]),  # full attention
+    "llama": ("llama", {**FAMILIES["llama"], "num_hidden_layers": 2}),  # full attention
     "mistral": ("mistral", WINDOWED["mistral"]),  # windows
-    "gemma2": ("gemma2", WINDOWED["gemma2"]),  # both, with capped scores
+    "gemma2": (  # both, with capped scores
+        "gemma2",
+        {**WINDOWED["gemma2"], "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gpt_oss": ("gpt_oss", WINDOWED["gpt_oss"]),  # sinks
     "llama4_text": VARIANTS["llama4_text"],  # chunks, and positions that the cache gives
 }
@@ -153,7 +160,7 @@ def test_recorded_steps_give_the_same_logits_and_keys(
 def test_a_step_that_outgrows_its_room_is_recorded_anew(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.runtime.attention.triton_attention._LEAST", (1, 1, 1))
     recorder = Recorder()
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(14)
     for _ in range(6):  # four pages, then five
         requests.step(0)
@@ -163,7 +170,7 @@ def test_a_step_that_outgrows_its_room_is_recorded_anew(kernel: Attention, monke
 
 def test_other_forwards_are_not_recorded(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(8)
     requests.add(1)
     requests.compute([(0, 1), (1, 2)])
@@ -175,7 +182,7 @@ def test_a_token_whose_hidden_states_are_taken_is_no_recorded_step(
     kernel: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder()
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(8)
     for _ in range(2):
         requests.step(0)
@@ -190,7 +197,7 @@ def test_a_token_whose_hidden_states_are_taken_is_no_recorded_step(
 
 def test_what_is_on_its_way_is_waited_for(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(8)
     for _ in range(2):
         requests.step(0)
@@ -212,7 +219,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(
     def refuses(work: Callable[[], torch.Tensor]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    requests = Requests("llama", {}, kernel, refuses, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, refuses, monkeypatch)
     requests.add(8)
     for _ in range(3):
         requests.step(0)
@@ -237,7 +244,7 @@ def test_a_recording_without_memory_is_tried_again_a_few_times(
             raise torch.OutOfMemoryError("on purpose")
         return recorder(work)
 
-    requests = Requests("llama", {}, kernel, record, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, record, monkeypatch)
     requests.add(8)
     for _ in range(5):
         requests.step(0)
@@ -250,7 +257,7 @@ def test_a_repeated_step_that_differs_is_not_used(
     number: float, kernel: Attention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder(broken=lambda logits: logits[:, 3].add_(number))
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(8)
     for _ in range(4):
         requests.step(0)
@@ -281,7 +288,7 @@ def test_the_steps_that_were_not_used_for_longest_are_dropped(
 ) -> None:
     monkeypatch.setattr(step_graphs, "MOST_STEPS", 2)
     recorder = Recorder()
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     for _ in range(3):
         requests.add(5)
     for members in ((0,), (0, 1), (0,), (0, 1, 2), (0,), (0, 1)):
@@ -292,7 +299,7 @@ def test_the_steps_that_were_not_used_for_longest_are_dropped(
 def test_many_requests_are_not_recorded(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "MOST_ROWS", 1)
     recorder = Recorder()
-    requests = Requests("llama", {}, kernel, recorder, monkeypatch)
+    requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(5)
     requests.add(6)
     for _ in range(2):

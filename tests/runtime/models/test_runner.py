@@ -852,7 +852,7 @@ def test_a_model_that_kernels_would_change_too_much_runs_by_its_own_code(
 ) -> None:
     monkeypatch.setitem(exchanges._ROUNDING, torch.float32, 1.0)  # each module alone seems right
     own = kernels.products
-    monkeypatch.setattr(kernels, "products", lambda x, layers: [each * 1.01 for each in own(x, layers)])
+    monkeypatch.setattr(kernels, "products", lambda *given, **named: [each * 1.01 for each in own(*given, **named)])
     model = tiny("llama")
     assert ModelRunner(loaded(model), 8, 16).exchanged == Exchanged()
     assert "its own code runs" in caplog.text
