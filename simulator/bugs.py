@@ -665,7 +665,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "logits are rounded", "-", "runtime/kernels/exchanges.py",
-        "rounds=head not in layers", "rounds=True",
+        "rounds=[*layers] != [head]", "rounds=True",
         "tests/runtime/kernels/test_exchanges.py::test_logits_are_not_rounded",
     ),
     _mutant(

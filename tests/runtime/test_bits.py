@@ -40,9 +40,14 @@ PAGES = 900
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def model_of(name: str, dtype: torch.dtype) -> LoadedModel:
+WHOLE: dict[str, dict[str, object]] = {"llama": {"head_dim": 32}, "qwen3": {"head_dim": 32}}
+"""Models whose layers are one call of the core each, with these changes."""
+
+
+def model_of(name: str, dtype: torch.dtype, **others: object) -> LoadedModel:
     family, changes = ALL[name]
-    model = tiny(family, **{"max_position_embeddings": CONTEXT, **changes}).to(dtype)  # type: ignore[call-arg,arg-type]
+    changes = {"max_position_embeddings": CONTEXT, **changes, **WHOLE.get(name, {}), **others}
+    model = tiny(family, **changes).to(dtype)  # type: ignore[call-arg,arg-type]
     return replace(loaded(model, name), dtype=dtype, tokenizer=Letters())  # type: ignore[arg-type]
 
 
@@ -83,6 +88,7 @@ def test_parts_beside_others_have_the_bits_of_prompts_alone(seeds: int, name: st
         assert dtype is torch.bfloat16
         return
     assert (runner.inexact is None) == (ALL[name][0] not in INEXACT), runner.inexact
+    assert runner.exchanged.layers == 3 or name not in WHOLE
     for seed in range(seeds) if runner.inexact is None else ():
         same_bits(Bits(runner), seed)
 
@@ -231,9 +237,11 @@ def test_pages_of_another_arithmetic_have_another_identity() -> None:
     runner = runner_of("llama", torch.float32)
     named = [each for each in runner.computation if each.startswith("arithmetic ")]
     assert named == ([f"arithmetic {arithmetic()}"] if runner.inexact is None else [])
+    assert ("whole layers 3" in runner.computation) == (runner.inexact is None)
+    assert not any("whole" in each for each in runner_of("phi3", torch.float32).computation)
 
 
 @pytest.mark.usefixtures("instructions")
 def test_the_plain_path_names_the_machine_whose_compiler_made_it() -> None:
     name = _core.instructions()
-    assert arithmetic() == (f"2 plain {platform.machine()}" if name == "plain" else f"2 {name}")
+    assert arithmetic() == (f"3 plain {platform.machine()}" if name == "plain" else f"3 {name}")

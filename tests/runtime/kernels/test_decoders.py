@@ -33,7 +33,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "scaled rotation": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
 }
-LIMIT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the spread of logits
+LIMIT = {torch.float32: 2e-5, torch.bfloat16: 6e-2}  # of the spread of logits
 
 
 @pytest.fixture
@@ -48,6 +48,16 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(decoders._Kernel, "compute", counting)
     return rows
+
+
+def tiny_of(family: str, **changes: Any) -> PreTrainedModel:
+    """A tiny model whose gains and biases differ from each other, too."""
+    model = tiny(family, **{**WHOLE, **changes})
+    chance = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=chance)
+    return model
 
 
 def runner_of(model: PreTrainedModel) -> ModelRunner:
@@ -82,8 +92,8 @@ def random_prompts(count: int, length: int = 40) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_computes_what_the_models_own_code_does(kind: str, dtype: torch.dtype, computed: list[int]) -> None:
     family, changes = KNOWN[kind]
-    model = tiny(family, **{**WHOLE, **changes}).to(dtype)
-    plain = copy.deepcopy(model)
+    model = tiny_of(family, **changes).to(dtype)
+    plain = copy.deepcopy(model).float()  # from which the own code is farther in bfloat16
     plain.set_attn_implementation("eager")
     prompts = random_prompts(3)
     runner = runner_of(model)
@@ -100,7 +110,7 @@ def test_a_step_computes_what_the_models_own_code_does(kind: str, dtype: torch.d
 @pytest.mark.parametrize("kind", KNOWN)
 def test_bfloat16_is_nearer_to_float32_than_the_models_own_code(kind: str) -> None:
     family, changes = KNOWN[kind]
-    own = tiny(family, **{**WHOLE, **changes}).bfloat16()
+    own = tiny_of(family, **changes).bfloat16()
     runner = runner_of(copy.deepcopy(own))
     prompts = random_prompts(3, 64)
     found = [runner.forward([Segment(prompt, 0, (table(0),), 64)]) for prompt in prompts]
@@ -131,7 +141,7 @@ def unrounded(x: torch.Tensor, module: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("instructions")
 def test_a_whole_layer_rounds_what_multiplies_and_nothing_else() -> None:
-    model = tiny("qwen3", **WHOLE).bfloat16()
+    model = tiny_of("qwen3").bfloat16()
     segments = [
         Segment(prompt, 0, (np.array([i], dtype=np.int32),), 1) for i, prompt in enumerate(random_prompts(12, 1))
     ]
@@ -150,7 +160,7 @@ def test_a_whole_layer_rounds_what_multiplies_and_nothing_else() -> None:
 
 @pytest.mark.usefixtures("instructions")
 def test_keys_are_rounded_when_they_are_rotated_and_values_once() -> None:
-    model: Any = tiny("qwen3", **WHOLE).bfloat16()
+    model: Any = tiny_of("qwen3").bfloat16()
     runner = runner_of(model)
     layer, x, _ = first_layer(model, runner, [Segment(random_prompts(1)[0], 0, (np.arange(16, dtype=np.int32),), 1)])
     normed = unrounded(x, layer.input_layernorm)
@@ -199,8 +209,8 @@ def test_a_prompt_of_few_tokens_and_a_draft_are_one_call_a_layer(computed: list[
 def test_many_rows_are_one_call_a_layer(kind: str, dtype: torch.dtype, threads: int, computed: list[int]) -> None:
     family, changes = KNOWN[kind]
     # Wide enough for more than one part of the rows a thread.
-    model = tiny(family, **{**WHOLE, "hidden_size": 192, "intermediate_size": 320, **changes}).to(dtype)
-    plain = copy.deepcopy(model)
+    model = tiny_of(family, **{"hidden_size": 192, "intermediate_size": 320, **changes}).to(dtype)
+    plain = copy.deepcopy(model).float()  # from which the own code is farther in bfloat16
     plain.set_attn_implementation("eager")
     prompts = random_prompts(3, 128)
     runner = ModelRunner(replace(loaded(model), dtype=dtype), 96, 4)
@@ -222,6 +232,17 @@ def test_many_rows_are_one_call_a_layer(kind: str, dtype: torch.dtype, threads: 
     error = (torch.cat(found, 1).float() - expected) / float(expected.max() - expected.min())
     assert float(error.abs().max()) < 2 * LIMIT[dtype]  # PyTorch's own attention in place of eager: 1.4 times
     assert float(error.square().mean().sqrt()) < LIMIT[dtype] / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_rows_than_the_mlp_takes_at_once_have_the_bits_of_each_prompt(dtype: torch.dtype) -> None:
+    runner = ModelRunner(replace(loaded(tiny_of("llama").to(dtype)), dtype=dtype), 160, 4)
+    prompts = random_prompts(5, 120)
+    segments = [
+        Segment(prompt, 0, (np.arange(32 * i, 32 * i + 32, dtype=np.int32),), 120) for i, prompt in enumerate(prompts)
+    ]
+    alone = [runner.forward([segment]) for segment in segments]
+    assert torch.equal(runner.forward(segments), torch.cat(alone))  # 600 rows
 
 
 def test_an_adapter_is_computed_by_its_own_layers(tmp_path: Path, computed: list[int]) -> None:
@@ -283,19 +304,22 @@ def test_a_layer_whose_parts_are_watched_is_not_exchanged() -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.1)], ids=str)
 @pytest.mark.parametrize("part", ["keys", "results"])
-def test_a_layer_that_computes_something_else_is_not_exchanged(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_computes_something_else_is_not_exchanged(
+    part: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = decoders._Kernel.compute
 
     def off(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
         result = own(self, x, given)
         if self._index == 1:
             plan = given["paging"].plans["full"]
-            (plan.pool.k[1].flatten(0, 1)[plan.slot_ids[0]] if part == "keys" else result).mul_(1.001)
+            (plan.pool.k[1].flatten(0, 1)[plan.slot_ids[0]] if part == "keys" else result).mul_(factor)
         return result
 
     monkeypatch.setattr(decoders._Kernel, "compute", off)
-    exchanged = runner_of(tiny("llama", **WHOLE)).exchanged
+    exchanged = runner_of(tiny("llama", **WHOLE).to(dtype)).exchanged
     assert (exchanged.layers, exchanged.refused) == (2, 1)
 
 

@@ -93,6 +93,8 @@ def test_logits_are_not_rounded(model: PreTrainedModel) -> None:
     assert found.dtype is torch.float32
     assert torch.equal(plain, plain.bfloat16().float()) and not torch.equal(found, found.bfloat16().float())
     assert differ(found, plain) < 4e-2
+    with torch.inference_mode():
+        assert torch.equal(copy.deepcopy(own)(input_ids=PROMPT, use_cache=False).logits, found)
 
 
 def test_nothing_is_kept_between_forwards(model: PreTrainedModel) -> None:

@@ -227,7 +227,7 @@ class Study:
                 what those before it have.
             bare: the row without a cache; None: this is that row.
             machines: for which requests wait, first come, first served; 0: nobody waits.
-            machine: [requests] who serves each; None: the first that is free.
+            machine: [requests] who serves each, if requests wait; None: the first that is free.
             network: bytes per second to a machine from the others, and from storage.
         """
         facts, engine, tokens = self.facts, self.facts.engine, self.facts.input_tokens

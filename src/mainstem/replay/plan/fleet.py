@@ -140,7 +140,7 @@ def plan_fleet(
     Raises:
         BadArgument: the trace has no span, the weights do not fit, or sizes contradict each other.
     """
-    if len(trace) == 0 or not trace.whole.time_s[-1] > 0:
+    if len(trace) == 0 or not trace.whole.time_s[-1] > trace.whole.time_s[0]:
         raise BadArgument("trace", trace.name, "a trace whose requests come at different times")
     study = Study.of(trace, model, device, memory, replace(given, replicas=1), slo_ttft_s)
     routing: Routing = "cost" if given.routing == "shared" else given.routing
@@ -295,7 +295,8 @@ class _Fleets:
         """Returns the row of a fleet. What the store gives and gets crosses a machine's link, too.
 
         Args:
-            machine, peer: [requests] who served it, and who was asked; None: all alike, and nobody.
+            machine: [requests] who served it; None: machines are alike, and the first one counts for all.
+            peer: [requests] who was asked; None: nobody.
         """
         facts, trace, interval = self._facts, self._study.trace, self._fleet.interval
         first = np.zeros(len(trace), np.int32)

@@ -272,9 +272,10 @@ def _needed(plan: FleetPlan) -> Iterator[str]:
 
 def _knees(plan: FleetPlan) -> Iterator[str]:
     knee, fleet = plan.knee, plan.fleet
+    machines = f"{counted(knee.size.machines, 'machine')} {'saves' if knee.size.machines == 1 else 'save'}"
     yield (
-        f"Knee: {knee.size.machines:,} machines save {knee.flops_saved_share:.1%} of prefill FLOPs; beyond them, a "
-        f"machine saves at most {fleet.machine_gain:g} %, on average."
+        f"Knee: {machines} {knee.flops_saved_share:.1%} of prefill FLOPs; beyond them, a machine "
+        f"saves at most {fleet.machine_gain:g} %, on average."
     )
     row = plan.host_knee
     if fleet.machine_memory:

@@ -138,7 +138,8 @@ class ModelRunner:
         scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
         keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
         bits = () if self._inexact else (f"arithmetic {self.arithmetic}",)
-        return scan + keys + bits
+        whole = (f"whole layers {self.exchanged.layers}",) if bits and self.exchanged.layers else ()  # they round less
+        return scan + keys + bits + whole
 
     @property
     def pools(self) -> dict[str, KVPool | StatePool]:
