@@ -71,9 +71,9 @@ struct Plain {
   static constexpr bool kAlternates = !kIsFloat;  // its pairs are those of even and odd places
   template <int kLanes>
   static constexpr Shape kShape = {kIsFloat ? kLanes : 2 * kLanes, kIsFloat&& kLanes == 16 ? 4 : 2,
-                                   kLanes < 16 ? 4
-                                   : kIsFloat  ? 6
-                                               : 8};
+                                   kIsFloat      ? 6
+                                   : kLanes < 16 ? 5
+                                                 : 8};
 
   static Plain of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
     return {layer.weight + output * inputs};
