@@ -122,8 +122,10 @@ def test_an_adapter_whose_products_are_pytorchs_makes_the_model_inexact(
 ) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj"])
-    peft.get_peft_model(tiny("llama"), config).save_pretrained(str(tmp_path), save_embedding_layers=False)
-    runner = runner_of("llama", torch.float32)
+    name = "mistral windowed"  # whose layers compute part by part
+    model = peft.get_peft_model(model_of(name, torch.float32).model, config)
+    model.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    runner = runner_of(name, torch.float32)
     identity = runner.computation
     monkeypatch.setattr(exchanges, "exchange_linear", lambda layer, beside: None)
     monkeypatch.setattr(self_test, "compute_by_row", lambda module: False)
