@@ -139,7 +139,7 @@ class Outcome:
 
 
 class Served(NamedTuple):
-    """What serving a trace takes.
+    """The hits, times and bytes of serving a trace.
 
     Args:
         outcome: the fields of an `Outcome`.
@@ -234,7 +234,7 @@ class Study:
         reaches = [self.known(blocks) for blocks in found]
         flops, computing_s = engine.prefill(facts.model, self.tokens, reaches[-1])
         loaded, pulled, read = (engine.moved_bytes(above, below, reaches[-1]) for above, below in pairwise(reaches))
-        # What comes over the network or from storage passes through host memory, at the slowest of the rates.
+        # Bytes from the network or from storage pass through host memory, at the slowest of the rates.
         link, remote = engine.host_bytes_per_s, min(network, engine.host_bytes_per_s)
         loading = loaded / link + pulled / remote + read / min(engine.storage_bytes_per_s or math.inf, remote)
         ttft_s = facts.given.overhead + loading + computing_s

@@ -292,7 +292,7 @@ class _Fleets:
         return self._counted(Size(needed, 0, 0, False), served, None, None)
 
     def _counted(self, size: Size, served: Served, machine: Int32s | None, peer: Int32s | None) -> FleetRow:
-        """Returns the row of a fleet. What the store gives and gets crosses a machine's link, too.
+        """Returns the row of a fleet. Reads from the store and writes to it cross a machine's link, too.
 
         Args:
             machine: [requests] who served it; None: machines are alike, and the first one counts for all.
