@@ -148,9 +148,7 @@ def test_a_whole_layer_rounds_what_multiplies_and_nothing_else() -> None:
     layer, x, found = first_layer(model, runner_of(model), segments)
     attention, mlp = layer.self_attn, layer.mlp
     value = unrounded(unrounded(x, layer.input_layernorm), attention.v_proj).bfloat16()
-    heads = value.view(12, -1, 32).repeat_interleave(
-        attention.num_key_value_groups, 1
-    )  # a token that sees itself alone
+    heads = value.view(12, -1, 32).repeat_interleave(attention.num_key_value_groups, 1)  # each token sees itself
     x = x.float() + unrounded(heads.flatten(1), attention.o_proj)
     normed = unrounded(x, layer.post_attention_layernorm)
     opened = functions.silu(unrounded(normed, mlp.gate_proj)) * unrounded(normed, mlp.up_proj)
@@ -184,7 +182,7 @@ def test_what_goes_from_layer_to_layer_is_not_rounded() -> None:
         layer.register_forward_hook(lambda layer, given, x: seen.append(x))
     runner.forward([Segment(random_prompts(1)[0], 0, (table(0),), 1)])
     assert [x.dtype for x in seen] == [torch.float32] * 2 + [torch.bfloat16] * 3
-    assert not torch.equal(seen[0], seen[0].bfloat16())
+    assert not torch.equal(seen[0], seen[0].bfloat16().float())
 
 
 def test_a_prompt_of_few_tokens_and_a_draft_are_one_call_a_layer(computed: list[int]) -> None:

@@ -109,7 +109,7 @@ def exchange(model: Any, given: Given, kernels: Kernels = core) -> Exchanged:
     """
     generator = torch.Generator().manual_seed(0)
     modules = [module for module in _modules(model) if "forward" not in vars(module)]
-    head = model.get_output_embeddings()  # its results are logits, which nothing multiplies
+    head = model.get_output_embeddings()  # its results are logits, which no weight multiplies
     groups = [_Group(layers, kernels, rounds=[*layers] != [head]) for layers in _groups(modules, given, kernels)]
     groups = [group for group in groups if _proven_linears(group, generator)]
     norms = [module for module in modules if _is_norm(module, kernels)]

@@ -3,8 +3,8 @@
 //   h = norm(x);   q, k, v = linear(h);   q, k = rotate(norm(q), norm(k));   x += linear(attention(q, pages with k, v))
 //   h = norm(x);   x += linear(activation(linear(h)) * linear(h))
 //
-// Only what multiplies a weight, queries, keys and values are rounded to the model's numbers. All else is float32: x,
-// and what comes between.
+// A layer rounds factors of weights, queries, keys and values to the model's numbers. All else is float32: x, and the
+// sums and activations between.
 #pragma once
 
 #include <cstddef>
