@@ -1,11 +1,12 @@
 """How many bits a hit changes: answers of Mainstem, vLLM and transformers, cold, warm, and beside others.
 
-One model in bfloat16, prompts that no server has seen, greedy answers with the log-probabilities of each token. A
-prompt is asked twice, alone: cold, and warm, when its pages are there. Then it is asked beside others. What changes is
-counted: texts, and sets of log-probabilities of a whole answer. The best tokens of the first position are compared in
-numbers, also with those of transformers in float32, which say how exact the others are. So do the log-probabilities of
-a longer text, the documentation of this repository: token by token, against float32's. Servers of Mainstem that
-computed none of the prompts then answer them: from a store after a restart, from a peer, from a prefill replica.
+One model in bfloat16, and in float32 by Mainstem; prompts that no server has seen, greedy answers with the
+log-probabilities of each token. A prompt is asked twice, alone: cold, and warm, when its pages are there. Then it is
+asked beside others. What changes is counted: texts, and sets of log-probabilities of a whole answer. The best tokens of
+the first position are compared in numbers, also with those of transformers in float32, which say how exact the others
+are. So do the log-probabilities of a longer text, the documentation of this repository: token by token, against
+float32's. Servers of Mainstem that computed none of the prompts then answer them: from a store after a restart, from a
+peer, from a prefill replica.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ from bench.report import Report
 from bench.servers import Texts
 from mainstem.runtime.models.loading import load_model
 
+_MAINSTEM, _VLLM = SYSTEMS[:2]
+_SUBJECTS = (
+    _MAINSTEM,
+    replace(_MAINSTEM, name="Mainstem, float32", command=_MAINSTEM.command.replace("bfloat16", "float32")),
+    _VLLM,
+)
 _BEST = 5  # tokens of a position whose log-probabilities are asked for
 _LIMIT_S = 600.0
 
@@ -237,7 +244,7 @@ def run(settings: Settings, report: Report) -> None:
     model = Path(str(exact._model.config.name_or_path))
     del exact
     with TemporaryDirectory() as logs:
-        for system in SYSTEMS[:2]:
+        for system in _SUBJECTS:
             if (version := system.version()) is None:
                 report.notes.append(f"{system.name} is left out: {system.python} lacks {' or '.join(system.packages)}")
                 continue
@@ -249,7 +256,7 @@ def run(settings: Settings, report: Report) -> None:
                     cold = _alone(served, prompts, settings.new_tokens)
                     report.rows += measure(settings, served, prompts, best, cold) + precision(served, passages, read)
                     stack.close()
-                    if system is SYSTEMS[0]:
+                    if system.packages == _MAINSTEM.packages:
                         log = Path(logs, "elsewhere")
                         start = partial(_with_flags, system, model, log)
                         report.rows += elsewhere(served.name, prompts, cold, start, report)
