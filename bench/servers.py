@@ -52,7 +52,7 @@ class Settings:
     new_tokens: int = 128
     prefix: int = 800
     long_prefix: int = 4096
-    loads: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    loads: tuple[int, ...] = (1, 8)
     alone: int = 8
     long_load: int = 16
     passage: int = 200
