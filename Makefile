@@ -212,7 +212,7 @@ GPU := PYTHONPATH=$(CURDIR)/src MAINSTEM_GPU_DEVICE=cuda $(PYTHON)
 test-gpu:
 	$(PYTHON) scripts/build_core.py
 	$(GPU) -m pytest -p no:cacheprovider $(ARGS) -k "not gemma3n and not (llama and windows) and not restart and not identity" \
-		tests/runtime/memory/test_host.py tests/runtime/attention/test_triton_attention.py tests/runtime/kernels/test_triton_copies.py tests/runtime/attention/test_tree_attention.py \
+		tests/runtime/memory/test_host.py tests/runtime/attention/test_triton_attention.py tests/runtime/kernels/test_triton_copies.py tests/runtime/attention/test_page_attention.py \
 		tests/runtime/kernels/test_step_graphs.py tests/runtime/test_engine_hybrid.py tests/runtime/test_gpu_bits.py
 
 bench-gpu:

@@ -35,7 +35,6 @@ from bench import throughput, ttft
 from bench.attention import Shape, extents_of, step_s
 from bench.report import Report
 from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from mainstem.runtime.models.loading import LoadedModel
@@ -296,7 +295,7 @@ class Bench:
 
         `graph_s` are times of one CUDA graph, planned before. Others launch each kernel, and plan in each step.
         """
-        kernels = {type(kernel).__name__: kernel for kernel in (self._attention, TreeAttention(), SdpaAttention())}
+        kernels = {type(kernel).__name__: kernel for kernel in (self._attention, SdpaAttention())}
         for shape in (*self._settings.decodes, *self._settings.prefills):
             for page_size in self._settings.page_sizes:
                 step = self._step(shape, page_size)

@@ -43,7 +43,7 @@ _PREFETCH, _READS, _ATTACH_POINT, _BIDIRECTIONAL, _WARM = (
 )
 _WRITE = "tiers/storage/write.py"
 _SCHEDULER, _SEQUENCE = "runtime/schedule/scheduler.py", "runtime/schedule/sequence.py"
-_SHARING, _FOLDING, _TREE_ATTENTION = (f"runtime/attention/{part}.py" for part in ("sharing", "folding", "tree"))
+_SHARING, _FOLDING = "runtime/attention/sharing.py", "runtime/attention/folding.py"
 _DECODERS = "runtime/kernels/decoders.py"
 _GPU_SPANS, _GPU_BITS = "runtime/attention/triton_spans.py", "tests/runtime/test_gpu_bits.py::"
 _AUDIT, _AUDITED = "runtime/audit/prefix_audit.py", "tests/runtime/audit/test_audit.py::"
@@ -603,39 +603,24 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- attention over the tree
     _mutant(
-        "partial results are merged without their maximum", "-", _TREE_ATTENTION,
-        "lse.softmax(0)", "lse.exp() / lse.exp().sum(0)",
-        "tests/runtime/attention/test_tree_attention.py::test_large_scores_do_not_overflow",
-    ),
-    _mutant(
-        "a sink is in each part, not once", "-", _TREE_ATTENTION,
-        ".expand(1, *lse.shape[1:])", ".expand(lse.shape)",
-        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
-    ),
-    _mutant(
         "a shared run is read one page too far", "-", _FOLDING,
-        "queries[run.members[0]], bounds)", "queries[run.members[0]], [bounds[0], bounds[1] + size])",
-        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
+        "for member in whole.members], *bounds)", "for member in whole.members], bounds[0], bounds[1] + size)",
+        "tests/runtime/attention/test_page_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a shared run is read one page short", "-", _FOLDING,
-        "queries[run.members[0]], bounds)", "queries[run.members[0]], [bounds[0], bounds[1] - size])",
-        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
+        "for member in whole.members], *bounds)", "for member in whole.members], bounds[0], bounds[1] - size)",
+        "tests/runtime/attention/test_page_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a run is shared one page after its members part", "-", _SHARING,
         "begin + int(equal.argmin())", "begin + int(equal.argmin()) + 1",
-        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_page_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a sharer is in the group of another prefix", "-", _SHARING,
         "(ids[group[1:], begin:] ==", "(ids[group[1:2], begin:] ==",
-        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
-    ),
-    _mutant(
-        "a run is folded for queries that see only its end", "-", _FOLDING,
-        "(int(begins.max()), min(", "(int(begins.min()), min(",
-        "tests/runtime/attention/test_tree_attention.py::test_results_are_those_request_by_request",
+        "tests/runtime/attention/test_page_attention.py::test_results_are_those_request_by_request",
     ),
     _mutant(
         "a layer in one call forgets the adapter", "-", _DECODERS,

@@ -113,7 +113,7 @@ LANES = (
     ),
     slow(
         "kernels",
-        "runtime/attention/test_tree_attention",
+        "runtime/attention/test_page_attention",
         "runtime/kernels/test_step_graphs",
         "runtime/attention/test_triton_attention",
         "runtime/test_bits",

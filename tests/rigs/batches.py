@@ -30,7 +30,7 @@ class Batch:
     extents: list[Extent]
     component: Attended
     fold_pages: int  # shared pages that are worth folding
-    view_positions: int  # consecutive positions that are worth a view
+    span_positions: int  # that are worth a program of a GPU
     tile_rows: int
 
     @property
@@ -56,19 +56,14 @@ class Batch:
     @contextmanager
     def settings(self) -> Iterator[None]:
         """Makes small things as worth it as large ones are."""
-        position_bytes = self.pool.shape.kv_heads * sum(self.pool.shape.planes) * self.pool.dtype.itemsize
         with pytest.MonkeyPatch.context() as patch:
-            fold_bytes = self.fold_pages * self.pool.page_size * position_bytes
-            patch.setattr("mainstem.runtime.attention.folding.FOLD_BYTES", fold_bytes)
-            for name in ("VIEW_BYTES", "CUT_BYTES"):
-                patch.setattr(f"mainstem.runtime.attention.folding.{name}", self.view_positions * position_bytes)
-            patch.setattr("mainstem.runtime.attention.folding.GATHER_BYTES", 10 * self.view_positions * position_bytes)
-            patch.setattr("mainstem.runtime.attention.folding.BEGIN_STEP", self.fold_pages)
+            patch.setattr("mainstem.runtime.attention.folding.SPAN", self.fold_pages * self.pool.page_size)
+            patch.setattr("mainstem.runtime.attention.few_rows.SHARE_BYTES", 1)
             patch.setattr("mainstem.runtime.attention.paged.TILE_ROWS", self.tile_rows)
             if "mainstem.runtime.attention.triton_attention" in sys.modules:  # where Triton is installed
                 worth = {"FOLD_POSITIONS": self.fold_pages * self.pool.page_size, "BEGIN_STEP": self.fold_pages}
                 worth["WHOLE_PROMPT"] = self.fold_pages * 3
-                parts = {"LEAST_SPAN": self.view_positions, "PROGRAMS": 8, "BLOCK_BYTES": 256}
+                parts = {"LEAST_SPAN": self.span_positions, "PROGRAMS": 8, "BLOCK_BYTES": 256}
                 for name, size in (worth | parts).items():
                     patch.setattr(f"mainstem.runtime.attention.triton_attention.{name}", size)
             yield

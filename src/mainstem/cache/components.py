@@ -23,10 +23,6 @@ class _Attention:
         """How many positions each query sees at most, up to its own; None: all that its neighbours see."""
         return None
 
-    def restarts(self, start: int, end: int) -> range:
-        """Returns the positions in (start, end) whose query sees nothing of what the one before sees."""
-        return range(0)
-
 
 @dataclass(frozen=True, slots=True)
 class Full(_Attention):
@@ -109,10 +105,6 @@ class Chunked(_Local):
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return position - position % self.tokens
-
-    def restarts(self, start: int, end: int) -> range:
-        """Returns the positions in (start, end) whose query sees nothing of what the one before sees."""
-        return range(self.seen_from(start) + self.tokens, end, self.tokens)
 
     def begins(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns `seen_from` of each of these positions."""

@@ -246,7 +246,7 @@ def test_regions_elsewhere_leave_the_fast_path() -> None:
     assert plan_batch(far, pool).spans[0].causal
     assert not plan_batch([extents[0]._replace(regions=((4, 7),))], pool).spans[0].causal
     plan = plan_batch([extents[1]._replace(regions=((10, 16),))], pool)
-    assert plan.masks.get(plan.spans[0].tiles[0], 3) is None
+    assert plan.spans[0].tiles[0].mask(3, pool.device) is None
 
 
 def test_keys_after_the_last_position_are_never_read() -> None:

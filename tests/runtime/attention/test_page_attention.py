@@ -1,8 +1,11 @@
-"""The core's attention over pages, against attention request by request, which `test_attention.py` tests."""
+"""Attention over pages by kernels, against attention request by request, which `test_attention.py` tests.
+
+Every shape is drawn for both kernels: Triton's interpreter computes the one for GPUs, and `make test-gpu` compiles it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +21,11 @@ from mainstem.errors import BadArgument
 from mainstem.runtime.attention import few_rows as page_attention
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.folding import seen_keys
-from mainstem.runtime.attention.paged import FULL, Extent, SdpaAttention, plan_batch
+from mainstem.runtime.attention.paged import FULL, Attention, Extent, SdpaAttention, plan_batch
 from mainstem.runtime.memory.kv import KVPool, KVShape
+from tests.rigs.attending import EXACT, GROUP, KV_HEADS, SINKS, attend, attend_latent, new_rows
 from tests.rigs.batches import Batch, batches
-from tests.runtime.attention.test_tree_attention import EXACT, GROUP, KV_HEADS, SINKS, attend, attend_latent, new_rows
+from tests.rigs.interpreted import triton_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,48 +34,58 @@ OTHER_VALUES = SHAPE._replace(head_dim=64, value_dim=96)  # more than one block 
 LATENT = KVShape(2, 1, 40, 32, latent=True)
 
 
+@pytest.fixture(scope="module", params=["core", pytest.param("triton", marks=pytest.mark.slow)])
+def kernel(request: pytest.FixtureRequest) -> Attention:
+    return PageAttention() if request.param == "core" else triton_attention()
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.one_of(batches(SHAPE), batches(OTHER_VALUES)),
     st.sampled_from([None, SINKS]),
     st.sampled_from([None, None, 0.5, 20.0]),
 )
-def test_results_are_those_request_by_request(batch: Batch, sinks: torch.Tensor | None, softcap: float | None) -> None:
+def test_results_are_those_request_by_request(
+    kernel: Attention, batch: Batch, sinks: torch.Tensor | None, softcap: float | None
+) -> None:
     new = new_rows(batch.tokens, batch.pool.shape)
     expected = attend(SdpaAttention(), batch, new, sinks=sinks, softcap=softcap)
-    found = attend(PageAttention(), batch, new, sinks=sinks, softcap=softcap)
+    found = attend(kernel, batch, new, sinks=sinks, softcap=softcap)
     assert expected.isfinite().all()
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(batches(SHAPE), st.sampled_from([None, SINKS * 100]))
-def test_large_scores_do_not_overflow(batch: Batch, sinks: torch.Tensor | None) -> None:
+def test_large_scores_do_not_overflow(kernel: Attention, batch: Batch, sinks: torch.Tensor | None) -> None:
     """Scores of some hundreds, whose exponentials float32 does not hold."""
     new = new_rows(batch.tokens, batch.pool.shape)
     expected = attend(SdpaAttention(), batch, new, scale=60.0, sinks=sinks)
-    found = attend(PageAttention(), batch, new, scale=60.0, sinks=sinks)
+    found = attend(kernel, batch, new, scale=60.0, sinks=sinks)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 2.5e-3)], ids=str)
+def test_half_precision_is_as_exact_as_request_by_request(kernel: Attention, dtype: torch.dtype, bound: float) -> None:
+    """Both are within one bound of float32 with the same inputs; values are of the size of 1."""
+
+    @settings(max_examples=80, deadline=None, derandomize=True)
+    @given(batches(SHAPE, dtype), st.sampled_from([None, SINKS]))
+    def check(batch: Batch, sinks: torch.Tensor | None) -> None:
+        new = new_rows(batch.tokens, batch.pool.shape, dtype)
+        found = [attend(each, batch, new, sinks=sinks) for each in (SdpaAttention(), kernel)]
+        exact = batch.on("cpu", torch.float32)
+        truth = attend(SdpaAttention(), exact, [x.float() for x in new], sinks=sinks)
+        for result in found:
+            assert (result.float() - truth).abs().max() < bound
+
+    check()
+
+
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(batches(SHAPE, torch.bfloat16), st.sampled_from([None, SINKS]))
-def test_weights_and_results_in_bfloat16_are_rounded_once(batch: Batch, sinks: torch.Tensor | None) -> None:
-    """Values are of the size of 1; a result of 4 is rounded by at most 2 ** -7."""
-    new = new_rows(batch.tokens, batch.pool.shape, torch.bfloat16)
-    found = attend(PageAttention(), batch, new, sinks=sinks)
-    exact = KVPool(SHAPE, batch.pool.pages, batch.pool.page_size, torch.float32)
-    for plane, given_plane in zip(exact.planes, batch.pool.planes, strict=True):
-        plane.copy_(given_plane)
-    few = replace(batch, pool=exact)
-    truth = attend(SdpaAttention(), few, [x.float() for x in new], sinks=None if sinks is None else sinks)
-    assert (found.float() - truth).abs().max() < 2e-2
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(batches(LATENT, regions=False))
-def test_latents_are_absorbed_to_the_results_of_expanded_ones(batch: Batch) -> None:
-    expected, found = (attend_latent(kernel, batch) for kernel in (SdpaAttention(), PageAttention()))
+def test_latents_are_absorbed_to_the_results_of_expanded_ones(kernel: Attention, batch: Batch) -> None:
+    expected, found = (attend_latent(each, batch) for each in (SdpaAttention(), kernel))
     torch.testing.assert_close(found, expected, **EXACT)
 
 

@@ -1,4 +1,4 @@
-"""The attention kernel for GPUs, interpreted: some shapes of those that `test_tree_attention.py` draws."""
+"""The attention kernel for GPUs, interpreted: some shapes of those that `test_page_attention.py` draws."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from machine import DEVICE
 from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, LATENT, VARIANTS, WINDOWED, loaded, tiny
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import FULL, Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.memory.kv import KVPool, KVShape
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.runner import ModelRunner, attention_for
+from tests.rigs.attending import EXACT, KV_HEADS, SCALE, SINKS, attend, new_rows
 from tests.rigs.batches import Batch, batches
 from tests.rigs.interpreted import triton_attention
-from tests.runtime.attention.test_tree_attention import EXACT, OTHER_VALUES, SCALE, SHAPE, SINKS, attend, new_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPE = KVShape(2, KV_HEADS, 8, 8)
+OTHER_VALUES = SHAPE._replace(value_dim=5)
 
 
 @pytest.fixture(scope="module")
@@ -191,5 +193,5 @@ def test_a_gpu_without_triton_computes_by_pytorch_and_says_so(
     monkeypatch.delitem(sys.modules, "mainstem.runtime.attention.triton_attention", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING):
-        assert type(attention_for(torch.device("cuda"))) is TreeAttention
+        assert type(attention_for(torch.device("cuda"))) is SdpaAttention
     assert "Triton" in caplog.text

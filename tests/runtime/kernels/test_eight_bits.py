@@ -18,7 +18,6 @@ from mainstem.cache.components import Attended, Chunked, Full, Window
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import Attention, Extent, SdpaAttention, plan_batch
-from mainstem.runtime.attention.tree import TreeAttention
 from mainstem.runtime.memory import kv
 from mainstem.runtime.memory.eight_bits import eight_bits, quantize, rounded
 from mainstem.runtime.memory.kv import KVPool, KVShape
@@ -144,7 +143,7 @@ def test_the_same_memory_holds_about_twice_as_many_pages(dtype: Any) -> None:
 # ---- attention
 
 
-KERNELS = [SdpaAttention, TreeAttention, PageAttention]
+KERNELS = [SdpaAttention, PageAttention]
 
 
 @st.composite
@@ -250,7 +249,7 @@ def test_a_codec_of_storage_beside_8_bits_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "name"), [("cpu", PageAttention, "the core"), ("cuda", TreeAttention, "PyTorch")]
+    ("device", "kind", "name"), [("cpu", PageAttention, "the core"), ("cuda", SdpaAttention, "PyTorch")]
 )
 def test_the_log_says_what_computes_attention_over_8_bits(
     device: str, kind: type[Attention], name: str, caplog: pytest.LogCaptureFixture

@@ -14,8 +14,7 @@ import torch
 from machine import DEVICE
 
 from bench.tiny_models import CONTEXT, FAMILIES, VARIANTS, VOCAB, WINDOWED, loaded, tiny
-from mainstem.runtime.attention.paged import Attention
-from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.attention.paged import Attention, SdpaAttention
 from mainstem.runtime.kernels import step_graphs
 from mainstem.runtime.kernels.step_graphs import padded_rows
 from mainstem.runtime.models.layout import Layout
@@ -77,7 +76,7 @@ class Requests:
         self.runners = []
         for made in (recorder, None):
             # The interpreter takes long, so what is compared with is computed by PyTorch.
-            attention = kernel if made is not None or DEVICE != "cpu" else TreeAttention()
+            attention = kernel if made is not None or DEVICE != "cpu" else SdpaAttention()
             patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_, made=attention: made)
             patch.setattr("mainstem.runtime.models.runner.recorder_for", lambda _, made=made: made)
             model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]

@@ -40,9 +40,7 @@ from bench.tiny_vision import save as save_with_images
 from mainstem.cache.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.attention.latent import Latents
-from mainstem.runtime.attention.paged import FULL, PAGED, BatchPlan, PackedPositions
-from mainstem.runtime.attention.tree import TreeAttention
-from mainstem.runtime.kernels import exchanges
+from mainstem.runtime.attention.paged import FULL, PAGED, PackedPositions, SdpaAttention
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.kernels.exchanges import Exchanged
 from mainstem.runtime.memory.host import HostPool, Planes
@@ -69,10 +67,10 @@ ATOL = 2e-4
 Plain = Callable[[Sequence[int]], torch.Tensor]
 
 
-def only_kernel(monkeypatch: pytest.MonkeyPatch, make: Callable[[], TreeAttention]) -> None:
+def only_kernel(monkeypatch: pytest.MonkeyPatch, make: Callable[[], SdpaAttention]) -> None:
     """Lets runners have this kernel, and none to fall back to."""
     monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: make())
-    monkeypatch.setattr("mainstem.runtime.models.self_test.TreeAttention", make)
+    monkeypatch.setattr("mainstem.runtime.models.self_test.SdpaAttention", make)
 
 
 class RunnerRig(NamedTuple):
@@ -541,24 +539,14 @@ def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- loading while computing
 
 
-class _Recorded(TreeAttention):
+class _Recorded(SdpaAttention):
     """Records which layers were computed."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        plan: BatchPlan,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        out = super().attend(layer, query, key, value, scale, plan, sinks, softcap)
+    def attend(self, layer: int, *given: Any) -> torch.Tensor:
+        out = super().attend(layer, *given)
         self.log.append(("computed", layer))
         return out
 
@@ -732,29 +720,19 @@ def test_two_requests_never_write_to_one_window_page() -> None:
         rig.runner.forward(segments)
 
 
-class _Deaf(TreeAttention):
+class _Deaf(SdpaAttention):
     """Ignores windows, sinks or soft caps."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        plan: BatchPlan,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, *given: Any) -> torch.Tensor:
+        *tensors, plan, sinks, softcap = given
         if self._what != "windows":
             sinks, softcap = (None, softcap) if self._what == "sinks" else (sinks, None)
-            return super().attend(layer, query, key, value, scale, plan, sinks, softcap)
-        if all(extent.start == 0 for extent in plan.extents):  # others have no pages before their windows
+        elif all(extent.start == 0 for extent in plan.extents):  # others have no pages before their windows
             plan = replace(plan, component=FULL)
-        return super().attend(layer, query, key, value, scale, plan, sinks, softcap)
+        return super().attend(*tensors, plan, sinks, softcap)
 
 
 @pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
@@ -785,21 +763,12 @@ def test_the_self_test_minds_the_temperature_of_each_position(step: int, monkeyp
     assert {module.floor_scale for module in model.modules() if hasattr(module, "floor_scale")} == {step}
 
 
-class _Shifted(TreeAttention):
+class _Shifted(SdpaAttention):
     """Gives every position its neighbour's value."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        plan: BatchPlan,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        return super().attend(layer, query, key, value.roll(1, 0), scale, plan, sinks, softcap)
+    def attend(self, *given: Any) -> torch.Tensor:
+        layer, query, key, value, *more = given
+        return super().attend(layer, query, key, value.roll(1, 0), *more)
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -817,7 +786,7 @@ class _Failing(_Shifted):
 
 @pytest.mark.parametrize(("kernel", "says"), [(_Shifted, "logits differ"), (_Failing, "out of shared memory")])
 def test_a_kernel_for_gpus_that_fails_the_self_test_is_replaced(
-    kernel: type[TreeAttention], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernel: type[SdpaAttention], says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel())
     runner = ModelRunner(loaded(tiny("llama")), 8, 16)
@@ -850,7 +819,6 @@ def test_the_runner_exchanges_modules_for_kernels_and_says_so(caplog: pytest.Log
 def test_a_model_that_kernels_would_change_too_much_runs_by_its_own_code(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(exchanges._ROUNDING, torch.float32, 1.0)  # each module alone seems right
     own = kernels.products
     monkeypatch.setattr(kernels, "products", lambda *given, **named: [each * 1.01 for each in own(*given, **named)])
     model = tiny("llama")

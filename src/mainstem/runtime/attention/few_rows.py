@@ -18,8 +18,7 @@ import torch
 from mainstem import _core
 from mainstem.runtime.attention.folding import seen_keys
 from mainstem.runtime.attention.latent import Latents
-from mainstem.runtime.attention.paged import BatchPlan, Given, Stored
-from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.attention.paged import BatchPlan, Given, SdpaAttention, Stored
 from mainstem.runtime.kernels import linear as kernels
 from mainstem.runtime.memory.kv import Plane, run_of
 
@@ -54,7 +53,7 @@ def page_plan(plan: BatchPlan, members: Sequence[int]) -> PagePlan:
     return made
 
 
-class PageAttention(TreeAttention):
+class PageAttention(SdpaAttention):
     """Computes by the core's kernel, on a CPU. What that cannot read, as float16, is left to PyTorch."""
 
     def attend_latent(

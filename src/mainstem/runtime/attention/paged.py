@@ -46,7 +46,7 @@ PAGED = "mainstem_paged"
 # SmolLM2's 30 layers it is 1.3e-6 in float32, 1.8e-3 in float16 and 1.2e-2 in bfloat16; deeper models round more often.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# Query rows that share one mask. Tiles keep masks small and leave out keys after a tile's last query.
+# Query rows that share one mask.
 TILE_ROWS = 128
 
 # Arguments of transformers' attention functions that have no effect here: positions are already in queries and keys,
@@ -88,23 +88,24 @@ class Extent(NamedTuple):
         return begins, ends
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Consecutive queries of one request, and the keys that they see, computed in one call."""
 
     rows: slice  # of the batch
     keys: slice  # of the span's keys: all that any of the queries sees
-    # [rows, 2]: the keys that each query sees, within `keys`; None: those up to its own position.
+    # [rows, 2]: the keys that each query sees, within `keys`; None: all of them.
     runs: NDArray[np.int64] | None
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """The numbers of rows and keys."""
-        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+    def mask(self, groups: int, device: torch.device) -> torch.Tensor | None:
+        """Returns which keys `groups` query heads per KV head see, bool [groups * rows, keys]; None: all of them."""
+        if self.runs is None:
+            return None
+        begins, ends = torch.from_numpy(self.runs).to(device).unsqueeze(-1).unbind(1)
+        index = torch.arange(self.keys.stop - self.keys.start, device=device)
+        return ((index >= begins) & (index < ends)).repeat(groups, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One request's part of a batch."""
 
     rows: slice
@@ -147,11 +148,6 @@ class BatchPlan:
         pairs = zip(self.extents, lasts, strict=True)
         return tuple(_span(extent, last - extent.tokens, self.pool, self.component) for extent, last in pairs)
 
-    @cached_property
-    def masks(self) -> Masks:
-        """The masks of all spans."""
-        return Masks(max(extent.end for extent in self.extents), self.component, self.pool)
-
     def write(self, layer: int, *given: torch.Tensor) -> list[Stored]:
         """Writes what a layer gives to the batch's slots: keys and values, or latents; [tokens, kv_heads, numbers].
 
@@ -183,18 +179,10 @@ def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
         first, used = component.seen_from(extent.start) // pool.page_size, -(-extent.end // pool.page_size)
         page_index = run_of(extent.page_table[first:used].astype(np.int64), pool.device)
         origin = first * pool.page_size
-    cuts = pairwise([*tile_starts(extent, component), extent.end])
+    # A tile keeps its mask small, and leaves out keys after its last query.
+    cuts = pairwise([*range(extent.start, extent.end, TILE_ROWS), extent.end])
     tiles = tuple(_tile(extent, first, last, row - extent.start, origin, component) for first, last in cuts)
     return Span(slice(row, row + extent.tokens), page_index, tiles, extent.is_causal(component))
-
-
-def tile_starts(extent: Extent, component: Attended) -> list[int]:
-    """Returns the position of each tile's first query: at most `TILE_ROWS` apart.
-
-    No tile goes past the end of a chunk: its queries see one.
-    """
-    starts = set(range(extent.start, extent.end, TILE_ROWS))
-    return sorted(starts.union(component.restarts(extent.start, extent.end)))
 
 
 def _tile(extent: Extent, first: int, last: int, shift: int, origin: int, component: Attended) -> Tile:
@@ -208,58 +196,11 @@ def _tile(extent: Extent, first: int, last: int, shift: int, origin: int, compon
         origin: position of the span's first key.
         component: which keys a query sees.
     """
-    begin, rows = component.seen_from(first), slice(first + shift, last + shift)
-    if not any(low < last and high > first for low, high in extent.regions):
-        return Tile(rows, slice(begin - origin, last - origin), None)
     begins, ends = extent.seen(first, last, component)
-    return Tile(rows, slice(begin - origin, int(ends.max()) - origin), np.stack([begins, ends], 1) - begin)
-
-
-class Masks:
-    """Additive masks of a batch, [groups * rows, keys], made when the first layer needs them.
-
-    Without regions, a mask is right-aligned and the same for every tile with this number of rows: a shorter one is a
-    view of the longest.
-    """
-
-    def __init__(self, longest: int, component: Attended, pool: KVPool) -> None:
-        self._longest = longest
-        self._window = component.window  # every query sees so many, or all
-        self._pool = pool
-        self._made: dict[tuple[int, int], torch.Tensor] = {}
-
-    def get(self, tile: Tile, groups: int) -> torch.Tensor | None:
-        """Returns the mask of a tile, for `groups` query heads per KV head; None where every query sees all keys."""
-        if tile.runs is not None:
-            return self._of_runs(tile.runs, tile, groups)
-        rows, keys = tile.size
-        if rows == 1:
-            return None
-        if (rows, groups) not in self._made:
-            width = self._longest if self._window is None else min(self._longest, self._window + rows - 1)
-            self._made[rows, groups] = self._additive(self._aligned(rows, width), groups)
-        mask = self._made[rows, groups]
-        return mask[:, mask.shape[1] - keys :]
-
-    def _aligned(self, rows: int, width: int) -> torch.Tensor:
-        """Returns which of `width` keys each of `rows` queries sees, if the last key is the last query's own."""
-        seen = torch.ones(rows, width, dtype=torch.bool, device=self._pool.device).tril_(width - rows)
-        return seen if self._window is None else seen.triu_(width - rows + 1 - self._window)
-
-    def _of_runs(self, runs: NDArray[np.int64], tile: Tile, groups: int) -> torch.Tensor | None:
-        keys = tile.size[1]
-        if runs[:, 0].max() == 0 and runs[:, 1].min() == keys:
-            return None
-        name = (-1 - tile.rows.start, groups)
-        if name not in self._made:
-            begins, ends = torch.from_numpy(runs).to(self._pool.device).unsqueeze(-1).unbind(1)
-            index = torch.arange(keys, device=self._pool.device)
-            self._made[name] = self._additive((index >= begins) & (index < ends), groups)
-        return self._made[name]
-
-    def _additive(self, seen: torch.Tensor, groups: int) -> torch.Tensor:
-        mask = torch.zeros(seen.shape, dtype=self._pool.dtype, device=seen.device)
-        return mask.masked_fill_(~seen, float("-inf")).repeat(groups, 1)
+    begin, end = int(begins.min()), int(ends.max())
+    sees_all = begins.max() == begin and ends.min() == end
+    runs = None if sees_all else np.stack([begins, ends], 1) - begin
+    return Tile(slice(first + shift, last + shift), slice(begin - origin, end - origin), runs)
 
 
 class Stored(NamedTuple):
@@ -393,7 +334,7 @@ class SdpaAttention:
                 continue
             else:
                 expanded = latents.expand(span.read(*keys))
-            _attend_span(span, plan.masks, query, *expanded, scale, None, None, out)
+            _attend_span(span, query, *expanded, scale, None, None, out)
         if absorbed:  # all at once: the projection is read once
             spans = [plan.spans[index].rows for index in absorbed]
             rows = run_of(np.concatenate([np.arange(span.start, span.stop) for span in spans]), query.device)
@@ -413,12 +354,11 @@ class SdpaAttention:
         """Computes the rows of some extents of a plan, the `members`, into their rows of `out`."""
         for span in (plan.spans[index] for index in members):
             seen = span.read(*given.keys), span.read(*given.values)
-            _attend_span(span, plan.masks, given.query, *seen, given.scale, given.sinks, given.softcap, out)
+            _attend_span(span, given.query, *seen, given.scale, given.sinks, given.softcap, out)
 
 
 def _attend_span(
     span: Span,
-    masks: Masks,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -432,7 +372,7 @@ def _attend_span(
         out[span.rows] = causal(query[span.rows], keys, values, scale)
         return
     for tile in span.tiles:
-        mask = masks.get(tile, query.shape[1] // keys.shape[1])
+        mask = tile.mask(query.shape[1] // keys.shape[1], query.device)
         k, v = keys[tile.keys], values[tile.keys]
         _attend_tile(query[tile.rows], k, v, scale, mask, sinks, softcap, out[tile.rows])
 
@@ -485,7 +425,7 @@ def _weights(
     if softcap is not None:
         scores = (scores / softcap).tanh_() * softcap
     if mask is not None:
-        scores += mask
+        scores.masked_fill_(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(-1)
     rows = q.shape[2] * q.shape[1] // len(sinks)

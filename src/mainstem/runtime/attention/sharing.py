@@ -62,6 +62,12 @@ def shared_runs(
     return [run for group in runs.values() for run in group if run.spared >= least]
 
 
+def rest_of(seen: tuple[int, int], shared: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields begins and ends of what is left of what is seen, without `shared`: the begin and the end of each run."""
+    bounds = [seen[0], *sorted(shared), seen[1]]
+    return ((begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end)
+
+
 def _forest(ids: NDArray[np.int32], begin: int) -> Iterator[Run]:
     """Yields the runs of rows that are equal from column `begin` on, level by level."""
     width = ids.shape[1]

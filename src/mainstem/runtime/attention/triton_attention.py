@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mainstem.runtime.attention.paged import BatchPlan, Given, SdpaAttention, causal
-from mainstem.runtime.attention.sharing import shared_runs
+from mainstem.runtime.attention.sharing import rest_of, shared_runs
 
 # Measured on an H100 (docs/decisions.md). A shared run is attended to at once if that spares so many positions.
 FOLD_POSITIONS = 256
@@ -87,7 +87,7 @@ class TritonAttention(SdpaAttention):
         members = [index for index in range(len(plan.extents)) if index not in whole]
         if not members:
             return out
-        keys, values = (plane.rows().numbers for plane in plan.pool.layer(layer))
+        keys, values = (plane.numbers.flatten(0, 1) for plane in plan.pool.layer(layer))
         work = self._work(plan, members, query.shape[1], sinks is not None)
         if not whole:
             work.write(key, value, keys, values)
@@ -102,7 +102,7 @@ class TritonAttention(SdpaAttention):
         """See `SdpaAttention._attend`."""
         query, keys, values, scale, sinks, softcap = given
         work = self._work(plan, members, query.shape[1], sinks is not None)
-        k, v = (stored.plane.rows().numbers for stored in (keys, values))
+        k, v = (stored.plane.numbers.flatten(0, 1) for stored in (keys, values))
         work.attend(query, k, v, scale, sinks, softcap, out)
 
     def _work(self, plan: BatchPlan, members: Sequence[int], heads: int, has_sinks: bool) -> Work:
@@ -216,11 +216,9 @@ def runs_of(
         yield Run(np.concatenate([rows[member] for member in run.members]), tables[run.members[0]], begin, end)
         for member in run.members:
             shared[member] += [begin, end]
-    for own, table, (first, last), apart in zip(rows, tables, seen, shared, strict=True):
-        boundaries = [first, *sorted(apart), last]
-        for begin, end in zip(boundaries[::2], boundaries[1::2], strict=True):
-            if begin < end:
-                yield Run(own, table, begin, end)
+    for own, table, whole_run, apart in zip(rows, tables, seen, shared, strict=True):
+        for begin, end in rest_of(whole_run, apart):
+            yield Run(own, table, begin, end)
 
 
 class Tiles(NamedTuple):

@@ -25,8 +25,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from mainstem.runtime.attention.latent import Latents
-from mainstem.runtime.attention.paged import BatchPlan
-from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.attention.paged import BatchPlan, SdpaAttention
 from mainstem.runtime.attention.triton_attention import (
     LIGHT,
     MANY_ROWS,
@@ -63,7 +62,7 @@ class SpanAttention(TritonAttention):
         self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
     ) -> torch.Tensor:
         """See `Attention.attend_latent`. PyTorch computes it: latents are not exact on a GPU."""
-        return TreeAttention().attend_latent(layer, query, latents, scale, plan)
+        return SdpaAttention().attend_latent(layer, query, latents, scale, plan)
 
     def _planned(self, plan: BatchPlan, members: Sequence[int], heads: int, has_sinks: bool) -> Work:
         return _SpanWork(plan, members, heads, has_sinks)

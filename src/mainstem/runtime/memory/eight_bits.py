@@ -52,18 +52,16 @@ def quantize(given: torch.Tensor, to: torch.dtype) -> tuple[torch.Tensor, torch.
     return (steps if to.is_floating_point else steps.round_()).to(to), scales
 
 
-def dequantize(
-    numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns the rows of `quantize` in a dtype, in `out` if given: float32 products, rounded to it."""
-    wide = out if out is not None and out.dtype is SCALE else torch.empty(numbers.shape, device=numbers.device)
+def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the rows of `quantize` in a dtype: float32 products, rounded to it."""
+    wide = torch.empty(numbers.shape, device=numbers.device)
     if numbers.dtype is torch.float8_e4m3fn and numbers.is_cpu:  # PyTorch takes 40 times as long to convert them
         codes = numbers.reshape(-1).view(torch.uint8).int()
         torch.index_select(_E4M3, 0, codes, out=wide.view(-1))
     else:
         wide.copy_(numbers)
     wide.mul_(scales)  # in place, in float32: with a bfloat16 factor it takes four times as long
-    return wide.to(dtype) if out is None else out if out is wide else out.copy_(wide)
+    return wide.to(dtype)
 
 
 def rounded(given: torch.Tensor, to: torch.dtype) -> torch.Tensor:

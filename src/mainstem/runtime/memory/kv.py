@@ -141,10 +141,6 @@ class Plane(NamedTuple):
     numbers: torch.Tensor
     scales: torch.Tensor | None = None
 
-    def rows(self) -> Plane:
-        """Returns the same with a row for each position of the pool, [positions, kv_heads, numbers]."""
-        return Plane(self.numbers.flatten(0, 1), None if self.scales is None else self.scales.flatten(0, 1))
-
     def read(self, page_ids: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the positions of some pages, [positions, kv_heads, numbers], in the model's dtype.
 

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.runtime.attention.few_rows import PageAttention
-from mainstem.runtime.attention.paged import TOLERANCE, Attention, install, plain_attention
-from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.attention.paged import TOLERANCE, Attention, SdpaAttention, install, plain_attention
 from mainstem.runtime.kernels import linear
 from mainstem.runtime.kernels.linear import Kernels
 from mainstem.runtime.kernels.step_graphs import CudaRecorder, Recorder
@@ -248,7 +247,7 @@ def attention_for(device: torch.device, kv_cache_dtype: str = "auto", exact: boo
     if is_cpu:
         return PageAttention()
     if kv_cache_dtype != "auto":
-        return TreeAttention()
+        return SdpaAttention()
     if device.type == "cuda":
         try:
             from mainstem.runtime.attention.triton_attention import TritonAttention
@@ -257,7 +256,7 @@ def attention_for(device: torch.device, kv_cache_dtype: str = "auto", exact: boo
             log.warning("attention is computed by PyTorch, since Triton cannot be imported: %s", error)
         else:
             return SpanAttention() if exact else TritonAttention()
-    return TreeAttention()
+    return SdpaAttention()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.attention.paged import exchange_attention, install
-from mainstem.runtime.attention.tree import TreeAttention
+from mainstem.runtime.attention.paged import SdpaAttention, exchange_attention, install
 from mainstem.runtime.kernels import linear as core
 from mainstem.runtime.kernels.decoders import exchange_layers, restore_layers, settle
 from mainstem.runtime.kernels.exchanges import Exchanged, compute_by_row, exchange, restore, restore_module, sharing
@@ -170,7 +169,7 @@ class SelfTest:
 
     def _packed_error(self) -> float:
         """Returns `_paged_error` with the device's own kernel, or with PyTorch's if that one does not compute it."""
-        name, other = type(self._forward.attention).__name__, TreeAttention()
+        name, other = type(self._forward.attention).__name__, SdpaAttention()
         if type(self._forward.attention) is not type(other):
             try:
                 error = self._paged_error()
