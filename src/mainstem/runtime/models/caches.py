@@ -3,7 +3,6 @@
     Passing     a layer gets back what it gave, that of the new tokens alone; its attention function reads the pages
     Gathering   a layer gets back the keys and values of all positions of one sequence, and attends by itself
     Rounding    transformers' own, with keys and values as pages of 8 bits hold them: what runners are tested against
-    set_past, read_past     the layers of a cache that transformers itself made, to and from pages
 
 This module knows transformers' caches. It does not know tokens, requests or the owners of pages.
 """
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.memory.eight_bits import rounded
@@ -125,29 +123,3 @@ class Rounding(Cache):
         if (to := self._kept.get(layer_idx)) is not None:
             given = rounded(key_states, to), rounded(value_states, to)
         return super().update(*given, layer_idx, *args, **kwargs)
-
-
-def set_past(layer: Any, keys: torch.Tensor, values: torch.Tensor, columns: int) -> None:
-    """Makes a fresh layer of transformers' cache one that has seen `columns` columns.
-
-    Args:
-        layer: with keys, of all columns or of the last ones, as windows have it.
-        keys: [rows, heads, columns or fewer, numbers], the last ones.
-        values: likewise.
-        columns: of all rows, padding included.
-    """
-    layer.lazy_initialization(keys, values)
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        last = slice(max(0, keys.shape[-2] - layer.sliding_window + 1), None)
-        keys, values = keys[..., last, :], values[..., last, :]
-        layer.cumulative_length = columns
-    layer.keys, layer.values = keys, values
-
-
-def read_past(layer: Any, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns keys and values of columns [begin, end) of a row, [columns, heads, numbers]; None: some are not kept."""
-    first = layer.get_seq_length() - layer.keys.shape[-2]
-    if begin < first:
-        return None
-    columns = slice(begin - first, end - first)
-    return layer.keys[row, :, columns].transpose(0, 1), layer.values[row, :, columns].transpose(0, 1)
