@@ -5,6 +5,7 @@ On the CPU the kernels are interpreted; on a GPU they are compiled.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -290,7 +291,7 @@ def test_what_is_not_computed_number_by_number_has_no_rule(
 ) -> None:
     with gpu_exactness.watching() as seen:
         function(torch.ones(3, 8, device=DEVICE))
-    assert seen == found
+    assert {*itertools.chain(*seen.kinds.values())} == found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

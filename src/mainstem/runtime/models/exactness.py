@@ -9,7 +9,7 @@ forward of the self-test is watched: a model is exact if all that PyTorch comput
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +73,7 @@ PLAIN_POWERS: Mapping[torch.dtype, tuple[float, ...]] = {
     torch.float32: (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
     torch.bfloat16: (-2, -1, 0, 0.5, 1, 2, 3, 4),
 }
+_Kind = tuple[str, str]
 _FEW = 4  # numbers that PyTorch adds in one order over the first axis, however long the others are
 
 
@@ -101,7 +102,7 @@ class Found:
 @contextmanager
 def watching(modules: Iterable[nn.Module] = ()) -> Iterator[Found]:
     """Notes within the block what PyTorch computes that depends on shapes, or may; and which modules call it."""
-    watch = _Watch()
+    watch = Watch(_on_a_cpu)
     handles = []
     for module in modules:
         handles.append(module.register_forward_pre_hook(watch.enter))
@@ -125,12 +126,17 @@ def shown(inexact: str | None, name: str) -> str:
     return f"yes, arithmetic {name}" if inexact is None else f"no: {inexact}"
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations as they are called, and calls them."""
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations as they are called, and calls them.
 
-    def __init__(self) -> None:
+    Args:
+        kind_of: returns from an operation, its arguments and its result the kind and the name of what depends on other
+            rows, or may; None: it does not.
+    """
+
+    def __init__(self, kind_of: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], _Kind | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Found()
+        self.found, self._kind_of = Found(), kind_of
         self._running: list[nn.Module] = []
 
     def enter(self, module: nn.Module, given: object) -> None:
@@ -143,23 +149,30 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.strip("_")
-        kind = _kind(name, args, kwargs or {}, result)
-        if kind is not None:
+        found = self._kind_of(func, args, kwargs or {}, result)
+        if found is not None:
+            kind, name = found
             self.found.kinds.setdefault(kind, set()).add(name)
             if self._running and self._running[-1] not in self.found.modules:
                 self.found.modules.append(self._running[-1])
         return result
 
 
+def _on_a_cpu(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> _Kind | None:
+    """See `Watch`."""
+    name = func.overloadpacket.__name__.strip("_")
+    kind = _kind(name, args, named, result)
+    return None if kind is None else (kind, name)
+
+
 def _kind(name: str, args: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> str | None:
     """Returns what kind of operation depends on other rows, or may; None: it does not."""
-    if name in _COPIES or not any(_rounds(each) for each in (result, *args)):
+    if name in _COPIES or not any(rounds(each) for each in (result, *args)):
         return None
     if name in _KINDS:
         return _KINDS[name]
     if name in COMPARED_SUMS:
-        return None if not _rounds(result) or _is_of_a_row(name, args) else "sums over the first axis"
+        return None if not rounds(result) or _is_of_a_row(name, args) else "sums over the first axis"
     return None if _is_by_number(name, args, named) else _OTHERS
 
 
@@ -177,7 +190,7 @@ def _is_by_number(name: str, args: Sequence[object], named: Mapping[str, object]
     return name in _ROUNDED or name in COMPARED or (dtypes == {torch.bfloat16} and name in COMPARED_IN_BFLOAT16)
 
 
-def _rounds(value: Any) -> bool:
+def rounds(value: Any) -> bool:
     """Returns whether a tensor has numbers that operations round."""
     several = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()) for each in several)

@@ -12,62 +12,37 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from mainstem.runtime.models.exactness import Found, Watch, rounds
 
 # Operations that move numbers, or take one of those that they are given.
-_MOVES = frozenset(
-    {
-        "cat",
-        "stack",
-        "embedding",
-        "index",
-        "index_select",
-        "index_put",
-        "gather",
-        "scatter",
-        "slice_scatter",
-        "copy",
-        "set",
-    }
-    | {"_to_copy", "contiguous", "repeat", "constant_pad_nd", "fill", "zero", "new_empty", "empty_like", "zeros_like"}
-    | {"empty", "zeros", "ones", "full", "new_zeros", "new_ones", "full_like", "arange", "roll", "flip", "amax", "amin"}
-    | {"_local_scalar_dense", "empty_strided", "lift_fresh", "detach", "tril", "triu", "split_with_sizes_copy"}
-    | {"dropout"}  # models are in eval mode, where it returns what it is given
-)
+_MOVES = frozenset({
+    "cat", "stack", "embedding", "index", "index_select", "index_put", "gather", "scatter", "slice_scatter", "copy",
+    "set", "_to_copy", "contiguous", "repeat", "constant_pad_nd", "fill", "zero", "new_empty", "empty_like",
+    "zeros_like", "empty", "zeros", "ones", "full", "new_zeros", "new_ones", "full_like", "arange", "roll", "flip",
+    "amax", "amin", "_local_scalar_dense", "empty_strided", "lift_fresh", "detach", "tril", "triu",
+    "split_with_sizes_copy",
+    "dropout",  # models are in eval mode, where it returns what it is given
+})  # fmt: skip
+_NO_RULE = "no rule"
 
 
 @contextmanager
-def watching() -> Iterator[set[str]]:
+def watching() -> Iterator[Found]:
     """Notes within the block what PyTorch computes that has no rule."""
-    watch = _Watch()
+    watch = Watch(_on_a_gpu)
     with watch:
         yield watch.found
 
 
-def reason(found: set[str]) -> str | None:
+def reason(found: Found) -> str | None:
     """Says why a model is not exact in which `watching` has found this; None: it is."""
-    return f"PyTorch computes {', '.join(sorted(found))}, which have no rule on a GPU" if found else None
+    names = sorted(found.kinds.get(_NO_RULE, ()))
+    return f"PyTorch computes {', '.join(names)}, which have no rule on a GPU" if names else None
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations as they are called, and calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        moves = func.is_view or name in _MOVES or name.removesuffix("_") in _MOVES
-        if not moves and torch.Tag.pointwise not in func.tags and _rounds(result):
-            self.found.add(name)
-        return result
-
-
-def _rounds(result: Any) -> bool:
-    """Returns whether a result has numbers that may have been rounded."""
-    several = result if isinstance(result, (list, tuple)) else [result]
-    return any(isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()) for each in several)
+def _on_a_gpu(func: Any, args: object, named: object, result: Any) -> tuple[str, str] | None:
+    """See `Watch`."""
+    name = func.overloadpacket.__name__
+    moves = func.is_view or name in _MOVES or name.removesuffix("_") in _MOVES
+    return None if moves or torch.Tag.pointwise in func.tags or not rounds(result) else (_NO_RULE, name)
