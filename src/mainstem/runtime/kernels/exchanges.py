@@ -1,4 +1,4 @@
-"""Exchanges the linear layers and norms of a model for kernels, each proven against the model's own code.
+"""Exchanges the linear layers and norms of a model for kernels.
 
     with sharing(model) as given:           which layers are given the same tensor
         model(...)
@@ -9,8 +9,9 @@ A module keeps its class, its weights and its hooks; only its `forward` changes.
 or copies the model finds what it always found. Layers that are given the same tensor (queries, keys and values; gate
 and up) are computed by one call of the core when the first of them is called, and the others return their part of it.
 
-A module whose kernel cannot be proven stays as it is. Only the text part of a model is exchanged: on a CPU for the
-core, on a GPU for the kernels in Triton that `--exact` asks for.
+A linear layer is known by its class. Families write norms of their own, so a norm is exchanged for the rule that
+reproduces its results; one that no rule reproduces stays as it is. Only the text part of a model is exchanged: on a CPU
+for the core, on a GPU for the kernels in Triton that `--exact` asks for.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Exchanged:
     Args:
         linears, norms: their numbers.
         shared: linear layers that are computed when another one is called.
-        refused: modules whose results a kernel did not reproduce; they stay as they were.
+        refused: norms whose results no rule reproduced, and layers of the decoder; they stay as they were.
         layers: of the decoder that are one call; see `decoders`.
         instructions: what the kernels are made of.
     """
@@ -100,28 +101,29 @@ def sharing(model: nn.Module) -> Iterator[Given]:
 
 
 def exchange(model: Any, given: Given, kernels: Kernels = core) -> Exchanged:
-    """Makes kernels compute the modules of `model` that they can, and proves each.
+    """Makes kernels compute the modules of `model` that they can.
 
     Args:
         model: in eval mode.
         given: what `sharing` found in a forward.
         kernels: of the device.
     """
-    generator = torch.Generator().manual_seed(0)
     modules = [module for module in _modules(model) if "forward" not in vars(module)]
     head = model.get_output_embeddings()  # its results are logits, which no weight multiplies
     groups = [_Group(layers, kernels, rounds=[*layers] != [head]) for layers in _groups(modules, given, kernels)]
-    groups = [group for group in groups if _proven_linears(group, generator)]
+    for group in groups:
+        for layer in group.layers:
+            _install(layer, _linear, group)
+    generator = torch.Generator().manual_seed(0)
     norms = [module for module in modules if _is_norm(module, kernels)]
     ours = [module for module in norms if _proven_norm(module, generator, kernels)]
     for module in modules if kernels is core else ():
         if uses_weights(module):
             turn_weights(module)
             compute_by_row(module)
-    linears = sum(type(module) is nn.Linear and kernels.takes(module.weight) for module in modules)
-    layers = sum(len(group.layers) for group in groups)
-    shared, refused = layers - len(groups), linears - layers + len(norms) - len(ours)
-    return Exchanged(layers, len(ours), shared, refused, instructions=kernels.instructions())
+    linears = sum(len(group.layers) for group in groups)
+    shared, refused = linears - len(groups), len(norms) - len(ours)
+    return Exchanged(linears, len(ours), shared, refused, instructions=kernels.instructions())
 
 
 def exchange_linear(layer: nn.Module, beside: Any) -> None:
@@ -215,21 +217,6 @@ def _groups(modules: Sequence[nn.Module], given: Given, kernels: Kernels) -> lis
         if type(module) is nn.Linear and kernels.takes(module.weight):
             groups.setdefault(tuple(given.get(module, ())) or module, []).append(module)
     return list(groups.values())
-
-
-def _proven_linears(group: _Group, generator: torch.Generator) -> bool:
-    """Exchanges layers that are given the same, if they compute what they computed before."""
-    weight = group.layers[0].weight
-    x = torch.randn(3, weight.shape[1], generator=generator).to(weight)
-    with torch.inference_mode():
-        plain = [layer(x) for layer in group.layers]
-        for layer in group.layers:
-            _install(layer, _linear, group)
-        if all(rounding_error(layer(x).to(x), own) <= 1 for layer, own in zip(group.layers, plain, strict=True)):
-            return True
-    for layer in group.layers:
-        del layer.forward, layer.kernel
-    return False
 
 
 # ---- norms
