@@ -296,16 +296,12 @@ def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.Captu
 
 
 def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"tokens": [1, 2]}')
     served: list[Any] = []
     monkeypatch.setattr(serving, "serve", lambda engine, config, listener: served.append((engine, config)))
     monkeypatch.setenv("MAINSTEM_API_KEY", "from-the-environment")
     engine_options = "--kv-bytes 1.5GiB --page-size 32 --token-budget 64 --max-running 2 --max-waiting 3 --no-cache"
-    hybrid_options = (
-        f"--window-ratio 0.25 --window-trace {trace} --state-share 0.3 --checkpoint-tokens 0 --states-per-path 4"
-    )
-    image_options = f"--image-host a.test --image-host b.test --image-folder {trace.parent} --max-images 2"
+    hybrid_options = "--window-ratio 0.25 --state-share 0.3 --checkpoint-tokens 0 --states-per-path 4"
+    image_options = f"--image-host a.test --image-host b.test --image-folder {tmp_path} --max-images 2"
     server_options = "--host 0.0.0.0 --port 0 --max-body-bytes 2MB --drain-timeout-s 1"
     options = f"{engine_options} {hybrid_options} {image_options} {server_options}"
     assert run("serve", "a-model", "--policy", "lfu", *options.split()) == 0
@@ -320,7 +316,6 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     assert changed(machine.config) == {
         "kv_bytes": 3 << 29,
         "window_ratio": 0.25,
-        "window_trace": ([1, 2],),
         "state_share": 0.3,
         "checkpoint_tokens": 0,
         "states_per_path": 4,

@@ -139,7 +139,6 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         ("--storage redis://127.0.0.1:TAKEN?timeout=1s", "127.0.0.1:TAKEN"),
         ("--storage no.such.module:Store", "no module no"),
         ("--storage memory: --storage-codec TMP/text", "--storage-codec TMP/text: must be a file written by"),
-        ("--window-trace TMP/no", "--window-trace TMP/no: must be"),
         ("--adapter a=TMP/no", "--adapter a=TMP/no: must be a folder with adapter_config.json"),
         ("--kv-bytes 1000TB", "--kv-bytes 1 PB: must be at most"),
         ("--host-bytes 1000TB", "--host-bytes 1 PB: must be at most"),

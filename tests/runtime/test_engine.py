@@ -30,7 +30,6 @@ from mainstem.cache.retention import Kept
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.engine_core import EngineCore
-from mainstem.runtime.memory.pools import pool_sizes
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.request import Request
 from mainstem.runtime.schedule.meter import Totals
@@ -653,22 +652,6 @@ def test_a_prompt_that_cannot_be_decoded_is_an_error_of_its_own(
         completion = made.submit().result(WAIT_S)
     assert completion.finish_reason == "error"
     assert made.submit().result(WAIT_S).finish_reason == "length"
-
-
-def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
-    model = tiny(
-        "gemma3_text", hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_hidden_layers=2,
-        sliding_window=8, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    chats = tuple([chat + 1] * 12 for chat in range(24)) * 3  # only windows are used again
-    documents = tuple([*range(600), end] for end in range(8))
-
-    def window_pages(trace: tuple[list[int], ...] | None) -> int:
-        config = EngineConfig(kv_bytes=80_000, page_size=4, token_budget=8, window_trace=trace)
-        sizes = pool_sizes(_loaded(model=model), config)
-        return next(n for component, n in sizes.items() if component.name == "window")
-
-    assert window_pages(documents) < window_pages(None) < window_pages(chats)
 
 
 def test_events_are_published_to_the_end_though_nothing_happens_any_more(

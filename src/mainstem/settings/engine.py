@@ -26,7 +26,6 @@ from mainstem.settings.fields import (
     switch,
     texts,
 )
-from mainstem.settings.window_trace import WINDOW_TRACE, WindowTrace
 from mainstem.units import SIZE
 
 MAX_LOGPROBS = 20
@@ -479,9 +478,6 @@ class EngineConfig(Limits, Shares):
         tp: Processes that serve the model together, each with an equal part of its heads (tensor parallelism); 1 or
             more. Memory sizes are those of each process. With --storage, the spec of a store that only one process can
             open contains {rank}.
-        window_trace: File of expected sequences, one JSON object per line. The ratio that hits most replaces
-            --window-ratio. A line is {"tokens": [...]}, or {"length": n, "like": i, "shared": m}: the first m tokens
-            are those of line i, counted from 0.
         page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
         kv_cache_dtype: Number format of the keys and values in pages, on the device, the host and in storage.
             auto: that of the model. int8, fp8: 8 bits, so that about twice as many pages fit, with a loss. An answer
@@ -509,7 +505,6 @@ class EngineConfig(Limits, Shares):
     """
 
     tp: int = setting(1, integer(1, INT32_MAX))
-    window_trace: WindowTrace | None = setting(None, instance(tuple, "a tuple of sequences"), unit=WINDOW_TRACE)
     page_size: int = setting(16, integer(1))
     kv_cache_dtype: KVCacheDtype = setting("auto", one_of(KVCacheDtype))
     cuda_graphs: bool = setting(True, switch())

@@ -1,19 +1,15 @@
-"""How memory is divided among pools, and which ratio of window pages is best for a trace."""
+"""How memory is divided among pools."""
 
 from __future__ import annotations
-
-import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
-from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.memory.sizing import RATIOS, Need, Trials, best_window_ratio, share_out
+from mainstem.errors import BadArgument
+from mainstem.runtime.memory.sizing import Need, share_out
 from mainstem.settings.engine import Shares
-from mainstem.settings.window_trace import Use, read_window_trace
 
 NEED = Need(local_pages={Window(8): 4}, context_pages=10, running=2)
 BYTES = {"full": 100, "window": 50}
@@ -175,139 +171,3 @@ def test_pools_never_exceed_the_memory_and_hold_what_one_request_needs(
     assert list(sizes) == names.split()
     assert sum(n * {**page_bytes, "state": slot}[name] for name, n in sizes.items()) <= memory
     assert sizes.get("window", least) >= least and sizes.get("full", 1) >= 1 and sizes.get("state", 3) >= 3
-
-
-# ---------------------------------------------------------------- from a trace
-
-
-def best(trace: list[object], memory: int = 60_000, page_size: int = 4, **arguments: object) -> Trials:
-    settings: dict[str, object] = {
-        "components": (Full(), Window(16)),
-        "page_bytes": {"full": 100, "window": 100},
-        "memory": memory,
-        "page_size": page_size,
-        "need": Need({Window(16): 10}, 1000, 1),
-        "token_budget": 16,
-    }
-    return best_window_ratio(trace, **{**settings, **arguments})  # type: ignore[arg-type]
-
-
-def test_short_chats_want_a_window_page_for_each_full_one() -> None:
-    chats = [use for i in range(6) for use in [*[Use(20)] * 48, *(Use(24, 96 * i + j, 20) for j in range(48))]]
-    trials = best(chats)
-    assert trials.best.window_ratio == 1.0
-    assert trials.best.hit_rate == pytest.approx(20 / 44), "every second turn finds the first one"
-    assert trials.all[-2].hit_rate < 0.2
-
-
-def test_a_trace_decides_for_several_windows_at_once() -> None:
-    trials = best(
-        [Use(1800), *(Use(1820, 0, 1800) for _ in range(20))],
-        components=(Full(), Window(16), Window(4)),
-        page_bytes={"full": 100, "window-16": 100, "window-4": 100},
-        need=Need({Window(16): 10, Window(4): 7}, 1000, 1),
-    )
-    assert trials.best.window_ratio <= 0.125 and trials.best.hit_rate > 0.9
-    for trial in trials.all:
-        pages = trial.pages
-        assert pages[Window(4)] == max(7, int(pages[Full()] * trial.window_ratio / 4))
-        assert sum(100 * n for n in pages.values()) <= 60_000
-
-
-def test_a_long_document_wants_few_window_pages() -> None:
-    document = [Use(1800), *(Use(1820, 0, 1800) for _ in range(20))]
-    trials = best(document)
-    assert trials.best.window_ratio <= 0.125
-    assert trials.best.hit_rate > 0.9
-    assert trials.all[-1].hit_rate == 0, "with a window page for each full one, it does not fit"
-
-
-def test_two_documents_in_turn_want_few_window_pages() -> None:
-    """Pages of a document before its window must not evict the window at the end of the other document."""
-    turns = [Use(1000), Use(1000), *(Use(1010, i % 2, 1000) for i in range(30))]
-    trials = best(turns)
-    assert trials.best.window_ratio <= 0.125
-    assert trials.best.hit_rate > 0.9
-    assert trials.all[-1].hit_rate < 0.5
-
-
-def test_the_table_has_every_ratio() -> None:
-    trials = best([Use(40), Use(900), Use(44, 0, 40)], ratios=(0.5, 0.1, 0.9))
-    assert [trial.window_ratio for trial in trials.all] == [0.5, 0.1, 0.9]
-    assert trials.best in trials.all
-    for trial in trials.all:
-        full, window = trial.pages[Full()], trial.pages[Window(16)]
-        assert full * 100 + window * 100 <= 60_000
-        assert window == max(10, int(full * trial.window_ratio))
-
-
-def test_the_same_trace_gives_the_same_answer_in_tokens_as_in_lengths() -> None:
-    rng = random.Random(1)
-    uses, tokens = [Use(50)], [[rng.randrange(1000) for _ in range(50)]]
-    for _ in range(150):
-        like, more = rng.randrange(len(uses)), rng.randint(1, 40)
-        shared = rng.randint(0, uses[like].length)
-        uses.append(Use(shared + more, like, shared))
-        tokens.append(tokens[like][:shared] + [rng.randrange(1000) for _ in range(more)])
-    first = best(uses, 20_000)  # type: ignore[arg-type]
-    assert first == best(uses, 20_000) == best(tokens, 20_000)  # type: ignore[arg-type]
-    assert 0.05 < first.best.hit_rate < 0.95
-
-
-def test_among_equal_ratios_the_one_with_most_full_pages_is_best() -> None:
-    trials = best([Use(40), Use(40), Use(40)])
-    assert {trial.hit_rate for trial in trials.all} == {0.0}
-    assert trials.best.window_ratio == RATIOS[0]
-    again = best([Use(40), Use(44, 0, 40), Use(44, 1, 44)], 600_000)
-    assert len({trial.hit_rate for trial in again.all}) == 1 and again.best == again.all[0]
-
-
-def test_a_sequence_that_does_not_fit_is_a_miss_and_affects_no_other() -> None:
-    chats = [Use(20), Use(20, 0, 20)] * 3
-    rate = best([*chats, Use(100_000), *chats], ratios=(0.5,)).best.hit_rate
-    assert 0 < rate < 0.01
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"trace": []}, "trace"),
-        ({"trace": [[]]}, r"trace\[0\]"),
-        ({"trace": [Use(0)]}, r"trace\[0\].length"),
-        ({"trace": [Use(4), Use(4, 1, 1)]}, r"trace\[1\].like"),
-        ({"trace": [Use(4), Use(9, 0, 5)]}, r"trace\[1\].shared"),
-        ({"trace": [Use(9), Use(4, 0, 5)]}, r"trace\[1\].shared"),
-        ({"trace": [Use(9, 0, 3)]}, r"trace\[0\].shared"),
-        ({"memory": 0}, "memory"),
-        ({"memory": 1000}, "kv_bytes"),
-        ({"page_size": 0}, "page_size"),
-        ({"token_budget": 0}, "token_budget"),
-        ({"ratios": ()}, "ratios"),
-        ({"ratios": (0.5, 0.0)}, "window_ratio"),
-        ({"page_bytes": {"full": 100}}, "page_bytes of window"),
-    ],
-)
-def test_wrong_arguments_are_named(changed: dict[str, object], named: str) -> None:
-    with pytest.raises(BadArgument, match=named):
-        best(**{"trace": [Use(8)], **changed})  # type: ignore[arg-type]
-
-
-def test_wrong_tokens_are_named() -> None:
-    with pytest.raises(BadTokens):
-        best([[1, -2]])
-
-
-def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text('{"tokens": [1, 2, 3]}\n\n{"length": 9, "like": 0, "shared": 2}\n')
-    assert read_window_trace(file) == ([1, 2, 3], Use(9, 0, 2))
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"tokens": 3}', '{"length": 3, "shares": 2}'])
-def test_a_line_that_is_no_sequence_is_named(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text('{"tokens": [1]}\n' + line)
-    with pytest.raises(BadArgument, match=r"trace.jsonl:2.*tokens.*length"):
-        read_window_trace(file)
-    with pytest.raises(BadArgument, match="window_trace"):
-        read_window_trace(tmp_path / "nothing")

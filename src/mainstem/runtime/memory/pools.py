@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -28,7 +27,7 @@ from mainstem.runtime.attention.paged import plain_attention
 from mainstem.runtime.memory.eight_bits import eight_bits
 from mainstem.runtime.memory.host import HostPool, Planes, host_pages
 from mainstem.runtime.memory.kv import KVPool, KVShape, kv_shapes
-from mainstem.runtime.memory.sizing import Need, best_window_ratio, share_out, window_pages
+from mainstem.runtime.memory.sizing import Need, share_out, window_pages
 from mainstem.runtime.memory.states import StatePool, StateShape
 from mainstem.runtime.memory.tiers import Computes, build_tiers, close_tiers
 from mainstem.runtime.models.layout import Layout
@@ -262,22 +261,6 @@ def pool_sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int
     )
     page_bytes, slot_bytes = _bytes(loaded, layout, size, config)
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
-    if config.window_trace is not None and layout.local and Full() in sizes:
-        memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
-        trials = best_window_ratio(
-            config.window_trace,
-            components=tuple(layout.attended.values()),
-            page_bytes=page_bytes,
-            memory=memory,
-            page_size=size,
-            need=need,
-            token_budget=chunk,
-        )
-        log.info(
-            "window ratio %g has the most hits on the trace, of %d tried", trials.best.window_ratio, len(trials.all)
-        )
-        best = replace(config, window_ratio=trials.best.window_ratio)
-        sizes = share_out(layout.components, page_bytes, slot_bytes, best, need)
     return {
         State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
     }

@@ -7,25 +7,18 @@ Of several windows or chunks, the longest has this ratio, and the others fewer p
 them hold the ends of equally many prefixes.
 
 The best ratio depends on the use: short chats need a window page for each full page, long prompts almost none.
-`best_window_ratio` finds it from a trace.
 
 This module only computes numbers. It allocates no memory for pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mainstem.cache.components import Attended, Component, Full, Local, State, by_name
-from mainstem.cache.keys import MAX_TOKEN, TokenLike
-from mainstem.cache.prefix_cache import PrefixCache
-from mainstem.errors import BadArgument, OutOfPages, check_integer
+from mainstem.errors import BadArgument
 from mainstem.settings.engine import Shares
-from mainstem.settings.window_trace import Use
 
 # Full pages of a model without attention take memory only in the tree, so there are as many as its states can need.
 _MAX_MARKS = 1 << 20
@@ -137,117 +130,3 @@ def _slots(
             "kv_bytes", shares.kv_bytes, f"enough for {max(slots, 3)} recurrent states of {slot_bytes} bytes"
         )
     return slots
-
-
-# ---- from a trace of use
-
-RATIOS = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The result of one ratio: the pages of each component, and the fraction of the trace's tokens that were cached."""
-
-    window_ratio: float
-    pages: Mapping[Component, int]
-    hit_rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trials:
-    """The results of all ratios in the given order, and the best: of equals the lowest, with the most full pages."""
-
-    best: Trial
-    all: tuple[Trial, ...]
-
-
-def best_window_ratio(
-    trace: Iterable[TokenLike | Use],
-    *,
-    components: Sequence[Attended],
-    page_bytes: Mapping[str, int],
-    memory: int,
-    page_size: int,
-    need: Need,
-    token_budget: int = 512,
-    ratios: Sequence[float] = RATIOS,
-) -> Trials:
-    """Replays a trace through a cache without tensors, once for each ratio. The result is deterministic.
-
-    One sequence runs at a time: a trace without times does not say which run at once and so compete for pages. A
-    sequence that does not fit hits nothing.
-
-    Args:
-        trace: sequences in order, prompt and answer: their tokens, or what they share.
-        components: Full() and the windows and chunks of the model.
-        page_bytes: bytes of a page, by the name of the component.
-        memory: bytes for all pools.
-        page_size: positions per page.
-        need: as for `share_out`.
-        token_budget: positions that are computed at once.
-        ratios: to try; each above 0.
-
-    Raises:
-        BadArgument: an argument is out of range, the trace is empty, or the memory is too small for a ratio.
-        BadTokens: the trace holds an invalid token.
-    """
-    check_integer("token_budget", token_budget, 1, MAX_TOKEN)
-    check_integer("memory", memory, 1, 2**63 - 1)
-    for name, row in by_name(components).items():
-        least = 0 if isinstance(row, Full) else 1  # a model whose layers all see chunks only marks what is known
-        check_integer(f"page_bytes of {name}", page_bytes.get(name), least, 2**63 - 1)
-    if not ratios:
-        raise BadArgument("ratios", ratios, "at least one number above 0")
-    sequences = _sequences(trace)
-    candidates = [Shares(memory, window_ratio=ratio) for ratio in ratios]
-    sizes = [share_out(tuple(components), page_bytes, 0, shares, need) for shares in candidates]
-    rates = [_replay(PrefixCache(counts, page_size), sequences, token_budget) for counts in sizes]
-    trials = tuple(
-        Trial(shares.window_ratio, counts, rate) for shares, counts, rate in zip(candidates, sizes, rates, strict=True)
-    )
-    return Trials(max(trials, key=lambda trial: (trial.hit_rate, -trial.window_ratio)), trials)
-
-
-def _sequences(trace: Iterable[TokenLike | Use]) -> list[TokenLike]:
-    """Returns the trace as tokens; tokens that it does not give are all different."""
-    sequences: list[TokenLike] = []
-    fresh = 0
-    for at, use in enumerate(trace):
-        if isinstance(use, Use):
-            sequences.append(_tokens_of(use, sequences, fresh))
-            fresh += use.length
-        elif len(use) == 0:
-            raise BadArgument(f"trace[{at}]", use, "at least one token")
-        else:
-            sequences.append(use)
-    if not sequences:
-        raise BadArgument("trace", trace, "at least one sequence")
-    return sequences
-
-
-def _tokens_of(use: Use, earlier: list[TokenLike], fresh: int) -> NDArray[np.int32]:
-    name = f"trace[{len(earlier)}]"
-    check_integer(f"{name}.length", use.length, 1, MAX_TOKEN)
-    check_integer(f"{name}.like", use.like, 0, max(len(earlier) - 1, 0))
-    known = np.asarray(earlier[use.like], np.int32) if earlier else np.empty(0, np.int32)
-    check_integer(f"{name}.shared", use.shared, 0, min(use.length, len(known)))
-    new = (fresh + np.arange(use.length - use.shared)) % MAX_TOKEN
-    return np.concatenate([known[: use.shared], new.astype(np.int32)])
-
-
-def _replay(cache: PrefixCache, sequences: list[TokenLike], token_budget: int) -> float:
-    """Returns the fraction of tokens that were cached."""
-    hit = total = 0
-    for tokens in sequences:
-        total += len(tokens)
-        with cache.lease(tokens) as lease:
-            try:
-                lease.reserve(len(tokens) - lease.reserved)
-                for begin in range(lease.hit, len(tokens), token_budget):
-                    end = min(begin + token_budget, len(tokens))
-                    lease.slide(begin, end)
-                    lease.publish(end)
-            except OutOfPages:
-                continue
-            hit += lease.hit
-    return hit / total
