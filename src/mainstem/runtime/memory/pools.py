@@ -61,8 +61,8 @@ class Pools:
         states: the slots; None: the model keeps no state.
 
     Raises:
-        BadArgument: a component has no pages, `counts` names one that the model does not have, or no pool holds keys
-            that could have `kv_cache_dtype`.
+        BadArgument: `counts` lacks a component, or names one that the model does not have, or no pool holds keys that
+            could have `kv_cache_dtype`.
     """
 
     def __init__(
@@ -116,20 +116,12 @@ class Pools:
             target: the page to write.
             positions: the number of positions.
             component: the component of the pages; by default the first.
-
-        Raises:
-            BadArgument: a page id or the number of positions is out of range.
         """
         self.paged[component or self._layout.names[0]].copy_page(source, target, positions)
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copies the state in slot `source` to slot `target`.
-
-        Raises:
-            BadArgument: a slot does not exist, or the model keeps no state.
-        """
-        if self.states is None:
-            raise BadArgument("source", source, "a state of a model that keeps one")
+        """Copies the state in slot `source` to slot `target`; called only if the model has states."""
+        assert self.states is not None
         self.states.copy(source, target)
 
     def clear(self, component: str, ids: NDArray[np.int32]) -> None:

@@ -25,7 +25,7 @@ A `StateCache` returns to attention layers only the keys and values that they ga
 attention function that keeps them itself sees only the new ones. This module does not know positions: always pass
 `position_ids` to models that take them.
 
-It does not know pages, requests or the owners of slots.
+It does not know pages, requests or the owners of slots, nor does it check slots: `SegmentRules` does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kernels.recurrences import exchange_scans
 from mainstem.runtime.kernels.scans import is_resumed, resume
 from mainstem.runtime.models.caches import Passing
@@ -153,12 +153,10 @@ class StatePool:
         device: of the tensors.
 
     Raises:
-        BadArgument: `slots` is less than 1, or the memory cannot be allocated.
+        BadArgument: the memory cannot be allocated.
     """
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
-        if slots < 1:
-            raise BadArgument("slots", slots, "at least 1")
         self.shape = shape
         self.slots = slots
         try:
@@ -172,13 +170,7 @@ class StatePool:
         return self.tensors[0].device
 
     def copy(self, source: int, target: int) -> None:
-        """Copies the state in slot `source` to slot `target`.
-
-        Raises:
-            BadArgument: a slot is not in [0, slots).
-        """
-        for name, slot in (("source", source), ("target", target)):
-            self._check(name, slot)
+        """Copies the state in slot `source` to slot `target`."""
         with torch.inference_mode():
             for tensor in self.tensors:
                 tensor[target] = tensor[source]
@@ -190,39 +182,21 @@ class StatePool:
                 tensor[slots.tolist()] = 0
 
     def load(self, slots: Sequence[int], cache: Cache) -> None:
-        """Copies the states in `slots` into a cache's layers, one row each.
-
-        Raises:
-            BadArgument: a slot is not in [0, slots), or there are none.
-        """
+        """Copies the states in `slots` into a cache's layers, one row each."""
         rows = self._rows(slots)
         with torch.no_grad():  # outside of `inference_mode` a forward may not change tensors that were made inside it
             for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
                 put(cache.layers[spec.layer], spec.kind, spec.number, tensor.index_select(0, rows), previous=True)
 
     def store(self, slots: Sequence[int], cache: Cache, first: int = 0) -> None:
-        """Copies the states in a cache's layers, one row each from row `first` on, to `slots`.
-
-        Raises:
-            BadArgument: a slot is not in [0, slots), or is given twice, or there are none.
-        """
-        if len(set(slots)) < len(slots):
-            raise BadArgument("slots", slots, "different slots")
+        """Copies the states in a cache's layers, one row each from row `first` on, to `slots`, all different."""
         rows = self._rows(slots)
         with torch.inference_mode():
             for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
                 tensor.index_copy_(0, rows, _get(cache, spec)[first : first + len(slots)])
 
     def _rows(self, slots: Sequence[int]) -> torch.Tensor:
-        if not slots:
-            raise BadArgument("slots", slots, "at least one slot")
-        for slot in slots:
-            self._check("slots", slot)
         return torch.tensor(slots, dtype=torch.long, device=self.device)
-
-    def _check(self, name: str, slot: int) -> None:
-        if not 0 <= slot < self.slots:
-            raise BadArgument(name, slot, f"in [0, {self.slots})")
 
 
 def _get(cache: Cache, spec: StateTensor) -> torch.Tensor:
@@ -245,31 +219,17 @@ class StateCache(Passing):
         self._pool = pool
 
     def start(self, rows: int) -> None:
-        """Prepares the next forward to start `rows` sequences from their first token.
-
-        Raises:
-            BadArgument: `rows` is less than 1.
-        """
-        if rows < 1:
-            raise BadArgument("rows", rows, "at least 1")
+        """Prepares the next forward to start `rows` sequences from their first token."""
         for spec in self._pool.shape.tensors:
             zeros = torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=self._pool.device)
             put(self.layers[spec.layer], spec.kind, spec.number, zeros, previous=False)
 
     def load(self, slots: Sequence[int]) -> None:
-        """Prepares the next forward to continue from copies of the states in `slots`, one row each.
-
-        Raises:
-            BadArgument: a slot is not in the pool, or there are none.
-        """
+        """Prepares the next forward to continue from copies of the states in `slots`, one row each."""
         self._pool.load(slots, self)
 
     def store(self, slots: Sequence[int]) -> None:
-        """Copies the states after the last forward to `slots`, one row each.
-
-        Raises:
-            BadArgument: a slot is not in the pool, or is given twice, or there are none.
-        """
+        """Copies the states after the last forward to `slots`, one row each."""
         self._pool.store(slots, self)
 
 

@@ -63,7 +63,7 @@ class ModelRunner:
     Raises:
         UnsupportedModel: the model cannot run over pages, or is not exact and should be; the message says why. The
             loaded model is unchanged.
-        BadArgument: a component has less than one page, or `page_size` is less than 1.
+        BadArgument: `pages` lacks a component, or names one that the model does not have.
     """
 
     def __init__(
@@ -195,18 +195,11 @@ class ModelRunner:
             target: the page to write.
             positions: the number of positions.
             component: the component of the pages; by default the first.
-
-        Raises:
-            BadArgument: a page id or the number of positions is out of range.
         """
         self._pools.copy_page(source, target, positions, component)
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copies the state in slot `source` to slot `target`.
-
-        Raises:
-            BadArgument: a slot does not exist, or the model keeps no state.
-        """
+        """Copies the state in slot `source` to slot `target`; called only if the model has states."""
         self._pools.copy_state(source, target)
 
     def clear(self, component: str, ids: NDArray[np.int32]) -> None:
