@@ -316,7 +316,7 @@ def hybrid(request: pytest.FixtureRequest) -> RunnerRig:
 
 def test_states_go_on_where_the_last_chunk_ended(hybrid: RunnerRig) -> None:
     tokens, (table,) = tokens_of(1, 40), hybrid.tables(1, 40)
-    for start, end in ((0, 7), (7, 23), (23, 24), (24, 40)):
+    for start, end in ((0, 1), (1, 7), (7, 23), (23, 24), (24, 40)):
         rows = hybrid.runner.forward([Segment(tokens[start:end], start, (table,), True, state=3)])
         hybrid.close(rows[0], tokens[:end])
 
