@@ -1,4 +1,4 @@
-"""Latent attention: absorbed queries find what expanded keys and values give, and who is absorbed."""
+"""Latent attention: which queries are absorbed. `test_page_attention.py` compares absorbed and expanded ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from bench.tiny_models import LATENT, tiny
 from mainstem.runtime.attention.latent import Latents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENS, PREFIX = 5, 13
+TOKENS = 5
 
 
 def attention_of(family: str) -> Any:
@@ -29,30 +28,6 @@ def latents_of(module: Any) -> Latents:
     given = random(1, 1, TOKENS, 32), random(1, 1, TOKENS, 8)
     key, value = (x[0].transpose(0, 1) for x in module.expand_kv(*given))
     return Latents(module, given, key, value)
-
-
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1) for x in (query, keys, values))
-    return scaled_dot_product_attention(q, k, v, scale=0.3).transpose(0, 1)
-
-
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3"])
-def test_absorbed_queries_find_what_expanded_keys_and_values_give(family: str) -> None:
-    latents = latents_of(attention_of(family))
-    query, kept = random(TOKENS, 4, 24), random(PREFIX, 1, 40)
-    expanded = attend(query, *latents.expand(kept))
-    heads = kept.expand(-1, 4, -1)
-    absorbed = latents.project(attend(latents.absorb(query), heads, heads[..., : latents.rank]))
-    assert absorbed.shape == expanded.shape == (TOKENS, 4, 12)
-    torch.testing.assert_close(absorbed, expanded, atol=2e-6, rtol=1e-5)
-
-
-def test_what_is_kept_expands_to_what_the_layer_made_of_it() -> None:
-    latents = latents_of(attention_of("deepseek_v3"))
-    assert latents.kept.shape == (TOKENS, 1, 40)
-    keys, values = latents.expand(latents.kept)
-    assert torch.equal(keys, latents.key)
-    assert torch.equal(values, latents.value)
 
 
 def test_few_tokens_are_absorbed_and_many_expand() -> None:

@@ -185,22 +185,6 @@ def test_what_goes_from_layer_to_layer_is_not_rounded() -> None:
     assert not torch.equal(seen[0], seen[0].bfloat16().float())
 
 
-def test_a_prompt_of_few_tokens_and_a_draft_are_one_call_a_layer(computed: list[int]) -> None:
-    model = tiny("llama", **WHOLE)
-    plain = copy.deepcopy(model)
-    runner = runner_of(model)
-    prompt = random_prompts(1)[0][:11]
-    computed.clear()
-    found = [
-        runner.forward([Segment(prompt[:6], 0, (table(0),), 6)]),
-        runner.forward([Segment(prompt[6:], 6, (table(0),), 5)]),
-    ]
-    with torch.inference_mode():
-        expected = plain(input_ids=torch.from_numpy(prompt).long()[None]).logits[0]
-    torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=0)
-    assert computed == [6] * 3 + [5] * 3
-
-
 @pytest.mark.parametrize("kind", KNOWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])

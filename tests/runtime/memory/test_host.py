@@ -284,16 +284,6 @@ def test_pages_of_a_model_without_attention_have_no_content(steps: Steps) -> Non
     pool.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_host_of_pages_without_content_copies_nothing(layout: HostLayout) -> None:
-    kv = KVPool(KVShape(0, 0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
-    pool = HostPool([Planes(kv.planes, ())], [9], layout)
-    ticket = pool.down([Move(0, ids(0, 1), ids(3, 4))])
-    assert ticket.done()
-    assert ticket.error is None
-    pool.close()
-
-
 def test_layers_arrive_one_after_another(kv: Planes, steps: Steps) -> None:
     pool = HostPool([kv], [HOST_PAGES], run=steps)
     pool.down([Move(0, ids(*range(7)), ids(*range(7)))])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench.tiny_models import GATHERED, LATENT, loaded, tiny
+from bench.tiny_models import GATHERED, loaded, tiny
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention.paged import BatchPlan, Extent, Paging, SdpaAttention, plan_batch
 from mainstem.runtime.memory.kv import KVPool, KVShape
-from mainstem.runtime.models.caches import Gathering, Passing
+from mainstem.runtime.models.caches import Gathering
 from mainstem.runtime.models.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,14 +57,6 @@ def test_what_the_pool_does_not_hold_is_refused(layer: int, size: int) -> None:
     cache = gathering(plan_batch([Extent(2, 0, TABLE)], pool), 0)
     with pytest.raises(UnsupportedModel, match="which its pool does not hold"):
         cache.update(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, size), layer)
-
-
-def test_a_passing_cache_returns_and_remembers_what_it_is_given() -> None:
-    cache = Passing(tiny("deepseek_v3", **LATENT["deepseek_v3"]).config)
-    latent, rotary = torch.zeros(1, 1, 5, 32), torch.zeros(1, 1, 5, 8)
-    assert cache.update(latent, rotary, 2) == (latent, rotary)
-    assert cache.given == {2: (latent, rotary)}
-    assert (cache.get_seq_length(), cache.get_mask_sizes(5, 2)) == (0, (5, 0))
 
 
 # ---------------------------------------------------------------- in the runner

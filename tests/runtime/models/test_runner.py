@@ -268,24 +268,6 @@ def test_logits_of_the_last_tokens_are_those_of_single_steps() -> None:
         rig.runner.forward([Segment(first, 0, (tables[0],), 13)])
 
 
-def test_no_rows_when_no_logits_are_wanted() -> None:
-    rig = make_rig("llama", 16)
-    rows = rig.runner.forward([Segment(tokens_of(1, 5), 0, (rig.tables(1, 5)[0],), False)])
-    assert rows.shape == (0, VOCAB)
-
-
-def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
-    runner = make_rig("llama", 3).runner
-    assert runner.vocab_size == VOCAB
-    pool = full_pool(runner)
-    assert pool.k.nbytes + pool.v.nbytes == pool.pages * 2 * 3 * 3 * 2 * 16 * 4
-
-
-def test_a_latent_takes_a_page_of_latents_and_no_keys() -> None:
-    pool = full_pool(make_rig("deepseek_v3", 4).runner)
-    assert sum(plane.nbytes for plane in pool.planes) == pool.pages * 4 * 3 * (32 + 8) * 4
-
-
 @pytest.mark.parametrize("absorbed", [True, False])
 def test_prefixes_of_latents_are_absorbed_or_expanded_to_the_same(
     absorbed: bool, monkeypatch: pytest.MonkeyPatch
