@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import random as random_module
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from mainstem.cache.components import Component, by_name
 from mainstem.cache.keys import TokenKeys, TypedKeys
@@ -14,53 +13,16 @@ from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.events.publisher import Publisher
 from mainstem.runtime.audit.auditor import Auditor, chunk_pages, own_pages
 from mainstem.runtime.audit.prefix_audit import Means
-from mainstem.runtime.memory.host import Planes
-from mainstem.runtime.memory.pools import HasPools, build_cache
-from mainstem.runtime.models.adapters import Adapters, name_of
+from mainstem.runtime.memory.pools import build_cache
+from mainstem.runtime.models.adapters import name_of
 from mainstem.runtime.models.flops import flops_of
 from mainstem.runtime.models.loading import LoadedModel
-from mainstem.runtime.schedule.scheduler import Runner, Scheduler
-from mainstem.runtime.text.vision import Vision
+from mainstem.runtime.models.runner import ModelRunner
+from mainstem.runtime.schedule.scheduler import Scheduler
 from mainstem.settings.engine import EngineConfig
 from mainstem.storage.base import Backend
 
 log = logging.getLogger(__name__)
-
-
-class EngineRunner(Runner, HasPools, Protocol):
-    """A model's runner, as the engine needs it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The upper bound of token ids, exclusive."""
-
-    @property
-    def computation(self) -> tuple[str, ...]:
-        """How it computes; see `tiers.Computes`."""
-
-    @property
-    def inexact(self) -> str | None:
-        """Why the bits of a value may depend on what is computed together with it; None: they never do."""
-
-    @property
-    def arithmetic(self) -> str:
-        """By which it computes, if it is exact; see `exactness`."""
-
-    @property
-    def planes(self) -> Sequence[Planes]:
-        """The tensors that the ids of each component index."""
-
-    @property
-    def adapters(self) -> Adapters:
-        """The model's adapters."""
-
-    @property
-    def vision(self) -> Vision | None:
-        """Encodes images; None: the model takes none."""
-
-    @property
-    def records_steps(self) -> bool:
-        """Whether steps of single tokens are recorded, and take a fraction of the time of others; see `step_graphs`."""
 
 
 def make_publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | None:
@@ -78,7 +40,7 @@ def make_publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | Non
 def make_cache(
     loaded: LoadedModel,
     config: EngineConfig,
-    model: EngineRunner,
+    model: ModelRunner,
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
     publisher: Publisher | None,
@@ -88,7 +50,7 @@ def make_cache(
     keys = TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size)
     try:
         put = None if publisher is None else publisher.put
-        cache = build_cache(loaded, config, model, keys, sizes, clock, put, backend)
+        cache = build_cache(loaded, config, model.memory, keys, sizes, clock, put, backend)
     except BaseException:
         if publisher is not None:
             publisher.close()
@@ -107,7 +69,7 @@ def audit_pages(config: EngineConfig, sizes: Mapping[Component, int]) -> dict[st
 
 
 def make_auditor(
-    config: EngineConfig, model: EngineRunner, cache: PrefixCache, random: random_module.Random
+    config: EngineConfig, model: ModelRunner, cache: PrefixCache, random: random_module.Random
 ) -> Auditor | None:
     """Makes the auditor of an engine; None: the settings want none, or the model is not exact, which the log says.
 
@@ -121,7 +83,7 @@ def make_auditor(
             "the cache is not audited, though --audit-share is given: the model is not exact: %s", model.inexact
         )
         return None
-    planes = list(model.planes)
+    planes = model.memory.planes
     own = [range(pool.total, each.pages) for pool, each in zip(cache.pools.values(), planes, strict=True)]
     chunk = chunk_pages(config.token_budget, config.page_size)
     draws = random_module.Random(random.getrandbits(64))
@@ -131,7 +93,7 @@ def make_auditor(
 def make_scheduler(
     loaded: LoadedModel,
     config: EngineConfig,
-    model: EngineRunner,
+    model: ModelRunner,
     cache: PrefixCache,
     clock: Callable[[], float],
     random: random_module.Random,

@@ -26,14 +26,7 @@ from mainstem.cache.tree import Survey
 from mainstem.events.publisher import EventStats
 from mainstem.events.source import AllBlocksCleared
 from mainstem.metric import Metric, gauge
-from mainstem.runtime.assembly import (
-    EngineRunner,
-    audit_pages,
-    make_auditor,
-    make_cache,
-    make_publisher,
-    make_scheduler,
-)
+from mainstem.runtime.assembly import audit_pages, make_auditor, make_cache, make_publisher, make_scheduler
 from mainstem.runtime.audit.auditor import AuditStats
 from mainstem.runtime.hints.advice import Action, Advice
 from mainstem.runtime.hints.public import PublicPrefixes
@@ -42,6 +35,7 @@ from mainstem.runtime.memory.shares import OwnerUsage, TierMemory
 from mainstem.runtime.memory.tiers import end_tiers
 from mainstem.runtime.models.adapters import AdapterFiles
 from mainstem.runtime.models.loading import LoadedModel
+from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.parallel.ranks import require_equal
 from mainstem.runtime.request import Delta, Progress, Request, Usage
 from mainstem.runtime.schedule.handoff import PrefillHandoff
@@ -53,7 +47,7 @@ from mainstem.tiers.controller import TierStats
 
 log = logging.getLogger(__name__)
 
-MakeRunner = Callable[[LoadedModel, Mapping[str, int], int, str, bool, bool], EngineRunner]
+MakeRunner = Callable[[LoadedModel, Mapping[str, int], int, str, bool, bool], ModelRunner]
 OnStage = Callable[[str, int, int], None]
 _SHOWN_TOKENS = 12  # of a node, in `show`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
@@ -161,7 +155,7 @@ class EngineCore:
             on_stage("measure", 1, 1)
         self.advice = Advice(cache, config.max_retain_s)
         self._handoff = PrefillHandoff(tiers if config.role == "prefill" else None)
-        self._public = PublicPrefixes(cache, model.copy_page)
+        self._public = PublicPrefixes(cache, model.memory.copy_page)
         self._refused: list[tuple[str, Delta | Progress]] = []  # requests that could not be added
         self._unpublished = False  # there are more events, even if nothing happens
         self.stopping, self.queued = False, 0

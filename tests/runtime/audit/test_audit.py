@@ -110,7 +110,7 @@ def names_of(engine: Engine, prompt: Any) -> list[bytes]:
 
 
 def flip_device(engine: Engine, prompt: Any, page: int) -> None:
-    pool: Any = engine._core.model.pools["full"]  # type: ignore[attr-defined]
+    pool: Any = engine._core.model.pools["full"]
     with torch.inference_mode():
         pool.v[1, ids_of(engine, prompt, DEVICE)[page], 2].view(torch.uint8)[0, 3] ^= 1
 
@@ -268,7 +268,8 @@ def test_a_state_in_which_a_bit_is_flipped_is_found(tmp_path: Path, caplog: pyte
             return
         cold = ask(engine, prompt)[0]
         settle(engine)
-        tree, pool = engine._core.cache.tree, engine._core.model.pools["state"]  # type: ignore[attr-defined]
+        tree, pool = engine._core.cache.tree, engine._core.model.memory.states
+        assert pool is not None
         node = tree.core.locate(b"", tree.keys.encode(prompt), 10)
         with torch.inference_mode():
             pool.tensors[1][int(tree.core.own_ids(node, 1, DEVICE)[0])].view(torch.uint8)[0, 0, 0] ^= 1
@@ -421,7 +422,7 @@ def test_what_is_not_known_to_be_exact_is_left_out() -> None:
 def test_nothing_is_audited_by_default() -> None:
     with engine_of(audit_share=0.0) as engine:
         assert engine.stats().audits is None
-        assert engine._core.model.pools["full"].pages == engine.pages  # type: ignore[attr-defined]
+        assert engine._core.model.pools["full"].pages == engine.pages
 
 
 def test_a_model_that_is_not_exact_is_not_audited_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ class RunnerRig(NamedTuple):
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         for component in self.runner.layout.kv_layers:
-            self.runner.copy_page(source, target, positions, component)
+            self.runner.memory.copy_page(source, target, positions, component)
 
     def close(self, row: torch.Tensor, tokens: Sequence[int]) -> None:
         expected = self.plain(tokens)[-1]
@@ -333,9 +333,9 @@ def test_a_copied_state_is_a_start_for_another_request(hybrid: RunnerRig) -> Non
     first, second = tokens_of(1, 40), np.concatenate([tokens_of(1, 24), tokens_of(2, 9)])
     theirs, others = hybrid.tables(2, 44)
     hybrid.runner.forward([Segment(first[:24], 0, (theirs,), False, state=0)])
-    hybrid.runner.copy_state(0, 6)
+    hybrid.runner.memory.copy_state(0, 6)
     hybrid.runner.forward([Segment(first[24:30], 24, (theirs,), False, state=0)])
-    hybrid.runner.copy_state(6, 1)
+    hybrid.runner.memory.copy_state(6, 1)
     ours = np.concatenate([theirs[:6], others[6:]])
     rows = hybrid.runner.forward(
         [Segment(second[24:], 24, (ours,), True, state=1), Segment(first[30:], 30, (theirs,), True, state=0)]
@@ -371,7 +371,7 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     count = len(rig.runner.layout.components)
     page_ids, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
     ids = [(states, states) if name == "state" else (table[:8], page_ids) for name in rig.runner.layout.names]
-    host = rig.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
+    host = rig.runner.memory.host_memory(HostSize(host_ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
     for pool in rig.runner.pools.values():
         for tensor in pool.planes if isinstance(pool, KVPool) else pool.tensors:

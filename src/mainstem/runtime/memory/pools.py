@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from mainstem.runtime.memory.host import HostPool, Planes, host_pages
 from mainstem.runtime.memory.kv import KVPool, KVShape, kv_shapes
 from mainstem.runtime.memory.sizing import Need, share_out, window_pages
 from mainstem.runtime.memory.states import StatePool, StateShape
-from mainstem.runtime.memory.tiers import Computes, build_tiers, close_tiers
+from mainstem.runtime.memory.tiers import build_tiers, close_tiers
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.settings.engine import EngineConfig, HostSize
@@ -53,7 +52,7 @@ class Pools:
         counts: pages or slots of each component, by name.
         page_size: positions per page.
         like: a tensor of the model's dtype, on its device.
-        computation: how what they hold is computed, where another way gives other numbers.
+        computation: how what they hold is computed, where another way gives other numbers; part of the identity.
         kv_cache_dtype: of the keys and values in pages; `auto`: that of `like`. Latents and states keep that.
 
     Attributes:
@@ -132,23 +131,10 @@ class Pools:
             self.states.clear(ids)
 
 
-class HasPools(Computes, Protocol):
-    """The holder of pools, as a cache needs it."""
-
-    def copy_page(self, source: int, target: int, positions: int) -> None:
-        """Copies the KV of a page's first positions."""
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copies a recurrent state from slot to slot; called only if the model has states."""
-
-    def clear(self, component: str, ids: NDArray[np.int32]) -> None:
-        """Overwrites pages, or states, with zeros."""
-
-
 def build_cache(
     loaded: LoadedModel,
     config: EngineConfig,
-    pools: HasPools,
+    pools: Pools,
     keys: KeyKind,
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
@@ -211,7 +197,7 @@ def _cleared(memory: HostPool, row: int, store: Store | None) -> Callable[[NDArr
     return freed
 
 
-def _overwrite_freed(cache: PrefixCache, pools: HasPools, host: HostTier | None) -> None:
+def _overwrite_freed(cache: PrefixCache, pools: Pools, host: HostTier | None) -> None:
     for name, pool in cache.pools.items():
         pool.freed_with(partial(pools.clear, name))
     if cache.tiers is not None and host is not None and isinstance(host.memory, HostPool):

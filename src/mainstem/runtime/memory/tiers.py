@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,7 @@ from mainstem.runtime.memory.host import HostPool
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.parallel.division import whole
 from mainstem.runtime.parallel.ranks import Ranks
-from mainstem.settings.engine import HostSize, TierConfig
+from mainstem.settings.engine import TierConfig
 from mainstem.storage.base import RANK, Backend, open_backend
 from mainstem.storage.peer import NO_SECRET, PeerBackend, Peering, PeerServer, Share
 from mainstem.tiers.controller import Tiers
@@ -35,6 +35,8 @@ from mainstem.tiers.storage.workers import ThreadWorkers
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from mainstem.runtime.memory.pools import Pools
+
 log = logging.getLogger(__name__)
 
 _LOOKUP_THREADS = 12  # for lookups in storage, in addition to the threads that read
@@ -46,24 +48,9 @@ _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device to
 _IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
 
 
-class Computes(Protocol):
-    """A model's runner, as the tiers need it."""
-
-    @property
-    def computation(self) -> tuple[str, ...]:
-        """How it computes what pages and states hold, where another way gives other numbers; part of the identity."""
-
-    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Allocates host pages for its device pages.
-
-        Raises:
-            BadArgument: the size holds no page, or cannot be allocated.
-        """
-
-
 def build_tiers(
     config: TierConfig,
-    runner: Computes,
+    pools: Pools,
     loaded: LoadedModel,
     page_size: int,
     clock: Callable[[], float],
@@ -80,11 +67,11 @@ def build_tiers(
     memory = None
     backend = backend or open_store(config, loaded.ranks) or (None if shelf is None else HostOnly(shelf))
     try:
-        memory = runner.host_memory(config.size, backend is not None)
+        memory = pools.host_memory(config.size, backend is not None)
         tier = HostTier(memory, config.host, memory.sizes, loaded.ranks.agree)
         store = None
         if backend is not None:
-            identity = identity_of(loaded, page_size, memory.content, codec.name, runner.computation)
+            identity = identity_of(loaded, page_size, memory.content, codec.name, pools.computation)
             codec.check(identity)
             store = _store(config, backend, shelf, identity, codec, clock)
     except BaseException:
@@ -127,7 +114,7 @@ def identity_of(
         page_size: positions per page.
         content: the name of the format of a page's content.
         codec: the name of that which encodes its numbers.
-        computation: how the runner computes them.
+        computation: how they are computed.
     """
     config = loaded.model.config.get_text_config(decoder=True)
     heads = int(getattr(config, "num_attention_heads", None) or 0)  # none: a model without attention

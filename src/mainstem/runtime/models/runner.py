@@ -12,16 +12,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mainstem.runtime.attention.few_rows import PageAttention
 from mainstem.runtime.attention.paged import TOLERANCE, Attention, SdpaAttention, install, plain_attention
 from mainstem.runtime.kernels import linear
 from mainstem.runtime.kernels.linear import Kernels
 from mainstem.runtime.kernels.step_graphs import CudaRecorder, Recorder
-from mainstem.runtime.memory.host import HostPool, Planes
 from mainstem.runtime.memory.kv import KVPool, kv_shapes
 from mainstem.runtime.memory.pools import Pools
 from mainstem.runtime.memory.states import StatePool, StateShape, prove
@@ -33,7 +30,6 @@ from mainstem.runtime.models.refusals import layout_of, own_attention
 from mainstem.runtime.models.self_test import SelfTest
 from mainstem.runtime.segments import Segment, SegmentRules
 from mainstem.runtime.text.vision import Vision
-from mainstem.settings.engine import HostSize
 
 # Pages in 8 bits are tested against keys and values that were rounded in the same way. A number between two steps may
 # take the other one, so the least difference is that of some steps, in any dtype.
@@ -57,7 +53,12 @@ class ModelRunner:
         exact: whether a model is refused that is not exact. On a GPU, other kernels compute then.
 
     Attributes:
+        vocab_size: tokens that have logits.
+        memory: the pages and slots that it reads and writes.
+        adapters: of the model.
+        vision: encodes images; None: the model takes none.
         arithmetic: by which it computes; see `exactness`.
+        computation: how, where another way gives other numbers; see `Pools`.
         exchanged: what kernels compute in place of the model's own code.
 
     Raises:
@@ -88,7 +89,7 @@ class ModelRunner:
             self.vision = None if loaded.processor is None else Vision(loaded)
             like = torch.empty(0, dtype=loaded.dtype, device=model.device)
             make_pools = partial(Pools, layout, kv, shape, like=like, kv_cache_dtype=kv_cache_dtype)
-            self._pools = make_pools(counts, page_size)
+            self.memory = make_pools(counts, page_size)
             kernels, attention = kernels_for(model.device, exact), attention_for(model.device, kv_cache_dtype, exact)
             how = layout, self.adapters, attention, self._proof, self.vision
             self._forward = forward = Forward(loaded, *how, latent=any(each.latent for each in kv.values()))
@@ -102,10 +103,11 @@ class ModelRunner:
             log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
         log.info("%s: %s", loaded.name, self.exchanged)
         log.info("%s: exact: %s", loaded.name, shown(self._inexact, self.arithmetic))
+        self.computation = self.memory.computation = self._computation()
         if self._inexact is None:
             self.adapters.watch = test.watched
-        sizes = {name: pool.pages for name, pool in self._pools.paged.items()}
-        slots = None if self._pools.states is None else self._pools.states.slots
+        sizes = {name: pool.pages for name, pool in self.memory.paged.items()}
+        slots = None if self.memory.states is None else self.memory.states.slots
         images, both_ways = self.vision is not None, self.vision is not None and self.vision.both_ways
         bounds = self.vocab_size, loaded.max_context, page_size, layout.attended, sizes, slots
         self._rules = SegmentRules(*bounds, images=images, both_ways=both_ways)
@@ -132,24 +134,10 @@ class ModelRunner:
         return self._forward.steps is not None
 
     @property
-    def computation(self) -> tuple[str, ...]:
-        """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
-        scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
-        keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
-        bits = () if self._inexact else (f"arithmetic {self.arithmetic}",)
-        whole = (f"whole layers {self.exchanged.layers}",) if bits and self.exchanged.layers else ()  # they round less
-        return scan + keys + bits + whole
-
-    @property
     def pools(self) -> dict[str, KVPool | StatePool]:
-        """The pages and slots that it reads and writes, by component."""
-        states = self._pools.states
-        return {**self._pools.paged, **({} if states is None else {"state": states})}
-
-    @property
-    def planes(self) -> list[Planes]:
-        """The tensors of `pools` as the host copies them, by component."""
-        return self._pools.planes
+        """Those of `memory`, by component."""
+        states = self.memory.states
+        return {**self.memory.paged, **({} if states is None else {"state": states})}
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Computes the segments' new tokens, writes their KV and states, and returns the requested logits.
@@ -163,7 +151,7 @@ class ModelRunner:
         """
         self._rules.check(segments)
         try:
-            return self._forward.run(segments, self._pools)
+            return self._forward.run(segments, self.memory)
         finally:
             self._forward.forget()
 
@@ -175,41 +163,18 @@ class ModelRunner:
         """
         self._forward.embed(segment)
 
-    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Allocates host pages for the pools, with the components in the same order.
-
-        Args:
-            size: of the host memory.
-            storage: whether storage will read and write them.
-
-        Raises:
-            BadArgument: the size holds no page, or cannot be allocated.
-        """
-        return self._pools.host_memory(size, storage)
-
-    def copy_page(self, source: int, target: int, positions: int, component: str | None = None) -> None:
-        """Copies the KV of the first `positions` positions of page `source` to page `target`.
-
-        Args:
-            source: the page to read.
-            target: the page to write.
-            positions: the number of positions.
-            component: the component of the pages; by default the first.
-        """
-        self._pools.copy_page(source, target, positions, component)
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copies the state in slot `source` to slot `target`; called only if the model has states."""
-        self._pools.copy_state(source, target)
-
-    def clear(self, component: str, ids: NDArray[np.int32]) -> None:
-        """Overwrites pages of a component, or states, with zeros."""
-        self._pools.clear(component, ids)
+    def _computation(self) -> tuple[str, ...]:
+        """Returns how it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
+        scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
+        keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self.layout.places else ()
+        bits = () if self._inexact else (f"arithmetic {self.arithmetic}",)
+        whole = (f"whole layers {self.exchanged.layers}",) if bits and self.exchanged.layers else ()  # they round less
+        return scan + keys + bits + whole
 
     @property
     def _rounded(self) -> dict[int, torch.dtype]:
         """The layers whose keys and values are kept in 8 bits, and their dtype."""
-        pools = {name: pool.kept for name, pool in self._pools.paged.items() if pool.kept is not pool.dtype}
+        pools = {name: pool.kept for name, pool in self.memory.paged.items() if pool.kept is not pool.dtype}
         return {layer: pools[name] for layer, (name, _) in self.layout.places.items() if name in pools}
 
 
