@@ -247,9 +247,9 @@ def test_each_action_does_what_it_says() -> None:
 def test_a_retention_needs_a_time_within_its_range(ttl_s: float | None) -> None:
     advice = Advice(PrefixCache(8, 2), 100.0)
     with pytest.raises(BadArgument, match=r"ttl_s = .*: must be seconds from 0.001 to 100 \(max_retain_s\)"):
-        apply(advice, "retain", ttl_s=ttl_s)
+        advice.check("retain", ttl_s)
     with pytest.raises(BadArgument, match="left out for pin"):
-        apply(advice, "pin", ttl_s=1.0)
+        advice.check("pin", 1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

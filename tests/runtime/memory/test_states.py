@@ -79,11 +79,6 @@ def test_a_forward_touches_no_slot_before_it_is_stored(family: str) -> None:
     assert not any(torch.equal(now[0], then[0]) for now, then in zip(pool.tensors, before, strict=True))
 
 
-@pytest.mark.parametrize(("family", "layers"), [("falcon_h1", (0, 1, 2)), ("lfm2", (0, 2)), ("nemotron_h", (0,))])
-def test_the_layers_that_keep_a_state_are_known(family: str, layers: tuple[int, ...]) -> None:
-    assert shape_of(made(family)).layers == layers
-
-
 def test_states_of_layers_have_their_own_dtype() -> None:
     shape = shape_of(made("mamba2", torch.bfloat16))
     assert {spec.kind: spec.dtype for spec in shape.tensors} == {"conv": torch.bfloat16, "recurrent": torch.float32}

@@ -54,6 +54,12 @@ TILE_ROWS = 128
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache"})
 
 
+def spread_error(found: torch.Tensor, wanted: torch.Tensor, all_wanted: torch.Tensor) -> float:
+    """Returns how far logits are from those wanted, in parts of the spread of all; infinite if one is not finite."""
+    error = (found - wanted).abs().max() / (all_wanted.max() - all_wanted.min())
+    return float(error) if error.isfinite() else float("inf")
+
+
 FULL = Full()
 
 

@@ -44,7 +44,7 @@ class Advice:
         next_use_s: float | None = None,
         next_use_steps: float | None = None,
     ) -> Kept:
-        """Applies one piece of advice on a prefix.
+        """Applies one piece of advice on a prefix, whose times `check` has allowed.
 
         retain: for `ttl_s` seconds. pin, unpin: without an end. demote: the device evicts it first. end: of a session:
         its retentions and pins end, and every tier evicts first what no other session has of it. prefetch: to the
@@ -62,10 +62,8 @@ class Advice:
             are cached; for a prefetch, 0 and more than 0 means that too much else is under way.
 
         Raises:
-            BadArgument: `ttl_s` or when it is used next is out of range, missing, or not for this action.
             BadTokens: a token is out of range.
         """
-        self.check(action, ttl_s, next_use_s, next_use_steps)
         cache = self._cache
         if action == "retain" and ttl_s is not None:
             return cache.retention.retain(tokens, now_s + ttl_s, namespace)

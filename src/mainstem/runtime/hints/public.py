@@ -30,15 +30,11 @@ class PublicPrefixes:
 
     Args:
         copy_page: copies the first positions of a page to another page.
-
-    Attributes:
-        copied: pages that were copied for tenants.
     """
 
     def __init__(self, cache: PrefixCache, copy_page: CopyPage) -> None:
         self._cache, self._copy_page = cache, copy_page
         self._prefixes: list[NDArray[np.int32]] = []  # whole pages of tokens, the longest first
-        self.copied = 0
 
     @property
     def supported(self) -> bool:
@@ -85,7 +81,6 @@ class PublicPrefixes:
             for page in range(first // size, len(prefix) // size):
                 self._copy_page(int(source.page_table[page]), int(target.page_table[page]), size)
             target.publish(len(prefix))
-        self.copied += (len(prefix) - first) // size
         return len(prefix) - first
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.runtime.attention.paged import Attention, BatchPlan
+from mainstem.runtime.attention.paged import Attention, BatchPlan, spread_error
 
 Plans: TypeAlias = Mapping[str, BatchPlan]
 """Of one forward, by pool."""
@@ -175,7 +175,7 @@ class StepGraphs:
         repeated = step.repeat().clone()
         logits = step.compute(self._forward)  # after it, so that these keys and values are kept
         wanted, found = logits[:requests].float(), repeated[:requests].float()
-        error = float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
+        error = spread_error(found, wanted, wanted)
         if error <= self._limit:
             step.is_checked = True
         else:

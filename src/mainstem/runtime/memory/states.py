@@ -43,6 +43,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mainstem.errors import UnsupportedModel
+from mainstem.runtime.attention.paged import spread_error
 from mainstem.runtime.kernels.recurrences import exchange_scans
 from mainstem.runtime.kernels.scans import is_resumed, resume
 from mainstem.runtime.models.caches import Passing
@@ -91,11 +92,6 @@ class StateShape(NamedTuple):
     """
 
     tensors: tuple[StateTensor, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that keep a state, ascending."""
-        return tuple(sorted({tensor.layer for tensor in self.tensors}))
 
     @property
     def bytes_per_slot(self) -> int:
@@ -306,7 +302,6 @@ class _Trial:
         random = torch.Generator().manual_seed(0)
         self._prompts = torch.randint(vocab_size, (2, _CUTS[-1]), generator=random)
         self._whole = torch.cat([_forward(model, prompt.unsqueeze(0), 0, None) for prompt in self._prompts])
-        self._spread = float(self._whole.max() - self._whole.min())
 
     def goes_on(self, limit: float) -> bool:
         """Returns whether several tokens may follow a state."""
@@ -362,8 +357,7 @@ class _Trial:
     def _step(self, rows: list[int], cache: Cache, begin: int, end: int) -> float:
         """Runs [begin, end) of some prompts, and returns the largest difference from the whole ones."""
         logits = _forward(self._model, self._prompts[rows, begin:end], begin, cache)
-        difference = (logits - self._whole[rows, begin:end]).abs().max()
-        return float(difference) / self._spread if difference.isfinite() else float("inf")
+        return spread_error(logits, self._whole[rows, begin:end], self._whole)
 
 
 def _forward(model: PreTrainedModel, tokens: torch.Tensor, start: int, cache: Cache | None) -> torch.Tensor:

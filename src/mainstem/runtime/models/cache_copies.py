@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 
 from mainstem.cache.components import Component, Full
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.attention.paged import TOLERANCE
+from mainstem.runtime.attention.paged import TOLERANCE, spread_error
 from mainstem.runtime.kernels.scans import resume
 from mainstem.runtime.memory.kv import KVShape, kv_shapes
 from mainstem.runtime.memory.pools import Pools, counts_of, pool_sizes
@@ -298,7 +298,6 @@ def _trial_error(
         memory.write(begun, 0, place, 0, cut)
         memory.store_state(begun, 0, 0)
         memory.fill(fresh, [place], cut)
-        difference = (memory.run(fresh, ids[:, cut:], cut).float() - whole).abs().max()
+        return spread_error(memory.run(fresh, ids[:, cut:], cut).float(), whole, whole)
     except Exception as error:  # models raise all kinds
         raise UnsupportedModel(f"{model.config.model_type} does not go on from a filled cache: {error}") from error
-    return float(difference / (whole.max() - whole.min())) if difference.isfinite() else float("inf")

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.attention.paged import SdpaAttention, exchange_attention, install
+from mainstem.runtime.attention.paged import SdpaAttention, exchange_attention, install, spread_error
 from mainstem.runtime.kernels import linear as core
 from mainstem.runtime.kernels.decoders import exchange_layers, restore_layers, settle
 from mainstem.runtime.kernels.exchanges import Exchanged, compute_by_row, exchange, restore, restore_module, sharing
@@ -192,14 +192,12 @@ class SelfTest:
         used = -(-length // self._page_size)
         pools = self._make_pools(dict.fromkeys(self._layout.names, 2 * used), self._page_size)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
-        spread = float(self._plain.max() - self._plain.min())
         error = 0.0
         for begins, ends in (((0, 0), first), (first, last), (last, (length, length))):
             parts = [(i, b, e) for i, (b, e) in enumerate(zip(begins, ends, strict=True)) if e > b]
             segments = [self._segment(i, b, e, tables[i]) for i, b, e in parts]
             wanted = torch.stack([self._plain[i, e - 1] for i, _, e in parts])
-            difference = (self._forward.run(segments, pools) - wanted).abs().max()
-            error = max(error, float(difference) / spread) if difference.isfinite() else float("inf")
+            error = max(error, spread_error(self._forward.run(segments, pools), wanted, self._plain))
         return largest(self._ranks, error)
 
     def watched(self, adapter: Adapter | None = None) -> str | None:
