@@ -40,8 +40,8 @@ from mainstem.runtime.memory.kv import kv_shapes
 from mainstem.runtime.models.layout import Layout
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
-from mainstem.storage.base import check_options
 from mainstem.storage.memory import MemoryBackend
+from mainstem.storage.options import check_options
 from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 GOAL = 1.10

@@ -21,8 +21,8 @@ from bench.report import Report
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import LoadedModel
 from mainstem.settings.engine import EngineConfig, HostSize, PrefetchPolicy, StorageConfig, TierConfig
-from mainstem.storage.base import check_options
 from mainstem.storage.memory import MemoryBackend
+from mainstem.storage.options import check_options
 
 GOAL = 1.25
 """The p99 is at most that many times the better of the other two."""

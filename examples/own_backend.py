@@ -18,7 +18,7 @@ from mainstem.cache.identity import Identity
 from mainstem.errors import StorageError
 from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, Listed, conformance, open_backend
-from mainstem.storage.base import check_options
+from mainstem.storage.options import check_options
 from mainstem.tiers.storage.sealer import Sealer
 from mainstem.tiers.storage.store import Store
 from mainstem.tiers.storage.workers import ThreadWorkers

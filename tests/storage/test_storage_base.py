@@ -13,8 +13,9 @@ import pytest
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError
 from mainstem.storage import base, open_backend
-from mainstem.storage.base import Backend, check_options, check_spec
+from mainstem.storage.base import Backend, check_spec
 from mainstem.storage.memory import MemoryBackend
+from mainstem.storage.options import check_options
 
 HERE = __name__
 

@@ -46,7 +46,8 @@ from mainstem.owner.protocol import (
 )
 from mainstem.owner.start import Place, launch
 from mainstem.settings.owner import OwnerConfig
-from mainstem.storage.base import KEY_BYTES, Backend, BackendStats, Capabilities, Listed, check_options
+from mainstem.storage.base import KEY_BYTES, Backend, BackendStats, Capabilities, Listed
+from mainstem.storage.options import check_options
 from mainstem.units import parse_bytes, parse_seconds, parse_timeout
 
 Bytes = NDArray[np.uint8]

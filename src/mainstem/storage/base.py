@@ -20,11 +20,12 @@ import importlib
 import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from inspect import getattr_static
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import ClassVar, Self
 from urllib.parse import parse_qsl
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError, one_of, redacted
@@ -121,16 +122,17 @@ class Backend(ABC):
     """The longest value that it takes; None: any that it has room for."""
 
     @classmethod
-    @abstractmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """Opens a back end from the parts of a spec, `scheme:address?options`.
 
         The address of your own class, `module:Class?options`, is always empty.
 
         Raises:
-            BadArgument: the address or an option is invalid; the message names the valid ones.
+            BadArgument: the address or an option is invalid; the message names the valid ones. Or the class does not
+                define this: it is made in another way.
             BackendUnavailable: the client is not installed, or the server does not answer.
         """
+        raise BadArgument("storage", address, f"another one: {cls.__name__} has no spec of its own")
 
     @classmethod
     def open_existing(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -377,7 +379,7 @@ def _open_own(spec: str, path: str, options: Mapping[str, str], existing: bool) 
     found = load_object("storage", path)
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend; {path} is not")
-    if "from_spec" in found.__abstractmethods__:
+    if getattr_static(found, "from_spec") is vars(Backend)["from_spec"]:
         raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend with from_spec; {path} has none")
     try:
         opened = _opener(found, existing)("", options)
@@ -389,61 +391,3 @@ def _open_own(spec: str, path: str, options: Mapping[str, str], existing: bool) 
     if not isinstance(opened, Backend):
         raise BadArgument("storage", spec, f"a class whose from_spec returns a back end; {path} returned {opened!r}")
     return opened
-
-
-def check_options(options: Mapping[str, str], allowed: Iterable[str]) -> None:
-    """Rejects unknown options, for `from_spec`.
-
-    Raises:
-        BadArgument: an option is unknown; the message names the allowed ones.
-    """
-    allowed = tuple(allowed)
-    for name in options:
-        if name not in allowed:
-            raise BadArgument("storage option", name, one_of(name, allowed) if allowed else "none")
-
-
-Readers: TypeAlias = Mapping[str, tuple[str, Callable[[str, str], Any]]]
-"""The options of a spec: for each the argument of the class, and what makes its value of the option's name and text."""
-
-
-def read_options(options: Mapping[str, str], readers: Readers) -> dict[str, Any]:
-    """Returns the arguments of a class that the options of a spec are, for `from_spec`.
-
-    Raises:
-        BadArgument: an option is unknown or invalid.
-    """
-    check_options(options, readers)
-    return {argument: read(name, options[name]) for name, (argument, read) in readers.items() if name in options}
-
-
-def parse_text(name: str, text: str) -> str:
-    """Returns the text of an option as it is."""
-    return text
-
-
-def parse_number(name: str, text: str) -> int:
-    """Parses a whole number.
-
-    Raises:
-        BadArgument: the text is none.
-    """
-    if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise BadArgument(name, text, "a whole number")
-    return int(text)
-
-
-def parse_host(address: str, allowed: str) -> tuple[str, int]:
-    """Parses `//host:port`.
-
-    Args:
-        address: of a spec.
-        allowed: what the error asks for.
-
-    Raises:
-        BadArgument: it has another form.
-    """
-    found = re.fullmatch(r"//([^/@?\s]+):([0-9]{1,5})", address)
-    if not found or not 0 < int(found[2]) < 65536:
-        raise BadArgument("storage address", address, allowed)
-    return found[1].strip("[]"), int(found[2])

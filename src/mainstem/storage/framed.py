@@ -23,8 +23,9 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit, Readers, parse_text
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Limit
 from mainstem.storage.native import address_of
+from mainstem.storage.options import Readers, parse_text
 from mainstem.units import parse_bytes, parse_timeout
 
 _Answer = TypeVar("_Answer")

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed
+from mainstem.storage.options import check_options
 from mainstem.units import parse_bytes
 
 

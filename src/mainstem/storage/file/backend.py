@@ -13,18 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
-from mainstem.storage.base import (
-    ABSENT,
-    KEY_BYTES,
-    SCANNED,
-    Backend,
-    BackendStats,
-    Capabilities,
-    Listed,
-    Readers,
-    parse_number,
-    read_options,
-)
+from mainstem.storage.base import ABSENT, KEY_BYTES, SCANNED, Backend, BackendStats, Capabilities, Listed
 from mainstem.storage.calls import Calls
 from mainstem.storage.file.catalog import Catalog
 from mainstem.storage.file.disk import FULL, FileSystem, Folder, Reserve
@@ -32,6 +21,7 @@ from mainstem.storage.file.hashes import hashes
 from mainstem.storage.file.index import EMPTY, Index
 from mainstem.storage.file.space import GRAIN_BYTES, NOWHERE, Entry, Piece, rounded
 from mainstem.storage.file.values import Values
+from mainstem.storage.options import Readers, parse_number, read_options
 from mainstem.units import parse_bytes, show_bytes
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, BackendStats, Capabilities, ReadOnlyBackend, check_options
+from mainstem.storage.base import ABSENT, BackendStats, Capabilities, ReadOnlyBackend
 from mainstem.storage.breaker import Breaker
 from mainstem.storage.calls import Calls
+from mainstem.storage.options import check_options
 from mainstem.storage.peer.lines import Line, Lines, ZmqLines
 from mainstem.storage.peer.wire import (
     BUSY,

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import load_package
-from mainstem.storage.base import parse_number, parse_text, read_options
 from mainstem.storage.framed import OPTIONS, Frame, FramedBackend, Frames, Link
+from mainstem.storage.options import parse_number, parse_text, read_options
 
 _NAMES_A_CALL = 1024
 

@@ -23,9 +23,10 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.imports import load_package
-from mainstem.storage.base import Capabilities, parse_number, read_options
+from mainstem.storage.base import Capabilities
 from mainstem.storage.file import FileBackend, FileSystem
 from mainstem.storage.file.backend import capacity_of
+from mainstem.storage.options import parse_number, read_options
 from mainstem.units import parse_bytes, parse_timeout
 
 _DEFAULT_BYTES = 64 << 30

@@ -22,8 +22,9 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import load_package
-from mainstem.storage.base import Capabilities, parse_host, parse_text, read_options
+from mainstem.storage.base import Capabilities
 from mainstem.storage.framed import OPTIONS, Frame, FramedBackend, Frames, Link
+from mainstem.storage.options import parse_host, parse_text, read_options
 
 
 class InfiniStoreBackend(FramedBackend):

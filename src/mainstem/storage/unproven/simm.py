@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import load_package
-from mainstem.storage.base import Capabilities, parse_host, parse_number, read_options
+from mainstem.storage.base import Capabilities
 from mainstem.storage.framed import OPTIONS, Frame, FramedBackend, Frames, Link
+from mainstem.storage.options import parse_host, parse_number, read_options
 
 LONGEST = 4 << 20
 """The longest value that the client takes, in bytes. It refuses a whole batch if one value is longer."""

@@ -27,18 +27,9 @@ from typing import Any, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import load_package
-from mainstem.storage.base import (
-    ABSENT,
-    KEY_BYTES,
-    Backend,
-    BackendStats,
-    Capabilities,
-    Listed,
-    Readers,
-    parse_text,
-    read_options,
-)  # fmt: skip
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, Listed
 from mainstem.storage.framed import ClientThread
+from mainstem.storage.options import Readers, parse_text, read_options
 from mainstem.units import parse_timeout
 
 T = TypeVar("T")

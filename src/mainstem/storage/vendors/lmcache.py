@@ -31,16 +31,8 @@ from contextlib import contextmanager
 from typing import ClassVar, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import (
-    ABSENT,
-    Backend,
-    BackendStats,
-    Capabilities,
-    Readers,
-    parse_host,
-    parse_text,
-    read_options,
-)  # fmt: skip
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities
+from mainstem.storage.options import Readers, parse_host, parse_text, read_options
 from mainstem.units import parse_timeout
 
 _PUT, _GET, _EXIST, _HEALTH = 1, 2, 3, 5

@@ -20,9 +20,10 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import load_package
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Readers, parse_text, read_options
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities
 from mainstem.storage.calls import Calls
 from mainstem.storage.native import Memory
+from mainstem.storage.options import Readers, parse_text, read_options
 from mainstem.units import parse_bytes, parse_timeout
 
 DONE, FULL, BAD_LENGTH = 0, -200, -600

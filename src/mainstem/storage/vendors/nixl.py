@@ -24,20 +24,10 @@ from typing import Any, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import is_missing
-from mainstem.storage.base import (
-    ABSENT,
-    KEY_BYTES,
-    SCANNED,
-    Backend,
-    BackendStats,
-    Capabilities,
-    Listed,
-    Readers,
-    parse_text,
-    read_options,
-)
+from mainstem.storage.base import ABSENT, KEY_BYTES, SCANNED, Backend, BackendStats, Capabilities, Listed
 from mainstem.storage.calls import Calls
 from mainstem.storage.native import Memory
+from mainstem.storage.options import Readers, parse_text, read_options
 from mainstem.storage.vendors.s3 import S3Backend
 from mainstem.units import parse_bytes, parse_timeout
 

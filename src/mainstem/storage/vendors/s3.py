@@ -25,18 +25,8 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import (
-    ABSENT,
-    SCANNED,
-    Backend,
-    BackendStats,
-    Capabilities,
-    Listed,
-    Readers,
-    parse_number,
-    parse_text,
-    read_options,
-)  # fmt: skip
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed
+from mainstem.storage.options import Readers, parse_number, parse_text, read_options
 from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
