@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Generic, Self, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar, cast
 
 from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities
@@ -97,10 +97,6 @@ class SimBackend(Backend):
     def __init__(self, disk: Disk, forger: Sealer, reaches: Callable[[], bool] = lambda: True) -> None:
         self.disk, self.world, self._forger, self._reaches = disk, disk.world, forger, reaches
         self.dying = False  # the process is being killed: writes are torn
-
-    @classmethod
-    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        raise NotImplementedError
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         kind = self._begin("exists", *_EXISTS_LIES, "raises")

@@ -328,5 +328,5 @@ def test_closing_a_wrapper_closes_what_it_wraps_even_if_the_first_fails() -> Non
 
 @pytest.mark.parametrize("wrapper", [ReadOnly, Tee])
 def test_a_wrapper_has_no_spec_of_its_own(wrapper: type[Backend]) -> None:
-    with pytest.raises(BadArgument, match="storage"):
+    with pytest.raises(BadArgument, match=f"{wrapper.__name__} has no spec of its own"):
         wrapper.from_spec("x", {})

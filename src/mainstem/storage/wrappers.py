@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, Listed, ReadOnlyBackend
@@ -38,12 +38,6 @@ class Wrapper(Backend):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         """Those of the inner back end."""
         return self._inner.capabilities
-
-    @classmethod
-    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """Raises `BadArgument`: a wrapper has no spec of its own, only `wrapper+spec`."""
-        del options
-        raise BadArgument("storage", address, f"wrapper+spec: {cls.__name__} wraps another back end")
 
     def register(self, buffers: Sequence[memoryview]) -> None:
         """Registers the memory with the inner back end."""
@@ -146,12 +140,6 @@ class Tee(Backend):
             overwrites=first.overwrites,
             batched=first.batched and second.batched,
         )
-
-    @classmethod
-    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """Raises `BadArgument`: a wrapper has no spec of its own, only `tee+spec,spec`."""
-        del options
-        raise BadArgument("storage", address, "tee+spec,spec")
 
     def register(self, buffers: Sequence[memoryview]) -> None:
         """Registers the memory with both stores."""

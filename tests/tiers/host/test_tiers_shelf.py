@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, TypeVar
 
-import pytest
 from rigs.hand_driven import FaultyBackend, HandWorkers, make_store
 
-from mainstem.errors import BadArgument, StorageError
+from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host.shelf import AndStore, HostOnly, Shelf
@@ -131,11 +130,6 @@ def test_what_only_the_store_has_is_given_from_there() -> None:
         store.always = fault
         assert source.lengths(KEYS[:3]) == [SIZE, ABSENT, ABSENT]
         assert [source.copy(key, SIZE) for key in KEYS[:2]] == [slots[0], None]
-
-
-def test_it_has_no_spec() -> None:
-    with pytest.raises(BadArgument):
-        HostOnly.from_spec("", {})
 
 
 # ---------------------------------------------------------------- a store with a shelf, and with peers

@@ -11,12 +11,11 @@ device with "write_through", so that they would add little.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Protocol
 
 from mainstem.cache.tree import Ids
-from mainstem.errors import BadArgument
 from mainstem.storage.base import ABSENT, Backend
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.native import address_of
@@ -154,10 +153,6 @@ class HostOnly(MemoryBackend):
     def __init__(self, shelf: Shelf) -> None:
         super().__init__(_NOTE_BYTES)
         self._shelf = shelf
-
-    @classmethod
-    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        raise BadArgument("storage", address, "a store")
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return [there or key in self._shelf for key, there in zip(keys, super().exists(keys), strict=True)]
