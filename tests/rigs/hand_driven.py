@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from rigs.ghost_memory import GhostMemory, GhostTicket
@@ -50,30 +51,18 @@ class Clock:
         return self.now_s
 
 
-class HandCall(Generic[T]):
+class HandCall(Future[T]):
     """A call that waits for `run`."""
 
     def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
         self._function = function
-        self._ended = False
-        self._value: T
-        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._value = self._function()
+            self.set_result(self._function())
         except BaseException as error:  # noqa: BLE001  # as a thread would
-            self._error = error
-        self._ended = True
-
-    def done(self) -> bool:
-        return self._ended
-
-    def result(self) -> T:
-        assert self._ended
-        if self._error is not None:
-            raise self._error
-        return self._value
+            self.set_exception(error)
 
 
 class HandWorkers:

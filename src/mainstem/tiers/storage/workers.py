@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -34,34 +35,6 @@ class Workers(Protocol):
         """Accepts no more calls; whether all have ended within the time."""
 
 
-class _ThreadCall(Generic[T]):
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._ended = threading.Event()
-        self._value: T
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._value = self._function()
-        except BaseException as error:  # noqa: BLE001  # raised again on the thread that asks for the result
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._ended.wait(timeout_s)
-
-    def result(self) -> T:
-        assert self.done()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
 class ThreadWorkers:
     """A fixed number of threads. A call that never returns occupies its thread until the process ends.
 
@@ -73,15 +46,15 @@ class ThreadWorkers:
 
     def __init__(self, threads: int, name: str, on_end: Callable[[], object] = lambda: None) -> None:
         self._on_end = on_end
-        self._calls: queue.SimpleQueue[_ThreadCall[object] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, function: Callable[[], T]) -> Call[T]:
         """Queues a call."""
-        call = _ThreadCall(function)
-        self._calls.put(call)  # type: ignore[arg-type]
+        call: Future[T] = Future()
+        self._calls.put((call, function))
         return call
 
     def close(self, timeout_s: float) -> bool:
@@ -94,6 +67,10 @@ class ThreadWorkers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run()
+        while (job := self._calls.get()) is not None:
+            call, function = job
+            try:
+                call.set_result(function())
+            except BaseException as error:  # noqa: BLE001  # raised again on the thread that asks for the result
+                call.set_exception(error)
             self._on_end()
