@@ -39,11 +39,15 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called after each batch with the values and bytes that are done, from one thread."""
 
 
+def show_nothing(values: int, size: int) -> None:
+    """The `Progress` that nobody looks at."""
+
+
 def each_batch(
     store: Backend,
     work: Callable[[Sequence[Listed]], None],
     *,
-    progress: Progress = lambda values, size: None,
+    progress: Progress = show_nothing,
     sleep: Callable[[float], object] | None = None,
 ) -> None:
     """Calls `work` with all values of a store, in batches, on several threads.
@@ -121,6 +125,25 @@ def _finish(running: dict[Future[None], Sequence[Listed]], values: int, size: in
     return values, size
 
 
+def read_batch(
+    store: Backend, batch: Sequence[Listed], check: Check | None = None
+) -> list[tuple[Listed, memoryview, str | None]]:
+    """Reads values. Returns each as long as it is now, with its content, and why it was not read or must not be used.
+
+    The reason is "absent", "length" (another one than was listed), or that of `check`; None: it is as it should be.
+    """
+    buffers = [memoryview(bytearray(value.length)) for value in batch]
+    lengths = store.get([value.key for value in batch], buffers) if batch else []
+    return [
+        (
+            value if length == ABSENT else replace(value, length=length),
+            buffer,
+            read_fault(value.length, length) or (check and check(value.key, buffer)),
+        )
+        for value, buffer, length in zip(batch, buffers, lengths, strict=True)
+    ]
+
+
 @dataclass(slots=True)
 class Migration:
     """Copies to one store what another has and it lacks. Run again, it goes on where it ended.
@@ -149,12 +172,7 @@ class Migration:
     left: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def run(
-        self,
-        *,
-        progress: Progress = lambda values, size: None,
-        sleep: Callable[[float], object] | None = None,
-    ) -> None:
+    def run(self, *, progress: Progress = show_nothing, sleep: Callable[[float], object] | None = None) -> None:
         """Copies all values. The arguments are those of `each_batch`.
 
         Raises:
@@ -188,17 +206,10 @@ class Migration:
             self.left.update(cause for _, cause in left)
 
     def _transfer(self, values: Sequence[Listed]) -> tuple[list[Listed], list[tuple[Listed, str]]]:
-        """Returns the values that the target took, and the others with the cause, as long as they are now."""
-        buffers = [memoryview(bytearray(value.length)) for value in values]
-        lengths = self.source.get([value.key for value in values], buffers) if values else []
-        good: list[tuple[Listed, memoryview]] = []
-        left: list[tuple[Listed, str]] = []
-        for value, buffer, length in zip(values, buffers, lengths, strict=True):
-            cause = read_fault(value.length, length) or (self.check and self.check(value.key, buffer))
-            if cause is None:
-                good.append((value, buffer))
-            else:
-                left.append((value if length == ABSENT else replace(value, length=length), cause))
+        """Returns the values that the target took, and the others with the cause."""
+        found = read_batch(self.source, values, self.check)
+        good = [(value, buffer) for value, buffer, cause in found if cause is None]
+        left = [(value, cause) for value, _, cause in found if cause is not None]
         taken = self.target.put([value.key for value, _ in good], [buffer for _, buffer in good]) if good else []
         left += [(value, "full") for (value, _), stored in zip(good, taken, strict=True) if not stored]
         return [value for (value, _), stored in zip(good, taken, strict=True) if stored], left

@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
-from mainstem.storage.base import Backend, Listed, read_fault
-from mainstem.storage.moving import BATCH_VALUES, Progress, each_batch
+from mainstem.storage.base import Backend, Listed
+from mainstem.storage.moving import BATCH_VALUES, Progress, each_batch, read_batch, show_nothing
 from mainstem.tiers.storage import identities
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Header, Sealer
 
@@ -72,18 +73,13 @@ class Audit:
         """Whether no value is intact under this secret and some are altered: it is probably not theirs."""
         return not self.intact and bool(self._altered)
 
-    def run(
-        self,
-        *,
-        progress: Progress = lambda values, size: None,
-        sleep: Callable[[float], object] | None = None,
-    ) -> None:
+    def run(self, progress: Progress = show_nothing) -> None:
         """Reads and verifies all values.
 
         Raises:
             StorageError: the store cannot list its values, or failed several times.
         """
-        each_batch(self.store, self._verify, progress=progress, sleep=sleep)
+        each_batch(self.store, self._verify, progress=progress)
 
     def delete(self) -> None:
         """Deletes the damaged values that `run` found, but no altered ones if `other_secret`.
@@ -98,9 +94,9 @@ class Audit:
             self.deleted += len(batch)
 
     def _verify(self, batch: Sequence[Listed]) -> None:
-        causes = _read_all(self.store, batch, lambda key, value: damage(self.sealer, key, value))
+        causes = self._causes(batch)
         if again := [value for value in batch if causes[value.key] == "absent"]:  # a single request may have failed
-            causes |= _read_all(self.store, again, lambda key, value: damage(self.sealer, key, value))
+            causes |= self._causes(again)
         intact = [value for value in batch if causes[value.key] is None]
         with self._lock:
             self.intact += len(intact)
@@ -109,17 +105,9 @@ class Audit:
             self._altered += [key for key, cause in causes.items() if cause == "altered"]
             self._damaged += [key for key, cause in causes.items() if cause not in (None, "absent", "altered")]
 
-
-def _read_all(
-    store: Backend, batch: Sequence[Listed], judge: Callable[[bytes, memoryview], str | None]
-) -> dict[bytes, str | None]:
-    """Reads values. Returns for each key why its value was not read, or what `judge` says of it."""
-    buffers = [memoryview(bytearray(value.length)) for value in batch]
-    lengths = store.get([value.key for value in batch], buffers)
-    return {
-        value.key: read_fault(value.length, length) or judge(value.key, buffer)
-        for value, buffer, length in zip(batch, buffers, lengths, strict=True)
-    }
+    def _causes(self, batch: Sequence[Listed]) -> dict[bytes, str | None]:
+        """Returns for each key why its value is damaged or was not read; None: it is intact."""
+        return {value.key: cause for value, _, cause in read_batch(self.store, batch, partial(damage, self.sealer))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +158,7 @@ class Usage:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _models: dict[bytes, str] = field(default_factory=dict, repr=False)
 
-    def run(
-        self,
-        *,
-        progress: Progress = lambda values, size: None,
-        sleep: Callable[[float], object] | None = None,
-    ) -> None:
+    def run(self, progress: Progress = show_nothing) -> None:
         """Counts all values.
 
         Raises:
@@ -184,7 +167,7 @@ class Usage:
         writers = identities.find(self.store, self.sealer, Counter())
         self._models = {identities.id_of(writer, self.sealer): writer.get("model", "") for writer in writers}
         if self.headers:
-            each_batch(self.store, self._count, progress=progress, sleep=sleep)
+            each_batch(self.store, self._count, progress=progress)
             return
         values = size = 0
         for batch in self.store.scan():
@@ -201,13 +184,8 @@ class Usage:
         ]
 
     def _count(self, batch: Sequence[Listed]) -> None:
-        headers: dict[bytes, Header | None] = {}
-
-        def look(key: bytes, value: memoryview) -> None:
-            headers[key] = self.sealer.header(value)
-
-        _read_all(self.store, batch, look)
-        self._add([(value, headers.get(value.key)) for value in batch])
+        found = read_batch(self.store, batch)
+        self._add([(value, None if cause else self.sealer.header(content)) for value, content, cause in found])
 
     def _add(self, values: Sequence[tuple[Listed, Header | None]]) -> None:
         with self._lock:
