@@ -13,6 +13,7 @@ off, all in one direction, are: then the fit begins anew.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,11 +23,12 @@ class _Fit:
 
     Args:
         alike: xs whose relative variance is at most this say nothing about the slope.
+        flat: whether y is the same for all x then; otherwise it is proportional to x.
         max_factor: an observation counts as at most this many times slower or faster than expected.
     """
 
-    def __init__(self, alike: float, max_factor: float) -> None:
-        self._alike, self._max_factor = alike, max_factor
+    def __init__(self, alike: float, flat: bool, max_factor: float) -> None:
+        self._alike, self._flat, self._max_factor = alike, flat, max_factor
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float, kept: float, weight: float = 1.0) -> None:
@@ -40,24 +42,16 @@ class _Fit:
     def clamped(self, seconds: float, expected_s: float) -> float:
         return min(max(seconds, expected_s / self._max_factor), expected_s * self._max_factor)
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was observed."""
-        return self._weight > 0
-
-    @property
-    def mean(self) -> tuple[float, float]:
-        """The mean of x and of y."""
-        return self._x / self._weight, self._y / self._weight
-
     def line(self) -> tuple[float, float] | None:
-        """Returns a and b; None: all xs are alike."""
+        """Returns a and b; None: nothing was observed."""
+        if not self._weight:
+            return None
         spread = self._weight * self._xx - self._x * self._x
         if spread <= self._alike * self._weight * self._xx:
-            return None
+            return (self._y / self._weight, 0.0) if self._flat else (0.0, self._y / self._x)
         b = (self._weight * self._xy - self._x * self._y) / spread
         if b < 0:
-            return self.mean[1], 0.0
+            return self._y / self._weight, 0.0
         a = (self._y - b * self._x) / self._weight
         return (a, b) if a >= 0 else (0.0, self._xy / self._xx)
 
@@ -72,7 +66,7 @@ class PrefillCost:
     def __init__(self) -> None:
         self._first: list[tuple[float, float, float]] = []  # the forwards before the first estimate
         self._furthest = 0.0  # most positions attended to per token; the estimate does not extrapolate beyond
-        self._fit = _Fit(alike=1e-6, max_factor=4.0)
+        self._fit = _Fit(alike=1e-6, flat=True, max_factor=4.0)
 
     def observe(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Adds a forward.
@@ -85,8 +79,8 @@ class PrefillCost:
         attended = float(sum(n * (context + n / 2) for n, context in parts))
         if tokens <= 0 or not 0 < seconds < math.inf:
             return
-        if self._fit.known:
-            self._add(tokens, attended, seconds, self._seconds(tokens, attended))
+        if (expected := self._seconds(tokens, attended)) is not None:
+            self._add(tokens, attended, seconds, expected)
             return
         self._first.append((tokens, attended, seconds))
         seen = sum(tokens for tokens, _, _ in self._first)
@@ -95,11 +89,11 @@ class PrefillCost:
 
     def seconds(self, tokens: int, context: int) -> float | None:
         """Estimates the time to compute `tokens` after `context` positions; None before the first estimate."""
-        return self._seconds(tokens, tokens * (context + tokens / 2)) if self._fit.known else None
+        return self._seconds(tokens, tokens * (context + tokens / 2))
 
     def line(self) -> tuple[float, float] | None:
         """Returns the seconds for a token, and for each position that it attends to; None before the estimate."""
-        return self._line() if self._fit.known else None
+        return self._fit.line()
 
     def _begin(self, seen: float) -> None:
         """Starts from the first forwards, each clamped around the median cost of a token."""
@@ -117,14 +111,10 @@ class PrefillCost:
         self._fit.add(attended / tokens, pace_s, math.exp(-tokens / self._HORIZON_TOKENS), weight=tokens * tokens)
         self._furthest = max(self._furthest, attended / tokens)
 
-    def _seconds(self, tokens: float, attended: float) -> float:
-        if tokens <= 0:
-            return 0.0
-        a, b = self._line()
-        return (a + b * min(attended / tokens, self._furthest)) * tokens
-
-    def _line(self) -> tuple[float, float]:
-        return self._fit.line() or (self._fit.mean[1], 0.0)
+    def _seconds(self, tokens: float, attended: float) -> float | None:
+        if (line := self._fit.line()) is None:
+            return None
+        return (line[0] + line[1] * min(attended / tokens, self._furthest)) * tokens if tokens > 0 else 0.0
 
 
 class LoadCost:
@@ -140,12 +130,12 @@ class LoadCost:
         self._fit = self._new_fit()
 
     def _new_fit(self) -> _Fit:
-        return _Fit(alike=1e-3, max_factor=2.0)
+        return _Fit(alike=1e-3, flat=False, max_factor=2.0)
 
     @property
     def known(self) -> bool:
         """Whether there is an estimate."""
-        return self._fit.known
+        return self.line() is not None
 
     def observe(self, size: int, seconds: float) -> None:
         """Adds an observation.
@@ -156,7 +146,7 @@ class LoadCost:
         """
         if size <= 0 or not 0 < seconds < math.inf:
             return
-        expected = self._seconds(size) if self.known else 0.0
+        expected = self.seconds(size) or 0.0
         if self._fit.clamped(seconds, expected) == seconds:
             self._new = []
         elif self.known and (seconds > expected) != self._slower:
@@ -170,11 +160,11 @@ class LoadCost:
 
     def seconds(self, size: int) -> float | None:
         """Estimates the time until this many bytes have arrived; None before the first estimate."""
-        return self._seconds(size) if self.known else None
+        return None if (line := self.line()) is None else line[0] + line[1] * size
 
     def line(self) -> tuple[float, float] | None:
         """Returns the latency, and the seconds for a byte; None before the first estimate."""
-        return self._line() if self.known else None
+        return self._fit.line()
 
     def _begin(self) -> None:
         """Starts from the newest observations, each clamped around the median time of a byte."""
@@ -186,14 +176,6 @@ class LoadCost:
 
     def _add(self, size: float, seconds: float, expected: float) -> None:
         self._fit.add(size, self._fit.clamped(seconds, expected), self._KEPT)
-
-    def _seconds(self, size: float) -> float:
-        latency, pace = self._line()
-        return latency + pace * size
-
-    def _line(self) -> tuple[float, float]:
-        size, seconds = self._fit.mean
-        return self._fit.line() or (0.0, seconds / size)
 
 
 _MOST_PAGES = 1 << 16
@@ -233,13 +215,12 @@ class Costs:
         """Returns the fewest pages of a prompt's beginning that are loaded as soon as computed; None: not known."""
         if not self.load.known or self.prefill.seconds(0, 0) is None:
             return None
-        low, high = 1, _MOST_PAGES
-        while low < high:
-            pages = (low + high) // 2
+
+        def as_soon(pages: int) -> bool:
             load_s, compute_s = self.load.seconds(pages * page_bytes), self.prefill.seconds(pages * page_size, 0)
-            assert load_s is not None and compute_s is not None
-            low, high = (low, pages) if load_s <= compute_s else (pages + 1, high)
-        return low
+            return load_s is not None and compute_s is not None and load_s <= compute_s
+
+        return 1 + bisect_left(range(1, _MOST_PAGES), True, key=as_soon)
 
     def prefetch_min_tokens(self, page_bytes: int, most: int) -> int | None:
         """Returns how many tokens are computed while storage answers and sends a page, or `most`; None: not known."""
@@ -250,11 +231,4 @@ class Costs:
 
     def computed_within(self, seconds: float, context: int, most: int) -> int:
         """Returns how many positions after `context` are computed in this time, at most `most`."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if (self.prefill.seconds(middle, context) or 0.0) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(1, most + 1), seconds, key=lambda n: self.prefill.seconds(n, context) or 0.0)
