@@ -18,7 +18,7 @@ This module handles arrays of bytes. It knows nothing of pages, layouts or store
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +116,43 @@ class Plain(Codec):
         self.encode(data, out, dtype)
 
 
-class Int8(Codec):
+class _Scaled(Codec):
+    """Numbers of a byte each, and before them the scales of their groups."""
+
+    SCALE_BYTES: ClassVar[int]
+
+    @abstractmethod
+    def _quantize(self, groups: Float32s, greatest: Float32s) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns the scales of groups, given their greatest magnitudes, and the codes of their numbers."""
+
+    @abstractmethod
+    def _restore(self, scales: Bytes, codes: Bytes) -> tuple[Float32s, Float32s]:
+        """Returns what the codes are worth in a group of scale 1, and the scales."""
+
+    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
+        numbers = count_numbers(payload_bytes, dtype)
+        return numbers + self.SCALE_BYTES * _groups(numbers)
+
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
+        """Scales, then rounds to the nearest code, halves to even."""
+        check_length("out", out, self.encoded_bytes(len(payload), dtype))
+        numbers = load_numbers(payload, dtype)
+        groups = _in_groups(numbers)
+        scales, codes = self._quantize(groups, _greatest(groups))
+        written, head = np.frombuffer(out, np.uint8), self.SCALE_BYTES * len(groups)
+        written[:head] = scales.view(np.uint8)
+        written[head:] = codes.view(np.uint8).reshape(-1)[: len(numbers)]
+
+    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
+        check_length("data", data, self.encoded_bytes(len(out), dtype))
+        count = count_numbers(len(out), dtype)
+        head, read = self.SCALE_BYTES * _groups(count), np.frombuffer(data, np.uint8)
+        numbers, scales = self._restore(read[:head], _in_groups(read[head:]))
+        with np.errstate(over="ignore"):
+            store_numbers((numbers * scales[:, None]).reshape(-1)[:count], out, dtype)
+
+
+class Int8(_Scaled):
     """A number is q * scale, with an integer q in [-127, 127] and scale = the group's greatest magnitude / 127.
 
     The steps are uniform: a number much smaller than the greatest of its group loses most of its digits.
@@ -127,36 +163,21 @@ class Int8(Codec):
         "at most 1/253 of the greatest magnitude of its group, and one rounding to its own dtype; a group whose "
         "greatest magnitude is below 2**-119 becomes zeros"
     )
+    SCALE_BYTES = 4
 
     SMALLEST = 2.0**-119
     """Below this magnitude, the scale would not be a normal number."""
 
-    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        numbers = count_numbers(payload_bytes, dtype)
-        return numbers + 4 * _groups(numbers)
-
-    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
-        """Scales, then rounds to the nearest integer, halves to even."""
-        check_length("out", out, self.encoded_bytes(len(payload), dtype))
-        groups, numbers = _load(payload, dtype)
-        greatest = _greatest(groups)
+    def _quantize(self, groups: Float32s, greatest: Float32s) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         scales = np.where(greatest < self.SMALLEST, 0, greatest / np.float32(127)).astype(np.float32)
         inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
-        written = np.frombuffer(out, np.uint8)
-        written[: scales.nbytes] = scales.view(np.uint8)
-        steps = np.clip(np.rint(groups * inverse[:, None]), -127, 127).astype(np.int8)
-        written[scales.nbytes :] = steps.view(np.uint8).reshape(-1)[:numbers]
+        return scales, np.clip(np.rint(groups * inverse[:, None]), -127, 127).astype(np.int8)
 
-    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        check_length("data", data, self.encoded_bytes(len(out), dtype))
-        numbers = count_numbers(len(out), dtype)
-        head = 4 * _groups(numbers)
-        scales = np.frombuffer(data[:head], np.float32)
-        steps = _in_groups(np.frombuffer(data[head:], np.int8)).astype(np.float32)
-        _store(steps, scales, out, dtype)
+    def _restore(self, scales: Bytes, codes: Bytes) -> tuple[Float32s, Float32s]:
+        return codes.view(np.int8).astype(np.float32), scales.view(np.float32)
 
 
-class Float8(Codec):
+class Float8(_Scaled):
     """A number is an e4m3 float times a power of two that brings the greatest number of its group into [224, 448].
 
     The steps grow with the number: small numbers keep their leading digits, down to 2**-13 of the group's greatest.
@@ -167,31 +188,19 @@ class Float8(Codec):
         "at most 1/15 of itself, or 2**-17 of the greatest magnitude of its group where that is more; and 2**-25 more "
         "in float16, 2**-133 in the others"
     )
+    SCALE_BYTES = 1
 
     LOW, HIGH = -126, 120
     """Bounds of a group's exponent: what float32 can scale by, and what its greatest number needs."""
 
-    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        numbers = count_numbers(payload_bytes, dtype)
-        return numbers + _groups(numbers)
-
-    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
-        """Scales by a power of two, which is exact, then rounds to the nearest code, halves to even."""
-        check_length("out", out, self.encoded_bytes(len(payload), dtype))
-        groups, numbers = _load(payload, dtype)
-        part, exponent = np.frexp(_greatest(groups))  # greatest = part * 2**exponent, part in [0.5, 1)
+    def _quantize(self, groups: Float32s, greatest: Float32s) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        part, exponent = np.frexp(greatest)  # greatest = part * 2**exponent, part in [0.5, 1)
         exponent = np.clip(exponent - np.where(part > 448 / 512, 8, 9), self.LOW, self.HIGH)
-        written = np.frombuffer(out, np.uint8)
-        written[: len(groups)] = exponent + 127
-        scaled = (groups * np.ldexp(np.float32(1), -exponent)[:, None]).astype(np.float16)
-        written[len(groups) :] = _FROM_HALF[scaled.view(np.uint16)].reshape(-1)[:numbers]
+        scaled = (groups * np.ldexp(np.float32(1), -exponent)[:, None]).astype(np.float16)  # exact but for the rounding
+        return (exponent + 127).astype(np.uint8), _FROM_HALF[scaled.view(np.uint16)]
 
-    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        check_length("data", data, self.encoded_bytes(len(out), dtype))
-        head = _groups(count_numbers(len(out), dtype))
-        exponent = np.frombuffer(data[:head], np.uint8).astype(np.int32) - 127
-        numbers = _E4M3[_in_groups(np.frombuffer(data[head:], np.uint8))]
-        _store(numbers, np.ldexp(np.float32(1), exponent), out, dtype)
+    def _restore(self, scales: Bytes, codes: Bytes) -> tuple[Float32s, Float32s]:
+        return _E4M3[codes], np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Plain(), Int8(), Float8())}
@@ -264,25 +273,12 @@ def _in_groups(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return whole.reshape(-1, GROUP)
 
 
-def _load(payload: memoryview, dtype: str) -> tuple[Float32s, int]:
-    """Returns the numbers as float32, in groups, and their count."""
-    numbers = load_numbers(payload, dtype)
-    return _in_groups(numbers), len(numbers)
-
-
 def _greatest(groups: Float32s) -> Float32s:
     greatest: Float32s = np.abs(groups).max(axis=1)
     if not np.isfinite(greatest).all():  # abs and max keep NaN and infinities
         at = int(np.flatnonzero(~np.isfinite(groups.reshape(-1)))[0])
         raise BadArgument("payload", f"{groups.reshape(-1)[at]} as number {at}", "finite numbers")
     return greatest
-
-
-def _store(groups: Float32s, scales: Float32s, out: memoryview, dtype: str) -> None:
-    """Scales the numbers of groups, and stores them."""
-    with np.errstate(over="ignore"):
-        numbers = (groups * scales[:, None]).reshape(-1)[: len(out) // ITEM_BYTES[dtype]]
-    store_numbers(numbers, out, dtype)
 
 
 _BFLOAT16_MAX = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
