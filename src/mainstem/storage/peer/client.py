@@ -30,19 +30,9 @@ from mainstem.storage.base import ABSENT, BackendStats, Capabilities, ReadOnlyBa
 from mainstem.storage.breaker import Breaker
 from mainstem.storage.calls import Calls
 from mainstem.storage.options import check_options
+from mainstem.storage.peer import wire
 from mainstem.storage.peer.lines import Line, Lines, ZmqLines
-from mainstem.storage.peer.wire import (
-    BUSY,
-    EXISTS,
-    GET,
-    MOST_KEYS,
-    OK,
-    REFUSED,
-    Request,
-    key_of,
-    read_answer,
-    write_request,
-)
+from mainstem.storage.peer.wire import Request
 from mainstem.units import parse_timeout
 
 log = logging.getLogger(__name__)
@@ -147,7 +137,7 @@ class PeerBackend(ReadOnlyBackend):
         for address in addresses:
             _check(address)
         self._lines = lines or ZmqLines()
-        self._key, self._timeout_s, self._clock = key_of(secret or NO_SECRET), timeout_s, clock
+        self._key, self._timeout_s, self._clock = wire.key_of(secret or NO_SECRET), timeout_s, clock
         self._fixed = [address for address in addresses if not address.startswith("dns:")]
         self._found = {name.removeprefix("dns:"): tuple[str, ...]() for name in addresses if name.startswith("dns:")}
         self._resolve, self._follow_s = resolve or addresses_of, follow_s
@@ -198,10 +188,10 @@ class PeerBackend(ReadOnlyBackend):
         """Asks all peers at once."""
         there = [False] * len(keys)
         with self._calls.call():
-            for begin in range(0, len(keys), MOST_KEYS):
-                part = keys[begin : begin + MOST_KEYS]
+            for begin in range(0, len(keys), wire.MOST_KEYS):
+                part = keys[begin : begin + wire.MOST_KEYS]
                 places = range(begin, begin + len(part))
-                exchanges = [_Exchange(peer, self._request(EXISTS, part), places) for peer in self._peers]
+                exchanges = [_Exchange(peer, self._request(wire.EXISTS, part), places) for peer in self._peers]
                 self._run(exchanges)
                 for exchange in exchanges:
                     for at, length in zip(places, exchange.lengths, strict=False):
@@ -219,13 +209,13 @@ class PeerBackend(ReadOnlyBackend):
                 asked: dict[_Peer, list[int]] = {}
                 for at, peers in left.items():
                     places = asked.setdefault(peers[0], [])
-                    if len(places) < MOST_KEYS:
+                    if len(places) < wire.MOST_KEYS:
                         places.append(at)
                         left[at] = peers[1:]
                 exchanges = [
                     _Exchange(
                         peer,
-                        self._request(GET, [keys[at] for at in places], [len(buffers[at]) for at in places]),
+                        self._request(wire.GET, [keys[at] for at in places], [len(buffers[at]) for at in places]),
                         places,
                     )
                     for peer, places in asked.items()
@@ -284,7 +274,7 @@ class PeerBackend(ReadOnlyBackend):
         Raises:
             BackendUnavailable: one does not.
         """
-        exchanges = [_Exchange(peer, self._request(EXISTS, []), ()) for peer in self._peers]
+        exchanges = [_Exchange(peer, self._request(wire.EXISTS, []), ()) for peer in self._peers]
         with self._calls.call():
             self._run(exchanges)
         for exchange in exchanges:
@@ -351,7 +341,7 @@ class PeerBackend(ReadOnlyBackend):
                 else:
                     line.close()
         exchange.line = exchange.line or self._lines.open(peer.address)
-        exchange.line.send(write_request(exchange.request, self._key))
+        exchange.line.send(wire.write_request(exchange.request, self._key))
         return exchange.line
 
     def _read(self, exchange: _Exchange, line: Line) -> StorageError | None:
@@ -359,19 +349,19 @@ class PeerBackend(ReadOnlyBackend):
         where, parts = f"peer {exchange.peer.address}", line.read()
         if parts is None:
             return StorageError("unreachable", f"{where} does not answer")
-        answer = read_answer(parts, exchange.request.number, len(exchange.request.keys))
+        answer = wire.read_answer(parts, exchange.request.number, len(exchange.request.keys))
         if answer is None:
             return StorageError("protocol", f"{where} answers what was not asked")
         status, lengths = answer
-        if status == REFUSED:
+        if status == wire.REFUSED:
             return StorageError("refused", f"{where} has another secret")
-        if status not in (OK, BUSY):
+        if status not in (wire.OK, wire.BUSY):
             return StorageError("protocol", f"{where} does not understand: it has another version")
         fit = [wanted for length, wanted in zip(lengths, exchange.request.lengths, strict=False) if length == wanted]
         if fit != [len(value) for value in parts[2:]]:
             return StorageError("protocol", f"{where} sent values of other lengths than it says")
         exchange.lengths, exchange.values = lengths, parts[2:]
-        if status == BUSY:
+        if status == wire.BUSY:
             with self._lock:
                 self._counts["busy"] += 1
         return None

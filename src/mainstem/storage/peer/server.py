@@ -18,26 +18,16 @@ from typing import TYPE_CHECKING, Protocol
 from mainstem.errors import BadArgument
 from mainstem.imports import needs
 from mainstem.storage.base import ABSENT
+from mainstem.storage.peer import wire
 from mainstem.storage.peer.lines import HINT
-from mainstem.storage.peer.wire import (
-    BUSY,
-    GET,
-    MALFORMED,
-    MOST_REQUEST_BYTES,
-    OK,
-    REFUSED,
-    Request,
-    key_of,
-    read_request,
-    write_answer,
-)
+from mainstem.storage.peer.wire import Request
 
 if TYPE_CHECKING:
     import zmq
 
 log = logging.getLogger(__name__)
 
-_STATUS = {OK: "answered", BUSY: "busy", REFUSED: "refused", MALFORMED: "malformed"}
+_STATUS = {wire.OK: "answered", wire.BUSY: "busy", wire.REFUSED: "refused", wire.MALFORMED: "malformed"}
 _BURST_S = 0.05  # of time that was not taken, and may be taken at once
 _ALIVE_MS, _DEAD_MS = 1000, 5000  # how often a connection is tried, and when it is given up
 _TICK_MS = 1000
@@ -97,7 +87,7 @@ class Responder:
     """
 
     def __init__(self, source: Source, secret: bytes, share: Share, clock: Callable[[], float]) -> None:
-        self._source, self._key, self._share, self._clock = source, key_of(secret), share, clock
+        self._source, self._key, self._share, self._clock = source, wire.key_of(secret), share, clock
         self.counts: Counter[str] = Counter()
 
     def answer(self, parts: Sequence[bytes], room: Callable[[], int]) -> tuple[list[bytes], list[bytearray]]:
@@ -107,10 +97,10 @@ class Responder:
             parts: of the message.
             room: returns how many bytes of values may be sent now.
         """
-        request = read_request(parts, self._key)
+        request = wire.read_request(parts, self._key)
         if isinstance(request, int):
             self._count(request)
-            return write_answer(request, 0), []
+            return wire.write_answer(request, 0), []
         if not self._share.allows():
             return self._busy(request)
         begin_s = self._clock()
@@ -121,18 +111,18 @@ class Responder:
 
     def _count(self, status: int) -> None:
         name = _STATUS[status]
-        if status == REFUSED and not self.counts[name]:
+        if status == wire.REFUSED and not self.counts[name]:
             log.warning("peers: one asked with another secret; further ones are only counted")
         self.counts[name] += 1
 
     def _busy(self, request: Request) -> tuple[list[bytes], list[bytearray]]:
-        self._count(BUSY)
-        return write_answer(BUSY, request.number), []
+        self._count(wire.BUSY)
+        return wire.write_answer(wire.BUSY, request.number), []
 
     def _answer(self, request: Request, room_of: Callable[[], int]) -> tuple[list[bytes], list[bytearray]]:
         lengths = list(self._source.lengths(request.keys))
         values: list[bytearray] = []
-        if request.operation == GET:
+        if request.operation == wire.GET:
             room = room_of()
             fit = [length for length, wanted in zip(lengths, request.lengths, strict=True) if length == wanted]
             if fit and room < min(fit):
@@ -146,10 +136,10 @@ class Responder:
                 else:
                     values.append(value)
                     room -= wanted
-        self._count(OK)
+        self._count(wire.OK)
         self.counts["values"] += len(values)
         self.counts["bytes"] += sum(map(len, values))
-        return write_answer(OK, request.number, lengths), values
+        return wire.write_answer(wire.OK, request.number, lengths), values
 
 
 class PeerServer:
@@ -204,7 +194,7 @@ class PeerServer:
         router = self._router
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.IPV6, "[" in address)
-        router.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, wire.MOST_REQUEST_BYTES)
         router.setsockopt(zmq.RCVHWM, _WAITING)
         router.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_MS)  # so that one that has stopped does not hold bytes in flight
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
