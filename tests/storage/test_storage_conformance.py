@@ -9,7 +9,7 @@ import pytest
 
 from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT, Backend, Capabilities, Listed
-from mainstem.storage.conformance import CASES, Case, check, main, run
+from mainstem.storage.conformance import CASES, Case, check, run
 from mainstem.storage.memory import MemoryBackend
 
 
@@ -397,10 +397,3 @@ def test_each_case_opens_its_own_store_and_leaves_it_closed_and_empty() -> None:
     assert all(result.passed for result in check(open_one))
     assert len(opened) == len(CASES)
     assert left.count(0) == len(left) - 1, "one case closes its store while it has values; the others clear it"
-
-
-def test_the_command_prints_every_case_and_counts_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory:", "memory:?capacity=1MB"]) > 0
-    printed = capsys.readouterr().out
-    assert printed.count("pass  empty") == 2 and "FAIL  round_trip" in printed
-    assert printed.startswith("memory:\n")

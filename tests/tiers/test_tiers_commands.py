@@ -130,6 +130,12 @@ def test_a_spec_for_every_rank_names_no_store(
     assert not list(tmp_path.iterdir())
 
 
+def test_check_prints_every_case_and_counts_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "memory:?capacity=1MB") == 1
+    shown = capsys.readouterr()
+    assert "pass  empty" in shown.out and "FAIL  round_trip" in shown.out and "of 23 cases failed" in shown.err
+
+
 # ---------------------------------------------------------------- migrate
 
 

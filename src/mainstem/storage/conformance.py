@@ -4,7 +4,7 @@
     for result in check(lambda: MyBackend("10.0.0.1")):
         print(result)
 
-or `python -m mainstem.storage.conformance redis://127.0.0.1:6379/0`. With pytest, one test per case:
+or `mainstem storage check redis://127.0.0.1:6379/0`. With pytest, one test per case:
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_conformance(case):
@@ -18,36 +18,18 @@ values of up to 2 MiB. Faults (a dead server, a full disk, a kill) are not cover
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from mainstem.errors import StorageError
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, open_backend
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend
 
 SIZES = (
-    1,
-    2,
-    3,
-    7,
-    63,
-    64,
-    65,
-    255,
-    513,
-    1000,
-    4095,
-    4096,
-    4097,
-    65_535,
-    65_536,
-    100_003,
-    1 << 20,
-    (1 << 20) + 1,
-    2 << 20,
-)
+    1, 2, 3, 7, 63, 64, 65, 255, 513, 1000, 4095, 4096, 4097, 65_535, 65_536, 100_003, 1 << 20, (1 << 20) + 1, 2 << 20,
+)  # fmt: skip
 """Lengths of values that must be read back, in bytes."""
 
 MIXED_SIZES = (100_000, 300_000, 128, 2 << 20, 100_000, 128, 128, 300_000, (2 << 20) - 1, 100_000)
@@ -55,6 +37,10 @@ MIXED_SIZES = (100_000, 300_000, 128, 2 << 20, 100_000, 128, 128, 300_000, (2 <<
 
 GUARD = 0xA5
 """The byte between the buffers of a case. A store that writes there would overwrite other pages."""
+
+
+Run: TypeAlias = Callable[[Backend, random.Random], None]
+"""Raises if a store, which is open and empty, breaks a promise."""
 
 
 class Broken(AssertionError):
@@ -68,12 +54,12 @@ class Case:
     Args:
         name: the name in reports and test ids.
         promise: the promise in one line.
-        run: raises if the store, which is open and empty, breaks the promise.
+        run: checks it.
     """
 
     name: str
     promise: str
-    run: Callable[[Backend, random.Random], None]
+    run: Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +123,8 @@ def _run(case: Case, open: Callable[[], Backend], rng: random.Random) -> None:
         backend.close()
 
 
-def _case(
-    promise: str,
-) -> Callable[[Callable[[Backend, random.Random], None]], Callable[[Backend, random.Random], None]]:
-    def add(function: Callable[[Backend, random.Random], None]) -> Callable[[Backend, random.Random], None]:
+def _case(promise: str) -> Callable[[Run], Run]:
+    def add(function: Run) -> Run:
         CASES.append(Case(function.__name__.strip("_"), promise, function))
         return function
 
@@ -592,21 +576,3 @@ def _close(backend: Backend, rng: random.Random) -> None:
         error = _expect_raises(StorageError, f"{name} after close", call)
         cause = getattr(error, "cause", None)
         expect(cause == "closed", f"{name} after close raised StorageError with the cause {cause!r}, not 'closed'")
-
-
-def main(specs: Sequence[str]) -> int:
-    """Runs all cases on each spec, prints the results, and returns the number of failures."""
-    failed = 0
-    for spec in specs:
-        print(spec)
-        for case in CASES:
-            result = run(case, lambda spec=spec: open_backend(spec))  # type: ignore[misc]
-            print(f"  {result}", flush=True)
-            failed += not result.passed
-    return failed
-
-
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m mainstem.storage.conformance SPEC...")
-    sys.exit(main(sys.argv[1:]))
