@@ -168,7 +168,7 @@ def verify(
     with _backend(spec) as backend:
         audit = Audit(backend, _sealer(secret))
         with _progress("verifying values", backend) as progress:
-            audit.run(progress)
+            audit.run(progress=progress)
         if delete:
             audit.delete()
     causes = dict(audit.causes)
@@ -205,7 +205,7 @@ def du(
     with _backend(spec) as backend:
         usage = Usage(backend, _sealer(secret), headers)
         with _progress("reading values", backend) as progress:
-            usage.run(progress)
+            usage.run(progress=progress)
     rows = usage.rows()
     if json:
         for row in rows:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -209,18 +209,13 @@ class _Ring:
 
 def _copy(buffers: Sequence[memoryview], memory: memoryview, into: bool) -> None:
     """Copies between buffers, one after the other, and memory, as far as it reaches."""
-    for buffer, place in _places(buffers, memory):
-        if into:
-            buffer[:] = place
-        else:
-            place[:] = buffer
-
-
-def _places(buffers: Sequence[memoryview], memory: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
     at = 0
     for buffer in buffers:
         place = memory[at : at + len(buffer)]
-        yield buffer[: len(place)], place
+        if into:
+            buffer[: len(place)] = place
+        else:
+            place[:] = buffer[: len(place)]
         at += len(place)
 
 

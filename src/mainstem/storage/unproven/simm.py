@@ -26,15 +26,8 @@ LONGEST = 4 << 20
 
 _EXISTS = -4005
 _CAUSES = {
-    -1002: "timeout",
-    -1004: "unreachable",
-    -1901: "unreachable",
-    -2000: "timeout",
-    -2001: "unreachable",
-    -2002: "unreachable",
-    -2300: "unreachable",
-    -2301: "unreachable",
-    -2302: "unreachable",
+    **dict.fromkeys((-1002, -2000), "timeout"),
+    **dict.fromkeys((-1004, -1901, -2001, -2002, -2300, -2301, -2302), "unreachable"),
 }
 """Codes in src/common/errcode/errcode_def.h that mean that no server was reached or answered."""
 

@@ -109,23 +109,13 @@ class AIBrixBackend(Backend):
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads all values at once, each through connector memory. A value that cannot be read counts as absent."""
-        wanted = [(key, _Region(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
-        try:
-            statuses = self._call(lambda: [self._connector.get(key, region) for key, region in wanted])
-        finally:
-            for _, region in wanted:
-                region.release()
-        self._raise_if_all_failed(statuses)
-        return [_length(status, region) for status, (_, region) in zip(statuses, wanted, strict=True)]
+        moved = self._move(self._connector.get, keys, buffers)
+        self._raise_if_all_failed([status for status, _ in moved])
+        return [_length(status, region) for status, region in moved]
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Writes all values at once, each from a copy."""
-        wanted = [(key, _Region(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
-        try:
-            statuses = self._call(lambda: [self._put(key, region) for key, region in wanted])
-        finally:
-            for _, region in wanted:
-                region.release()
+        statuses = [status for status, _ in self._move(self._put, keys, buffers)]
         if not any(_is_full(status) for status in statuses):
             self._raise_if_all_failed(statuses)
         return [status.is_ok() for status in statuses]
@@ -190,6 +180,18 @@ class AIBrixBackend(Backend):
         except StorageError:
             self._check_open()  # its workers take no more jobs after close
             raise
+
+    def _move(
+        self, move: Callable[[bytes, _Region], Awaitable[Any]], keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[tuple[Any, _Region]]:
+        """Moves all values at once; then nothing touches the buffers. Returns the status and the region of each."""
+        wanted = [(key, _Region(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
+        try:
+            statuses = self._call(lambda: [move(key, region) for key, region in wanted])
+        finally:
+            for _, region in wanted:
+                region.release()
+        return [(status, region) for status, (_, region) in zip(statuses, wanted, strict=True)]
 
     async def _put(self, key: bytes, region: _Region) -> Any:
         async with self._writers[key[0]]:

@@ -197,7 +197,7 @@ class Objects(S3Backend):
     @contextmanager
     def readable(self, keys: Sequence[bytes]) -> Iterator[list[Spot]]:
         """Locates objects with their lengths: the agent would silently fill part of a buffer from a shorter object."""
-        yield [self._spot(key, length) for key, length in zip(keys, self._lengths(keys), strict=True)]
+        yield [self._spot(key, length) for key, length in zip(keys, self._known_lengths(keys), strict=True)]
 
     @contextmanager
     def writable(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[Spot]]:
@@ -207,7 +207,7 @@ class Objects(S3Backend):
 
     def changed(self, key: bytes, spot: Spot) -> bool:
         """Returns whether the object has changed or disappeared since its length was read."""
-        return self._lengths([key]) != [spot.length]
+        return self._known_lengths([key]) != [spot.length]
 
     def explain(self) -> None:
         """Probes the server with the S3 client, because the agent never says why it failed.
@@ -215,17 +215,13 @@ class Objects(S3Backend):
         Raises:
             StorageError: the server does not answer.
         """
-        self._lengths([bytes(KEY_BYTES)])
+        self._known_lengths([bytes(KEY_BYTES)])
 
     def _spot(self, key: bytes, length: int) -> Spot:
         return Spot(length, next(self._numbers), self._path(key))
 
-    def _lengths(self, keys: Sequence[bytes]) -> list[int]:
-        def head(at: int) -> int:
-            found = self._found(lambda: self._store.head(self._path(keys[at])))
-            return ABSENT if found is None else int(found["size"])
-
-        lengths = self._each(head, len(keys))
+    def _known_lengths(self, keys: Sequence[bytes]) -> list[int]:
+        lengths = self._lengths(keys)
         for length in lengths:
             if isinstance(length, StorageError):
                 raise length

@@ -125,11 +125,7 @@ class S3Backend(Backend):
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Sends one HEAD for each key."""
-
-        def head(at: int) -> bool:
-            return self._found(lambda: self._store.head(self._path(keys[at]))) is not None
-
-        return _answers(self._each(head, len(keys)), False)
+        return [length != ABSENT for length in _answers(self._lengths(keys), ABSENT)]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Sends one GET for each key, and stops it if the length differs."""
@@ -193,6 +189,13 @@ class S3Backend(Backend):
 
     def _path(self, key: bytes) -> str:
         return f"{self._prefix}/{key.hex()}"
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[int | StorageError]:
+        def head(at: int) -> int:
+            found = self._found(lambda: self._store.head(self._path(keys[at])))
+            return ABSENT if found is None else int(found["size"])
+
+        return self._each(head, len(keys))
 
     def _found(self, call: Callable[[], T]) -> T | None:
         try:
