@@ -107,7 +107,6 @@ def test_files_are_for_the_owner_alone_and_bounded(tmp_path: Path, monkeypatch: 
     assert (root / "values").stat().st_size <= 8 * GRAIN_BYTES
     assert (root / "index").stat().st_size <= RECORD.size * (2 * 4 + 8)
     assert store.stats() == BackendStats(4, 8 * GRAIN_BYTES, 8 * GRAIN_BYTES, 196)
-    store.close()
 
 
 def test_the_least_recently_used_is_evicted_first_and_the_last_of_a_batch() -> None:
@@ -117,7 +116,6 @@ def test_the_least_recently_used_is_evicted_first_and_the_last_of_a_batch() -> N
     read(store, KEYS[3])
     store.put(KEYS[8:10], [value_of(at, 4096) for at in (8, 9)])
     assert store.exists(KEYS[:10]) == [1, 0, 0, 1, 1, 1, 1, 1, 1, 1]
-    store.close()
 
 
 def test_the_last_of_values_put_again_unchanged_is_evicted_first() -> None:
@@ -128,7 +126,6 @@ def test_the_last_of_values_put_again_unchanged_is_evicted_first() -> None:
     for at in (4, 5):
         store.put(KEYS[at : at + 1], [value_of(at, 4096)])
     assert store.exists(KEYS[:6]) == [1, 1, 0, 0, 1, 1]
-    store.close()
 
 
 def test_a_large_value_takes_the_place_of_the_oldest_and_of_those_after_it_in_the_file() -> None:
@@ -140,8 +137,6 @@ def test_a_large_value_takes_the_place_of_the_oldest_and_of_those_after_it_in_th
     assert store.put(KEYS[8:9], [value_of(8, 2 * 4096)]) == [True]
     # 0 and 2 leave enough room, but not in one place; 5 is next, and 6 lies after it
     assert store.exists(KEYS[:9]) == [0, 1, 0, 1, 1, 0, 0, 1, 1]
-    store.check()
-    store.close()
 
 
 def test_the_last_of_values_read_together_is_evicted_first() -> None:
@@ -152,7 +147,6 @@ def test_the_last_of_values_read_together_is_evicted_first() -> None:
     store.put(KEYS[4:5], [value_of(4, 4096)])
     store.put(KEYS[5:6], [value_of(5, 4096)])
     assert store.exists(KEYS[:6]) == [1, 1, 0, 0, 1, 1]
-    store.close()
 
 
 def test_recency_survives_reopening() -> None:
@@ -164,7 +158,6 @@ def test_recency_survives_reopening() -> None:
     store.put(KEYS[4:7], [value_of(at, 4096) for at in range(4, 7)])
     store.put(KEYS[7:9], [value_of(at, 4096) for at in (7, 8)])
     assert store.exists(KEYS[:9]) == [1, 1, 1, 0, 1, 1, 1, 1, 1]
-    store.close()
 
 
 def test_room_is_counted_in_bytes_whatever_the_lengths_of_values() -> None:
@@ -181,7 +174,6 @@ def test_room_is_counted_in_bytes_whatever_the_lengths_of_values() -> None:
         assert (stats.entries, stats.used_bytes) == (len(held), grains * GRAIN_BYTES) and grains <= 64
         store.check()
     assert stats.evicted > 100
-    store.close()
 
 
 def test_a_batch_larger_than_the_store_keeps_its_end_and_a_larger_value_is_refused() -> None:
@@ -193,8 +185,6 @@ def test_a_batch_larger_than_the_store_keeps_its_end_and_a_larger_value_is_refus
     assert store.stats().entries == 8
     assert store.put(KEYS[:1], [value_of(0, 8 * GRAIN_BYTES)]) == [True]
     assert store.stats().entries == 1
-    store.check()
-    store.close()
 
 
 def test_values_of_several_sizes_share_the_room(tiny_steps: None) -> None:
@@ -208,7 +198,6 @@ def test_values_of_several_sizes_share_the_room(tiny_steps: None) -> None:
         kept = [read(store, KEYS[key]) for key in some]
         assert kept == [bytes(value) for value in values]
     assert store.stats().used_bytes > 40 * GRAIN_BYTES
-    store.close()
 
 
 @pytest.mark.parametrize("grains", [5, 15])
@@ -224,8 +213,6 @@ def test_a_smaller_capacity_drops_values_beyond_it(grains: int, caplog: pytest.L
     ] == [True]
     assert len(disk.files["values"].live) == grains * GRAIN_BYTES
     assert store.stats().entries == grains
-    store.check()
-    store.close()
 
 
 def test_the_same_bytes_are_not_written_again() -> None:
@@ -235,7 +222,6 @@ def test_the_same_bytes_are_not_written_again() -> None:
     calls = io.calls
     assert store.put(KEYS[:2], [value_of(0, 4096), value_of(1, 4096)]) == [True, True]
     assert io.calls == calls
-    store.close()
 
 
 def test_one_batch_is_one_write_and_one_sync_of_values() -> None:
@@ -245,7 +231,6 @@ def test_one_batch_is_one_write_and_one_sync_of_values() -> None:
     names.clear()
     store.put(KEYS[:32], [value_of(at, 5000) for at in range(32)])
     assert names == ["allocate", "pwritev", "fdatasync", "pwritev", "fdatasync"]
-    store.close()
 
 
 def test_offsets_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +270,6 @@ def test_a_deletion_is_durable_in_the_values_before_its_record_is_written() -> N
     names.clear()
     store.delete(KEYS[:1])
     assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"]
-    store.close()
 
 
 def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: None) -> None:
@@ -330,7 +314,6 @@ def test_many_entries_are_found_again(tmp_path: Path) -> None:
     store = small(io, 30_000)
     assert all(store.exists(keys)) and names.count("preadv") <= 2 + 20_000 * RECORD.size // (RECORD.size << 14)
     assert read(store, keys[12_345]) == keys[12_345][-4:]
-    store.close()
 
 
 def test_threads_read_large_batches_together(tmp_path: Path) -> None:
@@ -365,8 +348,6 @@ def test_readers_among_evictions_see_whole_values_of_their_keys() -> None:
         thread.join()
     assert not wrong
     assert store.corrupt == 0, "an extent that changed its owner during a read is not damage"
-    store.check()
-    store.close()
 
 
 def test_close_waits_for_a_reader_and_the_reader_gets_its_value() -> None:

@@ -28,8 +28,6 @@ def test_every_flipped_bit_of_a_value_is_a_miss() -> None:
         assert store.get(KEYS[:1], [buffer]) == [ABSENT], bit
     assert store.corrupt == 8 * size
     assert store.put(KEYS[:1], [value]) == [True] and store.get(KEYS[:1], [buffer]) == [size]
-    store.check()
-    store.close()
 
 
 @pytest.mark.parametrize("size", [HELD_BYTES, HELD_BYTES + 1, 3 * HELD_BYTES + 5])
@@ -43,7 +41,6 @@ def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
         assert read(store, KEYS[0]) == bytes(value_of(1, size))
         disk.files["values"].live[at] ^= 1
         assert read(store, KEYS[0]) is None, at
-    store.close()
 
 
 @pytest.mark.parametrize("how", ["replaced", "replaced at the second try", "evicted", "corrupt"])
@@ -88,8 +85,6 @@ def test_an_old_value_is_destroyed_before_its_record_is_replaced(how: str) -> No
     store = small(disk, 4)
     assert read(store, gone) is None
     assert read(store, KEYS[2]) == bytes(value_of(2, 4096))
-    store.check()
-    store.close()
 
 
 def test_a_value_that_was_misread_can_still_be_deleted() -> None:
@@ -111,7 +106,6 @@ def test_a_value_that_was_misread_can_still_be_deleted() -> None:
     store.close()
     store = small(disk, 4)
     assert read(store, KEYS[0]) is None
-    store.close()
 
 
 def aged() -> tuple[Disk, dict[bytes, bytes | None]]:
@@ -211,5 +205,3 @@ def test_a_truncated_value_is_dropped_and_can_be_put_again() -> None:
     assert store.stats().entries == 1 and store.corrupt == 2
     assert store.put(KEYS[1:3], [value_of(at, 4096) for at in (1, 2)]) == [True, True]
     assert [read(store, key) is not None for key in KEYS[:3]] == [True, True, True]
-    store.check()
-    store.close()

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from machine import patience
-from rigs.file_store import KEYS, MIN_FREE, read, small, value_of
+from rigs.file_store import KEYS, MIN_FREE, Fails, read, small, value_of
 from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, StorageError
@@ -174,8 +173,6 @@ def test_a_full_disk_limits_the_store(grains: int, tiny_steps: None) -> None:
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
     assert all(store.exists(KEYS[:20]))
-    store.check()
-    store.close()
 
 
 ROOM_OF_INDEX = 20 * RECORD.size
@@ -200,8 +197,6 @@ def test_it_does_not_grow_into_the_room_that_must_stay_free(tiny_steps: None) ->
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
     assert all(store.exists(KEYS[:20]))
-    store.check()
-    store.close()
 
 
 def test_it_returns_space_that_others_need_and_refuses_values_without_room(tiny_steps: None) -> None:
@@ -220,8 +215,6 @@ def test_it_returns_space_that_others_need_and_refuses_values_without_room(tiny_
     leave(disk, MIN_FREE + 2 * GRAIN_BYTES + ROOM_OF_INDEX)
     assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [True, True]
     assert [read(store, key) for key in KEYS[20:22]] == [bytes(value_of(at, 4096)) for at in (20, 21)]
-    store.check()
-    store.close()
 
 
 def test_the_free_space_is_queried_at_most_once_a_second(tiny_steps: None) -> None:
@@ -245,7 +238,6 @@ def test_space_allocated_since_the_query_counts(tiny_steps: None) -> None:
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
     assert len(disk.files["values"].live) == 8 * GRAIN_BYTES
-    store.close()
 
 
 def test_space_returned_since_the_query_is_not_returned_again(tiny_steps: None) -> None:
@@ -257,43 +249,28 @@ def test_space_returned_since_the_query_is_not_returned_again(tiny_steps: None) 
     for _ in range(3):
         store.put(KEYS[:1], [value_of(0, 4096)])
         assert len(disk.files["values"].live) == 13 * GRAIN_BYTES
-    store.close()
 
 
 def test_a_failed_query_of_the_free_space_fails_only_the_put() -> None:
-    state = SimpleNamespace(broken=False)
-
-    def fault(number: int, name: str) -> None:
-        if state.broken and name == "free_bytes":
-            raise OSError(errno.EIO, "no answer")
-
-    store = small(Faulty(Disk(), fault), min_free=MIN_FREE)
+    fails = Fails("free_bytes")
+    store = small(Faulty(Disk(), fails), min_free=MIN_FREE)
     store.put(KEYS[:1], [value_of(0, 4096)])
-    state.broken = True
+    fails.on = True
     with pytest.raises(StorageError, match="io"):
         store.put(KEYS[1:2], [value_of(1, 4096)])
     assert read(store, KEYS[0]) == bytes(value_of(0, 4096))
-    state.broken = False
+    fails.on = False
     assert store.put(KEYS[1:2], [value_of(1, 4096)]) == [True]
-    store.check()
-    store.close()
 
 
 def test_a_file_that_cannot_grow_for_another_reason_is_an_error_and_drops_nothing(tiny_steps: None) -> None:
-    state = SimpleNamespace(broken=False)
-
-    def fault(number: int, name: str) -> None:
-        if name == "allocate" and state.broken:
-            raise OSError(errno.EIO, "no")
-
-    store = small(Faulty(Disk(), fault))
+    fails = Fails("allocate")
+    store = small(Faulty(Disk(), fails))
     store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
-    state.broken = True
+    fails.on = True
     with pytest.raises(StorageError, match="io"):
         store.put(KEYS[4:5], [value_of(4, 4096)])
     assert all(store.exists(KEYS[:4]))
-    store.check()
-    store.close()
 
 
 def test_the_file_system_reports_its_free_space(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from rigs.file_store import KEYS, MIN_FREE, read, small, value_of
+from rigs.file_store import KEYS, MIN_FREE, Fails, read, small, value_of
 from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, StorageError
@@ -140,8 +140,6 @@ def test_writes_of_no_bytes_are_an_error_and_not_a_loop() -> None:
     store = small(Faulty(Disk(), lambda number, name: 0 if name == "pwritev" else None))
     with pytest.raises(StorageError, match="io"):
         store.put(KEYS[:1], [value_of(0, 100)])
-    store.check()
-    store.close()
 
 
 def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
@@ -167,7 +165,6 @@ def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
     store.close()
     store = small(disk)
     assert read(store, KEYS[1]) == bytes(value_of(5, 4096))
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -175,62 +172,45 @@ def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
     [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EFBIG, "full"), (errno.EIO, "io"), (errno.EROFS, "io")],
 )
 def test_an_error_has_its_cause(code: int, cause: str) -> None:
-    def fault(number: int, name: str) -> None:
-        if name == "pwritev":
-            raise OSError(code, os.strerror(code))
-
-    store = small(Faulty(Disk(), fault))
+    fails = Fails("pwritev", code=code)
+    store = small(Faulty(Disk(), fails))
+    fails.on = True
     with pytest.raises(StorageError) as caught:
         store.put(KEYS[:1], [value_of(0, 4096)])
     assert caught.value.cause == cause
-    store.close()
 
 
 def test_when_writes_fail_it_still_reads_and_loses_no_more_values() -> None:
-    state = SimpleNamespace(broken=False)
-
-    def fault(number: int, name: str) -> None:
-        if state.broken and name in ("pwritev", "fdatasync"):
-            raise OSError(errno.EROFS, "read-only")
-
-    store = small(Faulty(Disk(), fault), 16)
+    fails = Fails("pwritev", "fdatasync", code=errno.EROFS)
+    store = small(Faulty(Disk(), fails), 16)
     for at in reversed(range(16)):
         store.put(KEYS[at : at + 1], [value_of(at, 4096)])
-    state.broken = True
+    fails.on = True
     for turn in range(7):
         with pytest.raises(StorageError, match="io"):
             store.put(KEYS[20 : 22 + turn], [value_of(at, 4096) for at in range(20, 22 + turn)])
         assert store.stats().entries == 14, turn
         assert all(store.exists(KEYS[:14])) and read(store, KEYS[13]) == bytes(value_of(13, 4096))
-    state.broken = False
+    fails.on = False
     assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [True, True]
     assert store.stats().entries == 16
-    store.check()
-    store.close()
 
 
 def test_a_failed_clear_is_completed_before_any_write() -> None:
-    disk = Disk()
-    state = SimpleNamespace(broken=False)
-
-    def fault(number: int, name: str) -> None:
-        if state.broken and name == "truncate":
-            raise OSError(errno.EIO, "no")
-
-    store = small(Faulty(disk, fault))
+    disk, fails = Disk(), Fails("truncate")
+    store = small(Faulty(disk, fails))
     store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
-    state.broken = True
+    fails.on = True
     with pytest.raises(StorageError, match="io"):
         store.clear()
     with pytest.raises(StorageError, match="io"):
         store.put(KEYS[4:5], [value_of(4, 4096)])
     assert store.stats().entries == 0
-    state.broken = False
+    fails.on = False
     store.put(KEYS[4:5], [value_of(4, 4096)])
     store.close()
     store = small(disk)
     assert store.exists(KEYS[:5]) == [False] * 4 + [True]
-    store.close()
 
 
 @pytest.mark.parametrize("rewritten", ["at once", "later"])
@@ -243,15 +223,11 @@ def test_opening_drops_a_value_that_an_interrupted_put_replaced(rewritten: str) 
     store.put(KEYS[:1], [value_of(1, 9000)])
     store.close()
     disk.files["values"].live[: len(before)] = before
-    state = SimpleNamespace(broken=rewritten == "later")
-
-    def fault(number: int, name: str) -> None:
-        if state.broken and name == "rename":
-            raise OSError(errno.EIO, "no")
-
-    store = small(Faulty(disk, fault))
+    fails = Fails("rename")
+    fails.on = rewritten == "later"
+    store = small(Faulty(disk, fails))
     assert read(store, KEYS[0]) is None
-    state.broken = False
+    fails.on = False
     store.put(KEYS[:1], [value_of(2, 20_000)])  # too large for the extent of the old value
     store.close()
     index = disk.files["index"].live
@@ -286,7 +262,6 @@ def test_an_index_that_could_not_be_rewritten_at_first_is_rewritten_once() -> No
     names.clear()
     store.put(KEYS[2:3], [value_of(5, 4096)])
     assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"], "no trace of the failure"
-    store.close()
 
 
 def test_a_value_replaced_while_it_is_read_is_a_miss_and_the_new_one_stays() -> None:
@@ -304,7 +279,6 @@ def test_a_value_replaced_while_it_is_read_is_a_miss_and_the_new_one_stays() -> 
     lengths = store.get(KEYS[:1], [buffer])
     assert lengths == [ABSENT] or buffer in (value_of(0, 4096), value_of(1, 4096))
     assert read(store, KEYS[0]) == bytes(value_of(1, 4096)) and store.corrupt == 0
-    store.close()
 
 
 def test_an_unreadable_value_is_a_miss_but_stays() -> None:
@@ -325,4 +299,3 @@ def test_an_unreadable_value_is_a_miss_but_stays() -> None:
     with pytest.raises(StorageError, match="io: reading"):
         store.get(KEYS[:2], buffers)
     assert store.get(KEYS[:2], buffers) == [size, size]
-    store.close()
