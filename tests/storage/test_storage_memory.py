@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mainstem.errors import BadArgument, StorageError
-from mainstem.storage.base import ABSENT, BackendStats, open_backend
+from mainstem.errors import BadArgument
+from mainstem.storage.base import BackendStats, open_backend
 from mainstem.storage.memory import MemoryBackend
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
@@ -58,14 +58,6 @@ def test_after_a_clear_all_room_is_there_again() -> None:
     assert store.stats() == BackendStats(1, 10, 10, 0)
 
 
-def test_a_buffer_of_another_length_stays_as_it_was() -> None:
-    store = MemoryBackend()
-    store.put(KEYS[:1], [value(1)])
-    short, long = value(7, 99), value(7, 101)
-    assert store.get([KEYS[0], KEYS[0], KEYS[1]], [short, long, value(7)]) == [100, 100, ABSENT]
-    assert short == value(7, 99) and long == value(7, 101)
-
-
 @pytest.mark.parametrize(("spec", "capacity"), [("memory:", None), ("memory:?capacity=2KiB", 2048)])
 def test_spec(spec: str, capacity: int | None) -> None:
     store = open_backend(spec)
@@ -77,11 +69,3 @@ def test_spec(spec: str, capacity: int | None) -> None:
 def test_capacity_is_checked(capacity: int) -> None:
     with pytest.raises(BadArgument, match="capacity_bytes"):
         MemoryBackend(capacity)
-
-
-def test_a_closed_store_refuses_calls() -> None:
-    store = MemoryBackend()
-    store.put(KEYS[:1], [value(1)])
-    store.close()
-    with pytest.raises(StorageError, match="closed: the memory store is closed"):
-        store.exists(KEYS)

@@ -12,7 +12,7 @@ from mainstem.cache.components import Full, State
 from mainstem.cache.pool import Pool
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.tree import Tree
-from mainstem.errors import BadArgument, StorageError
+from mainstem.errors import BadArgument
 from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import Tiers
@@ -178,19 +178,6 @@ def test_waiting_writes_are_made_at_close(writes: int) -> None:
     rig.close_all()
 
 
-def test_a_stuck_store_is_abandoned_at_close() -> None:
-    backend = Lasting()
-    rig = Rig(device=64, host=64, backend=backend)
-    rig.serve(A)
-    rig.poll()
-    rig.end_copy()
-    rig.poll()
-    rig.writers.stuck = True
-    rig.tiers.close(0.0)
-    assert "close" not in backend.calls
-    rig.poll()
-
-
 def test_after_close_no_request_waits_for_storage() -> None:
     rig = Rig(backend=stored(A), prefetch="wait_complete")
     rig.tiers.close()
@@ -204,15 +191,6 @@ def test_after_close_no_request_waits_for_storage() -> None:
     rig.poll()
     assert not rig.tiers.busy
     rig.close_all()
-
-
-def test_close_leaves_the_store_closed() -> None:
-    backend = FaultyBackend()
-    rig = Rig(backend=backend)
-    rig.tiers.close()
-    assert rig.readers.closed and rig.writers.closed
-    with pytest.raises(StorageError, match="closed"):
-        backend.stats()
 
 
 # ---------------------------------------------------------------- removal

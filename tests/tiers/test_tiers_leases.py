@@ -106,6 +106,7 @@ def test_a_failed_load_leaves_everything_as_it_was_at_the_hit(kind: str, kept: i
     rig.tiers.poll()
     assert load.arrived is False and not load.wait()
     assert (lease.hit, lease.published, lease.loadable) == (kept, kept, 0)
+    assert (rig.tiers.counts["load_failed"], rig.cache.stats().leases.host_hit) == ((8 - kept) // SIZE, 0)
     rig.holds(lease, P[:kept])
     if "window" in rig.names:
         assert len(rig.tables(lease)["window"]) == kept // SIZE
@@ -180,6 +181,7 @@ def test_pages_of_a_lease_that_ends_during_a_load_are_freed_after_the_copy(kind:
     else:
         lease.abort() if how == "abort" else lease.finish(lease.published)
     rig.tiers.poll()
+    assert rig.tiers.flush() == 0, "the copy reads these"
     for name, pool in rig.cache.pools.items():
         assert pool.private == {"full": 4, "window-7": 4}.get(name, 2), "pages being written are not free"
     if not arrives:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rigs.ghost_memory import GhostMemory
-from rigs.hand_driven import A, B, Rig, begin_load, only_on_host, prompt
+from rigs.hand_driven import A, B, Rig, begin_load, only_on_host
 
 from mainstem.cache.keys import BigramKeys, Image, TypedKeys
 from mainstem.cache.prefix_cache import PrefixCache
@@ -35,19 +35,6 @@ def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:
     rig.close_all()
 
 
-def test_only_pages_that_the_device_lacks_are_loaded() -> None:
-    rig = Rig()
-    only_on_host(rig, A)
-    rig.serve(prompt(2, 1))
-    lease, load = begin_load(rig, A)
-    assert (lease.hit, load.pages) == (4, 2)
-    assert load.wait()
-    assert lease.hit == 8
-    rig.compute(lease, A)
-    lease.abort()
-    rig.close_all()
-
-
 def test_layers_arrive_in_order_and_can_be_read_before_all_have_arrived() -> None:
     rig = Rig()
     only_on_host(rig, A)
@@ -60,53 +47,6 @@ def test_layers_arrive_in_order_and_can_be_read_before_all_have_arrived() -> Non
         assert load.arrived is None
     assert load.wait()
     lease.abort()
-    rig.close_all()
-
-
-@pytest.mark.parametrize("fail", [False, True])
-@pytest.mark.parametrize("how", ["abort", "finish", "finish upto", "drop"])
-def test_a_lease_may_end_while_it_is_loaded_and_its_pages_wait_for_the_copy(how: str, fail: bool) -> None:
-    rig = Rig()
-    only_on_host(rig, A)
-    lease, load = begin_load(rig, A)
-    lease.reserve(1)
-    if how == "drop":
-        del lease
-    elif how == "abort":
-        lease.abort()
-    else:
-        lease.finish(0 if how == "finish upto" else None)
-    for _ in range(2):
-        rig.poll()
-        assert rig.cache.stats().pool.private >= 4, "the copy still writes to them"
-        assert rig.tiers.flush() == 0, "and reads these"
-    rig.end_copy(fail=fail)
-    if how == "drop":
-        del load
-        with pytest.warns(ResourceWarning, match="lease"):
-            rig.tiers.poll()
-        rig.poll()
-    else:
-        rig.poll()
-        assert load.arrived is not fail
-    assert rig.cache.stats().pool.private == 0
-    assert rig.cache.stats().leases.open == 0
-    rig.close_all()
-
-
-def test_after_a_failed_load_the_lease_computes() -> None:
-    rig = Rig()
-    only_on_host(rig, A)
-    lease, load = begin_load(rig, A)
-    rig.end_copy(fail=True)
-    assert load.wait() is False and load.arrived is False
-    assert (lease.hit, lease.published, lease.loadable, lease.reserved) == (0, 0, 0, 8)
-    lease.reserve(1)
-    rig.compute(lease, A)
-    lease.finish()
-    assert rig.on(0, A) == 4
-    assert rig.tiers.counts == {"backed_up": 4, "load_failed": 4}
-    assert rig.cache.stats().leases.host_hit == 0
     rig.close_all()
 
 
@@ -186,19 +126,6 @@ def test_a_page_is_copied_in_part_only_if_too_few_tokens_are_loaded(minimum: int
     assert rig.cache.peek(asked) == 6, "a page is loaded or copied in part, never both"
     with rig.cache.lease(asked) as lease:
         assert (lease.loadable, lease.hit) == (4, hit)
-    rig.close_all()
-
-
-def test_without_room_on_the_device_nothing_is_loaded() -> None:
-    rig = Rig(device=6)
-    only_on_host(rig, A)
-    with rig.cache.lease(B) as other:
-        other.reserve(9)
-        with rig.cache.lease(A) as lease:
-            assert rig.tiers.load(lease) is None
-            assert (lease.hit, lease.loadable, lease.reserved) == (0, 8, 0)
-    assert rig.tiers.stats().load_skipped == 4
-    assert rig.serve(A, load=True) == 8
     rig.close_all()
 
 

@@ -613,15 +613,6 @@ def test_the_time_of_a_queued_write_runs_from_when_a_worker_begins_it() -> None:
     assert queued.done() and queued.value.whole
 
 
-def test_done_detects_that_a_call_is_overdue() -> None:
-    workers, clock = HandWorkers(), Clock()
-    store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
-    call = look_up(store)
-    clock.now_s += 5
-    assert not call.done()
-    assert store.faults == {"timeout": 1} and store.slow
-
-
 def test_the_value_of_a_late_call_is_valid() -> None:
     backend, workers, clock = FaultyBackend(), HandWorkers(instant=True), Clock()
     store = make_store(backend, workers, clock, call_timeout_s=5.0, breaker_failures=1)
@@ -683,24 +674,6 @@ def test_repeated_failures_stop_calls_and_one_success_resumes_them() -> None:
     assert fill(store) == Written(4, gap=False)
     assert not store.breaker.open and store.breaker.openings == 1
     assert found(look_up(store)) == names_of(store)
-
-
-def test_while_one_call_is_tried_others_are_not_made() -> None:
-    backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
-    store = make_store(backend, workers, clock, breaker_failures=1, breaker_cooldown_s=5.0)
-    backend.always = StorageError("io", "on purpose")
-    call = look_up(store)
-    workers.run()
-    assert call.done()
-    clock.now_s += 5
-    tried, other = look_up(store), look_up(store)
-    assert not tried.done() and other.done()
-    assert len(workers.waiting) == 1
-    workers.run()
-    assert tried.done()
-    assert store.breaker.open
-    assert look_up(store).done()
-    assert workers.waiting == []
 
 
 def test_stuck_calls_open_the_breaker() -> None:

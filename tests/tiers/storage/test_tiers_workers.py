@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -119,32 +119,6 @@ def test_threads_do_not_keep_the_process_alive(release: threading.Event) -> None
     workers = ThreadWorkers(1, "daemonic")
     workers.submit(release.wait)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("daemonic"))
-
-
-def test_close_may_be_called_again(release: threading.Event) -> None:
-    workers = ThreadWorkers(1, "test")
-    assert workers.close(PATIENCE_S)
-    assert workers.close(PATIENCE_S)
-
-
-def test_many_threads_may_ask_for_the_result_of_one_call() -> None:
-    workers = ThreadWorkers(1, "test")
-    call, seen = workers.submit(lambda: "once"), list[str]()
-
-    def ask() -> None:
-        if finished(call):
-            seen.append(call.result())
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for step in (threading.Thread.start, threading.Thread.join):
-        each(threads, step)
-    assert seen == ["once"] * 8
-    assert workers.close(PATIENCE_S)
-
-
-def each(threads: list[threading.Thread], step: Callable[[threading.Thread], None]) -> None:
-    for thread in threads:
-        step(thread)
 
 
 def test_close_gives_a_slow_call_the_whole_timeout_not_a_share_per_thread() -> None:

@@ -90,18 +90,6 @@ def test_a_write_longer_than_the_queue_is_accepted_when_the_queue_is_empty() -> 
     rig.close_all()
 
 
-def test_a_gap_in_storage_heals_when_something_longer_is_written() -> None:
-    backend = FaultyBackend()
-    rig = Rig(backend=backend)
-    rig.serve(A)
-    rig.settle()
-    backend.clear()
-    rig.serve(prompt(6, 1, 1, 1, 1, 2))
-    rig.settle()
-    assert sorted(backend.stored_keys()) == sorted(stored_keys(prompt(6, 1, 1, 1, 1, 2)))
-    rig.close_all()
-
-
 def test_a_stuck_store_never_blocks_and_holds_no_more_than_its_queue() -> None:
     rig = Rig(device=64, host=64, backend=FaultyBackend(), queue_pages=8, writes=2, breaker_cooldown_s=1.0)
     for mark in range(10):
