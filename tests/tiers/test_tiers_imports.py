@@ -36,19 +36,6 @@ def test_a_module_of_the_tiers_needs_numpy_only(module: str) -> None:
     run(f"import mainstem.tiers.{module}")
 
 
-def test_without_blake3_a_store_says_what_to_install() -> None:
-    code = """
-from mainstem.errors import BackendUnavailable
-from mainstem.cache.identity import Identity
-from mainstem.tiers.storage.sealer import Sealer
-try:
-    Sealer(Identity("m", "w", "d", "q", "l", "s", "a", "r", "t", "k", 1))
-except BackendUnavailable as error:
-    print(error)
-"""
-    assert "pip install 'mainstem[storage]'" in run(code)
-
-
 def test_the_host_tier_works_without_storage() -> None:
     code = f"""
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})

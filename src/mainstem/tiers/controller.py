@@ -201,20 +201,17 @@ class Tiers:
         """Settles what has ended and begins what is due. Does not block."""
         self._polled = len(self.pending)  # a backup that has ended counts until its writes have begun
         try:
-            self._poll()
+            self.pending.settle()
+            if self.store is not None:
+                self.store.settle()
+            if self._core is not None:
+                self._core.settle()  # before writes begin: with "write_back" it adds some
+                self._backups.begin_touched(self._core.take_touched())
+            if self._storage is not None:
+                self._storage.poll()
+            self._pages.settle()
         finally:
             self._polled = 0
-
-    def _poll(self) -> None:
-        self.pending.settle()
-        if self.store is not None:
-            self.store.settle()
-        if self._core is not None:
-            self._core.settle()  # before writes begin: with "write_back" it adds some
-            self._backups.begin_touched(self._core.take_touched())
-        if self._storage is not None:
-            self._storage.poll()
-        self._pages.settle()
 
     def settle(self) -> None:
         """Evicts what owners have beyond their maxima, as far as it is not in use any more."""

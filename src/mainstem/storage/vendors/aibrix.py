@@ -68,8 +68,6 @@ class AIBrixBackend(Backend):
             raise BadArgument("connector", connector, "one of " + ", ".join(_KINDS))
         if not re.fullmatch(r"\w[\w.-]*", namespace, re.ASCII):
             raise BadArgument("namespace", namespace, "letters, digits, dots, underscores and hyphens")
-        if timeout_s <= 0:
-            raise BadArgument("timeout_s", timeout_s, "above 0")
         self._kind = _KINDS[connector]
         self._timeout_s = timeout_s
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="mainstem-aibrix")

@@ -57,7 +57,7 @@ class LMCacheBackend(Backend):
         prefix: prefix of all names: 1 to 40 letters, digits, `.`, `_` or `-`.
 
     Raises:
-        BadArgument: invalid prefix or timeout.
+        BadArgument: invalid prefix.
         BackendUnavailable: the server does not answer.
     """
 
@@ -68,8 +68,6 @@ class LMCacheBackend(Backend):
     def __init__(self, host: str, port: int, *, timeout_s: float = 5.0, prefix: str = "mainstem") -> None:
         if not re.fullmatch(r"[\w.-]{1,40}", prefix, re.ASCII):
             raise BadArgument("prefix", prefix, "1 to 40 letters, digits, dots, underscores or hyphens")
-        if timeout_s <= 0:
-            raise BadArgument("timeout_s", timeout_s, "above 0")
         self._address = (host, port)
         self._timeout_s = timeout_s
         self._prefix = prefix

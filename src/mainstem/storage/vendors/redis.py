@@ -98,8 +98,6 @@ class RedisBackend(Backend):
     ) -> None:
         if not _PREFIX.fullmatch(prefix):
             raise BadArgument("prefix", prefix, "1 to 128 letters, digits, or characters of _.:/-")
-        if not timeout_s > 0:
-            raise BadArgument("timeout_s", timeout_s, "above 0")
         if ttl_s is not None and not ttl_s >= 0.001:
             raise BadArgument("ttl_s", ttl_s, "at least 0.001, or None")
         self._name = socket_path or f"{host}:{check_integer('port', port, 1, 65535)}"

@@ -94,8 +94,6 @@ class S3Backend(Backend):
             raise BadArgument("prefix", prefix, "parts of letters, digits and _.- separated by /, none starting with .")
         if endpoint is not None and not re.fullmatch(r"https?://[^\s/]+/?", endpoint):
             raise BadArgument("endpoint", endpoint, "http://host:port or https://host:port")
-        if not timeout_s > 0:
-            raise BadArgument("timeout_s", timeout_s, "above 0")
         self._threads = ThreadPoolExecutor(check_integer("requests", requests, 1, 1024), "mainstem-s3")
         with needs("obstore", "the package obstore is missing: pip install 'mainstem[s3]'"):
             from obstore.exceptions import BaseError

@@ -40,18 +40,8 @@ import numpy.typing as npt
 from mainstem._core import EntropyCoder
 from mainstem.cache.identity import Identity
 from mainstem.errors import BadArgument
-from mainstem.tiers.storage.codecs import (
-    CODECS,
-    UNPLACED,
-    Codec,
-    Float32s,
-    Page,
-    check_length,
-    count_numbers,
-    find_codec,
-    load_numbers,
-    store_numbers,
-)
+from mainstem.tiers.storage import codecs
+from mainstem.tiers.storage.codecs import Codec, Float32s, Page
 
 CLASSES = 48
 """Tables of the entropy coder. Each is for components of a mean magnitude, of half an octave."""
@@ -229,14 +219,14 @@ class Calibrated(Codec):
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
         """Returns the payload's length divided by the ratio, rounded down; but room for the header at least."""
-        count_numbers(payload_bytes, dtype)
+        codecs.count_numbers(payload_bytes, dtype)
         return max(int(payload_bytes / self.ratio), _HEADER.size + _CODE_BYTES)
 
-    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = UNPLACED) -> None:
+    def encode(self, payload: memoryview, out: memoryview, dtype: str, page: Page = codecs.UNPLACED) -> None:
         """Codes with the finest steps whose code fits."""
-        check_length("out", out, self.encoded_bytes(len(payload), dtype))
+        codecs.check_length("out", out, self.encoded_bytes(len(payload), dtype))
         basis = self._basis(page.component)
-        numbers = load_numbers(payload, dtype)
+        numbers = codecs.load_numbers(payload, dtype)
         if not np.isfinite(numbers).all():
             raise BadArgument("payload", "numbers that are not finite", "finite numbers")
         self._check_count(basis, len(numbers))
@@ -251,16 +241,16 @@ class Calibrated(Codec):
         Raises:
             BadArgument: a length is wrong, or the data are no code of this calibration.
         """
-        check_length("data", data, self.encoded_bytes(len(out), dtype))
+        codecs.check_length("data", data, self.encoded_bytes(len(out), dtype))
         level, index, zeros, page = _HEADER.unpack_from(data)
         if index >= len(self._names) or zeros:
             raise BadArgument("data", "an unknown header", "a value of this codec")
         basis = self.bases[self._names[index]]
-        positions = self._check_count(basis, count_numbers(len(out), dtype))
+        positions = self._check_count(basis, codecs.count_numbers(len(out), dtype))
         steps = np.empty((basis.sizes.size, positions), np.int16)
         self._coder.decode(np.frombuffer(data, np.uint8)[_HEADER.size :], basis.classes(level), steps)
         y = steps * np.float32(2 ** (level / 8))
-        store_numbers(basis.join(y, page), out, dtype)
+        codecs.store_numbers(basis.join(y, page), out, dtype)
 
     def _basis(self, component: str) -> Basis:
         if component not in self.bases:
@@ -326,8 +316,8 @@ def open_codec(name: str) -> Codec:
         BadArgument: there is neither such a codec nor such a file, or the file holds no calibration.
     """
     path = Path(name)
-    if name in CODECS or not path.is_file():
-        return find_codec(name)
+    if name in codecs.CODECS or not path.is_file():
+        return codecs.find_codec(name)
     data = path.read_bytes()
     try:
         with np.load(io.BytesIO(data)) as arrays:
