@@ -13,26 +13,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from mainstem.cache.tree import Ids
 from mainstem.storage.base import ABSENT, Backend
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.native import address_of
+from mainstem.storage.peer import PeerServer
 from mainstem.tiers.host.transfer import HostMemory
 
 _NOTE_BYTES = 64 << 20  # of what is no page, without a store
-
-
-class ValueServer(Protocol):
-    """Serves the values of a shelf to peers, as `mainstem.storage.peer.PeerServer` does."""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Requests by what was answered, and the values and bytes given."""
-
-    def close(self) -> None:
-        """Ends it."""
 
 
 class Shelf:
@@ -43,7 +32,7 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        self.server: ValueServer | None = None
+        self.server: PeerServer | None = None
         self._slots: dict[bytes, memoryview] = {}
         self._keys: dict[int, bytes] = {}  # by the addresses of slots
         self._lock = threading.Lock()

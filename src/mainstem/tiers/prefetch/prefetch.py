@@ -244,7 +244,7 @@ class Prefetch:
         soon = load.positions // self._page_size if load.led and load.positions < ANY else 0
         share = max(_LEAST_READ, -(-(self._depth - self._plan.have) // config.batches))  # so that a part can be met
         while self.users > 0 and not load.broken and len(self._reads) < config.batches:
-            room = self._reader.room(self)
+            room = self._reader.room(self.private_pages(0))
             begin, end = load.next_read(self._reads.left, load.front + soon, self._depth, room)
             page_ids = self._reader.allocate(self._namespace, 0, min(end - begin, share))
             if not len(page_ids):

@@ -50,7 +50,7 @@ class Prefetches:
         self._host, self._store, self._pending = host, store, pending
         self._tree, self._names, self._costs = host.tree, names, costs
         self._under_way: dict[Missing, Prefetch] = {}
-        self.reader = Reader(host, backups, store, rows, pending, self._under_way.values())
+        self.reader = Reader(host, backups, store, rows, pending, self._private_pages)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -111,6 +111,9 @@ class Prefetches:
     def overlaps(self, namespace: bytes, key: bytes) -> bool:
         """Whether a prefetch is under way of the first page of a prefix that neither device nor host has."""
         return self._missing(namespace, key)[0] in self._under_way
+
+    def _private_pages(self, row: int) -> int:
+        return sum(prefetch.private_pages(row) for prefetch in self._under_way.values())
 
     def _min_tokens(self) -> int:
         """Returns how many tokens are worth a look-up. All ranks ask at the same point."""

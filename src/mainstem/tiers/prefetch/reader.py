@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,23 +20,16 @@ from mainstem.tiers.storage.store import Store, StoreCall
 log = logging.getLogger(__name__)
 
 
-class Holder(Protocol):
-    """A prefetch, as far as it owns host pages."""
-
-    def private_pages(self, row: int) -> int:
-        """Returns the number of host pages of a component that it owns."""
-
-
 class Reader:
     """Reads for all prefetches, and counts what they could not bring.
 
     Args:
-        holders: the prefetches under way.
+        private_pages: returns the number of host pages of a component that prefetches own.
 
     Attributes:
         late: pages that were computed although storage has them, or may have them, by cause.
         short: pages that the first component alone could have gone further, by the component that stood in the way.
-        host, backups, store, rows, pending: as given, for prefetches.
+        host, backups, store, rows, pending, private_pages: as given, for prefetches.
     """
 
     def __init__(
@@ -47,17 +39,13 @@ class Reader:
         store: Store,
         rows: Sequence[Row],
         pending: PendingList,
-        holders: Collection[Holder],
+        private_pages: Callable[[int], int],
     ) -> None:
         self.late: Counter[Cause] = Counter()
         self.short: Counter[str] = Counter()
         self.host, self.backups, self.store, self.rows, self.pending = host, backups, store, tuple(rows), pending
         self.stored = {row.number: row for row in rows}
-        self._holders = holders
-
-    def private_pages(self, row: int) -> int:
-        """Returns the number of host pages of a component that prefetches own."""
-        return sum(prefetch.private_pages(row) for prefetch in self._holders)
+        self.private_pages = private_pages
 
     def allocate(self, namespace: bytes, row: int, n: int) -> Ids:
         """Allocates private pages of a component for a batch of a namespace.
@@ -70,9 +58,9 @@ class Reader:
         allocated = self.host.allocate(needed, namespace)
         return np.empty(0, np.int32) if allocated is None else allocated[row]
 
-    def room(self, prefetch: Holder) -> int:
-        """Returns how many host pages of the first component a prefetch may hold, beside the others."""
-        return self._share(0) - self.private_pages(0) + prefetch.private_pages(0)
+    def room(self, own: int) -> int:
+        """Returns how many host pages of the first component a prefetch may hold that owns so many of them now."""
+        return self._share(0) - self.private_pages(0) + own
 
     def read(self, row: int, names: Sequence[bytes], page_ids: Ids) -> StoreCall[int] | None:
         """Begins to read pages of a component; None: they have no content."""
