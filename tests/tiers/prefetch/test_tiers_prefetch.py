@@ -13,6 +13,11 @@ from mainstem.tiers.prefetch.missed import LATE
 from mainstem.tiers.prefetch.prefetch import Prefetch
 
 
+def late(rig: Rig) -> dict[str, int]:
+    """Returns the pages that were computed although storage has them, by cause, without zeros."""
+    return {cause: pages for cause, pages in rig.tiers.stats().late.items() if pages}
+
+
 def test_stored_pages_are_prefetched_to_the_host_and_loaded_to_the_device() -> None:
     rig = Rig(backend=stored(A))
     prefetch = rig.tiers.prefetch(A)
@@ -22,6 +27,8 @@ def test_stored_pages_are_prefetched_to_the_host_and_loaded_to_the_device() -> N
     assert rig.on(1, A) == 4
     assert rig.serve(A, load=True) == 8
     assert rig.tiers.counts == {"prefetches": 1, "prefetched": 4, "loaded": 4}
+    after(rig, 100.0)
+    assert late(rig) == {} and set(rig.tiers.stats().late) == set(LATE), "they arrived in time"
     rig.close_all()
 
 
@@ -157,18 +164,20 @@ def test_timeout_waits_as_long_as_computing_takes_once_that_is_known() -> None:
 def test_after_an_unanswered_lookup_no_request_waits_until_storage_answers() -> None:
     rig = Rig(backend=stored(A, B, C), prefetch="timeout", prefetch_timeout_s=1.0, prefetch_timeout_per_page_s=0.0)
     first = rig.tiers.prefetch(A)
-    rig.clock.now_s += 1.0
-    rig.poll()
+    after(rig, 1.0)
     assert first is not None and not first.waiting
+    assert late(rig) == {"timeout": 4}, "all pages of the lookup"
     second = rig.tiers.prefetch(B)
     rig.poll()
     assert second is not None and not second.waiting, "no time has passed"
+    assert late(rig) == {"timeout": 4, "slow": 4}
     rig.settle()
     assert (first.loaded, second.loaded) == (8, 8)
     third = rig.tiers.prefetch(C)
     rig.poll()
     assert third is not None and third.waiting
     rig.settle()
+    assert late(rig) == {"timeout": 4, "slow": 4}
     rig.close_all()
 
 
@@ -196,9 +205,11 @@ def test_an_open_breaker_is_not_waited_for() -> None:
     rig.settle()
     assert first is not None and first.ended and first.loaded == 0
     assert rig.tiers.stats().breaker_open and rig.tiers.stats().breaker_openings == 1
+    assert late(rig) == {}, "storage reported that it has nothing"
     second = rig.tiers.prefetch(A)
     rig.poll()
     assert second is not None and not second.waiting
+    assert late(rig) == {"breaker": 4}
     assert rig.readers.waiting == []
     backend.always = None
     rig.clock.now_s += 5.0
@@ -233,6 +244,7 @@ def test_the_number_of_prefetches_is_limited() -> None:
     prefetches = [rig.tiers.prefetch(tokens) for tokens in (A, B, C)]
     assert [prefetch is not None for prefetch in prefetches] == [True, True, False]
     assert rig.tiers.counts == {"prefetches": 2, "prefetch_skipped": 1}
+    assert late(rig) == {"limit": 4}
     rig.settle()
     assert rig.tiers.prefetch(C) is not None
     rig.settle()
@@ -305,10 +317,13 @@ def test_reads_may_return_in_any_order() -> None:
 @pytest.mark.parametrize("batch", [1, 2, 4])
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("how", ["absent", "altered", "short"])
-def test_no_page_from_the_first_damaged_one_on_is_added_to_the_tree(how: str, at: int, batch: int) -> None:
+@pytest.mark.parametrize("batches", [1, 4])
+def test_no_page_from_the_first_damaged_one_on_is_added_to_the_tree(
+    how: str, at: int, batch: int, batches: int
+) -> None:
     backend = stored(A)
     assert stored_keys(A) == backend.stored_keys()
-    rig = Rig(backend=backend, batch_pages=batch)
+    rig = Rig(backend=backend, batch_pages=batch, batches=batches)
     prefetch = rig.tiers.prefetch(A)
     rig.readers.run()
     key = backend.stored_keys()[at]
@@ -316,24 +331,15 @@ def test_no_page_from_the_first_damaged_one_on_is_added_to_the_tree(how: str, at
         backend.delete([key])
     else:
         backend.set_value(key, bytes(len(backend.value(key))) if how == "altered" else b"short")
+    calls = len(backend.calls)
     rig.settle()
     assert prefetch is not None and prefetch.ended
     assert prefetch.loaded == 2 * at and rig.on(1, A) == at
+    assert late(rig) == {"fault": 4 - at}
+    assert batches > 1 or backend.calls[calls:].count("get") == at // batch + 1, "nothing is read after it"
     cause = {"absent": "absent", "altered": "altered", "short": "length"}[how]
     assert rig.tiers.stats().faults == {cause: 1}
     assert rig.serve(A, load=True) == 2 * at
-    rig.close_all()
-
-
-def test_nothing_is_read_after_a_damaged_page() -> None:
-    backend = stored(A)
-    rig = Rig(backend=backend, batch_pages=1, batches=1)
-    rig.tiers.prefetch(A)
-    rig.readers.run()
-    backend.delete([backend.stored_keys()[1]])
-    calls = len(backend.calls)
-    rig.settle()
-    assert backend.calls[calls:] == ["get", "get"]
     rig.close_all()
 
 
@@ -496,23 +502,9 @@ def test_a_host_full_of_locked_pages_takes_no_prefetch() -> None:
 # ---------------------------------------------------------------- late pages
 
 
-def late(rig: Rig) -> dict[str, int]:
-    """Returns the pages that were computed although storage has them, by cause, without zeros."""
-    return {cause: pages for cause, pages in rig.tiers.stats().late.items() if pages}
-
-
 def after(rig: Rig, seconds: float) -> None:
     rig.clock.now_s += seconds
     rig.poll()
-
-
-def test_pages_that_arrive_in_time_are_not_late() -> None:
-    rig = Rig(backend=stored(A))
-    rig.tiers.prefetch(A)
-    rig.settle()
-    after(rig, 100.0)
-    assert late(rig) == {} and not rig.tiers.busy
-    assert set(rig.tiers.stats().late) == set(LATE)
 
 
 def test_pages_that_have_not_arrived_when_the_wait_ends_are_late_once() -> None:
@@ -530,43 +522,6 @@ def test_pages_that_have_not_arrived_when_the_wait_ends_are_late_once() -> None:
     assert late(rig) == {"timeout": 6}
 
 
-def test_if_the_store_does_not_answer_all_pages_of_the_lookup_are_late() -> None:
-    rig = Rig(backend=stored(A, B), prefetch_timeout_s=1.0)
-    rig.tiers.prefetch(A)
-    after(rig, 1.0)
-    assert late(rig) == {"timeout": 4}
-    rig.tiers.prefetch(B)
-    rig.poll()
-    assert late(rig) == {"timeout": 4, "slow": 4}
-    rig.settle()
-    rig.tiers.prefetch(C)
-    rig.settle()
-    assert late(rig) == {"timeout": 4, "slow": 4}, "storage has none of it"
-
-
-def test_pages_kept_back_by_an_open_breaker_are_late_because_of_it() -> None:
-    backend = stored(A)
-    rig = Rig(backend=backend, breaker_failures=1)
-    backend.always = StorageError("unreachable", "on purpose")
-    rig.tiers.prefetch(A)
-    rig.settle()
-    assert late(rig) == {}, "storage reported that it has nothing"
-    rig.tiers.prefetch(A)
-    rig.poll()
-    assert late(rig) == {"breaker": 4}
-
-
-def test_pages_after_a_damaged_page_are_late_because_of_a_fault() -> None:
-    backend = stored(A)
-    rig = Rig(backend=backend)
-    rig.tiers.prefetch(A)
-    rig.readers.run()
-    key = backend.stored_keys()[1]
-    backend.set_value(key, bytes(len(backend.value(key))))
-    rig.settle()
-    assert late(rig) == {"fault": 3}
-
-
 def test_pages_without_room_on_the_host_are_late_because_of_it() -> None:
     rig = Rig(host=4, backend=stored(prompt(8, 1)))
     rig.serve(B)
@@ -577,12 +532,6 @@ def test_pages_without_room_on_the_host_are_late_because_of_it() -> None:
     assert late(rig) == {"host_room": 8}
     rig.settle()
     assert late(rig) == {"host_room": 8}
-
-
-def test_pages_that_are_not_looked_up_are_late_because_of_the_limit() -> None:
-    rig = Rig(backend=stored(A, B), max_prefetches=1)
-    assert rig.tiers.prefetch(A) is not None and rig.tiers.prefetch(B) is None
-    assert late(rig) == {"limit": 4}
 
 
 @pytest.mark.parametrize("how", ["revoked", "warm"])
