@@ -1,4 +1,4 @@
-"""Ranks with different stores, completion orders and faults have equal trees at every poll.
+"""Ranks with different stores and completion orders have equal trees at every poll. The simulator does it at random.
 
 Each rank is a thread with its own cache. All run the same requests, and meet where they agree on votes; there the test
 compares their states. A rank that would wait forever fails the test instead.
@@ -15,13 +15,10 @@ import pytest
 from machine import patience
 from rigs.hand_driven import FaultyBackend, Rig, prompt
 
-from mainstem.errors import OutOfPages, StorageError
-from mainstem.tiers.prefetch.prefetch import Prefetch
+from mainstem.errors import StorageError
 
 pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(30)
-
-Step = Callable[["Rank"], None]
 
 
 class Ranks:
@@ -67,17 +64,16 @@ class Ranks:
 
 
 class Rank(Rig):
-    """One rank. Operations are the same on each; when and how transfers end differs."""
+    """One rank. Operations are the same on each; when transfers end differs."""
 
     def __init__(self, ranks: Ranks, rank: int, backend: FaultyBackend, seed: object, **options: Any) -> None:
         self.ranks, self.rank, self.backend = ranks, rank, backend
-        self.own = random.Random(f"{seed} {rank}")
-        self.faulty = 0.0
         host_options = {"agree": self.agree, "load_min_tokens": 2, **options.pop("host_options", {})}
         identity = {"tp_rank": rank, "tp_size": ranks.size}
         super().__init__(backend=backend, identity=identity, host_options=host_options, **options)
-        for _ in range(self.own.choice([0, 4])):  # every rank has its own estimate, too
-            self.tiers.prefill.observe([(64, 0)], self.own.choice([0.001, 1.0, 100.0]))
+        own = random.Random(f"{seed} {rank}")
+        for _ in range(own.choice([0, 4])):  # every rank has its own estimate, too
+            self.tiers.prefill.observe([(64, 0)], own.choice([0.001, 1.0, 100.0]))
 
     def agree(self, votes: Sequence[int]) -> list[int]:
         return self.ranks.agree(self.rank, votes, self.state())
@@ -89,16 +85,6 @@ class Rank(Rig):
         shown = [(v.node, v.key, v.hits, v.last_access, v.namespace, cells) for v, cells in nodes]
         counts = (stats.host_free, stats.host_cached, stats.host_private, stats.under_way, stats.queued)
         return tree.pretty(), shown, counts, self.cache.stats()
-
-    def advance(self) -> None:
-        """Ends some of what is under way, in this rank's own order."""
-        own = self.own
-        self.clock.now_s += own.choice([0.0, 0.01, 0.2])
-        for workers in (self.readers, self.writers):
-            while workers.waiting and own.random() < 0.6:
-                workers.run(own.randrange(len(workers.waiting)))
-        while self.copies and own.random() < 0.6:
-            self.end_copy(own.randrange(len(self.copies)), fail=own.random() < self.faulty)
 
     def meet(self) -> None:
         everyone = self.ranks.meet(self.rank, self.state())
@@ -129,107 +115,6 @@ def parts_of_a_store(size: int, prompts: Sequence[Sequence[int]], kept: float, s
             rig.settle()
         backend.delete([key for key in backend.stored_keys() if own.random() > kept])
     return backends
-
-
-def request(rank: Rank, rng: random.Random, tokens: Sequence[int], prefetches: list[Prefetch]) -> None:
-    """Runs a prompt as a scheduler does; `rng` is the same on each rank."""
-    if (prefetch := rank.tiers.prefetch(list(tokens))) is not None:
-        prefetches.append(prefetch)
-        for _ in range(rng.randrange(4)):
-            rank.advance()
-            rank.poll()
-            if not prefetch.waiting:
-                break
-        if rng.random() < 0.2:
-            prefetch.revoke()
-    with rank.cache.lease(list(tokens)) as lease:
-        load = rank.tiers.load(lease)
-        if load is not None and rng.random() < 0.5:
-            for _ in range(rng.randrange(3)):
-                rank.advance()
-                rank.poll()
-            if rng.random() < 0.3:
-                return  # aborted in the middle
-        if load is not None:
-            load.wait()
-        try:
-            lease.reserve(lease.length - lease.reserved)
-        except OutOfPages:
-            return
-        rank.compute(lease, tokens)
-        lease.publish(lease.length)
-
-
-def serve_all(rank: Rank, seed: object, prompts: Sequence[Sequence[int]], steps: int) -> None:
-    rng = random.Random(f"the same everywhere {seed}")
-    prefetches: list[Prefetch] = []
-    for _ in range(steps):
-        roll = rng.random()
-        if roll < 0.5:
-            request(rank, rng, rng.choice(prompts), prefetches)
-        elif roll < 0.9:
-            rank.advance()
-            rank.poll()
-        elif roll < 0.95:
-            rank.cache.flush()
-        else:
-            rank.tiers.flush()
-        rank.meet()
-    rank.rest()
-    assert all(prefetch.ended for prefetch in prefetches)
-    rank.cache.flush()
-    rank.meet()
-    assert rank.tiers.stats().host_free == rank.memory.pages
-    assert rank.cache.pool.free == rank.cache.pool.total
-
-
-PROMPTS = [prompt(4, 1, 1, mark) for mark in range(4)] + [prompt(6, 2, mark) for mark in range(3)]
-
-
-@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_ranks_with_different_parts_of_a_store_have_equal_trees(size: int, write: str) -> None:
-    seed = f"{size} {write}"
-    ranks = Ranks(size)
-    backends = parts_of_a_store(size, PROMPTS, 0.9, seed)
-    limits = {"device": 14, "host": 20, "batch_pages": 2, "batches": 2, "queue_pages": 12, "prefetch_timeout_s": 0.3}
-
-    def body(at: int) -> None:
-        rank = Rank(ranks, at, backends[at], seed, host_options={"write_policy": write}, **limits)
-        serve_all(rank, seed, PROMPTS, 40)
-
-    ranks.run(body)
-
-
-@pytest.mark.parametrize("faulty", ["copies", "calls", "both"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_faults_of_one_rank_are_faults_of_all(size: int, faulty: str) -> None:
-    seed = f"{size} {faulty}"
-    ranks = Ranks(size)
-    backends = parts_of_a_store(size, PROMPTS, 1.0, seed)
-
-    def body(at: int) -> None:
-        rank = Rank(ranks, at, backends[at], seed, device=14, host=20, batch_pages=2, breaker_cooldown_s=0.5)
-        if at == size - 1:
-            rank.faulty = 0.0 if faulty == "calls" else 0.5
-            if faulty != "copies":
-                backends[at].instead = {
-                    name: sometimes(rank.own, backends[at], name) for name in ("get", "put", "exists")
-                }
-        serve_all(rank, seed, PROMPTS, 60)
-
-    ranks.run(body)
-
-
-def sometimes(own: random.Random, backend: FaultyBackend, name: str) -> Callable[..., Any]:
-    real = getattr(super(FaultyBackend, backend), name)
-
-    def call(*arguments: Any) -> Any:
-        if own.random() < 0.3:
-            raise StorageError(own.choice(StorageError.CAUSES), "on purpose")
-        return real(*arguments)
-
-    return call
 
 
 def test_only_what_every_rank_has_is_prefetched() -> None:
