@@ -31,9 +31,10 @@ def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cach
     return Mutant(name, like, file, ((old, new),), by)
 
 
-_SEALER, _STORE, _PENDING, _HOST = (
+_SEALER, _STORE, _CALLS, _PENDING, _HOST = (
     "tiers/storage/sealer.py",
     "tiers/storage/store.py",
+    "tiers/storage/calls.py",
     "tiers/pending.py",
     "tiers/host/tier.py",
 )
@@ -115,19 +116,19 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- the store
     _mutant(
         "a hole in a read is skipped", "sglang#26886", _STORE,
-        "                    return good\n                try:\n                    self._unpack",
-        "                    continue\n                try:\n                    self._unpack",
+        "                    return good\n                try:\n                    self._packing.unpack",
+        "                    continue\n                try:\n                    self._packing.unpack",
     ),
     _mutant(
-        "a call over its deadline frees its slots while it runs", "TensorRT-LLM#15546", _STORE,
+        "a call over its deadline frees its slots while it runs", "TensorRT-LLM#15546", _CALLS,
         "        self.overdue()\n        return False", "        return self.overdue()",
     ),
     _mutant(
-        "calls have no deadline", "LMCache#1491", _STORE,
-        "if self._store.clock() < self._deadline_s():", "if True:",
+        "calls have no deadline", "LMCache#1491", _CALLS,
+        "if self._calls.clock() < self._deadline_s():", "if True:",
     ),
     _mutant(
-        "an exception of a client ends the worker", "sglang#39269", _STORE,
+        "an exception of a client ends the worker", "sglang#39269", _CALLS,
         "    except BaseException:  # third-party", "    except ZeroDivisionError:  # third-party",
     ),
     _mutant(
@@ -159,8 +160,8 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/tiers/storage/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
     ),
     _mutant(
-        "a state is encoded by a codec that loses", "-", _STORE,
-        'if row.exact or self._codec.name == "none":', 'if self._codec.name == "none":',
+        "a state is encoded by a codec that loses", "-", "tiers/storage/packing.py",
+        'return row.exact or self._codec.name == "none"', 'return self._codec.name == "none"',
         "tests/tiers/storage/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
     ),
     _mutant(

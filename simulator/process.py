@@ -24,9 +24,10 @@ from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.shelf import Shelf
 from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.pending import Agree
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import Sealer
-from mainstem.tiers.storage.store import Found, Store, StoreCall
+from mainstem.tiers.storage.store import Found, Store
 from simulator.events import Listener
 from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
 from simulator.storage import Disk, SimBackend, SimWorkers

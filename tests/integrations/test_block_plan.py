@@ -144,7 +144,7 @@ def test_a_store_is_used_again_after_a_question_whose_answer_nobody_waited_for(w
     clock.now_s += 10.0
     assert not store.slow, "the late call has returned"
     if why == "it is slow":
-        store.gave_up(5.0)
+        store.calls.gave_up(5.0)
     plans.begin("b", hashes(8))
     assert plans.hit("b", 0, 9) == (0 if why == "it is slow" else None)
     plans.end("b")

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from mainstem.cache.components import Component, State
 from mainstem.errors import BadArgument
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
-from mainstem.tiers.storage.store import Found, Store, StoreCall
+from mainstem.tiers.storage.store import Found, Store
 
 NULL_BLOCK = 0
 """The block id in place of blocks that the engine does not keep, such as those before a window."""

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument
 from mainstem.integrations.block_plan import GroupBlocks, Job
 from mainstem.tiers.storage import store as stores
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
 from mainstem.tiers.storage.slots import Slots
-from mainstem.tiers.storage.store import Store, StoreCall, Written
+from mainstem.tiers.storage.store import Store, Written
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ class Transfers:
                 self._fail(load, read.part.blocks[good:], results)
                 return
         if self._is_stuck(load):
-            self._store.count("host_room")
+            self._store.calls.count("host_room")
             self._fail(load, [], results)
         elif not load.reads and not load.waiting:
             results.loaded.add(load.request)

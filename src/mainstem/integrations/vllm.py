@@ -41,9 +41,10 @@ from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend, open_backend
 from mainstem.storage.wrappers import Wrapper
 from mainstem.tiers.storage import identities
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
-from mainstem.tiers.storage.store import Store, StoreCall
+from mainstem.tiers.storage.store import Store
 from mainstem.tiers.storage.workers import ThreadWorkers
 
 VERSIONS = ("0.32.",)

@@ -203,7 +203,7 @@ class Tiers:
         try:
             self.pending.settle()
             if self.store is not None:
-                self.store.settle()
+                self.store.calls.settle()
             if self._core is not None:
                 self._core.settle()  # before writes begin: with "write_back" it adds some
                 self._backups.begin_touched(self._core.take_touched())

@@ -22,10 +22,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
 from mainstem.tiers.storage.slots import Slots
-from mainstem.tiers.storage.store import Part, Store, StoreCall, Written
+from mainstem.tiers.storage.store import Part, Store, Written
 from mainstem.tiers.storage.workers import ThreadWorkers
 
 _LOOKUP_THREADS = 2  # in addition to those that read
@@ -160,7 +161,7 @@ class KeyedPages:
     def count(self, cause: str) -> None:
         """Counts a fault, and logs the first of each cause."""
         with self._turn:
-            self._store.count(cause)
+            self._store.calls.count(cause)
 
     @property
     def faults(self) -> dict[str, int]:

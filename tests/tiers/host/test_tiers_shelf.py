@@ -10,9 +10,10 @@ from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host.shelf import AndStore, HostOnly, Shelf
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
-from mainstem.tiers.storage.store import Part, Store, StoreCall
+from mainstem.tiers.storage.store import Part, Store
 
 T = TypeVar("T")
 KEYS = [bytes([number]) * 32 for number in range(6)]

@@ -18,10 +18,11 @@ from mainstem.storage.base import ABSENT, Limit
 from mainstem.storage.breaker import Breaker
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly, Tee
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.codecs import CODECS, UNPLACED, Int8, Page
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
-from mainstem.tiers.storage.store import Found, Part, Store, StoreCall, Written
+from mainstem.tiers.storage.store import Found, Part, Store, Written
 
 PAGE = 4  # bytes of symbols
 SYMBOLS = b"aaaabbbbccccdddd"
@@ -533,7 +534,7 @@ def test_an_answer_that_is_not_one_for_each_page_is_a_miss(backend: FaultyBacken
 def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     backend = FaultyBackend()
     store = make_store(backend, breaker_failures=100)
-    caplog.set_level(logging.WARNING, "mainstem.tiers.storage.store")
+    caplog.set_level(logging.WARNING, "mainstem.tiers.storage.calls")
     for cause in ("io", "io", "refused", "io", "refused"):
         backend.always = StorageError(cause, "on purpose")
         done(look_up(store))
@@ -573,13 +574,13 @@ def test_a_store_is_slow_until_a_call_is_faster_than_every_wait_in_vain(
     store: Store, waits_s: tuple[float, float]
 ) -> None:
     for waited_s in waits_s:
-        store.gave_up(waited_s)
-    store.took(1.1)
+        store.calls.gave_up(waited_s)
+    store.calls.took(1.1)
     assert store.slow
-    store.took(1.0)
+    store.calls.took(1.0)
     assert not store.slow
-    store.gave_up(5.0)  # what was before no longer counts
-    store.took(4.0)
+    store.calls.gave_up(5.0)  # what was before no longer counts
+    store.calls.took(4.0)
     assert not store.slow
 
 

@@ -9,7 +9,8 @@ import pytest
 from rigs.hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
 
 from mainstem.errors import StorageError
-from mainstem.tiers.storage.store import Part, StoreCall, Written
+from mainstem.tiers.storage.calls import StoreCall
+from mainstem.tiers.storage.store import Part, Written
 
 
 def test_pages_on_the_host_are_written_to_storage() -> None:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES
-from mainstem.tiers.storage.store import Store, StoreCall
+from mainstem.tiers.storage.store import Store
 
 
 class Asked(NamedTuple):

@@ -14,9 +14,10 @@ from mainstem.cache.components import Full, State
 from mainstem.cache.tree import HOST, IN_FLIGHT, PRESENT, Ids
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.prefetch.plan import Ask, Marks, Plan
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.names import PageNames
 from mainstem.tiers.storage.rows import Row
-from mainstem.tiers.storage.store import Find, Found, Store, StoreCall
+from mainstem.tiers.storage.store import Find, Found, Store
 
 
 class AttachPoint:

@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Sequence
 from hashlib import sha256
 
-from mainstem.tiers.storage.store import Store, StoreCall
+from mainstem.tiers.storage.calls import StoreCall
+from mainstem.tiers.storage.store import Store
 
 PIECE_BYTES = 1 << 18
 """Bytes of a piece, its mark and count included."""

@@ -194,7 +194,7 @@ class Prefetch:
             self._reader.late[self._why_computed] += load.meanwhile
             load.meanwhile = 0
             if self._phase is Phase.LOOKUP:
-                self._store.gave_up(self._wait.waited_s)
+                self._store.calls.gave_up(self._wait.waited_s)
 
     def go_on(self) -> None:
         """Adds to the tree what the front has met, and begins more reads."""
@@ -282,7 +282,7 @@ class Prefetch:
             end = self._plan.pages if self._phase is Phase.LOOKUP or self._lookup.refused else self._expected
             self._shortfall.count(self._usable, end, self._why())
         if self.wanted and self._phase is Phase.LOOKUP:
-            self._store.gave_up(self._wait.waited_s)
+            self._store.calls.gave_up(self._wait.waited_s)
 
     def _overdue(self) -> bool:
         return self._lookup.overdue() or self._reads.overdue

@@ -14,8 +14,9 @@ from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.pending import PendingList
 from mainstem.tiers.prefetch.missed import Cause
 from mainstem.tiers.prefetch.plan import Plan
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.rows import Row
-from mainstem.tiers.storage.store import Store, StoreCall
+from mainstem.tiers.storage.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from functools import partial
 from mainstem.cache.tree import Ids
 from mainstem.tiers.pending import Polled
 from mainstem.tiers.prefetch.reader import Reader
-from mainstem.tiers.storage.store import StoreCall
+from mainstem.tiers.storage.calls import StoreCall
 
 Run = tuple[int, int, int]
 """Pages of a prompt: the row, the first page, and the one after the last."""

@@ -45,7 +45,7 @@ class Wait:
     def answered(self, pages: int, took_s: float) -> None:
         """Notes that storage has `pages` of them, after a lookup that took `took_s`."""
         if took_s <= self._limit_s():
-            self._store.was_quick()  # it would have been worth the wait
+            self._store.calls.was_quick()  # it would have been worth the wait
         self._costs.look_up.observe(1, took_s)
         self._pages, self._end = pages, self._have + pages
         self._answered_s = self._since_s = self._store.clock()

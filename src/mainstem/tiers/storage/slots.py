@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.sealer import HEADER_BYTES
-from mainstem.tiers.storage.store import StoreCall
 
 _ALIGNMENT = 128
 

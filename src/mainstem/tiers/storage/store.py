@@ -15,14 +15,12 @@ names, rows, symbols and slots. It knows nothing of trees or pools.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
@@ -31,86 +29,22 @@ from mainstem.storage.breaker import Breaker
 from mainstem.storage.peer import Beside, Peering
 from mainstem.tiers.host.shelf import Shelf
 from mainstem.tiers.storage import identities, sealed
-from mainstem.tiers.storage.codecs import CODECS, UNPLACED, Codec, Page
+from mainstem.tiers.storage.calls import Calls, StoreCall, caught
+from mainstem.tiers.storage.codecs import CODECS, UNPLACED, Codec
+from mainstem.tiers.storage.packing import Packing
 from mainstem.tiers.storage.rows import Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Label, Sealer
-from mainstem.tiers.storage.workers import Call, Workers
+from mainstem.tiers.storage.workers import Workers
 
 log = logging.getLogger(__name__)
 
 _MIN_CLOSE_S = 0.1  # enough for idle workers to end
-
-T = TypeVar("T")
 
 Find: TypeAlias = Callable[[Row, Sequence[int]], list[bool]]
 """Asks storage which pages of a row it has."""
 
 Search: TypeAlias = Callable[[Find], list[list[bool]]]
 """Returns, for each row of a lookup, which of its pages storage seems to have. Runs on a worker."""
-
-
-@dataclass(slots=True)
-class _Answer(Generic[T]):
-    """The result of a worker: a value, and the faults on the way by cause."""
-
-    value: T
-    causes: Counter[str]
-    took_s: float
-    ended_s: float
-    failed: bool = False  # the call as a whole
-
-
-class StoreCall(Generic[T]):
-    """A call to a store. Once it is done its value is valid; a failed call has the value of a miss."""
-
-    def __init__(
-        self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: Callable[[], float]
-    ) -> None:
-        self._store, self._call, self._deadline_s = store, call, deadline_s
-        self._overdue = False
-        self._reported = call is None
-        self.value = nothing
-        self.failed = call is None  # as a whole; valid once it is done
-        self.fault = "breaker" if call is None else None  # what went wrong, if anything did
-        self.took_s = self.ended_s = math.inf  # once it has returned
-
-    def done(self) -> bool:
-        """Whether it has ended and released its slots."""
-        if self._call is None:
-            return True
-        if self._call.done():
-            self._report(self._call)
-            return True
-        self.overdue()
-        return False
-
-    @property
-    def refused(self) -> bool:
-        """Whether it was never made, because the breaker was open or the store closed."""
-        return self._call is None
-
-    def overdue(self) -> bool:
-        """Whether it has exceeded its deadline. It counts as failed, but may still return."""
-        if not self._overdue and self._call is not None and not self._call.done():
-            if self._store.clock() < self._deadline_s():
-                return False
-            self._overdue, self.fault = True, "timeout"
-            self._store.timed_out()
-        return self._overdue
-
-    def over(self, *, patient: bool = True) -> bool:
-        """Whether nobody waits for it any more: it has ended or is late, or the store is slow and nobody is patient."""
-        return self.done() or self._overdue or (not patient and self._store.slow)
-
-    def _report(self, call: Call[_Answer[T]]) -> None:
-        if self._reported:
-            return
-        self._reported = True
-        answer = call.result()
-        self.value, self.failed = answer.value, answer.failed
-        self.fault = self.fault or next(iter(answer.causes), None)
-        self.took_s, self.ended_s = answer.took_s, answer.ended_s
-        self._store.returned(answer, late=self._overdue)
 
 
 class Store:
@@ -128,6 +62,7 @@ class Store:
         shelf: notes which slots hold sealed values, for peers of this one.
 
     Attributes:
+        calls: under way, late or failed.
         peering: where peers read, and whose pages are read; whoever made them sets it.
     """
 
@@ -146,45 +81,33 @@ class Store:
         peers: Backend | None = None,
         shelf: Shelf | None = None,
     ) -> None:
-        self._codec, self._dtype = codec, dtype
+        self._packing = Packing(codec, dtype)
         self._peers, self._reads = peers, backend if peers is None else Beside(backend, peers)
         self.shelf = shelf
         self.peering: Peering | None = None
-        self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
-        self._breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
+        self.backend, self.sealer, self.config = backend, sealer, config
+        self.clock, self.calls = clock, Calls(config, clock)
         self._label = (
             b"" if sealer.identity is None else identities.id_of(identities.summarize(sealer.identity), sealer)
         )
         self._wall_clock = wall_clock
-        self._faults: Counter[str] = Counter()
-        self._closed = self._slow = False
         self._explained = ""  # what was logged about pages that are not found
-        self._vain_s = 0.0
         self._readers, self._writers = readers, writers
-        self._under_way: list[StoreCall[Any]] = []
 
     @property
     def breaker(self) -> Breaker:
         """Stops calls after repeated failures."""
-        self.settle()
-        return self._breaker
+        return self.calls.breaker
 
     @property
     def slow(self) -> bool:
         """Whether a request has waited in vain, and no call has been quicker since then."""
-        self.settle()
-        return self._slow
+        return self.calls.slow
 
     @property
     def faults(self) -> Counter[str]:
         """How many faults there were so far, by cause."""
-        self.settle()
-        return self._faults
-
-    def stats(self) -> dict[str, Any]:
-        """Returns its counts up to the last `settle`, by the names of `TierStats`. Callable from any thread."""
-        breaker = self._breaker
-        return {"faults": dict(self._faults), "breaker_open": breaker.open, "breaker_openings": breaker.openings}
+        return self.calls.faults
 
     @property
     def peer_faults(self) -> dict[str, int]:
@@ -201,8 +124,7 @@ class Store:
 
     def check_length(self, row: Row, payload_bytes: int) -> None:
         """Logs a warning if the back end takes no value as long as those of a row: it refuses each."""
-        exact = row.exact or self._codec.name == "none"
-        size = HEADER_BYTES + (payload_bytes if exact else self._codec.encoded_bytes(payload_bytes, self._dtype))
+        size = self._packing.size(row, HEADER_BYTES + payload_bytes)
         limit = self.backend.longest
         if limit is not None and size > limit.size:
             taken = f"a value has {size} bytes, and the store takes up to {limit.size}"
@@ -235,7 +157,7 @@ class Store:
             rows = [(row, [names[page] for page in pages]) for row, pages in asked]
             return Found(names, self._find(rows, self._reads))
 
-        return self._submit(self._readers, look_up, Found())
+        return self.calls.submit(self._readers, look_up, Found())
 
     def find(self, asked: Sequence[tuple[Row, Sequence[bytes]]], *, alone: bool = False) -> StoreCall[list[list[bool]]]:
         """Looks up pages by their names, in one call. The value is, for each row, whether each page is there.
@@ -245,7 +167,7 @@ class Store:
             alone: peers are not asked.
         """
         backend = self.backend if alone else self._reads
-        return self._submit(
+        return self.calls.submit(
             self._readers, lambda causes: self._find(asked, backend), [[False] * len(names) for _, names in asked]
         )
 
@@ -261,17 +183,17 @@ class Store:
 
         def read(causes: Counter[str]) -> int:
             keys = self.sealer.keys(names, row.name)
-            packed = self._room(row, slots)
+            packed = self._packing.room(row, slots)
             lengths = backend.get(keys, packed)
             for good, (key, slot, length) in enumerate(zip(keys, packed, lengths, strict=True)):
                 if (cause := sealed.fault(self.sealer, key, slot, length)) is not None:
                     causes[cause] += 1
                     if cause != "absent":
-                        with _caught(causes):
+                        with caught(causes):
                             self.backend.delete([key])  # so that it does not block an intact one
                     return good
                 try:
-                    self._unpack(slot, slots[good])
+                    self._packing.unpack(slot, slots[good])
                 except BadArgument:  # sealed, but no value of this codec
                     causes["codec"] += 1
                     return good
@@ -279,7 +201,7 @@ class Store:
                     shelf.place([(key, slot)])
             return len(keys)
 
-        return self._submit(self._readers, read, 0)
+        return self.calls.submit(self._readers, read, 0)
 
     def write(
         self, parts: Sequence[Part], after: tuple[Row, bytes] | None = None, *, queued: bool = False
@@ -314,7 +236,7 @@ class Store:
                         return Written(stored, gap=False, whole=False)
             return Written(stored, gap=False)
 
-        return self._submit(self._writers, write, Written(0, gap=False, whole=False), queued=queued)
+        return self.calls.submit(self._writers, write, Written(0, gap=False, whole=False), queued=queued)
 
     def delete(self, rows: Sequence[Row], names: Sequence[bytes]) -> StoreCall[bool]:
         """Deletes these rows of pages. The value is whether the back end did."""
@@ -323,7 +245,7 @@ class Store:
             self.backend.delete(list(chain(*(self.sealer.keys(names, row.name) for row in rows))))
             return True
 
-        return self._submit(self._writers, delete, False)
+        return self.calls.submit(self._writers, delete, False)
 
     def clear(self) -> StoreCall[bool]:
         """Deletes everything in the back end. The value is whether it did."""
@@ -332,7 +254,7 @@ class Store:
             self.backend.clear()
             return True
 
-        return self._submit(self._writers, clear, False)
+        return self.calls.submit(self._writers, clear, False)
 
     def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
         """Stores a note, replacing the one with the same name. The value is whether the back end did."""
@@ -340,7 +262,7 @@ class Store:
         def keep(causes: Counter[str]) -> bool:
             return sealed.keep_note(self.backend, self.sealer, self.sealer.record(name), content, room_bytes)
 
-        return self._submit(self._writers, keep, False)
+        return self.calls.submit(self._writers, keep, False)
 
     def find_note(self, name: str, room_bytes: int) -> StoreCall[bytes]:
         """Reads a note of size `room_bytes`, padded with zeros; empty if there is none."""
@@ -351,11 +273,11 @@ class Store:
                 causes[cause] += 1
             return content
 
-        return self._submit(self._readers, find, b"")
+        return self.calls.submit(self._readers, find, b"")
 
     def enter_identity(self) -> StoreCall[list[identities.Summary]]:
         """Enters the identity of the pages in the list of the store. The value is the list before that."""
-        return self._submit(self._writers, lambda causes: identities.enter(self.backend, self.sealer, causes), [])
+        return self.calls.submit(self._writers, lambda causes: identities.enter(self.backend, self.sealer, causes), [])
 
     def explain(self, listed: Sequence[identities.Summary]) -> None:
         """Logs why the store has no pages of this identity, if that list says so; the same once."""
@@ -365,51 +287,16 @@ class Store:
             self._explained = why
             log.warning("storage: %s", why)
 
-    def gave_up(self, waited_s: float) -> None:
-        """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""
-        self._vain_s = min(waited_s, self._vain_s) if self._slow else waited_s
-        self._slow = True
-
-    def was_quick(self) -> None:
-        """Removes that mark."""
-        self._slow = False
-
-    def took(self, seconds: float) -> None:
-        """Notes how long a call took to return."""
-        self._slow = self._slow and seconds > self._vain_s
-
-    def timed_out(self) -> None:
-        """Notes a call that has exceeded its deadline."""
-        self.gave_up(self.config.call_timeout_s)
-        self.count("timeout")
-        self._breaker.fail()
-
-    def returned(self, answer: _Answer[Any], *, late: bool) -> None:
-        """Notes a call that has returned. If it is late, it counted as failed already."""
-        for cause, count in answer.causes.items():
-            self.count(cause, count)
-        self.took(answer.took_s)
-        if late:
-            return
-        if answer.failed:
-            self._breaker.fail()
-        else:
-            self._breaker.succeed()
-
-    def count(self, cause: str, times: int = 1) -> None:
-        """Counts a fault, and logs the first of each cause."""
-        if cause not in self._faults and cause not in ("absent", "breaker"):
-            log.warning("storage: %s; further faults of this kind are only counted", cause)
-        self._faults[cause] += times
-
     def close(self, timeout_s: float) -> None:
         """Ends the workers and the back end. If a call does not return in time, the back end stays open.
 
         Later calls are misses.
         """
-        self._closed = True
-        end_s = self.clock() + timeout_s
-        ended = [workers.close(max(_MIN_CLOSE_S, end_s - self.clock())) for workers in (self._writers, self._readers)]
+        self.calls.closed = True
+        end_s = self.calls.clock() + timeout_s
+        ended = [
+            workers.close(max(_MIN_CLOSE_S, end_s - self.calls.clock())) for workers in (self._writers, self._readers)
+        ]
         if self.shelf is not None:
             self.shelf.close()
         if all(ended):
@@ -437,7 +324,7 @@ class Store:
         """Seals and puts a few pages of a part; returns how many were stored."""
         keys = [key for key, *_ in batch]
         try:
-            packed = self._pack(part.row, [slot for _, slot, _ in batch], [number for *_, number in batch])
+            packed = self._packing.pack(part.row, [slot for _, slot, _ in batch], [number for *_, number in batch])
         except BadArgument:  # numbers that are infinite or NaN, or that its calibration does not expect
             causes["codec"] += 1
             return 0
@@ -452,7 +339,7 @@ class Store:
 
     def _shelve(self, part: Part, held: Sequence[tuple[bytes, memoryview, int]]) -> None:
         """Seals pages that are stored already, so that peers can be given them, too."""
-        if self.shelf is None or not (part.row.exact or self._codec.name == "none"):
+        if self.shelf is None or not self._packing.plain(part.row):
             return
         values = [(key, slot) for key, slot, _ in held if key not in self.shelf]
         self._seal(part, [key for key, _ in values], [slot for _, slot in values])
@@ -462,71 +349,6 @@ class Store:
         label = Label(self._label, self.sealer.id_of(part.namespace), part.row.name)
         for key, slot in zip(keys, slots, strict=True):
             self.sealer.seal(slot, key, label, self._wall_clock())
-
-    def _room(self, row: Row, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Returns buffers for encoded pages: the slots themselves if nothing is to be encoded."""
-        if row.exact or self._codec.name == "none":
-            return slots
-        sizes = [self._codec.encoded_bytes(len(slot) - HEADER_BYTES, self._dtype) for slot in slots]
-        return [memoryview(bytearray(HEADER_BYTES + size)) for size in sizes]
-
-    def _pack(self, row: Row, slots: Sequence[memoryview], numbers: Sequence[int]) -> Sequence[memoryview]:
-        packed = self._room(row, slots)
-        for slot, room, number in zip(slots, packed, numbers, strict=True):
-            if room is not slot:
-                self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype, Page(row.name, number))
-        return packed
-
-    def _unpack(self, packed: memoryview, slot: memoryview) -> None:
-        if packed is not slot:
-            self._codec.decode(packed[HEADER_BYTES:], slot[HEADER_BYTES:], self._dtype)
-
-    def _submit(
-        self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T, *, queued: bool = False
-    ) -> StoreCall[T]:
-        self.settle()
-        if self._closed or not self._breaker.allow():
-            self.count("closed" if self._closed else "breaker")
-            return StoreCall(self, None, nothing, lambda: 0.0)
-
-        submitted_s = self.clock()
-        begun_s: list[float] = []  # at most one
-
-        def run() -> _Answer[T]:
-            causes: Counter[str] = Counter()
-            began_s = self.clock()
-            begun_s.append(began_s)
-            value, failed = nothing, True
-            with _caught(causes):
-                value, failed = work(causes), False
-            ended_s = self.clock()
-            return _Answer(value, causes, ended_s - began_s, ended_s, failed)
-
-        def deadline_s() -> float:
-            start_s = (begun_s[0] if begun_s else math.inf) if queued else submitted_s
-            return start_s + self.config.call_timeout_s
-
-        call = StoreCall(self, workers.submit(run), nothing, deadline_s)
-        self._under_way.append(call)
-        return call
-
-    def settle(self) -> None:
-        """Notes which calls have ended or are late, also those that nobody asks for any more."""
-        self._under_way = [call for call in self._under_way if not call.done()]
-
-
-@contextmanager
-def _caught(causes: Counter[str]) -> Iterator[None]:
-    try:
-        yield
-    except StorageError as error:
-        causes[error.cause] += 1
-        log.debug("storage: %s", error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # third-party code: a client in Rust panics with a `BaseException`
-        causes["crashed"] += 1
-        log.debug("storage: the back end raised", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class StorageTier:
             "queued": self.writes.queued,
             "late": {cause: self.prefetches.reader.late[cause] for cause in LATE},
             "prefetch_short": dict(self.prefetches.reader.short),
-            **store.stats(),
+            **store.calls.stats(),
         }
         if store.shelf is not None:
             requests = store.shelf.counts

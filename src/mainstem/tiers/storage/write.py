@@ -28,9 +28,10 @@ from mainstem.cache.components import Full, State
 from mainstem.cache.tree import HOST, PRESENT, Ids, Tree
 from mainstem.tiers.host.transfer import HostMemory
 from mainstem.tiers.pending import ARRIVED, FAILED, PendingList, Polled
+from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.names import PageNames
 from mainstem.tiers.storage.rows import Row, stored_rows
-from mainstem.tiers.storage.store import Part, Store, StoreCall, Written
+from mainstem.tiers.storage.store import Part, Store, Written
 
 Span = tuple[int, int]
 """Pages of a path: the first one, and the one after the last."""
