@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rigs.ghost_memory import GhostMemory, GhostTicket
-from rigs.hand_driven import Clock, HandWorkers, fingerprint, make_store
+from rigs.hand_driven import Clock, Driven, HandWorkers, fingerprint, make_store
 
 from mainstem.cache.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.cache.prefix_cache import Lease, PrefixCache
@@ -38,7 +38,7 @@ P = list(range(1, 9))
 SIZE = 2
 
 
-class Rig:
+class Rig(Driven):
     """A cache over ghost memory, and an engine that computes a prompt page by page."""
 
     def __init__(
@@ -53,6 +53,7 @@ class Rig:
         empty: int | None = None,
         **config: Any,
     ) -> None:
+        super().__init__()
         self.rows = KINDS[kind]
         self.names = list(by_name(self.rows))
         sizes = {row: slots if isinstance(row, State) else device for row in self.rows}
@@ -147,18 +148,6 @@ class Rig:
 
     # the machine
 
-    def settle(self) -> None:
-        for _ in range(50):
-            for ticket in self.memory.tickets:
-                ticket.wait()
-            self.memory.tickets.clear()
-            ran = self.readers.run_all() + self.writers.run_all()
-            self.tiers.poll()
-            self.cache.check()
-            if not (ran or self.tiers.busy):
-                return
-        raise AssertionError("never at rest")
-
     def evict(self, tier: int, *names: str) -> None:
         """Evicts everything of the named components, or of all."""
         pools = tuple(self.cache.pools.values()) if tier == DEVICE else self.tiers.host_pools
@@ -178,13 +167,3 @@ class Rig:
         for length in kept:
             self.serve(tokens[:length])
             self.settle()
-
-    def close(self) -> None:
-        """Checks that once everything has ended nothing is held."""
-        self.settle()
-        stats = self.cache.stats()
-        assert stats.leases.open == 0 and all(pool.private == pool.locked == 0 for pool in stats.pools.values())
-        self.cache.flush()
-        for pool in (*self.cache.pools.values(), *self.tiers.host_pools):
-            assert pool.free == pool.total
-        assert self.cache.tree.stats().nodes == 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -18,6 +20,7 @@ from mainstem.cache.prefix_cache import Lease, PrefixCache
 from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.load import Load
 from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.storage.sealer import Sealer
@@ -173,7 +176,62 @@ def prompt(pages: int, *marks: int, size: int = 2) -> list[int]:
     return [kind for kind in kinds for _ in range(size)] + [999]
 
 
-class Rig:
+MADE: deque[Driven] = deque(maxlen=16)
+"""What the running test has made, to be closed when it ends."""
+
+
+class Driven:
+    """A cache with tiers over ghost memory, of which the test drives every completion."""
+
+    memory: GhostMemory
+    readers: HandWorkers
+    writers: HandWorkers
+    cache: PrefixCache
+    tiers: Tiers
+
+    def __init__(self) -> None:
+        MADE.append(self)
+
+    @property
+    def copies(self) -> list[GhostTicket]:
+        """Copies under way, in the order in which they began."""
+        self.memory.tickets = [ticket for ticket in self.memory.tickets if not ticket.done()]
+        return self.memory.tickets
+
+    def poll(self) -> None:
+        self.tiers.poll()
+        self.verify()
+
+    def verify(self) -> None:
+        self.cache.check()
+
+    def settle(self, rounds: int = 50) -> None:
+        """Completes everything under way."""
+        for _ in range(rounds):
+            for ticket in self.copies:
+                ticket.wait()
+            ran = self.readers.run_all() + self.writers.run_all()
+            self.poll()
+            if not (ran or self.tiers.busy or self.copies):
+                return
+        raise AssertionError(f"never at rest: {self.tiers.stats()}")
+
+    def close(self) -> None:
+        """Checks that once everything has ended nothing is held."""
+        self.settle()
+        held, stats, tree = self.tiers.stats(), self.cache.stats(), self.cache.tree
+        assert held.host_private == held.under_way == held.queued == stats.leases.open == 0
+        assert all(pool.private == pool.locked == 0 for pool in stats.pools.values())
+        for row, tier in product(range(len(self.memory.device)), (0, 1)):
+            assert tree.core.counts(row, tier)[1:] == (0, 0), "locked, or in flight"
+        self.cache.flush()
+        for pool in (*self.cache.pools.values(), *self.tiers.host_pools):
+            assert pool.free == pool.total
+        assert tree.stats().nodes == 0
+        self.cache.check()
+
+
+class Rig(Driven):
     """A cache with a host tier and perhaps a store. The test drives every completion.
 
     Every computed page gets its fingerprint, and `verify` checks every page in the tree.
@@ -191,6 +249,7 @@ class Rig:
         copies: bool = False,
         **config: Any,
     ) -> None:
+        super().__init__()
         self.size = size
         self.clock = Clock()
         self.memory = GhostMemory([device], [host], instant=False)
@@ -246,32 +305,11 @@ class Rig:
 
     # the machine
 
-    @property
-    def copies(self) -> list[GhostTicket]:
-        """Copies under way, in the order in which they began."""
-        self.memory.tickets = [ticket for ticket in self.memory.tickets if not ticket.done()]
-        return self.memory.tickets
-
     def end_copy(self, at: int = 0, *, fail: bool = False) -> None:
         ticket = self.copies[at]
         if fail:
             ticket.fail(RuntimeError("a copy failed on purpose"))
         ticket.wait()
-
-    def poll(self) -> None:
-        self.tiers.poll()
-        self.verify()
-
-    def settle(self, rounds: int = 50) -> None:
-        """Completes everything under way."""
-        for _ in range(rounds):
-            for ticket in self.copies:
-                ticket.wait()
-            ran = self.readers.run_all() + self.writers.run_all()
-            self.poll()
-            if not (ran or self.tiers.busy or self.copies):
-                return
-        raise AssertionError(f"never at rest: {self.tiers.stats()}")
 
     # checks
 
@@ -305,18 +343,6 @@ class Rig:
         symbols = np.array(tokens, np.int32).tobytes()
         pages = len(tokens) // self.size
         return next((page for page in range(pages) if symbols[: (page + 1) * self.size * 4] not in held), pages)
-
-    def close_all(self) -> None:
-        """Checks that once everything has ended nothing is held."""
-        self.settle()
-        stats, tree = self.tiers.stats(), self.cache.tree
-        assert stats.host_private == stats.under_way == stats.queued == 0
-        assert self.cache.stats().pool.private == self.cache.stats().leases.open == 0
-        assert tree.core.counts(0, 0)[1:] == tree.core.counts(0, 1)[1:] == (0, 0), "locked, or in flight"
-        self.cache.flush()
-        assert (self.tiers.stats().host_free, self.cache.pool.free) == (self.memory.pages, self.cache.pool.total)
-        assert tree.stats().nodes == 0
-        self.cache.check()
 
 
 # ---------------------------------------------------------------- what tests of several parts begin with

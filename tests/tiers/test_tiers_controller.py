@@ -65,7 +65,6 @@ def test_copying_says_whether_a_transfer_holds_device_pages() -> None:
     load.wait()
     assert not rig.tiers.copying
     lease.abort()
-    rig.close_all()
 
 
 def test_a_disabled_cache_does_not_use_its_tiers() -> None:
@@ -175,7 +174,6 @@ def test_waiting_writes_are_made_at_close(writes: int) -> None:
     assert backend.calls[-1] == "close"
     rig.poll()
     assert (rig.tiers.stats().queued, rig.tiers.stats().stored) == (0, 32)
-    rig.close_all()
 
 
 def test_after_close_no_request_waits_for_storage() -> None:
@@ -190,7 +188,6 @@ def test_after_close_no_request_waits_for_storage() -> None:
     rig.poll()
     rig.poll()
     assert not rig.tiers.busy
-    rig.close_all()
 
 
 # ---------------------------------------------------------------- removal
@@ -211,7 +208,6 @@ def test_a_removed_prefix_leaves_device_host_and_storage() -> None:
     rig.cache.remove([])
     rig.settle()
     assert (rig.on(0, B), rig.on(1, B), backend.stored_keys()) == (0, 0, [])
-    rig.close_all()
 
 
 def test_a_prefix_removed_while_it_is_backed_up_is_neither_found_nor_stored() -> None:
@@ -225,4 +221,3 @@ def test_a_prefix_removed_while_it_is_backed_up_is_neither_found_nor_stored() ->
     assert (rig.on(1, A), backend.stored_keys()) == (0, [])
     assert rig.tiers.stats().queued == 0
     rig.verify()
-    rig.close_all()

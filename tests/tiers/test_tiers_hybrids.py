@@ -61,7 +61,6 @@ def test_a_restarted_process_finds_every_component_again(kind: str, batch_pages:
     rig = Rig(kind, backend=backend, batch_pages=batch_pages)
     assert fetched(rig, Q) == 16
     assert not rig.store or not rig.store.faults
-    rig.close()
 
 
 def test_a_model_without_attention_needs_states_only() -> None:
@@ -71,7 +70,6 @@ def test_a_model_without_attention_needs_states_only() -> None:
     backend.delete(keys(backend, rig, "state", Q)[6:])
     assert fetched(rig, Q) == 12
     assert backend.calls.count("get") == 1
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
@@ -82,7 +80,6 @@ def test_one_lookup_asks_for_all_components(kind: str) -> None:
     rig.tiers.prefetch([*Q, 99])
     rig.settle()
     assert backend.calls.count("exists") == before + 1
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,7 +134,6 @@ def test_what_stands_in_the_way_is_logged_once(caplog: pytest.LogCaptureFixture)
     assert [record.message for record in caplog.records] == [
         "storage has 4 pages further than its state allows; more of this is only counted"
     ]
-    rig.close()
 
 
 def test_what_the_host_has_is_not_read_again() -> None:
@@ -154,7 +150,6 @@ def test_what_the_host_has_is_not_read_again() -> None:
     before = rig.tiers.stats().prefetched
     assert fetched(rig, Q) == 16
     assert rig.tiers.stats().prefetched == before + 2, "the window alone: 3 positions in pages of 2"
-    rig.close()
 
 
 def test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight() -> None:
@@ -169,7 +164,6 @@ def test_what_was_read_waits_while_any_component_of_the_node_above_is_in_flight(
         rig.tiers.poll()
     assert rig.tiers.host_pools[0].cached == 2 and rig.tiers.copying
     assert fetched(rig, P) == 8 and rig.tiers.host_pools[0].cached == 4
-    rig.close()
 
 
 def test_window_pages_before_the_window_are_not_read() -> None:
@@ -178,7 +172,6 @@ def test_window_pages_before_the_window_are_not_read() -> None:
     backend.delete(keys(backend, rig, "window", Q)[:6])
     assert fetched(rig, Q) == 16
     assert rig.tiers.stats().prefetched == 8 + 2
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,7 +184,6 @@ def test_a_removal_deletes_every_component(kind: str) -> None:
     rig.cache.remove(Q[:1])
     rig.settle()
     assert backend.stored_keys() == []
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,7 +243,6 @@ def test_states_where_prompts_part_or_end_are_written_first() -> None:
     saved = [end - max((one for one in order[: order.index(end)] if one < end), default=0) for end in late[2:]]
     assert saved == sorted(saved, reverse=True), "then those that save the most"
     assert sorted(order) == list(range(1, 9)), "all of them in the end"
-    rig.close()
 
 
 def test_a_full_queue_drops_the_state_of_the_least_worth() -> None:
@@ -262,7 +253,6 @@ def test_a_full_queue_drops_the_state_of_the_least_worth() -> None:
     written = written_states(backend, rig, Q)
     assert 8 in written and len(written) < 8
     assert rig.tiers.stats().write_dropped > 0
-    rig.close()
 
 
 @pytest.mark.parametrize("empty", [None, 0])
@@ -277,7 +267,6 @@ def test_a_state_that_could_not_be_written_is_written_when_it_is_used_again(empt
     rig.serve(Q)
     rig.settle()
     assert 8 in written_states(backend, rig, Q)
-    rig.close()
 
 
 # ---------------------------------------------------------------- where each key is a request
@@ -334,7 +323,6 @@ def test_without_batches_a_state_that_is_lost_costs_the_way_to_the_one_above(kin
     rig.close()
     rig = long_rig(kind, OneByOne(filled))
     assert fetched(rig, LONG) == 80
-    rig.close()
 
 
 # ---------------------------------------------------------------- what storage loses
@@ -361,7 +349,6 @@ def test_what_storage_lost_is_written_again_when_its_prefix_is_used(kind: str) -
     rig.serve(Q)
     rig.settle()
     assert fetched(Rig(kind, backend=backend), Q) == 16
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -374,7 +361,6 @@ def test_a_gap_in_storage_heals_with_all_that_the_path_has(kind: str) -> None:
     rig.serve([*Q, *MORE])
     rig.settle()
     assert fetched(Rig(kind, backend=backend), Q) == 16, "prompts part where the path goes on"
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -388,7 +374,6 @@ def test_a_state_that_was_backed_up_again_is_written_again(kind: str) -> None:
     rig.serve([*Q, *MORE])
     rig.settle()
     assert {8, 10} <= set(written_states(backend, rig, [*Q, *MORE]))
-    rig.close()
 
 
 def test_a_start_names_the_component_that_a_store_never_takes(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,6 @@ def test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one(kind: str, wri
     rig.holds(lease, P)
     rig.finish(lease, [*P, 10, 11][:8])
     assert rig.serve([*P, 10, 11]) == 8
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,7 +39,6 @@ def test_pages_on_the_device_are_not_loaded(kind: str) -> None:
     assert load.wait() and lease.hit == 8
     rig.holds(lease, P)
     lease.abort()
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
@@ -51,7 +49,6 @@ def test_only_pages_inside_the_window_are_loaded(kind: str) -> None:
     window = rig.tables(lease)["window"]
     assert [page >= 0 for page in window] == [False, False, True, True]  # the last 3 positions
     lease.abort()
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -69,7 +66,6 @@ def test_the_published_state_is_the_loaded_one_though_the_forward_has_continued(
     with rig.lease(longer) as other:
         assert other.hit == 8  # lease() has checked its state
     lease.abort()
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -85,7 +81,6 @@ def test_without_a_slot_for_the_tree_a_load_still_serves_its_lease(kind: str) ->
         other.abort()
     assert rig.lease(P).hit == 0
     gc.collect()
-    rig.close()
 
 
 # ---------------------------------------------------------------- loads that fail
@@ -115,7 +110,6 @@ def test_a_failed_load_leaves_everything_as_it_was_at_the_hit(kind: str, kept: i
         assert rig.cache.pools["state"].private == 1, "its own, and no checkpoint"
     rig.finish(lease, P)
     assert rig.serve(P) == 8
-    rig.close()
 
 
 @pytest.mark.parametrize("kept", [2, 4, 6])
@@ -136,7 +130,6 @@ def test_a_failed_load_leaves_the_window_where_the_hit_ends(kind: str, kept: int
     assert rig.cache.pools["window"].free == free["window"]
     rig.finish(lease, P)
     assert rig.serve(P) == 8
-    rig.close()
 
 
 def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
@@ -156,7 +149,6 @@ def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
     ticket.fail(RuntimeError("on purpose"))
     assert not first.wait()
     assert pool.private == 0
-    rig.close()
 
 
 @pytest.fixture
@@ -192,7 +184,6 @@ def test_pages_of_a_lease_that_ends_during_a_load_are_freed_after_the_copy(kind:
     gc.collect()
     rig.cache.check()
     assert all(pool.private == 0 for pool in rig.cache.pools.values())
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -228,7 +219,6 @@ def test_a_lease_that_finds_no_slot_unlocks_both_tiers(kind: str) -> None:
     assert rig.cache.stats().leases.open == 8
     for other in others:
         other.abort()
-    rig.close()
 
 
 LACKS: list[tuple[str, str]] = [(kind, name) for kind in KINDS if " " in kind for name in kind.split()]
@@ -247,7 +237,6 @@ def test_a_prefix_that_is_only_partly_on_the_host_is_not_loaded(kind: str, lacks
     assert rig.tiers.load(lease) is None
     rig.finish(lease, P)
     assert rig.serve(P) == 8
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
@@ -258,7 +247,6 @@ def test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded(kind: str) -> No
     lease = rig.cache.lease([*P, 99])
     assert (lease.hit, lease.loadable) == (0, 0)
     rig.finish(lease, P)
-    rig.close()
 
 
 def test_without_room_for_one_component_nothing_is_allocated_for_another() -> None:
@@ -277,7 +265,6 @@ def test_without_room_for_one_component_nothing_is_allocated_for_another() -> No
     rig.settle()
     rig.holds(lease, P)
     lease.abort()
-    rig.close()
 
 
 # ---------------------------------------------------------------- operations during a load
@@ -291,7 +278,6 @@ def test_no_state_is_put_aside_while_one_is_on_its_way(kind: str) -> None:
     with pytest.raises(BadArgument, match="position"):
         lease.checkpoint(4)
     lease.abort()
-    rig.close()
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
@@ -308,7 +294,6 @@ def test_pages_on_their_way_stay_though_the_window_goes_on(kind: str) -> None:
     assert written.isdisjoint(rig.tables(lease)["window"][6:])
     ticket.wait()
     lease.abort()
-    rig.close()
 
 
 # ---------------------------------------------------------------- back up
@@ -330,7 +315,6 @@ def test_states_that_are_evicted_are_written_back(kind: str) -> None:
     assert load.wait() and lease.hit == 8
     rig.holds(lease, P)
     lease.abort()
-    rig.close()
 
 
 def test_loaded_pages_that_the_tree_had_already_are_freed() -> None:
@@ -346,7 +330,6 @@ def test_loaded_pages_that_the_tree_had_already_are_freed() -> None:
     assert rig.cache.stats().leases.duplicate_pages == len(loaded) == 4
     assert set(loaded).isdisjoint(rig.tables(lease)["full"])
     lease.abort()
-    rig.close()
 
 
 def test_the_checks_detect_a_wrong_state_and_a_wrong_page() -> None:

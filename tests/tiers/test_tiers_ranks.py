@@ -86,6 +86,9 @@ class Rank(Rig):
         counts = (stats.host_free, stats.host_cached, stats.host_private, stats.under_way, stats.queued)
         return tree.pretty(), shown, counts, self.cache.stats()
 
+    def close(self) -> None:
+        """Nothing: other ranks, which have ended, would have to vote."""
+
     def meet(self) -> None:
         everyone = self.ranks.meet(self.rank, self.state())
         assert all(state == everyone[0] for state in everyone), "ranks differ"

@@ -25,7 +25,6 @@ def test_write_through_backs_up_published_pages() -> None:
     rig.poll()
     assert rig.on(1, A) == 4 and not rig.tiers.busy
     assert rig.tiers.counts == {"backed_up": 4}
-    rig.close_all()
 
 
 def test_pages_on_the_host_are_not_copied_again() -> None:
@@ -47,7 +46,6 @@ def test_selective_backs_up_prefixes_with_enough_hits(hits: int) -> None:
         rig.serve(A)
         rig.settle()
         assert rig.on(1, A) == (4 if served >= hits else 0)
-    rig.close_all()
 
 
 def test_selective_backs_up_the_shared_part() -> None:
@@ -69,7 +67,6 @@ def test_write_back_backs_up_when_the_device_is_full() -> None:
     assert (rig.on(0, A), rig.on(1, A), rig.on(1, B), rig.on(1, C)) == (1, 4, 0, 0)
     assert rig.on(0, C) == 4
     assert rig.serve(A, load=True) == 8
-    rig.close_all()
 
 
 def test_write_back_frees_device_pages_when_the_host_has_no_room() -> None:
@@ -77,7 +74,6 @@ def test_write_back_frees_device_pages_when_the_host_has_no_room() -> None:
     for tokens in (A, B, C):
         rig.serve(tokens)
     assert rig.tiers.stats().backup_skipped > 0
-    rig.close_all()
 
 
 def test_write_back_frees_device_pages_when_the_copy_fails() -> None:
@@ -94,7 +90,6 @@ def test_write_back_frees_device_pages_when_the_copy_fails() -> None:
         assert rig.serve(tokens) == 0
     assert rig.tiers.stats().backup_failed > 0
     assert rig.on(1, A) == 0
-    rig.close_all()
 
 
 def test_write_back_moves_many_prompts_through_a_small_device() -> None:
@@ -103,7 +98,6 @@ def test_write_back_moves_many_prompts_through_a_small_device() -> None:
     for tokens in prompts:
         rig.serve(tokens)
     assert [rig.serve(tokens, load=True) for tokens in prompts] == [8] * 12
-    rig.close_all()
 
 
 def test_back_up_returns_whether_everything_is_under_way() -> None:
@@ -119,7 +113,7 @@ def test_back_up_returns_whether_everything_is_under_way() -> None:
     rig.poll()
     rig.settle()
     rig.verify()
-    rig.close_all()
+    rig.close()
     with pytest.raises(StaleHandle):
         rig.tiers.back_up(one)
 
@@ -133,7 +127,6 @@ def test_pages_that_are_being_copied_are_not_evicted_from_the_device() -> None:
             lease.reserve(9)
         rig.settle()
         lease.reserve(9)
-    rig.close_all()
 
 
 def test_a_failed_copy_is_made_again_when_the_prefix_is_used() -> None:
@@ -150,7 +143,6 @@ def test_a_failed_copy_is_made_again_when_the_prefix_is_used() -> None:
     rig.settle()
     assert rig.on(1, A) == 4
     assert rig.tiers.counts == {"backup_failed": 4, "backed_up": 4}
-    rig.close_all()
 
 
 def test_a_node_may_be_split_while_it_is_copied() -> None:
@@ -170,7 +162,7 @@ def test_a_node_may_be_split_while_it_is_copied() -> None:
         rig.settle()
         assert rig.tiers.stats().stored == (0 if fail else 9)
         assert rig.writers.submitted == (0 if fail else 3), "one call per copy"
-        rig.close_all()
+        rig.close()
 
 
 # A tree of four nodes, each copied by its own transfer:  A - B - C
@@ -224,7 +216,6 @@ def test_copies_that_all_ended_are_settled_at_one_poll(failing: tuple[bool, ...]
     fails = dict(zip("abcd", failing, strict=True))  # type: ignore[assignment]
     assert present(rig) == {at: not any(fails[above] for above in ABOVE[at]) for at in "abcd"}  # type: ignore[index]
     assert not rig.tiers.busy
-    rig.close_all()
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -244,4 +235,3 @@ def test_a_copy_below_a_failed_copy_that_is_not_undone_yet_fails_with_it(fail: b
         rig.poll()
     assert [rig.on(1, tokens) for tokens in BRANCHES.values()] == [0, 0, 0, 0]
     assert rig.tiers.stats().host_free == 32
-    rig.close_all()

@@ -40,7 +40,6 @@ def test_the_host_never_evicts_pages_that_are_being_loaded() -> None:
     assert load.arrived and lease.hit == 8
     rig.compute(lease, A)
     lease.abort()
-    rig.close_all()
 
 
 def test_the_host_never_evicts_pages_in_flight() -> None:
@@ -78,7 +77,6 @@ def test_nothing_is_evicted_for_a_copy_that_would_not_fit_even_then() -> None:
     assert (rig.on(1, A), rig.on(1, B)) == (4, 4)
     assert load.wait()
     lease.abort()
-    rig.close_all()
 
 
 def test_a_waiting_write_gives_way_to_a_copy_and_a_running_one_does_not() -> None:
@@ -95,7 +93,6 @@ def test_a_waiting_write_gives_way_to_a_copy_and_a_running_one_does_not() -> Non
     rig.settle()
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 0, 4]
     assert rig.tiers.stats().stored == 8
-    rig.close_all()
 
 
 def test_a_waiting_write_does_not_give_way_to_a_copy_that_would_not_fit_even_then() -> None:
@@ -110,7 +107,6 @@ def test_a_waiting_write_does_not_give_way_to_a_copy_that_would_not_fit_even_the
     assert (rig.tiers.stats().backup_skipped, rig.tiers.stats().write_dropped) == (5, 0)
     rig.settle()
     assert rig.tiers.stats().stored == 8
-    rig.close_all()
 
 
 def test_the_host_may_evict_pages_that_the_device_has() -> None:
@@ -152,7 +148,6 @@ def test_a_stuck_store_does_not_occupy_the_host() -> None:
     assert stats.write_dropped == 16, "of 32 pages 4 are being written and 12 wait"
     rig.settle()
     assert rig.tiers.stats().queued == 0
-    rig.close_all()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:
     assert rig.on(0, A) == 4
     assert rig.tiers.counts == {"backed_up": 4, "loaded": 4}
     assert rig.cache.stats().leases.host_hit == 8
-    rig.close_all()
 
 
 def test_layers_arrive_in_order_and_can_be_read_before_all_have_arrived() -> None:
@@ -47,7 +46,6 @@ def test_layers_arrive_in_order_and_can_be_read_before_all_have_arrived() -> Non
         assert load.arrived is None
     assert load.wait()
     lease.abort()
-    rig.close_all()
 
 
 def test_pages_are_not_published_before_they_have_arrived() -> None:
@@ -59,7 +57,6 @@ def test_pages_are_not_published_before_they_have_arrived() -> None:
     assert rig.cache.peek(A) == 8 and rig.on(0, A) == 0
     assert load.wait()
     lease.finish()
-    rig.close_all()
 
 
 def test_two_leases_may_load_the_same_pages() -> None:
@@ -76,7 +73,7 @@ def test_two_leases_may_load_the_same_pages() -> None:
             rig.compute(lease, A)
             lease.finish()
         assert rig.cache.stats().pool.cached == 4
-        rig.close_all()
+        rig.close()
 
 
 def test_a_lease_is_loaded_once_and_before_anything_is_reserved() -> None:
@@ -101,7 +98,6 @@ def test_a_lease_is_loaded_once_and_before_anything_is_reserved() -> None:
         other.publish(8)
         with pytest.raises(BadArgument):
             rig.tiers.load(other)
-    rig.close_all()
 
 
 @pytest.mark.parametrize(("minimum", "loads"), [(1, True), (8, True), (9, False)])
@@ -114,7 +110,6 @@ def test_too_few_tokens_are_computed_rather_than_loaded(minimum: int, loads: boo
         assert lease.hit == 8 * loads
         lease.reserve(lease.length - lease.reserved)
         rig.compute(lease, A)
-    rig.close_all()
 
 
 @pytest.mark.parametrize(("minimum", "hit"), [(4, 2), (5, 3)])
@@ -126,7 +121,6 @@ def test_a_page_is_copied_in_part_only_if_too_few_tokens_are_loaded(minimum: int
     assert rig.cache.peek(asked) == 6, "a page is loaded or copied in part, never both"
     with rig.cache.lease(asked) as lease:
         assert (lease.loadable, lease.hit) == (4, hit)
-    rig.close_all()
 
 
 def test_pages_are_evicted_from_the_device_to_load_others() -> None:
@@ -134,7 +128,6 @@ def test_pages_are_evicted_from_the_device_to_load_others() -> None:
     only_on_host(rig, A, B)
     for tokens in (A, B, A):
         assert rig.serve(tokens, load=True) == 8
-    rig.close_all()
 
 
 def test_namespaces_share_nothing_on_the_host() -> None:
@@ -146,7 +139,6 @@ def test_namespaces_share_nothing_on_the_host() -> None:
     rig.cache.pool.reclaim(rig.cache.tree.flush()[0])
     assert rig.serve(A, "b", load=True) == 0
     assert rig.serve(A, "a", load=True) == 8
-    rig.close_all()
 
 
 @pytest.mark.parametrize("device", range(6))

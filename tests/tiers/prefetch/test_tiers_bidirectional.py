@@ -58,7 +58,7 @@ class Leader:
         self.prefetch.stop_leading()
         self.prefetch.revoke()
         self.lease.abort()
-        self.rig.close_all()
+        self.rig.close()
 
 
 def test_what_is_read_from_the_back_joins_the_tree_when_the_front_meets_it() -> None:
@@ -189,7 +189,6 @@ def test_with_another_policy_no_request_computes_meanwhile(policy: str) -> None:
     assert prefetch is not None and not prefetch.lead(rig.cache.tree.keys.encode(TOKENS), 0)
     rig.settle()
     assert rig.on(1, TOKENS) == 8
-    rig.close_all()
 
 
 def test_a_store_that_has_not_answered_by_the_end_is_marked_as_slow() -> None:

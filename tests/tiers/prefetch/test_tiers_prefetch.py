@@ -29,7 +29,6 @@ def test_stored_pages_are_prefetched_to_the_host_and_loaded_to_the_device() -> N
     assert rig.tiers.counts == {"prefetches": 1, "prefetched": 4, "loaded": 4}
     after(rig, 100.0)
     assert late(rig) == {} and set(rig.tiers.stats().late) == set(LATE), "they arrived in time"
-    rig.close_all()
 
 
 def test_the_last_token_is_left_to_compute() -> None:
@@ -143,7 +142,6 @@ def test_timeout_waits_longer_for_more_pages() -> None:
     assert not prefetch.waiting and not prefetch.ended
     rig.settle()
     assert prefetch.loaded == 8, "late pages are kept"
-    rig.close_all()
 
 
 def test_timeout_waits_as_long_as_computing_takes_once_that_is_known() -> None:
@@ -178,7 +176,6 @@ def test_after_an_unanswered_lookup_no_request_waits_until_storage_answers() -> 
     assert third is not None and third.waiting
     rig.settle()
     assert late(rig) == {"timeout": 4, "slow": 4}
-    rig.close_all()
 
 
 def test_a_prompt_that_takes_too_long_to_read_does_not_mark_the_store_as_slow() -> None:
@@ -194,7 +191,6 @@ def test_a_prompt_that_takes_too_long_to_read_does_not_mark_the_store_as_slow() 
     assert one is not None and two is not None
     assert (one.waiting, two.waiting) == (False, True)
     rig.settle()
-    rig.close_all()
 
 
 def test_an_open_breaker_is_not_waited_for() -> None:
@@ -217,7 +213,6 @@ def test_an_open_breaker_is_not_waited_for() -> None:
     rig.settle()
     assert third is not None and third.loaded == 8
     assert not rig.tiers.stats().breaker_open
-    rig.close_all()
 
 
 def test_a_breaker_that_opens_ends_the_wait() -> None:
@@ -236,7 +231,6 @@ def test_a_breaker_that_opens_ends_the_wait() -> None:
     rig.poll()
     assert not prefetch.waiting and not prefetch.ended, "its lookup has not returned"
     rig.settle()
-    rig.close_all()
 
 
 def test_the_number_of_prefetches_is_limited() -> None:
@@ -262,7 +256,6 @@ def test_prefetches_hold_only_a_part_of_the_host() -> None:
         rig.poll()
     assert peak == 4
     assert all(prefetch is not None and prefetch.ended for prefetch in prefetches)
-    rig.close_all()
 
 
 @pytest.mark.parametrize("batch_pages", [1, 2, 32])
@@ -276,7 +269,6 @@ def test_a_prompt_longer_than_a_prefetch_may_hold_at_once_is_read_in_parts(batch
             rig.readers.run()
         rig.poll()
     assert prefetch.ended and rig.on(1, prompt(6, 1)) == 6
-    rig.close_all()
 
 
 def test_the_number_of_calls_of_one_prefetch_is_limited() -> None:
@@ -311,7 +303,7 @@ def test_reads_may_return_in_any_order() -> None:
             whole = next((n for n in range(3) if n not in arrived), 3)
             assert rig.on(1, prompt(6, 1)) == 2 * whole
         assert prefetch is not None and prefetch.ended and prefetch.loaded == 12
-        rig.close_all()
+        rig.close()
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
@@ -340,7 +332,6 @@ def test_no_page_from_the_first_damaged_one_on_is_added_to_the_tree(
     cause = {"absent": "absent", "altered": "altered", "short": "length"}[how]
     assert rig.tiers.stats().faults == {cause: 1}
     assert rig.serve(A, load=True) == 2 * at
-    rig.close_all()
 
 
 def test_a_revoked_prefetch_begins_no_more_reads_and_keeps_pages_being_read() -> None:
@@ -353,7 +344,6 @@ def test_a_revoked_prefetch_begins_no_more_reads_and_keeps_pages_being_read() ->
     rig.settle()
     assert prefetch.ended and prefetch.loaded == 4
     assert rig.on(1, prompt(8, 1)) == 2
-    rig.close_all()
 
 
 def test_a_prefetch_revoked_before_storage_answers_reads_nothing() -> None:
@@ -366,7 +356,6 @@ def test_a_prefetch_revoked_before_storage_answers_reads_nothing() -> None:
     rig.settle()
     assert prefetch.ended and prefetch.loaded == 0
     assert backend.calls[calls:] == ["exists"]
-    rig.close_all()
 
 
 def test_two_requests_share_one_prefetch_and_one_may_revoke_it() -> None:
@@ -377,7 +366,6 @@ def test_two_requests_share_one_prefetch_and_one_may_revoke_it() -> None:
     one.revoke()
     rig.settle()
     assert one.loaded == 8
-    rig.close_all()
 
 
 def test_a_revoked_prefetch_continues_for_a_request_that_comes_in_time() -> None:
@@ -390,7 +378,6 @@ def test_a_revoked_prefetch_continues_for_a_request_that_comes_in_time() -> None
     assert two is one
     rig.settle()
     assert rig.on(1, prompt(8, 1)) == 8
-    rig.close_all()
 
 
 def test_prefetches_of_two_prompts_with_a_common_prefix() -> None:
@@ -405,7 +392,6 @@ def test_prefetches_of_two_prompts_with_a_common_prefix() -> None:
     assert second is not None and second is not first
     rig.settle()
     assert [rig.on(1, tokens) for tokens in (one, two)] == [4, 4]
-    rig.close_all()
 
 
 def test_pages_computed_while_they_are_read_are_kept_once() -> None:
@@ -422,7 +408,6 @@ def test_pages_computed_while_they_are_read_are_kept_once() -> None:
     rig.settle()
     assert prefetch is not None and prefetch.ended and prefetch.loaded == 0
     assert rig.tiers.counts["prefetch_dropped"] == 4
-    rig.close_all()
 
 
 def extended() -> tuple[Rig, Prefetch, Sequence[int]]:
@@ -447,7 +432,6 @@ def test_pages_that_arrive_wait_for_the_pages_before_them_to_be_on_the_host() ->
     rig.poll()
     assert prefetch.ended and prefetch.loaded == 8 and rig.on(1, whole) == 6
     assert rig.serve(whole, load=True) == 12
-    rig.close_all()
 
 
 def test_pages_that_arrive_after_pages_whose_copy_failed_are_dropped() -> None:
@@ -457,7 +441,6 @@ def test_pages_that_arrive_after_pages_whose_copy_failed_are_dropped() -> None:
     assert prefetch.ended and prefetch.loaded == 0
     assert rig.tiers.counts["prefetch_dropped"] == 4
     assert rig.on(1, whole) == 0 and rig.tiers.stats().host_free == 32
-    rig.close_all()
 
 
 @pytest.mark.parametrize("write", ["write_through_selective", "write_back"])
@@ -471,7 +454,6 @@ def test_a_prefetch_backs_up_the_pages_before_it_whatever_the_policy(write: str)
     rig.settle()
     assert prefetch is not None and prefetch.loaded == 8
     assert rig.on(1, whole) == 6
-    rig.close_all()
 
 
 def test_pages_being_read_do_not_end_in_the_wrong_place_after_a_flush() -> None:
@@ -482,7 +464,7 @@ def test_pages_being_read_do_not_end_in_the_wrong_place_after_a_flush() -> None:
     rig.cache.flush()
     rig.settle()
     assert prefetch.ended
-    rig.close_all()
+    rig.close()
     assert rig.on(1, whole) == 0
 
 
@@ -496,7 +478,6 @@ def test_a_host_full_of_locked_pages_takes_no_prefetch() -> None:
     assert prefetch is not None and prefetch.ended and prefetch.loaded == 0
     load.wait()
     lease.abort()
-    rig.close_all()
 
 
 # ---------------------------------------------------------------- late pages

@@ -32,7 +32,6 @@ def test_the_hottest_prefixes_are_warmed_after_a_restart() -> None:
     rig = restarted(backend, max_prefetches=4)
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 4, 4]
     assert [rig.serve(tokens, load=True) for tokens in (A, B, C)] == [8, 8, 8]
-    rig.close_all()
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 16])
@@ -99,7 +98,6 @@ def test_no_list_is_written_while_the_last_one_is_being_written() -> None:
     rig.settle()
     rig.tiers.remember()
     assert len(rig.writers.waiting) == 1
-    rig.close_all()
 
 
 def test_pages_of_requests_are_not_evicted_to_warm_others() -> None:
@@ -115,7 +113,6 @@ def test_pages_of_requests_are_not_evicted_to_warm_others() -> None:
     rig.serve(C)
     rig.settle()
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [0, 0, 4]
-    rig.close_all()
 
 
 def test_an_empty_host_does_not_replace_the_list_of_another() -> None:
@@ -158,7 +155,6 @@ def test_a_damaged_or_missing_list_warms_nothing(how: str) -> None:
         backend.instead["get"] = StorageError("io", "on purpose")
     rig = restarted(backend, identity={"weights": "others"} if how == "of another model" else None)
     assert rig.on(1, A) == 0 and not rig.tiers.busy
-    rig.close_all()
 
 
 def test_without_a_store_nothing_is_remembered() -> None:

@@ -265,7 +265,7 @@ def test_a_server_logs_one_line_if_the_store_has_pages_of_its_model_for_others(
 ) -> None:
     backend = FaultyBackend()
     for ranks in (2, 3, 3):
-        rig_on(backend, tp_size=ranks).close_all()
+        rig_on(backend, tp_size=ranks).close()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "storage: pages of ghost that others stored are not found, because they differ: ranks 2, here 3"
     ]
@@ -288,7 +288,6 @@ def test_a_list_that_the_store_has_evicted_is_written_again_and_nothing_is_logge
         rig.settle()
         assert listed(backend)[0] == summarize(IDENTITY)
     assert len(caplog.messages) == 1
-    rig.close_all()
 
 
 def test_entering_blocks_nobody_and_its_failure_is_a_counted_fault() -> None:

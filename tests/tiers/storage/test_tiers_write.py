@@ -26,7 +26,6 @@ def test_pages_on_the_host_are_written_to_storage() -> None:
     rig.poll()
     assert (rig.tiers.stats().stored, rig.tiers.stats().queued) == (4, 0)
     assert backend.stored_keys() == stored_keys(A)
-    rig.close_all()
 
 
 def test_only_new_pages_are_written() -> None:
@@ -74,7 +73,6 @@ def test_a_full_queue_drops_the_newest_and_counts_it(queue_pages: int) -> None:
     rig.settle()
     assert (rig.tiers.stats().queued, rig.tiers.stats().stored) == (0, 8)
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 4, 4]
-    rig.close_all()
 
 
 def test_a_write_longer_than_the_queue_is_accepted_when_the_queue_is_empty() -> None:
@@ -88,7 +86,6 @@ def test_a_write_longer_than_the_queue_is_accepted_when_the_queue_is_empty() -> 
     rig.settle()
     assert len(backend.stored_keys()) == 6, "the gap heals"
     assert rig.tiers.stats().write_dropped == 0
-    rig.close_all()
 
 
 def test_a_stuck_store_never_blocks_and_holds_no_more_than_its_queue() -> None:
@@ -104,7 +101,6 @@ def test_a_stuck_store_never_blocks_and_holds_no_more_than_its_queue() -> None:
     assert stats.faults["timeout"] == 2
     assert rig.tiers.flush() == 32, "all but the stuck writes"
     rig.settle()
-    rig.close_all()
 
 
 @pytest.mark.parametrize("cause", StorageError.CAUSES)
@@ -119,7 +115,6 @@ def test_a_failing_store_loses_the_write_and_nothing_else(cause: str) -> None:
     rig.serve(prompt(5, 1, 1, 1, 1, 2))
     rig.settle()
     assert len(backend.stored_keys()) == 5, "the gap heals"
-    rig.close_all()
 
 
 def test_a_prefix_removed_while_its_write_waits_is_not_written() -> None:
@@ -137,4 +132,3 @@ def test_a_prefix_removed_while_its_write_waits_is_not_written() -> None:
     assert rig.tiers.stats().queued == 0
     assert len(backend.stored_keys()) == 4
     rig.verify()
-    rig.close_all()
