@@ -160,7 +160,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/tiers/storage/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
     ),
     _mutant(
-        "a state is encoded by a codec that loses", "-", "tiers/storage/packing.py",
+        "a state is encoded by a codec that loses", "-", "tiers/storage/rows.py",
         'return row.exact or self._codec.name == "none"', 'return self._codec.name == "none"',
         "tests/tiers/storage/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
     ),

@@ -31,8 +31,7 @@ from mainstem.tiers.host.shelf import Shelf
 from mainstem.tiers.storage import identities, sealed
 from mainstem.tiers.storage.calls import Calls, StoreCall, caught
 from mainstem.tiers.storage.codecs import CODECS, UNPLACED, Codec
-from mainstem.tiers.storage.packing import Packing
-from mainstem.tiers.storage.rows import Row
+from mainstem.tiers.storage.rows import Packing, Row
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Label, Sealer
 from mainstem.tiers.storage.workers import Workers
 
