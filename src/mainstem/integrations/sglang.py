@@ -252,7 +252,7 @@ class MainstemHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not in
     def _copy(self, pool: _Pool, keys: Sequence[str], indices: torch.Tensor | None, run: Any, copy: Any) -> list[bool]:
         starts = pool.starts(indices, len(keys))
         if starts is None:
-            self._store.calls.count("refused")  # SGLang passes other indices where it had to give up
+            self._store.count("refused")  # SGLang passes other indices where it had to give up
             return [False] * len(keys)
         done = run(pool.kind, keys, lambda at, payload: copy(starts[at], payload))
         return [at < done for at in range(len(keys))]
