@@ -4,7 +4,20 @@ Parses arguments and prints, nothing else. The commands import heavy packages (t
 run, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
 standard error.
 
-Exit codes: 0 success; 1 failure; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG=1 shows tracebacks.
+Exit codes: 0 success; 1 failure; 2 wrong usage; 130 interrupted.
+
+Examples:
+
+  See what the cache saves, on a small model (downloaded on first use):
+    mainstem demo
+
+  Ask several questions about one file, whose KV is computed only once:
+    mainstem generate --file report.txt "What is it about?" "Who wrote it?"
+
+  Serve a model to OpenAI clients at http://127.0.0.1:8000/v1:
+    mainstem serve
+
+Set MAINSTEM_DEBUG=1 to see tracebacks.
 """
 
 from __future__ import annotations
@@ -30,9 +43,8 @@ from mainstem.settings.server import ServerConfig
 try:
     with needs("cyclopts", "cyclopts is not installed: pip install 'mainstem[cli]'"):
         import cyclopts
-        from cyclopts import Parameter
 
-        from mainstem.settings.flags import SEVERAL, takes_settings
+        from mainstem.settings.flags import SEVERAL, Switch, command, group
 except MainstemError as missing:
     sys.exit(f"mainstem: {missing}")
 
@@ -56,66 +68,11 @@ _EXTRAS = {
     "server": ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client"),
 }
 
-_EXAMPLES = """\
-Examples:
 
-  See what the cache saves, on a small model (downloaded on first use):
-    mainstem demo
-
-  Ask several questions about one file, whose KV is computed only once:
-    mainstem generate --file report.txt "What is it about?" "Who wrote it?"
-
-  Serve a model to OpenAI clients at http://127.0.0.1:8000/v1:
-    mainstem serve
-
-Set MAINSTEM_DEBUG=1 to see tracebacks."""
-
-_SERVE_EXAMPLES = """\
-Examples:
-
-  mainstem serve
-  mainstem serve ./my-model --port 9000 --kv-bytes 4GiB
-  MAINSTEM_API_KEY=secret mainstem serve --host 0.0.0.0
-  mainstem serve ./my-model --adapter french=./french-lora --adapter legal=./legal-lora
-  mainstem serve --kv-bytes 64MB --host-bytes 256MB --storage 'file:./kv?capacity=8GiB'
-  mainstem serve --record requests.jsonl
-
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
-
-GET /metrics serves Prometheus, GET /v1/cache/tree shows what is cached, POST /v1/cache/flush empties the cache.
-SIGTERM or Ctrl-C lets running requests finish; a second one stops the server at once."""
-
-_GENERATE_EXAMPLES = """\
-Examples:
-
-  mainstem generate "Name three rivers."
-  mainstem generate --file report.txt "What is it about?" "Who wrote it?"
-  git log -5 | mainstem generate --json
-  mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time" """
-
-_DEMO_EXAMPLES = """\
-Examples:
-
-  mainstem demo
-  mainstem demo --dtype float32 --prefix-tokens 2000
-  mainstem demo --story agents
-  mainstem demo --json > demo.json"""
-
-_CALIBRATE_EXAMPLES = """\
-Examples:
-
-  mainstem calibrate prompts.txt smollm2.npz
-  mainstem calibrate prompts.txt my-model.npz --model ./my-model --ratio 4
-
-Every server of a store gets the same file: mainstem serve --storage file:./kv --storage-codec smollm2.npz"""
-
-
-app = cyclopts.App(
-    name="mainstem",
+app = group(
+    "mainstem",
+    __doc__,
     help="A prefix cache for LLM inference: what was computed for one prompt is not computed again for the next.",
-    help_epilogue=_EXAMPLES,
-    help_format="plaintext",
     version=f"mainstem {__version__}",
     suppress_keyboard_interrupt=False,
 )
@@ -212,8 +169,7 @@ def _missing_extra(error: ImportError) -> str | None:
 # --- commands -----------------------------------------------------------------------------------------------------
 
 
-@app.command(help_epilogue=_SERVE_EXAMPLES)
-@takes_settings
+@command(app)
 def serve(
     model: str | None = None,
     *,
@@ -228,6 +184,21 @@ def serve(
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
         adapter: LoRA adapter as NAME=PATH, where PATH is a folder saved by PEFT. Clients select it as model NAME.
             Repeat it for several adapters.
+
+    Examples:
+
+      mainstem serve
+      mainstem serve ./my-model --port 9000 --kv-bytes 4GiB
+      MAINSTEM_API_KEY=secret mainstem serve --host 0.0.0.0
+      mainstem serve ./my-model --adapter french=./french-lora --adapter legal=./legal-lora
+      mainstem serve --kv-bytes 64MB --host-bytes 256MB --storage 'file:./kv?capacity=8GiB'
+      mainstem serve --record requests.jsonl
+
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
+
+    GET /metrics serves Prometheus, GET /v1/cache/tree shows what is cached, POST /v1/cache/flush empties the cache.
+    SIGTERM or Ctrl-C lets running requests finish; a second one stops the server at once.
     """
     import logging
 
@@ -246,15 +217,14 @@ def serve(
         serve_http(running, server, listener)
 
 
-@app.command(help_epilogue=_GENERATE_EXAMPLES)
-@takes_settings
+@command(app)
 def generate(
     *prompt: str,
     model: str | None = None,
     file: Path | None = None,
     sampling: SamplingParams = SamplingParams(),
     chat: bool | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
     load: ModelConfig = ModelConfig(),
 ) -> None:
     """Generate text in the terminal. Several prompts share the KV of their common beginning.
@@ -265,6 +235,13 @@ def generate(
         file: Text file to put before every prompt.
         chat: Use the model's chat template; --no-chat continues the text as it is. Default: --chat if there is one.
         json: Print one JSON object per prompt instead of the text alone.
+
+    Examples:
+
+      mainstem generate "Name three rivers."
+      mainstem generate --file report.txt "What is it about?" "Who wrote it?"
+      git log -5 | mainstem generate --json
+      mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time"
     """
     texts = _texts(prompt, file)
     with _Bars() as bars, _engine(model, load, bars) as engine:
@@ -276,12 +253,11 @@ def generate(
                 _print_text(name if len(texts) > 1 else None, stream, bars)
 
 
-@app.command(help_epilogue=_DEMO_EXAMPLES)
-@takes_settings
+@command(app)
 def demo(
     *,
     model: str | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
     load: ModelConfig = ModelConfig(),
     story: Literal["document", "agents"] = "document",
     prefix_tokens: int | None = None,
@@ -294,6 +270,13 @@ def demo(
         json: Print the measurements as one JSON object.
         prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
             Not for --story agents.
+
+    Examples:
+
+      mainstem demo
+      mainstem demo --dtype float32 --prefix-tokens 2000
+      mainstem demo --story agents
+      mainstem demo --json > demo.json
     """
     if story == "agents" and prefix_tokens is not None:
         raise BadArgument("prefix_tokens", prefix_tokens, "left out with --story agents")
@@ -316,8 +299,7 @@ def demo(
     demonstration.show(report, Console())
 
 
-@app.command(help_epilogue=_CALIBRATE_EXAMPLES)
-@takes_settings
+@command(app)
 def calibrate(
     text: Path,
     out: Path,
@@ -333,6 +315,13 @@ def calibrate(
         out: File to write, for --storage-codec.
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
         ratio: How many times smaller a page becomes, 1 to 1000. The higher, the more precision is lost.
+
+    Examples:
+
+      mainstem calibrate prompts.txt smollm2.npz
+      mainstem calibrate prompts.txt my-model.npz --model ./my-model --ratio 4
+
+    Every server of a store gets the same file: mainstem serve --storage file:./kv --storage-codec smollm2.npz
     """
     written = _read("text", str(text), lambda: text.read_text(encoding="utf-8"))
     check_output("out", out, text)

@@ -1,4 +1,16 @@
-"""The `mainstem fleet` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else."""
+"""The `mainstem fleet` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else.
+
+Examples:
+
+  mainstem fleet up --replicas 2
+  mainstem fleet up fleet.yaml
+  mainstem fleet status --json
+  mainstem fleet scale 4
+  mainstem fleet drain REPLICA
+  mainstem fleet down
+
+docs/fleet.md lists what fleet.yaml may hold. A second `up` changes the fleet that runs, replica by replica.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +24,24 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
 from mainstem.here import listen
+from mainstem.settings.flags import command, group
 
 if TYPE_CHECKING:
     from mainstem.fleet.place import Place, Record
     from mainstem.settings.fleet import FleetConfig
 
 
-def _examples(*commands: str) -> str:
-    return "\n".join(["Examples:", "", *(f"  mainstem fleet {each}" for each in commands)])
-
-
-_NOTE = "docs/fleet.md lists what fleet.yaml may hold. A second `up` changes the fleet that runs, replica by replica."
-_COMMANDS = ("up --replicas 2", "up fleet.yaml", "status --json", "scale 4", "drain REPLICA", "down")
 JsonFlag = Annotated[bool, Parameter(name="json", negative="", help="Print one JSON object.")]
 PrefillFlag = Annotated[bool, Parameter(negative="", help="Of those that compute prompts alone.")]
 
-fleet = cyclopts.App(
-    name="fleet",
-    help="Run many engines at one address, with Ray Serve.",
-    help_epilogue=f"{_examples(*_COMMANDS)}\n\n{_NOTE}",
-    help_format="plaintext",
-)
+fleet = group("fleet", __doc__, help="Run many engines at one address, with Ray Serve.")
 
 
-@fleet.command(help_epilogue=_examples("up --replicas 2", "up fleet.yaml --port 9000"))
+@command(fleet)
 def up(
     file: Path | None = None,
     *,
@@ -60,6 +61,11 @@ def up(
         host: Address of the front. Default: 127.0.0.1.
         port: Port of the front. Default: 8000.
         store: Store that all replicas share, or none. Default: a folder of this user.
+
+    Examples:
+
+      mainstem fleet up --replicas 2
+      mainstem fleet up fleet.yaml --port 9000
     """
     from mainstem.fleet.place import MARK, Place, Record, end_all, read_file, secrets_of
     from mainstem.owner.start import absolute
@@ -107,20 +113,31 @@ def up(
     _print({"url": record.url, "address": record.address, "replicas": config.replicas}, json)
 
 
-@fleet.command(help_epilogue=_examples("status", "status --json"))
+@command(fleet)
 def status(*, json: JsonFlag = False) -> None:
-    """Show the replicas, and how many requests each of them answered."""
+    """Show the replicas, and how many requests each of them answered.
+
+    Examples:
+
+      mainstem fleet status
+      mainstem fleet status --json
+    """
     with _connected() as (record, serving, _):
         _print({"url": record.url, **serving.status()}, json)
 
 
-@fleet.command(help_epilogue=_examples("scale 4", "scale 2 --prefill"))
+@command(fleet)
 def scale(replicas: int, *, prefill: PrefillFlag = False, timeout_s: float = 600.0, json: JsonFlag = False) -> None:
     """Change the number of replicas. Those that go finish their requests, and write to the store what it lacks.
 
     Args:
         replicas: How many there shall be; 1 or more.
         timeout_s: Seconds to wait for it.
+
+    Examples:
+
+      mainstem fleet scale 4
+      mainstem fleet scale 2 --prefill
     """
     if not 1 <= replicas <= 1024:
         raise BadArgument("replicas", replicas, "an integer from 1 to 1024")
@@ -133,13 +150,18 @@ def scale(replicas: int, *, prefill: PrefillFlag = False, timeout_s: float = 600
         _print({"url": record.url, **serving.status()}, json)
 
 
-@fleet.command(help_epilogue=_examples("drain REPLICA", "drain --timeout-s 120"))
+@command(fleet)
 def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
     """Let requests end: those of one replica, whose place another one takes, or all.
 
     Args:
         replica: A replica, as `status` names it. Without one, the front refuses new requests, and those under way end.
         timeout_s: Seconds to wait for the end of all requests.
+
+    Examples:
+
+      mainstem fleet drain REPLICA
+      mainstem fleet drain --timeout-s 120
     """
     with _connected() as (_, serving, place), place.changing():
         if replica is not None:
@@ -149,12 +171,17 @@ def drain(replica: str | None = None, *, timeout_s: float = 60.0, json: JsonFlag
             _print({"drained": serving.drain(timeout_s)}, json)
 
 
-@fleet.command(help_epilogue=_examples("down", "down --timeout-s 5"))
+@command(fleet)
 def down(*, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
     """End the fleet: requests under way end first, and what the store lacks is written.
 
     Args:
         timeout_s: Seconds to wait for the end of all requests.
+
+    Examples:
+
+      mainstem fleet down
+      mainstem fleet down --timeout-s 5
     """
     from mainstem.fleet.place import FleetError, Place, end_all
 

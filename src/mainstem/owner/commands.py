@@ -1,4 +1,13 @@
-"""The `mainstem store` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else."""
+"""The `mainstem store` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else.
+
+Examples:
+
+  mainstem store serve 'file:./kv?capacity=64GiB' --host-bytes 8GiB
+  mainstem store status
+
+Other processes use the store as shared+SPEC, in --storage and wherever a store is named.
+The first of them starts an owner if there is none.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +17,35 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
-import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import MainstemError, redacted
-from mainstem.settings.flags import takes_settings
+from mainstem.settings.flags import Switch, command, group
 from mainstem.settings.owner import OwnerConfig
 from mainstem.units import show_bytes
 
-_STORE_EXAMPLES = """\
-Examples:
-
-  mainstem store serve 'file:./kv?capacity=64GiB' --host-bytes 8GiB
-  mainstem store status
-
-Other processes use the store as shared+SPEC, in --storage and wherever a store is named.
-The first of them starts an owner if there is none."""
-
-_SERVE_EXAMPLES = """\
-Examples:
-
-  mainstem store serve 'file:./kv?capacity=64GiB' --host-bytes 8GiB
-  mainstem store serve redis://127.0.0.1:6379/0 --socket /run/user/1000/kv/store.sock --linger-s 600
-
-SIGTERM or Ctrl-C lets it write what is queued; a second one ends it at once."""
-
-_STATUS_EXAMPLES = """\
-Examples:
-
-  mainstem store status
-  mainstem store status 'file:./kv?capacity=64GiB' --json"""
-
-store = cyclopts.App(
-    name="store",
+store = group(
+    "store",
+    __doc__,
     help="Hold a store, and a host tier in shared memory, for all processes of this user on this machine.",
-    help_epilogue=_STORE_EXAMPLES,
-    help_format="plaintext",
 )
 
 
-@store.command(help_epilogue=_SERVE_EXAMPLES)
-@takes_settings
+@command(store)
 def serve(
     spec: Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.0.1:6379/0; see docs/storage.md.")],
     *,
     config: OwnerConfig = OwnerConfig(),
 ) -> None:
-    """Open a store and serve it to other processes, which name it shared+SPEC."""
+    """Open a store and serve it to other processes, which name it shared+SPEC.
+
+    Examples:
+
+      mainstem store serve 'file:./kv?capacity=64GiB' --host-bytes 8GiB
+      mainstem store serve redis://127.0.0.1:6379/0 --socket /run/user/1000/kv/store.sock --linger-s 600
+
+    SIGTERM or Ctrl-C lets it write what is queued; a second one ends it at once.
+    """
     import logging
 
     from mainstem.owner.process import serve as serve_store
@@ -63,16 +54,19 @@ def serve(
     serve_store(spec, config, lambda place: print(f"mainstem: {place.path} serves {place.shown}", file=sys.stderr))
 
 
-@store.command(help_epilogue=_STATUS_EXAMPLES)
-def status(
-    spec: str | None = None, *, socket: Path | None = None, json: Annotated[bool, Parameter(negative="")] = False
-) -> None:
+@command(store)
+def status(spec: str | None = None, *, socket: Path | None = None, json: Switch = False) -> None:
     """Show what owners hold, and what they have counted since they started.
 
     Args:
         spec: The store of one owner. Default: all owners in the folder of this user.
         socket: Where it listens, if not where its store says.
         json: Print one JSON object per owner.
+
+    Examples:
+
+      mainstem store status
+      mainstem store status 'file:./kv?capacity=64GiB' --json
     """
     count = 0
     for counts in _found(spec, socket):

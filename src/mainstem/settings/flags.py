@@ -1,7 +1,11 @@
-"""Flags of a command from the settings that it takes. Needs cyclopts, so only commands import it."""
+"""Commands of functions: flags of the settings that they take, and the examples of their docstrings.
+
+Needs cyclopts, so only commands import it.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from functools import cache
@@ -17,6 +21,46 @@ F = TypeVar("F", bound=Callable[..., object])
 
 SEVERAL = Parameter(negative="", show_default=False)
 """A flag that may be repeated."""
+
+Switch = Annotated[bool, Parameter(negative="")]
+"""A flag that turns something on, such as --json."""
+
+
+def group(name: str, doc: str | None, **options: Any) -> cyclopts.App:
+    """Makes an app of several commands.
+
+    Args:
+        name: of the app.
+        doc: a docstring, whose examples end the help.
+        options: further arguments of `cyclopts.App`.
+    """
+    return cyclopts.App(name=name, help_epilogue=_examples(doc), help_format="plaintext", **options)
+
+
+def alone(name: str) -> Callable[[Callable[..., object]], cyclopts.App]:
+    """Makes an app of one function. Its settings are flags, and the examples of its docstring end its help."""
+
+    def make(function: Callable[..., object]) -> cyclopts.App:
+        app = group(name, function.__doc__)
+        app.default(takes_settings(function))
+        return app
+
+    return make
+
+
+def command(app: cyclopts.App, name: str | None = None) -> Callable[[F], F]:
+    """Makes a function a command of an app, like `alone`; without a name it has that of the function."""
+
+    def add(function: F) -> F:
+        app.command(takes_settings(function), name=name, help_epilogue=_examples(function.__doc__))
+        return function
+
+    return add
+
+
+def _examples(doc: str | None) -> str:
+    """Returns the last section of a docstring, as it is laid out there."""
+    return "Examples:" + inspect.cleandoc(doc or "").partition("Examples:")[2]
 
 
 def takes_settings(command: F) -> F:

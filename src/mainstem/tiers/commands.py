@@ -1,6 +1,15 @@
 """The `mainstem storage` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else.
 
 Results go to standard output, progress to standard error. The commands import heavy modules themselves.
+
+Examples:
+
+  mainstem storage stats file:./kv --json
+  mainstem storage migrate file:./kv redis://127.0.0.1:6379/0
+  mainstem storage verify file:./kv --delete
+  mainstem storage du file:./kv
+  mainstem storage clear redis://127.0.0.1:6379/0
+  mainstem storage check my_package.my_store:MyStore
 """
 
 from __future__ import annotations
@@ -14,12 +23,11 @@ from functools import partial
 from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
-import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
 from mainstem.settings.engine import StorageSecret
-from mainstem.settings.flags import takes_settings
+from mainstem.settings.flags import Switch, command, group
 from mainstem.units import show_bytes
 
 if TYPE_CHECKING:
@@ -27,68 +35,23 @@ if TYPE_CHECKING:
     from mainstem.storage.moving import Migration, Progress
     from mainstem.tiers.storage.sealer import Sealer
 
-_STORAGE_EXAMPLES = """\
-Examples:
+storage = group("storage", __doc__)
 
-  mainstem storage stats file:./kv --json
-  mainstem storage migrate file:./kv redis://127.0.0.1:6379/0
-  mainstem storage verify file:./kv --delete
-  mainstem storage du file:./kv
-  mainstem storage clear redis://127.0.0.1:6379/0
-  mainstem storage check my_package.my_store:MyStore"""
-
-_STATS_EXAMPLES = """\
-Examples:
-
-  mainstem storage stats file:./kv
-  mainstem storage stats 's3://my-bucket?endpoint=http://127.0.0.1:9000' --json"""
-
-_CLEAR_EXAMPLES = """\
-Examples:
-
-  mainstem storage clear file:./kv
-  mainstem storage clear redis://127.0.0.1:6379/0"""
-
-_MIGRATE_EXAMPLES = """\
-Examples:
-
-  mainstem storage migrate file:./kv 's3://my-bucket?endpoint=http://127.0.0.1:9000'
-  MAINSTEM_STORAGE_SECRET="$(cat secret)" mainstem storage migrate redis://10.0.0.1 redis://10.0.0.2 --json
-
-Values are copied as they are; with a secret, only those that it sealed. Interrupted or failed, run it again."""
-
-_VERIFY_EXAMPLES = """\
-Examples:
-
-  mainstem storage verify file:./kv
-  MAINSTEM_STORAGE_SECRET="$(cat secret)" mainstem storage verify redis://127.0.0.1:6379/0 --delete"""
-
-_DU_EXAMPLES = """\
-Examples:
-
-  mainstem storage du file:./kv
-  mainstem storage du 's3://my-bucket?endpoint=http://127.0.0.1:9000' --no-headers --json"""
-
-_CHECK_EXAMPLES = """\
-Examples:
-
-  mainstem storage check file:./new
-  mainstem storage check my_package.my_store:MyStore --erase --json"""
-
-storage = cyclopts.App(name="storage", help_epilogue=_STORAGE_EXAMPLES, help_format="plaintext")
-
-Json = Annotated[bool, Parameter(negative="")]
 Spec = Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.0.1:6379/0; see docs/storage.md.")]
 
 
-@storage.command(help_epilogue=_STATS_EXAMPLES)
-@takes_settings
-def stats(spec: Spec, *, secret: StorageSecret = StorageSecret(), json: Json = False) -> None:
+@command(storage)
+def stats(spec: Spec, *, secret: StorageSecret = StorageSecret(), json: Switch = False) -> None:
     """Show what a store holds, and which models, layouts and numbers of ranks wrote to it.
 
     Args:
         secret: The secret of the store.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem storage stats file:./kv
+      mainstem storage stats 's3://my-bucket?endpoint=http://127.0.0.1:9000' --json
     """
     from mainstem.tiers.storage import identities
 
@@ -104,14 +67,13 @@ def stats(spec: Spec, *, secret: StorageSecret = StorageSecret(), json: Json = F
         print(f"written by      {identities.describe(writer)}")
 
 
-@storage.command(help_epilogue=_MIGRATE_EXAMPLES)
-@takes_settings
+@command(storage)
 def migrate(
     source: Spec,
     target: Spec,
     *,
     secret: StorageSecret = StorageSecret(),
-    json: Json = False,
+    json: Switch = False,
 ) -> None:
     """Copy to one store what another has and it lacks.
 
@@ -120,6 +82,13 @@ def migrate(
         target: Store to copy to. What it has stays as it is.
         secret: The secret of the source: values that it did not seal are not copied.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem storage migrate file:./kv 's3://my-bucket?endpoint=http://127.0.0.1:9000'
+      MAINSTEM_STORAGE_SECRET="$(cat secret)" mainstem storage migrate redis://10.0.0.1 redis://10.0.0.2 --json
+
+    Values are copied as they are; with a secret, only those that it sealed. Interrupted or failed, run it again.
     """
     from mainstem.storage.moving import Migration
     from mainstem.tiers.storage.audit import damage
@@ -147,14 +116,13 @@ def _print_migration(moving: Migration, json: bool) -> None:
     print(f"copied {moving.copied:,} values ({show_bytes(moving.copied_bytes)}); {moving.there:,} were there")
 
 
-@storage.command(help_epilogue=_VERIFY_EXAMPLES)
-@takes_settings
+@command(storage)
 def verify(
     spec: Spec,
     *,
     secret: StorageSecret = StorageSecret(),
-    delete: Json = False,
-    json: Json = False,
+    delete: Switch = False,
+    json: Switch = False,
 ) -> None:
     """Read all values of a store, and check their lengths, headers and seals.
 
@@ -162,6 +130,11 @@ def verify(
         secret: The secret of the store. Values of another secret count as altered.
         delete: Delete the damaged values.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem storage verify file:./kv
+      MAINSTEM_STORAGE_SECRET="$(cat secret)" mainstem storage verify redis://127.0.0.1:6379/0 --delete
     """
     from mainstem.tiers.storage.audit import Audit
 
@@ -184,14 +157,13 @@ def verify(
         raise MainstemError(f"{audit.causes.total():,} values are damaged: {_by_cause(audit.causes)}")
 
 
-@storage.command(help_epilogue=_DU_EXAMPLES)
-@takes_settings
+@command(storage)
 def du(
     spec: Spec,
     *,
     secret: StorageSecret = StorageSecret(),
     headers: bool = True,
-    json: Json = False,
+    json: Switch = False,
 ) -> None:
     """Show what fills a store: by model, namespace and component, and by age.
 
@@ -199,6 +171,11 @@ def du(
         secret: The secret of the store, without which values have no namespace.
         headers: Read every value for its header; --no-headers only lists them, by age where the store knows it.
         json: Print one JSON object per group.
+
+    Examples:
+
+      mainstem storage du file:./kv
+      mainstem storage du 's3://my-bucket?endpoint=http://127.0.0.1:9000' --no-headers --json
     """
     from mainstem.tiers.storage.audit import Usage
 
@@ -232,20 +209,31 @@ def _by_cause(causes: Counter[str]) -> str:
     return ", ".join(f"{cause} {count:,}" for cause, count in causes.most_common())
 
 
-@storage.command(help_epilogue=_CLEAR_EXAMPLES)
+@command(storage)
 def clear(spec: Spec) -> None:
-    """Delete every value in a store."""
+    """Delete every value in a store.
+
+    Examples:
+
+      mainstem storage clear file:./kv
+      mainstem storage clear redis://127.0.0.1:6379/0
+    """
     with _backend(spec) as backend:
         backend.clear()
 
 
-@storage.command(help_epilogue=_CHECK_EXAMPLES)
-def check(spec: Spec, *, erase: bool = False, json: Json = False) -> None:
+@command(storage)
+def check(spec: Spec, *, erase: bool = False, json: Switch = False) -> None:
     """Run the conformance suite against a store. The store is empty afterwards.
 
     Args:
         erase: Run even if the store may not be empty, and delete what it holds.
         json: Print one JSON object per case.
+
+    Examples:
+
+      mainstem storage check file:./new
+      mainstem storage check my_package.my_store:MyStore --erase --json
     """
     from mainstem.storage import open_backend
     from mainstem.storage.conformance import CASES, run

@@ -13,11 +13,11 @@ from http.client import HTTPException
 from json import dumps, loads
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import needs
+from mainstem.settings.flags import Switch, alone
 from mainstem.units import counted
 
 if TYPE_CHECKING:
@@ -30,40 +30,9 @@ _TIMEOUT_S = 5.0
 _BAD_ANSWER = (HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _LONGEST_S = 3600.0
 
-_TOP_EXAMPLES = """\
-Examples:
 
-  mainstem top
-  mainstem top 10.0.0.5:8000 10.0.0.6:8000 --interval-s 5
-  mainstem top https://kv.example.com --json"""
-
-_LINT_EXAMPLES = """\
-Examples:
-
-  mainstem lint requests.jsonl
-  mainstem lint requests.jsonl.zst --tokenizer ./my-model --prefill-tokens-per-s 20000
-  zcat log.gz | mainstem lint - --on-bad skip --json"""
-
-_EXPLAIN_EXAMPLES = """\
-Examples:
-
-  mainstem explain request.json
-  mainstem explain request.json --server https://kv.example.com --route /v1/messages --json
-  mainstem explain request.json --admin-key secret --api-key theirs
-  mainstem explain 1234 --trace requests.jsonl --capacity 40%
-  mainstem explain request.json --trace prompts.jsonl --capacity 2Mtok --policy slru
-
-A server explains if it was started with --explain. A file with --trace has what the trace has: a body of a request if
-that has bodies, token ids or hashes if it has those. Requests of a recording are named by their numbers. Capacities are
-blocks (1000), tokens (2Mtok) or percentages of the trace's distinct blocks (5%)."""
-
-explain = cyclopts.App(name="explain", help_epilogue=_EXPLAIN_EXAMPLES, help_format="plaintext")
-top = cyclopts.App(name="top", help_epilogue=_TOP_EXAMPLES, help_format="plaintext")
-lint = cyclopts.App(name="lint", help_epilogue=_LINT_EXAMPLES, help_format="plaintext")
-
-
-@top.default
-def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+@alone("top")
+def top(*server: str, interval_s: float = 2.0, json: Switch = False) -> None:
     """Show the hits by tier, latencies, memory and storage of servers: now, and since they started.
 
     Ctrl-C ends it.
@@ -72,6 +41,12 @@ def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, P
         server: URL or HOST:PORT of `mainstem serve`; each argument is a server. Default: http://127.0.0.1:8000.
         interval_s: Seconds between two looks, 0.1 to 3600.
         json: Look twice, print one JSON object per server (and one of all), and end.
+
+    Examples:
+
+      mainstem top
+      mainstem top 10.0.0.5:8000 10.0.0.6:8000 --interval-s 5
+      mainstem top https://kv.example.com --json
     """
     with needs("prometheus_client", "mainstem top needs prometheus-client: pip install 'mainstem[server]'"):
         from mainstem.watch.top import Watch, address
@@ -94,14 +69,14 @@ def watch_servers(*server: str, interval_s: float = 2.0, json: Annotated[bool, P
         return  # the usual end, not a failure
 
 
-@lint.default
-def lint_requests(
+@alone("lint")
+def lint(
     requests: Annotated[str, Parameter(help="Bodies of requests, one JSON object a line; - is standard input.")],
     *,
     tokenizer: str | None = None,
     prefill_tokens_per_s: float | None = None,
     on_bad: Literal["fail", "skip"] = "fail",
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
 ) -> None:
     """Find the parts of prompts that keep them from sharing prefixes, their cost, and the remedy.
 
@@ -110,6 +85,12 @@ def lint_requests(
         prefill_tokens_per_s: Prompt tokens that the model computes a second, to show the cost as time; above 0.
         on_bad: Whether a line without a prompt ends it, or is skipped and counted.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem lint requests.jsonl
+      mainstem lint requests.jsonl.zst --tokenizer ./my-model --prefill-tokens-per-s 20000
+      zcat log.gz | mainstem lint - --on-bad skip --json
     """
     from mainstem.replay.readers.lines import Source
     from mainstem.watch.lint import Linter, about
@@ -140,8 +121,8 @@ def lint_requests(
 Route = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 
 
-@explain.default
-def explain_request(
+@alone("explain")
+def explain(
     request: Annotated[str, Parameter(help="File with the body of a request; with --trace also the number of one.")],
     *,
     server: str = "127.0.0.1:8000",
@@ -151,7 +132,7 @@ def explain_request(
     trace: str | None = None,
     capacity: str = "10%",
     policy: str = "lru",
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
 ) -> None:
     """Explain which part of a prompt would be found, and why the rest would be computed. Nothing is run.
 
@@ -164,7 +145,19 @@ def explain_request(
         capacity: Size of that cache.
         policy: Its eviction policy.
         json: Print one JSON object.
-    """
+
+    Examples:
+
+      mainstem explain request.json
+      mainstem explain request.json --server https://kv.example.com --route /v1/messages --json
+      mainstem explain request.json --admin-key secret --api-key theirs
+      mainstem explain 1234 --trace requests.jsonl --capacity 40%
+      mainstem explain request.json --trace prompts.jsonl --capacity 2Mtok --policy slru
+
+    A server explains if it was started with --explain. A file with --trace has what the trace has: a body of a request if
+    that has bodies, token ids or hashes if it has those. Requests of a recording are named by their numbers. Capacities are
+    blocks (1000), tokens (2Mtok) or percentages of the trace's distinct blocks (5%).
+    """  # noqa: E501  # lines as the help shows them
     if trace is not None:
         prompts = [_explain_offline(request, trace, capacity, policy)]
     else:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from json import dumps
-from typing import Annotated
-
-import cyclopts
-from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
-from mainstem.replay.commands.trace import Json, TracePath, bar, read_trace
+from mainstem.replay.commands.trace import TracePath, bar, read_trace
 from mainstem.settings.fields import Settings, setting
-from mainstem.settings.flags import takes_settings
+from mainstem.settings.flags import Switch, alone
 from mainstem.settings.replay import Assumptions, Fleet, Memory, TraceOptions
 from mainstem.units import SIZE, STORE, TIME
-
-_EXAMPLES = """\
-Examples:
-
-  mainstem plan trace.jsonl.xz --model llama-3.1-8b --gpu h200 --host-memory 1TB --storage 8TB@7GB/s --slo-ttft 500ms
-  mainstem plan trace.mstrace --model ./my-model --gpu l40s --gpus 4 --host-memory 512GB --kv-dtype fp8
-  mainstem plan trace.mstrace --model deepseek-v3 --gpu b200 --storage 30TB@20GB/s --json > plan.json
-  mainstem plan fleet.mstrace --model qwen3-32b --gpu h200 --fleet --machines 64 --network 25GB/s --storage 99TB@40GB/s
-
-docs/planning.md explains the table and gives the sources of the formulas."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +33,18 @@ class Wish(Settings):
         return Memory(self.host_memory, *(self.storage or (0, 0.0)))
 
 
-plan = cyclopts.App(name="plan", help_epilogue=_EXAMPLES, help_format="plaintext")
-
-
-@plan.default
-@takes_settings
-def plan_trace(
+@alone("plan")
+def plan(
     path: TracePath,
     *,
     model: str,
     gpu: str,
     wish: Wish = Wish(),
     given: Assumptions = Assumptions(),
-    fleet: Annotated[bool, Parameter(negative="")] = False,
+    fleet: Switch = False,
     machines: Fleet = Fleet(),
     reading: TraceOptions = TraceOptions(),
-    json: Json = False,
+    json: Switch = False,
 ) -> None:
     """Plan what memory to buy, or how many machines: replay a trace of requests with each mix of memory, or each fleet.
 
@@ -72,7 +54,16 @@ def plan_trace(
         gpu: The device: h200, h100, a100-80gb, l40s, b200, mi300x, rtx4090, cpu and so on.
         fleet: Plan machines with a network and a shared store, see docs/planning.md.
         json: Print one JSON object.
-    """
+
+    Examples:
+
+      mainstem plan trace.jsonl.xz --model llama-3.1-8b --gpu h200 --host-memory 1TB --storage 8TB@7GB/s --slo-ttft 500ms
+      mainstem plan trace.mstrace --model ./my-model --gpu l40s --gpus 4 --host-memory 512GB --kv-dtype fp8
+      mainstem plan trace.mstrace --model deepseek-v3 --gpu b200 --storage 30TB@20GB/s --json > plan.json
+      mainstem plan fleet.mstrace --model qwen3-32b --gpu h200 --fleet --machines 64 --network 25GB/s --storage 99TB@40GB/s
+
+    docs/planning.md explains the table and gives the sources of the formulas.
+    """  # noqa: E501  # lines as the help shows them
     from mainstem.replay.plan.configs import read_shape
     from mainstem.replay.plan.fleet import plan_fleet
     from mainstem.replay.plan.hardware import find_device

@@ -10,14 +10,13 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
 from mainstem.here import check_output
-from mainstem.replay.commands.trace import Json, TracePath, bar, printable, read_trace, results
+from mainstem.replay.commands.trace import TracePath, bar, printable, read_trace, results
 from mainstem.settings.fields import Settings, integer, number, setting
-from mainstem.settings.flags import takes_settings
+from mainstem.settings.flags import Switch, alone
 from mainstem.settings.replay import DTYPE, Setup, TraceOptions
 from mainstem.units import counted
 
@@ -28,18 +27,6 @@ if TYPE_CHECKING:
     from mainstem.replay.plan.costs import ModelShape
     from mainstem.replay.simulate.rows import Row, Share, TierRow
     from mainstem.replay.trace import Trace
-
-_EXAMPLES = """\
-Examples:
-
-  mainstem replay conversation_trace.jsonl.xz
-  mainstem replay trace.mstrace --capacity 1%,2%,5%,10% --policy lru,slru,opt --csv rows.csv
-  mainstem replay trace.mstrace --policy lru,slru,lfu,opt --report out.html
-  mainstem replay trace.mstrace --capacity 40GB --tiers host=1TB,storage=8TB --model llama-3.1-8b
-  mainstem replay trace.mstrace --capacity 2Mtok --ttl 5m --replicas 4 --routing prefix --json
-
-Capacities are blocks (1000), tokens (2Mtok), bytes (10GB, with --model or --bytes-per-token) or percentages of the
-trace's distinct blocks (5%). "opt" is the offline optimum: no policy can hit more."""
 
 _PERCENTS = (1, 5, 10, 25, 50)
 
@@ -110,17 +97,13 @@ class CacheOptions(Settings):
         return names
 
 
-replay = cyclopts.App(name="replay", help_epilogue=_EXAMPLES, help_format="plaintext")
-
-
-@replay.default
-@takes_settings
-def replay_trace(
+@alone("replay")
+def replay(
     path: TracePath,
     *,
     caches: CacheOptions = CacheOptions(),
     reading: TraceOptions = TraceOptions(),
-    json: Json = False,
+    json: Switch = False,
     csv: Annotated[Path | None, Parameter(negative="")] = None,
     report: Annotated[Path | None, Parameter(negative="")] = None,
 ) -> None:
@@ -131,6 +114,17 @@ def replay_trace(
         json: Print a list of rows, one per policy and capacity.
         csv: Write the same rows to this file, without histograms.
         report: Write a report with charts and numbers to this file, .html; it needs no network.
+
+    Examples:
+
+      mainstem replay conversation_trace.jsonl.xz
+      mainstem replay trace.mstrace --capacity 1%,2%,5%,10% --policy lru,slru,opt --csv rows.csv
+      mainstem replay trace.mstrace --policy lru,slru,lfu,opt --report out.html
+      mainstem replay trace.mstrace --capacity 40GB --tiers host=1TB,storage=8TB --model llama-3.1-8b
+      mainstem replay trace.mstrace --capacity 2Mtok --ttl 5m --replicas 4 --routing prefix --json
+
+    Capacities are blocks (1000), tokens (2Mtok), bytes (10GB, with --model or --bytes-per-token) or percentages of the
+    trace's distinct blocks (5%). "opt" is the offline optimum: no policy can hit more.
     """
     from mainstem.replay.plan.configs import read_shape
     from mainstem.replay.simulate.sweep import sweep

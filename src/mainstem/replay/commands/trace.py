@@ -1,6 +1,17 @@
 """The `mainstem trace` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else.
 
 Results go to standard output, progress to standard error. The commands import heavy modules themselves.
+
+Examples:
+
+  mainstem trace info conversation_trace.jsonl.xz
+  mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
+  mainstem trace generate chat=3,agents=1 --requests 50000 -o mix.mstrace
+  mainstem trace grow conversation.mstrace --times 20 -o many.mstrace
+
+A trace is a .mstrace file or lines of JSON: the Mooncake or Qwen-Bailian
+format, token ids, bodies of OpenAI requests, or a recording made by
+`mainstem serve --record`. It may be compressed with xz, gzip or zstd.
 """
 
 from __future__ import annotations
@@ -14,12 +25,11 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
 from mainstem.here import check_output
-from mainstem.settings.flags import takes_settings
+from mainstem.settings.flags import Switch, command, group
 from mainstem.settings.replay import Growth, TraceOptions
 from mainstem.units import counted
 
@@ -30,52 +40,8 @@ if TYPE_CHECKING:
     from mainstem.replay.info import Group, TraceInfo
     from mainstem.replay.trace import Trace
 
-_INFO_EXAMPLES = """\
-Examples:
-
-  mainstem trace info conversation_trace.jsonl.xz
-  mainstem trace info requests.jsonl --format openai --tokenizer ./my-model
-  zcat log.gz | mainstem trace info - --on-bad skip --json"""
-
-_CONVERT_EXAMPLES = """\
-Examples:
-
-  mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
-  mainstem trace convert requests.jsonl.zst requests.mstrace --on-bad skip"""
-
-_GENERATE_EXAMPLES = """\
-Examples:
-
-  mainstem trace generate documents --requests 10000 -o documents.mstrace
-  mainstem trace generate chat=3,agents=1 --requests 50000 --seed 1 --set agents.steps=40 -o mix.mstrace"""
-
-_GROW_EXAMPLES = """\
-Examples:
-
-  mainstem trace grow conversation_trace.jsonl.xz --times 350 -o fleet.mstrace
-  mainstem trace grow day.mstrace --times 20 --seed 1 --shift 5m --new-prompts 0.5 -o many.mstrace"""
-
-_KINDS_EXAMPLES = """\
-Examples:
-
-  mainstem trace kinds
-  mainstem trace kinds --json"""
-
-_TRACE_EXAMPLES = """\
-Examples:
-
-  mainstem trace info conversation_trace.jsonl.xz
-  mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
-  mainstem trace generate chat=3,agents=1 --requests 50000 -o mix.mstrace
-  mainstem trace grow conversation.mstrace --times 20 -o many.mstrace
-
-A trace is a .mstrace file or lines of JSON: the Mooncake or Qwen-Bailian
-format, token ids, bodies of OpenAI requests, or a recording made by
-`mainstem serve --record`. It may be compressed with xz, gzip or zstd."""
-
 _FILE_WIDTH = 160  # of tables that are not printed to a terminal
 
-Json = Annotated[bool, Parameter(negative="")]
 TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", allow_leading_hyphen=True)]
 
 
@@ -108,21 +74,21 @@ def results() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
-trace = cyclopts.App(
-    name="trace",
-    help="Inspect, convert, generate and grow traces of requests.",
-    help_epilogue=_TRACE_EXAMPLES,
-    help_format="plaintext",
-)
+trace = group("trace", __doc__, help="Inspect, convert, generate and grow traces of requests.")
 
 
-@trace.command(name="info", help_epilogue=_INFO_EXAMPLES)
-@takes_settings
-def trace_info(path: TracePath, *, options: TraceOptions = TraceOptions(), json: Json = False) -> None:
+@command(trace, "info")
+def trace_info(path: TracePath, *, options: TraceOptions = TraceOptions(), json: Switch = False) -> None:
     """Summarize a trace: requests, blocks, the best possible hit rate, and how soon blocks are reused.
 
     Args:
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem trace info conversation_trace.jsonl.xz
+      mainstem trace info requests.jsonl --format openai --tokenizer ./my-model
+      zcat log.gz | mainstem trace info - --on-bad skip --json
     """
     from mainstem.replay.info import info
 
@@ -133,14 +99,20 @@ def trace_info(path: TracePath, *, options: TraceOptions = TraceOptions(), json:
         _show(found)
 
 
-@trace.command(name="convert", help_epilogue=_CONVERT_EXAMPLES)
-@takes_settings
-def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = TraceOptions(), json: Json = False) -> None:
+@command(trace, "convert")
+def trace_convert(
+    path: TracePath, target: Path, *, options: TraceOptions = TraceOptions(), json: Switch = False
+) -> None:
     """Convert a trace to the compact format, which opens instantly.
 
     Args:
         target: The file to write, .mstrace.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
+      mainstem trace convert requests.jsonl.zst requests.mstrace --on-bad skip
     """
     _check_trace("target", target)
     read = read_trace(path, options)
@@ -150,7 +122,7 @@ def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = Trac
     _written(read, target, json, facts, f"{size:,} bytes")
 
 
-@trace.command(name="generate", help_epilogue=_GENERATE_EXAMPLES)
+@command(trace, "generate")
 def trace_generate(
     kind: str,
     *,
@@ -159,7 +131,7 @@ def trace_generate(
     seed: int = 0,
     block_size: int = 64,
     set: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    json: Json = False,
+    json: Switch = False,
 ) -> None:
     """Generate a trace of a synthetic workload; the same options give the same trace.
 
@@ -173,6 +145,11 @@ def trace_generate(
         set: A parameter as NAME=VALUE, or KIND.NAME=VALUE in a mix; may be given several times. `mainstem trace kinds`
             lists them.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem trace generate documents --requests 10000 -o documents.mstrace
+      mainstem trace generate chat=3,agents=1 --requests 50000 --seed 1 --set agents.steps=40 -o mix.mstrace
     """
     from mainstem.replay.generate import generate, parse_workload
 
@@ -212,8 +189,7 @@ def _written(made: Trace, path: Path, json: bool, facts: Mapping[str, object], m
     print("".join(f"{printable(note)}\n" for note in made.notes), end="")
 
 
-@trace.command(name="grow", help_epilogue=_GROW_EXAMPLES)
-@takes_settings
+@command(trace, "grow")
 def trace_grow(
     path: TracePath,
     *,
@@ -221,7 +197,7 @@ def trace_grow(
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
     growth: Growth = Growth(),
     options: TraceOptions = TraceOptions(),
-    json: Json = False,
+    json: Switch = False,
 ) -> None:
     """Grow a trace: the same time with many times as many users, by a model of them (docs/replay.md).
 
@@ -229,6 +205,11 @@ def trace_grow(
         times: Populations of the recorded users; the result has as many times the requests and block accesses.
         output: The file to write, .mstrace.
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem trace grow conversation_trace.jsonl.xz --times 350 -o fleet.mstrace
+      mainstem trace grow day.mstrace --times 20 --seed 1 --shift 5m --new-prompts 0.5 -o many.mstrace
     """
     from mainstem.replay.grow import grow
 
@@ -236,12 +217,17 @@ def trace_grow(
     _save(grow(read_trace(path, options), times, growth), output, json)
 
 
-@trace.command(name="kinds", help_epilogue=_KINDS_EXAMPLES)
-def trace_kinds(*, json: Json = False) -> None:
+@command(trace, "kinds")
+def trace_kinds(*, json: Switch = False) -> None:
     """List the synthetic workloads, with their parameters and defaults.
 
     Args:
         json: Print one JSON object.
+
+    Examples:
+
+      mainstem trace kinds
+      mainstem trace kinds --json
     """
     from mainstem.replay.generate import WORKLOADS
 
