@@ -27,10 +27,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import reduce
+from functools import partial, reduce
 from json import dumps
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem import __version__
@@ -39,6 +38,7 @@ from mainstem.here import check_output
 from mainstem.imports import is_missing, needs
 from mainstem.settings.engine import EngineConfig, ModelConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
+from mainstem.terminal import Bars, say
 
 try:
     with needs("cyclopts", "cyclopts is not installed: pip install 'mainstem[cli]'"):
@@ -51,7 +51,6 @@ except MainstemError as missing:
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from rich.progress import Progress, TaskID
 
     from mainstem.demo import AgentReport, Report
     from mainstem.runtime.engine import Engine
@@ -210,8 +209,8 @@ def serve(
     adapters = [_adapter(text) for text in adapter]
     with ExitStack() as stack:
         listener = stack.enter_context(bind(server))
-        _say(f"starting to serve {_model_name(model)} at {server.host} port {listener.getsockname()[1]}")
-        bars = stack.enter_context(_Bars(lines=True))
+        say(f"starting to serve {_model_name(model)} at {server.host} port {listener.getsockname()[1]}")
+        bars = stack.enter_context(Bars(_STAGES, lines=True))
         running = stack.enter_context(_engine(model, load, bars, engine, adapters))
         bars.close()
         serve_http(running, server, listener)
@@ -244,7 +243,7 @@ def generate(
       mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time"
     """
     texts = _texts(prompt, file)
-    with _Bars() as bars, _engine(model, load, bars) as engine:
+    with Bars(_STAGES) as bars, _engine(model, load, bars) as engine:
         streams = _submit_all(engine, [text for _, text in texts], sampling, chat, bars)
         for (name, _), stream in zip(texts, streams, strict=True):
             if json:
@@ -281,7 +280,7 @@ def demo(
     if story == "agents" and prefix_tokens is not None:
         raise BadArgument("prefix_tokens", prefix_tokens, "left out with --story agents")
     report: Report | AgentReport
-    with _Bars() as bars, _engine(model, load, bars) as engine:
+    with Bars(_STAGES) as bars, _engine(model, load, bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
@@ -327,7 +326,7 @@ def calibrate(
     check_output("out", out, text)
     if not 1 <= ratio <= 1000:
         raise BadArgument("ratio", ratio, "1 to 1000")
-    with _Bars() as bars:
+    with Bars(_STAGES) as bars:
         bars.update("import", 0, 0)
         from mainstem.runtime.models.calibration import calibrate as find
         from mainstem.runtime.models.calibration import tokens_of
@@ -391,7 +390,7 @@ app.command("mainstem.watch.commands:top", name="top", help="Watch what servers 
 def _engine(
     model: str | None,
     load: ModelConfig,
-    bars: _Bars,
+    bars: Bars,
     config: EngineConfig = EngineConfig(),
     adapters: Sequence[tuple[str, str]] = (),
 ) -> Iterator[Engine]:
@@ -430,7 +429,7 @@ def _read(name: str, source: str, read: Callable[[], str]) -> str:
 
 
 def _submit_all(
-    engine: Engine, texts: Sequence[str], params: SamplingParams, chat: bool | None, bars: _Bars
+    engine: Engine, texts: Sequence[str], params: SamplingParams, chat: bool | None, bars: Bars
 ) -> list[Stream]:
     from mainstem.runtime.request import Request
     from mainstem.runtime.text.prompts import Prompts
@@ -440,7 +439,7 @@ def _submit_all(
     streams = []
     for number, text in enumerate(texts, 1):
         request = Request(_tokens(prompts, text, templated), params)
-        streams.append(engine.submit(request, on_progress=bars.following(f"reading prompt {number}")))
+        streams.append(engine.submit(request, on_progress=partial(bars.update, f"reading prompt {number}")))
     return streams
 
 
@@ -448,7 +447,7 @@ def _tokens(prompts: Prompts, text: str, templated: bool) -> NDArray[np.int32]:
     return prompts.conversation([{"role": "user", "content": text}]) if templated else prompts.text(text)
 
 
-def _print_text(heading: str | None, stream: Stream, bars: _Bars) -> None:
+def _print_text(heading: str | None, stream: Stream, bars: Bars) -> None:
     """Prints an answer as it is generated."""
     for number, delta in enumerate(stream):
         if number == 0:
@@ -491,60 +490,6 @@ _STAGES = {
     "calibrate": "reading the text",
 }
 """Descriptions of the stages of a start; a stage that is not here is shown by its name."""
-
-
-class _Bars:
-    """Progress bars on standard error, one per stage. Without a terminal: a line per stage, or nothing.
-
-    Args:
-        lines: print a line as each stage begins.
-    """
-
-    def __init__(self, *, lines: bool = False) -> None:
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._lines = lines
-        self._begun: set[str] = set()
-
-    def __enter__(self) -> _Bars:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._progress = Progress(console=Console(stderr=True), transient=True)
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Removes the bars from the screen; later updates do nothing."""
-        self._lines = False
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def update(self, stage: str, done: int, total: int) -> None:
-        """Updates a stage's bar, from any thread; a total of 0 means unknown."""
-        words, progress = _STAGES.get(stage, stage), self._progress
-        if progress is not None:
-            if stage not in self._tasks:
-                self._tasks[stage] = progress.add_task(words)
-            progress.update(self._tasks[stage], completed=done, total=total or None)
-        elif self._lines and stage not in self._begun:
-            self._begun.add(stage)
-            _say(words)
-
-    def following(self, stage: str) -> Callable[[int, int], None]:
-        """Returns an updater of one stage."""
-        return lambda done, total: self.update(stage, done, total)
-
-
-def _say(line: str) -> None:
-    print(f"mainstem: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

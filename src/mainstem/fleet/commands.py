@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from cyclopts import Parameter
 from mainstem.errors import BadArgument
 from mainstem.here import listen
 from mainstem.settings.flags import command, group
+from mainstem.terminal import say
 
 if TYPE_CHECKING:
     from mainstem.fleet.place import Place, Record
@@ -96,13 +96,13 @@ def up(
             elif config.address is not None:
                 address = config.address
             else:
-                _say("starting Ray")
+                say("starting Ray")
                 address = place.start_ray(config, cores, gpus, mark)
             os.environ[MARK] = mark
             serving.connect(address)
             record = Record(address, url, mark, config.most_replicas)
             place.write(record)
-            serving.deploy(config, cores, _say)
+            serving.deploy(config, cores, say)
             serving.disconnect()
         except BaseException:
             if running is None:  # nothing stays that is half started
@@ -195,7 +195,7 @@ def down(*, timeout_s: float = 60.0, json: JsonFlag = False) -> None:
             drained = serving.drain(timeout_s)
             serving.shut_down()
         except FleetError as error:
-            _say(f"the fleet does not answer: {error}")
+            say(f"the fleet does not answer: {error}")
         ended = end_all(record.mark)
         place.write(None)
     _print({"drained": drained, "processes": ended}, json)
@@ -287,7 +287,3 @@ def _print(values: Mapping[str, Any], json: bool) -> None:
                 print(f"  {key:12} {words}")
         else:
             print(f"{name:12} {value}")
-
-
-def _say(line: str) -> None:
-    print(f"mainstem: {line}", file=sys.stderr, flush=True)

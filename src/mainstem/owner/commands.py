@@ -11,7 +11,6 @@ The first of them starts an owner if there is none.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
@@ -22,6 +21,7 @@ from cyclopts import Parameter
 from mainstem.errors import MainstemError, redacted
 from mainstem.settings.flags import Switch, command, group
 from mainstem.settings.owner import OwnerConfig
+from mainstem.terminal import say
 from mainstem.units import show_bytes
 
 store = group(
@@ -51,7 +51,7 @@ def serve(
     from mainstem.owner.process import serve as serve_store
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    serve_store(spec, config, lambda place: print(f"mainstem: {place.path} serves {place.shown}", file=sys.stderr))
+    serve_store(spec, config, lambda place: say(f"{place.path} serves {place.shown}"))
 
 
 @command(store)
@@ -79,7 +79,7 @@ def status(spec: str | None = None, *, socket: Path | None = None, json: Switch 
     if not count and (spec or socket):
         raise MainstemError(f"there is no owner of {redacted(spec) if spec else socket}")
     if not count:
-        print("mainstem: no owner is running", file=sys.stderr)
+        say("no owner is running")
 
 
 def _found(spec: str | None, socket: Path | None) -> Iterator[dict[str, Any]]:

@@ -28,6 +28,7 @@ from cyclopts import Parameter
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
 from mainstem.settings.engine import StorageSecret
 from mainstem.settings.flags import Switch, command, group
+from mainstem.terminal import bar, say
 from mainstem.units import show_bytes
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def migrate(
             with _progress("copying values", old) as progress:
                 moving.run(progress=progress)
         except (KeyboardInterrupt, MainstemError):
-            print("mainstem: not all was copied: the same command goes on from there", file=sys.stderr)
+            say("not all was copied: the same command goes on from there")
             raise
         finally:
             _print_migration(moving, json)
@@ -269,15 +270,8 @@ def _progress(words: str, store: Backend) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda values, size: None
         return
-    from rich.console import Console
-    from rich.progress import Progress as Bars
-
-    total = store.stats().entries
-    with Bars(console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(words, total=total)
-
-        def update(values: int, size: int) -> None:
-            shown = f"{words}: {values:,}, {show_bytes(size)}"
-            bars.update(task, completed=values, total=total and max(total, values), description=shown)
-
-        yield update
+    total = store.stats().entries or 0
+    with bar(words) as show:
+        yield lambda values, size: show(
+            values, total and max(total, values), f"{words}: {values:,}, {show_bytes(size)}"
+        )

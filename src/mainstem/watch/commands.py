@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import needs
 from mainstem.settings.flags import Switch, alone
+from mainstem.terminal import results
 from mainstem.units import counted
 
 if TYPE_CHECKING:
@@ -165,9 +166,7 @@ def explain(
     if json:
         print(dumps({"prompts": prompts}, ensure_ascii=False))
         return
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = results()
     for prompt in prompts:
         console.print(*_shown(prompt), sep="\n")
 
@@ -286,9 +285,7 @@ def _counter(name: str) -> Callable[[str], int]:
 
 
 def _print(report: Report, skipped: int, tokens_per_s: float | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = results()
     part = report.shared_tokens / max(report.tokens, 1)
     counts = f"{counted(report.requests, 'request')}, {counted(report.tokens, 'prompt token')}"
     bad = f" Left out: {counted(skipped, 'bad line')}." if skipped else ""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from json import dumps
 
 from mainstem.errors import BadArgument
-from mainstem.replay.commands.trace import TracePath, bar, read_trace
+from mainstem.replay.commands.trace import TracePath, read_trace
 from mainstem.settings.fields import Settings, setting
 from mainstem.settings.flags import Switch, alone
 from mainstem.settings.replay import Assumptions, Fleet, Memory, TraceOptions
+from mainstem.terminal import bar
 from mainstem.units import SIZE, STORE, TIME
 
 

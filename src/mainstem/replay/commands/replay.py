@@ -14,10 +14,11 @@ from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
 from mainstem.here import check_output
-from mainstem.replay.commands.trace import TracePath, bar, printable, read_trace, results
+from mainstem.replay.commands.trace import TracePath, read_trace
 from mainstem.settings.fields import Settings, integer, number, setting
 from mainstem.settings.flags import Switch, alone
 from mainstem.settings.replay import DTYPE, Setup, TraceOptions
+from mainstem.terminal import bar, printable, results
 from mainstem.units import counted
 
 if TYPE_CHECKING:

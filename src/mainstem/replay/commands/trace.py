@@ -17,9 +17,7 @@ format, token ids, bodies of OpenAI requests, or a recording made by
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from json import dumps
 from pathlib import Path
@@ -31,16 +29,14 @@ from mainstem.errors import BadArgument
 from mainstem.here import check_output
 from mainstem.settings.flags import Switch, command, group
 from mainstem.settings.replay import Growth, TraceOptions
+from mainstem.terminal import bar, printable, results
 from mainstem.units import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from mainstem.replay.info import Group, TraceInfo
     from mainstem.replay.trace import Trace
-
-_FILE_WIDTH = 160  # of tables that are not printed to a terminal
 
 TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", allow_leading_hyphen=True)]
 
@@ -51,27 +47,6 @@ def read_trace(path: str, options: TraceOptions) -> Trace:
 
     with bar(f"reading {os.path.basename(path)}") as progress:
         return open_trace(path, options, progress=progress)
-
-
-@contextmanager
-def bar(stage: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on standard error if that is a terminal. Yields a callback (done, total); 0: unknown."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(stage, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total or None)
-
-
-def results() -> Console:
-    """Returns a console for standard output, wide enough for every number if it is not a terminal."""
-    from rich.console import Console
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
 trace = group("trace", __doc__, help="Inspect, convert, generate and grow traces of requests.")
@@ -336,11 +311,6 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table
-
-
-def printable(text: str) -> str:
-    """Replaces characters that could control a terminal: names come from untrusted files."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 _NUMBERED = ("LRU with room for blocks", "below", "blocks above, at least", "Turn")
