@@ -30,7 +30,7 @@ import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -196,12 +196,12 @@ class Trace:
     def __init__(self, buffer: mmap.mmap, header: _Header, source: str) -> None:
         self._buffer = buffer
         self._header = header
-        self._distinct = None if header.distinct == _UNKNOWN else header.distinct
-        self.name = header.text.name
+        self._distinct = header.distinct
+        self.name = header.name
         self.block_size = header.block_size
-        self.tenants = header.text.tenants
-        self.kinds = header.text.kinds
-        self.notes = header.text.notes
+        self.tenants = header.tenants
+        self.kinds = header.kinds
+        self.notes = header.notes
         self.whole = Batch(**_views(buffer, header))
         _check(self.whole, self.block_size, len(self.tenants), len(self.kinds), source)
 
@@ -242,9 +242,10 @@ class Trace:
                 _stage(batch, staged, lengths)
             columns = {key: _mapped(file, COLUMNS[key]) for key, file in staged.items()}
             columns["offsets"] = np.concatenate([[0], np.cumsum(_mapped(lengths, np.dtype("<i8")))]).astype("<i8")
-            text = _Text(name, tuple(tenants), tuple(kinds), tuple(notes))
+            whole = Batch(**columns)
+            counts = len(whole), len(whole.blocks), distinct_blocks
             file = stack.enter_context(tempfile.TemporaryFile())
-            _write(file, Batch(**columns), block_size, text, distinct_blocks)
+            _write(file, whole, _Header(block_size, *counts, name, tuple(tenants), tuple(kinds), tuple(notes)))
             return cls.read(file, name or "batches")
 
     @classmethod
@@ -299,13 +300,12 @@ class Trace:
         Raises:
             OSError: the file cannot be written.
         """
-        header, target = self._header, Path(path)
-        head = _Header(header.block_size, header.n, header.m, self.distinct_blocks, header.text).encode()
+        head, target = replace(self._header, distinct=self.distinct_blocks).encode(), Path(path)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         with open(part, "xb") as file:
             try:
                 file.write(head)
-                with memoryview(self._buffer) as view, view[header.columns_at :] as columns:
+                with memoryview(self._buffer) as view, view[self._header.columns_at :] as columns:
                     file.write(columns)
                 file.close()
                 os.replace(part, target)
@@ -367,36 +367,24 @@ def mix(numbers: Uint64s) -> Uint64s:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _Header:
+    """The head of a file; `columns_at`: where its columns begin."""
+
+    block_size: int
+    requests: int
+    blocks: int
+    distinct: int | None
     name: str
     tenants: tuple[str, ...]
     kinds: tuple[str, ...]
     notes: tuple[str, ...]
+    columns_at: int = 0
 
     def encode(self) -> bytes:
-        data = json.dumps({field.name: getattr(self, field.name) for field in fields(self)}).encode()
-        return data + b" " * (-len(data) % 8)
-
-    @classmethod
-    def parse(cls, data: bytes) -> Self:
-        """Parses the text. Raises ValueError, TypeError or KeyError if it is invalid."""
-        found = json.loads(data)
-        tenants, kinds, notes = (tuple(map(str, found[key])) for key in ("tenants", "kinds", "notes"))
-        return cls(str(found["name"]), tenants, kinds, notes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    block_size: int
-    n: int
-    m: int
-    distinct: int
-    text: _Text
-    text_bytes: int = 0
-
-    def encode(self) -> bytes:
-        text = self.text.encode()
-        head = _HEADER.pack(MAGIC, VERSION, self.block_size, self.n, self.m, self.distinct, len(text), b"")[:_SIGNED]
+        text = json.dumps({key: getattr(self, key) for key in ("name", "tenants", "kinds", "notes")}).encode()
+        text += b" " * (-len(text) % 8)
+        counts = self.requests, self.blocks, _UNKNOWN if self.distinct is None else self.distinct
+        head = _HEADER.pack(MAGIC, VERSION, self.block_size, *counts, len(text), b"")[:_SIGNED]
         return head + _checksum(head, text) + text
 
     @classmethod
@@ -407,11 +395,15 @@ class _Header:
             raise TraceError(f"{source} is not a {SUFFIX} file: it begins with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
             raise TraceError(f"{source} has version {version}: only version {VERSION} can be read")
-        text = buffer[_HEADER.size : _HEADER.size + length]
+        at = _HEADER.size + length
+        text = buffer[_HEADER.size : at]
         if len(text) < length or length % 8 or checksum != _checksum(buffer[:_SIGNED], text):
             raise TraceError(f"{source} is damaged: its header does not match its checksum")
         try:
-            header = cls(block_size, n, m, distinct, _Text.parse(text), length)
+            found = json.loads(text)
+            tenants, kinds, notes = (tuple(map(str, found[key])) for key in ("tenants", "kinds", "notes"))
+            known = None if distinct == _UNKNOWN else distinct
+            header = cls(block_size, n, m, known, str(found["name"]), tenants, kinds, notes, at)
         except (ValueError, TypeError, KeyError) as error:
             raise TraceError(f"{source} is damaged: its names cannot be read") from error
         if len(buffer) != header.size:
@@ -419,15 +411,11 @@ class _Header:
         return header
 
     @property
-    def columns_at(self) -> int:
-        return _HEADER.size + self.text_bytes
-
-    @property
     def size(self) -> int:
         return self.columns_at + sum(_padded(dtype, self.count(name)) for name, dtype in COLUMNS.items())
 
     def count(self, column: str) -> int:
-        return {"offsets": self.n + 1, "blocks": self.m}.get(column, self.n)
+        return {"offsets": self.requests + 1, "blocks": self.blocks}.get(column, self.requests)
 
 
 def _checksum(head: bytes, text: bytes) -> bytes:
@@ -493,15 +481,14 @@ def _mapped(file: IO[bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
 
 
-def _write(file: IO[bytes], batch: Batch, block_size: int, text: _Text, distinct: int | None) -> None:
+def _write(file: IO[bytes], batch: Batch, header: _Header) -> None:
     """Writes a trace: sorts requests by time, and counts times from the first."""
     time_s = batch.time_s
     unsorted = int((time_s < np.maximum.accumulate(time_s)).sum()) if len(batch) else 0
     if unsorted:
-        text = replace(text, notes=(*text.notes, f"Requests that were out of order, and sorted by time: {unsorted}."))
-    file.write(
-        _Header(block_size, len(batch), len(batch.blocks), _UNKNOWN if distinct is None else distinct, text).encode()
-    )
+        note = f"Requests that were out of order, and sorted by time: {unsorted}."
+        header = replace(header, notes=(*header.notes, note))
+    file.write(header.encode())
     order = np.argsort(time_s, kind="stable") if unsorted else None
     for name, dtype in COLUMNS.items():
         size = sum(file.write(column.data) for column in _pieces(batch, name, order))
