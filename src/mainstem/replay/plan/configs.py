@@ -5,12 +5,20 @@
     mamba2, mamba1, rglru, rwkv
     both                      attention and mamba2 side by side (Falcon-H1)         mlp, moe: no memory (Nemotron-H)
 
-Fields are looked up by name; where only the family says what they mean, a table or a line here names it. Tables also
-hold the few defaults that published files omit. Formulas of states: Dao & Gu 2024, "Transformers are SSMs" (Mamba 2);
-Yang et al. 2024, "Gated Delta Networks"; Kimi Team 2025, "Kimi Linear"; MiniMax 2025, "MiniMax-01" (lightning); Gu &
-Dao 2023, "Mamba"; De et al. 2024, "Griffin" (RG-LRU); Peng et al. 2023, "RWKV". MLA: DeepSeek-AI 2024, "DeepSeek-V2",
-section 2.1. A convolution keeps as many positions as its kernel is wide, as in this runtime; some engines keep one
-fewer, and so does RecurrentGemma.
+Fields are looked up by name. Where only the family says what they mean, a line here or a row of families.json does:
+
+    defaults             fields that published files omit
+    tied, ungated        the embedding gives the logits, too; MLPs have no gate
+    gated_queries        a gate beside each query
+    recurrence           what "linear" layers compute where no field says it; all others are Mamba 2
+    no_attention         all layers are recurrent
+    one_block_a_layer    a mixer or an MLP, not both
+    listed               layers are of several kinds, by a list that must be there
+
+Formulas of states: Dao & Gu 2024, "Transformers are SSMs" (Mamba 2); Yang et al. 2024, "Gated Delta Networks"; Kimi
+Team 2025, "Kimi Linear"; MiniMax 2025, "MiniMax-01" (lightning); Gu & Dao 2023, "Mamba"; De et al. 2024, "Griffin"
+(RG-LRU); Peng et al. 2023, "RWKV". MLA: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A convolution keeps as many
+positions as its kernel is wide, as in this runtime; some engines keep one fewer, and so does RecurrentGemma.
 
 Reads JSON; needs neither torch nor transformers. A missing field is an error, never a guess.
 """
@@ -45,52 +53,6 @@ _KINDS = {
     "moe": "moe",
     "E": "moe",
 }
-# Defaults of model families, which published files omit.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window_pattern": 2},
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window_pattern": 6,
-    },
-    "cohere2": {"sliding_window_pattern": 4},
-    "falcon": {"multi_query": True},
-    "gpt_bigcode": {"multi_query": True},
-    "gpt_oss": {"sliding_window_pattern": 2},
-    "llama4_text": {"no_rope_layer_interval": 4, "n_shared_experts": 1},
-    "qwen2": {"use_sliding_window": False},
-    "qwen2_moe": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False},
-    "qwen3_moe": {"use_sliding_window": False},
-    "qwen3_next": {"full_attention_interval": 4},
-}
-_TIED = (
-    *("bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "lfm2"),
-    *("mpt", "recurrent_gemma"),
-)
-_UNGATED = (
-    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "nemotron_h", "opt"),
-    *("phi", "rwkv", "starcoder2"),
-)
-_GATED_QUERIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_ONE_BLOCK_A_LAYER = ("nemotron_h", "mamba", "mamba2", "falcon_mamba")  # a mixer or an MLP, not both
-_NO_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv")
-# What "linear" layers compute where no field says it; all others are Mamba 2.
-_RECURRENCES = {
-    "bailing_hybrid": "kda",
-    "falcon_mamba": "mamba1",
-    "jamba": "mamba1",
-    "kimi_linear": "kda",
-    "mamba": "mamba1",
-    "minimax": "lightning",
-    "minimax_text_01": "lightning",
-    "recurrent_gemma": "rglru",
-    "rwkv": "rwkv",
-}
-# Families whose layers are of several kinds, by a list that must be there.
-_LISTED = ("kimi_linear", "mimo_v2_flash", "minimax", "minimax_text_01", "recurrent_gemma")
 # Parts of a configuration whose fields are the model's, and what they are called there.
 _PARTS: dict[str, dict[str, str]] = {
     "attn_config": {},  # MPT and DBRX
@@ -107,7 +69,7 @@ _MAX_LAYERS, _MAX = 10_000, 1 << 32
 
 def well_known() -> tuple[str, ...]:
     """Returns the names that `read_shape` knows without a file."""
-    return tuple(_models())
+    return tuple(_table("models"))
 
 
 def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
@@ -127,7 +89,7 @@ def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
     if path.is_file():
         return _shape(_Fields(str(model), _read(path)))
     name = str(model).rpartition("/")[2].lower()
-    known = _models()
+    known = _table("models")
     found = next((each for each in (name, name.removesuffix("-instruct")) if each in known), None)
     if found is None:
         raise BadArgument(
@@ -137,8 +99,9 @@ def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
 
 
 @cache
-def _models() -> dict[str, dict[str, Any]]:
-    known: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text("utf-8"))
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the configurations of well-known `models`, or the rules of `families`, by their names."""
+    known: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name(f"{name}.json").read_text("utf-8"))
     return known
 
 
@@ -163,7 +126,9 @@ class _Fields:
                 inner = {**{names.get(key, key): value for key, value in own.items()}, **inner}
         self.name = name
         self.family = str(inner.get("model_type", ""))
-        self._config = {**_DEFAULTS.get(self.family, {}), **{k: v for k, v in inner.items() if v is not None}}
+        self.rules = _table("families").get(self.family, {})
+        given = {name: value for name, value in inner.items() if value is not None}
+        self._config = {**self.rules.get("defaults", {}), **given}
 
     def get(self, *names: str) -> Any:
         """Returns the first of these fields that is set, or None."""
@@ -226,7 +191,7 @@ def _shape(c: _Fields) -> ModelShape:
         layers=tuple(layers),
         hidden_size=_hidden(c),
         vocab_size=c.integer("vocab_size"),
-        tied=c.family in _TIED if tied is None else bool(tied),
+        tied=bool(c.rules.get("tied") if tied is None else tied),
         weights_dtype=_weights_dtype(c),
     )
 
@@ -291,7 +256,7 @@ def _kind_by_rule(c: _Fields, i: int) -> str:
     """Returns the kind of layer i where the configuration gives a rule instead of a list."""
     if c.family == "falcon_h1":
         return "both"
-    if c.family in _NO_ATTENTION:
+    if c.rules.get("no_attention"):
         return _recurrent_kind(c)
     if c.family == "llama4_text":
         return _chunked_kind(c, i)
@@ -324,7 +289,7 @@ def _chunked_kind(c: _Fields, i: int) -> str:
 def _window_kind(c: _Fields, i: int) -> str:
     if (slides := c.flag(i, "hybrid_layer_pattern")) is not None:
         return "sliding" if slides else "full"
-    if c.family in _LISTED:
+    if c.rules.get("listed"):
         raise c.unknown("without layer_types")
     if not c.get("sliding_window") or c.get("use_sliding_window") is False:
         return "full"
@@ -338,7 +303,7 @@ def _window_kind(c: _Fields, i: int) -> str:
 def _recurrent_kind(c: _Fields) -> str:
     if c.get("linear_key_head_dim") is not None:
         return "delta"
-    return _RECURRENCES.get(c.family, "mamba2")
+    return str(c.rules.get("recurrence", "mamba2"))
 
 
 # ---- sizes of layers
@@ -349,7 +314,7 @@ def _layer(c: _Fields, kind: str, i: int) -> Layer:
     parts = [_MIXERS[mixer](c) if mixer in _MIXERS else _attention(c, mixer) for mixer in mixers]
     if c.family == "longcat_flash":  # experts beside every second MLP
         parts += [_dense(c), *([_experts(c)] if i % 2 == 0 else [])]
-    elif kind in ("mlp", "moe") or c.family not in _ONE_BLOCK_A_LAYER:
+    elif kind in ("mlp", "moe") or not c.rules.get("one_block_a_layer"):
         parts.append(_experts(c) if kind == "moe" or (kind != "mlp" and _is_sparse(c, i)) else _dense(c))
     return _together(parts)
 
@@ -371,7 +336,7 @@ def _attention(c: _Fields, kind: str) -> Layer:
     wide = kind == "full"  # some families have larger heads in layers without a window
     size = c.integer("global_head_dim" if wide else "swa_head_dim", "head_dim", default=hidden // max(heads, 1))
     value = c.integer(*["swa_v_head_dim"] * (not wide), "v_head_dim", default=size)
-    queries = heads * size * (2 if c.family in _GATED_QUERIES or c.get("attn_output_gate") else 1)
+    queries = heads * size * (2 if c.rules.get("gated_queries") or c.get("attn_output_gate") else 1)
     kv_heads = _kv_heads(c, heads, wide)
     return _matrices(
         hidden * (queries + heads * value + kv_heads * (size + value)),
@@ -527,11 +492,11 @@ _MIXERS = {
 
 
 def _mlp(c: _Fields, inner: int) -> int:
-    return _hidden(c) * inner * (2 if c.family in _UNGATED else 3)
+    return _hidden(c) * inner * (2 if c.rules.get("ungated") else 3)
 
 
 def _dense(c: _Fields) -> Layer:
-    wide = 4 * _hidden(c) if c.family in _UNGATED else None
+    wide = 4 * _hidden(c) if c.rules.get("ungated") else None
     inner = c.integer("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size", default=wide)
     if c.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, in whole multiples
         multiple, factor = c.integer("block_multiple_of"), c.get("block_ffn_dim_multiplier") or 1
