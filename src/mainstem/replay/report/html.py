@@ -45,13 +45,14 @@ def page(info: TraceInfo, rows: Sequence[Row]) -> str:
         raise BadArgument("rows", rows, "one row or more")
     title = f"Replay of {info.trace}"
     policy = "default-src 'none'; style-src 'unsafe-inline'"
+    style = Path(__file__).with_name("report.css").read_text("utf-8")
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("title", title),
-        tag("style", Markup(_STYLE + _highlights(len(series.looks(rows)) + _BACKGROUND_LINES))),
+        tag("style", Markup(f"\n{style}{_highlights(len(series.looks(rows)) + _BACKGROUND_LINES)}")),
     )
     sections = [_hit_rates, _over_time, _tiers, _reuse, _groups]
     body = tag(
@@ -434,54 +435,3 @@ def _percent(share: float) -> str:
 
 def _moved(blocks: int, size: int | None) -> str:
     return f"{blocks:,}" if size is None else f"{blocks:,} ({show_bytes(size)})"
-
-
-_STYLE = """
-:root { color-scheme: light; }
-body { margin: 0 auto; padding: 16px 20px 40px; max-width: 920px; background: #fff; color: #222;
-  font: 16px/1.45 system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif; }
-h1 { font-size: 26px; margin: 12px 0; overflow-wrap: anywhere; }
-h2 { font-size: 20px; margin: 36px 0 4px; }
-p { margin: 4px 0 12px; max-width: 46em; }
-dl { display: flex; flex-wrap: wrap; gap: 10px 32px; margin: 0; }
-dt { font-size: 13px; color: #555; }
-dd { margin: 0; }
-figure { margin: 4px 0 8px; }
-svg { display: block; max-width: 100%; height: auto; font-size: 13px; fill: #222; }
-figure svg { width: 100%; }
-.narrow { display: none; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 6px 0; font-size: 14px; }
-.legend span { display: inline-flex; align-items: center; gap: 6px; overflow-wrap: anywhere; }
-.swatch { width: 16px; height: 12px; }
-.tabs { position: relative; display: flex; flex-wrap: wrap; align-items: center; }
-.tabs > input { position: absolute; opacity: 0; pointer-events: none; }
-.tabs > label { margin: 3px 6px 3px 0; padding: 3px 10px; font-size: 14px; border: 1px solid #999; border-radius: 4px;
-  cursor: pointer; }
-.tabs > .panel { order: 1; width: 100%; min-width: 0; display: none; }
-.tabs > input:checked + label { background: #222; border-color: #222; color: #fff; }
-.tabs > input:focus-visible + label { outline: 3px solid #56B4E9; }
-.tabs > input:checked + label + .panel { display: block; }
-.splits { display: grid; grid-template-columns: minmax(3em, max-content) 1fr max-content; gap: 4px 12px;
-  align-items: center; margin: 6px 0; font-size: 14px; }
-.splits b { font-weight: 400; overflow-wrap: anywhere; }
-.splits u { text-decoration: none; text-align: right; font-variant-numeric: tabular-nums; }
-.split { display: flex; height: 16px; }
-.split i { display: block; height: 100%; }
-.scroll { overflow-x: auto; margin: 4px 0; }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-caption { text-align: left; white-space: nowrap; font-size: 13px; color: #555; padding: 2px 0; }
-th, td { padding: 3px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3; }
-th { font-weight: 600; border-bottom-color: #888; white-space: normal; vertical-align: bottom; }
-.left { text-align: left; }
-.left:first-child { padding-left: 0; position: sticky; left: 0; background: #fff;
-  background-clip: padding-box; }
-summary { cursor: pointer; font-size: 14px; margin: 6px 0; }
-footer { margin-top: 40px; font-size: 13px; color: #555; }
-@media (max-width: 640px) {
-  body { padding: 12px 12px 32px; }
-  .wide { display: none; }
-  .narrow { display: block; }
-  .splits { grid-template-columns: minmax(3em, max-content) 1fr; gap: 2px 10px; }
-  .splits u { grid-column: 2; text-align: left; margin-bottom: 6px; }
-}
-"""
