@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -42,23 +43,6 @@ QUESTIONS = (
     "How many books does the library own?",
 )
 
-TOOLS = (
-    ("read_page(number)", "returns a page of the guide to the town, as plain text"),
-    ("search(words)", "returns the numbers of the pages that have all of these words, at most ten, the best one first"),
-    ("timetable(line, day)", "returns the departures of a ferry or a bus on that day, with the time that each takes"),
-    ("weather(day)", "returns the forecast for that day: hours of sun, rain in millimetres, wind and its direction"),
-    ("opening_hours(place, day)", "returns when a museum, a shop or an office is open on that day, or that it is not"),
-    ("price(place, people)", "returns what the visit costs for these people, with reductions for children"),
-    ("reserve(place, day, people)", "reserves a table or tickets, and returns a number that confirms it"),
-    ("note(text)", "keeps a line for the plan; notes are shown to the family at the end, in their order"),
-)
-"""The tools in the agent's system prompt."""
-
-_AGENT = (
-    "You are an agent that plans a day in a town for a family of two adults and two children. You work in steps. After"
-    " each step you get the result of the tool that you called. Say in one sentence what you learned from it. Never"
-    " guess what a tool can say, never call one twice for the same thing, and spend no more than 80 in all.\n\nTools:\n"
-)
 _INSTRUCTION = "Answer each question about the following text in one short sentence.\n\n"
 _PARAMS = SamplingParams(max_tokens=32, temperature=0.0, logprobs=0)
 _NO_ANSWER = SamplingParams(max_tokens=0)
@@ -259,7 +243,7 @@ def run_agents(
     """
     results = _sections()
     prompts_of = Prompts(engine.tokenizer, engine.max_context)
-    messages = [{"role": "system", "content": _AGENT + "".join(f"- {name}: {what}\n" for name, what in TOOLS)}]
+    messages = [{"role": "system", "content": _text("demo_agent.txt")}]
     prompts: list[NDArray[np.int32]] = []
     warm: list[_Run] = []
     engine.flush()
@@ -361,8 +345,12 @@ def _setting(engine: Engine, threads: int, turns: Sequence[Turn], tree: str) -> 
     }
 
 
+def _text(name: str) -> str:
+    return files("mainstem").joinpath(name).read_text(encoding="utf-8")
+
+
 def _guide() -> str:
-    return files("mainstem").joinpath("demo.txt").read_text(encoding="utf-8").strip()
+    return _text("demo.txt").strip()
 
 
 def _sections() -> list[str]:
@@ -420,10 +408,7 @@ def _ask(
 
 def _shared(prompts: Sequence[NDArray[np.int32]]) -> int:
     """Returns the number of tokens that all prompts begin with."""
-    shortest = min(len(prompt) for prompt in prompts)
-    heads = np.stack([prompt[:shortest] for prompt in prompts])
-    differ = np.flatnonzero((heads != heads[0]).any(axis=0))
-    return int(differ[0]) if len(differ) else shortest
+    return sum(1 for _ in takewhile(lambda tokens: len({*tokens}) == 1, zip(*prompts, strict=False)))
 
 
 def _ms(seconds: float) -> str:
