@@ -64,15 +64,12 @@ class Others(Struct, frozen=True, forbid_unknown_fields=True):
     retained: float | None = None
 
 
-class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
+class Tenant(Others, frozen=True, forbid_unknown_fields=True):
     """One tenant: exactly one of `api_key`, `api_key_env` (the variable that has the key) and `cache_salt`."""
 
     api_key: str | None = None
     api_key_env: str | None = None
     cache_salt: str | None = None
-    device: Amounts = Amounts()
-    host: Amounts = Amounts()
-    retained: float | None = None
 
     def __repr__(self) -> str:
         return f"Tenant(device={self.device}, host={self.host}, retained={self.retained})"  # and no secret

@@ -77,14 +77,12 @@ DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device
 """All devices by name."""
 
 
-def find_device(device: str | Device) -> Device:
-    """Returns the device of this name, or the object itself.
+def find_device(device: str) -> Device:
+    """Returns the device of this name.
 
     Raises:
         BadArgument: there is no device of this name.
     """
-    if isinstance(device, Device):
-        return device
     if device.lower() not in DEVICES:
         own = "for another, the closest one with --flops, --device-memory, --bandwidth-device and --bandwidth-host"
         raise BadArgument("gpu", device, f"one of {', '.join(DEVICES)}; {own}")

@@ -6,7 +6,6 @@ Detects the compression by the first bytes of a file, not by its name. Knows not
 from __future__ import annotations
 
 import gzip
-import importlib
 import io
 import lzma
 import os
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import IO, Any
 
-from mainstem.imports import needs
+from mainstem.imports import load_package
 from mainstem.replay.trace import TraceError
 
 MAX_LINE_BYTES = 64 << 20
@@ -162,8 +161,7 @@ def _xz(source: IO[bytes]) -> io.RawIOBase:
 
 
 def _zstd(source: IO[bytes]) -> io.RawIOBase:
-    with needs("zstandard", "a file in zstd needs the package zstandard: pip install 'mainstem[zstd]'"):
-        zstandard = importlib.import_module("zstandard")
+    zstandard = load_package("zstandard", "a file in zstd needs the package zstandard: pip install 'mainstem[zstd]'")
     frames = _Frames(source, lambda: zstandard.ZstdDecompressor().decompressobj())
 
     def take(size: int) -> bytes:

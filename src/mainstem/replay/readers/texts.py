@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 from mainstem.errors import BadArgument
-from mainstem.imports import needs
+from mainstem.imports import load_package
 from mainstem.replay.readers.formats import BadLine, Line, short, text_of
 
 _MESSAGE, _CONTENT, _MORE, _TOOLS = 256, 257, 258, 259
@@ -64,10 +63,9 @@ class Tokenizer:
     """Tokenizes the body of a request like an engine does: with the model's chat template."""
 
     def __init__(self, name: str) -> None:
-        with needs("transformers", "a tokenizer needs transformers: pip install 'mainstem[runtime]'"):
-            transformers = importlib.import_module("transformers")
-        with needs("jinja2", "a chat template needs jinja2: pip install 'mainstem[runtime]'"):
-            self._template_error: type[Exception] = importlib.import_module("jinja2").TemplateError
+        transformers = load_package("transformers", "a tokenizer needs transformers: pip install 'mainstem[runtime]'")
+        jinja2 = load_package("jinja2", "a chat template needs jinja2: pip install 'mainstem[runtime]'")
+        self._template_error: type[Exception] = jinja2.TemplateError
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
