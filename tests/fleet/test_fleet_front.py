@@ -31,11 +31,13 @@ class Rig:
     compute prompts alone.
     """
 
-    def __init__(self, names: Sequence[str] = ("a", "b"), **options: Any) -> None:
+    def __init__(
+        self, names: Sequence[str] = ("a", "b"), *, dies: dict[str, int] | None = None, **options: Any
+    ) -> None:
         self.engines: dict[str, Any] = {name: FakeEngine(**options) for name in names}
         self.after: dict[tuple[str, int], Callable[[], None]] = {}
         self.apps = {name: create_app(engine) for name, engine in self.engines.items()}
-        self.dies: dict[str, int] = {}
+        self.dies = dies or {}
         self.aside: set[str] = set()
         self.asked: list[tuple[str, Ask]] = []
 
@@ -90,9 +92,7 @@ def post(made: Front, path: str, body: Any) -> httpx.Response:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_request_whose_replica_dies_before_its_first_token_is_sent_again(path: str, stream: bool) -> None:
-    rig = Rig()
-    rig.dies = {"a": 2 if stream and path == "/v1/messages" else 1}  # the head, and what opens a stream
-    made = front(rig)
+    made = front(Rig(dies={"a": 2 if stream and path == "/v1/messages" else 1}))  # the head, and what opens a stream
     reply = post(made, path, {**CHAT, "max_tokens": 50, "stream": stream})
     assert reply.status_code == 200
     assert reply.headers["x-mainstem-replica"] == "b"
@@ -109,9 +109,7 @@ def test_the_front_passes_on_what_a_replica_names_as_ignored(stream: bool) -> No
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_an_answer_is_whole_though_its_replica_dies_before_it_has_said_that_it_is(path: str) -> None:
-    rig = Rig()
-    rig.dies = {"a": 2}  # the head, and the body
-    made = front(rig)
+    made = front(Rig(dies={"a": 2}))  # the head, and the body
     reply = post(made, path, {**CHAT, "max_tokens": 50})
     assert reply.headers["x-mainstem-replica"] == "a"
     assert reply.json()["id"]  # and nothing follows it
@@ -161,9 +159,7 @@ def test_a_stream_whose_replica_dies_goes_on_elsewhere_as_it_would_have_gone_on(
     held = 2 if path in ("/v1/messages", "/v1/responses") else 1
     continued = 0
     for dies in range(1, len(whole) + 2):
-        rig = Rig(answer=scripted)
-        rig.dies = {"a": dies}
-        made = front(rig)
+        made = front(Rig(answer=scripted, dies={"a": dies}))
         reply = post(made, path, body)
         assert reply.status_code == 200
         by_choice(events(reply.text), whole)
@@ -190,8 +186,7 @@ def choice(event: str) -> str:
 
 
 def test_a_stream_goes_on_from_one_replica_to_the_next_and_ends_with_one_error_event_after_the_third() -> None:
-    rig = Rig(("a", "b", "c", "d"))
-    rig.dies = {"a": 5, "b": 3, "c": 100}
+    rig = Rig(("a", "b", "c", "d"), dies={"a": 5, "b": 3, "c": 100})
     made = front(rig)
     assert said(post(made, "/v1/chat/completions", {**CHAT, "stream": True}).text) == "Hello, world."
     assert (made.counts.continued, made.counts.broken) == (2, 0)
@@ -223,8 +218,7 @@ def test_a_stream_that_its_engine_cannot_end_goes_on_elsewhere() -> None:
     [("/v1/chat/completions", "data: [DONE]"), ("/v1/messages", "event: error"), ("/v1/responses", "event: error")],
 )
 def test_a_stream_that_nobody_can_go_on_with_ends_with_one_error_event(path: str, last: str) -> None:
-    rig = Rig(("a",))
-    rig.dies = {"a": 5}
+    rig = Rig(("a",), dies={"a": 5})
     made = front(rig)
     body = {"model": "fake", "input": "Hi.", "stream": True} if path == "/v1/responses" else {**CHAT, "stream": True}
     reply = post(made, path, {**body, "max_tokens": 50} if path == "/v1/messages" else body)
@@ -250,9 +244,7 @@ def test_what_only_the_lost_replica_knew_ends_a_stream() -> None:
 
 
 def test_a_response_that_went_on_elsewhere_is_found_there() -> None:
-    rig = Rig()
-    rig.dies = {"a": 5}
-    made = front(rig)
+    made = front(Rig(dies={"a": 5}))
     text = post(made, "/v1/responses", {"model": "fake", "input": "Hi.", "stream": True}).text
     found = re.search(r"resp_[0-9a-f]{32}", text)
     assert found is not None
@@ -273,8 +265,7 @@ def test_one_that_drains_or_is_full_is_passed_over() -> None:
 
 
 def test_a_request_that_kills_every_replica_is_given_up() -> None:
-    rig = Rig()
-    rig.dies = {"a": 0, "b": 0}
+    rig = Rig(dies={"a": 0, "b": 0})
     reply = post(front(rig), "/v1/completions", {"model": "fake", "prompt": "Hi."})
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_replica")
     assert len(rig.asked) == 3
@@ -304,8 +295,7 @@ def test_prompts_are_read_with_their_namespace() -> None:
 
 
 def test_requests_about_a_response_go_to_its_replica_and_a_count_to_one() -> None:
-    rig = Rig()
-    rig.dies = {"a": 0}
+    rig = Rig(dies={"a": 0})
     made = front(rig)
     first = post(made, "/v1/responses", {"model": "fake", "input": "Hi."})
     assert first.headers.get("x-mainstem-replica") == "b", first.text
