@@ -2,21 +2,28 @@
 
 Docstrings name the source: "test plan n" is the numbered plan of the typed-token design, "sharing example" the paged
 image requests, "demo" the small tree that is printed step by step, "block hashes" the index over hashed blocks.
+
+What the other tests of the cache have anyway is not repeated here. Of the test plan that is:
+
+    1     test_match_splits_where_the_keys_part
+    3     test_locks_are_counted, test_unlock_without_a_lock_changes_nothing, test_a_split_keeps_locks_on_both_halves
+    4, 5  test_a_second_request_hits_the_pages_of_the_first, test_finish_publishes_a_prompt_whole
+    6, 7  test_insert_of_an_existing_prefix_adopts_nothing, test_insert_at_its_own_end_does_nothing
+    14    test_stateful
+    16    test_a_namespace_goes_with_its_last_page
 """
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
 from rigs.cache import owners, prefill
 
-from mainstem.cache.keys import BigramKeys, Coordinate, HashKeys, Image, Text, TokenKeys, TypedKeys, hash_blocks
+from mainstem.cache.keys import HashKeys, Image, Text, TypedKeys, hash_blocks
 from mainstem.cache.namespaces import Namespace
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.tree import Tree
-from mainstem.errors import NotLocked, OutOfPages
+from mainstem.errors import OutOfPages
 
 BOS = 1
 PHOTO = Image(bytes(range(16)), 729)
@@ -29,18 +36,6 @@ def ids(start: int, end: int) -> np.ndarray:
 # ---------------------------------------------------------------- the tree
 
 
-def test_a_match_that_ends_inside_a_node_splits_it_in_two() -> None:
-    """Test plan 1."""
-    tree = Tree(page_size=1)
-    tree.insert([10, 11, 12, 13], ids(0, 4))
-    found = tree.match([10, 11, 99])
-    assert (found.length, found.page_ids.tolist()) == (2, [0, 1])
-    upper, lower = tree.nodes()
-    assert (upper.node, upper.length, upper.cells["full", 0].ids.tolist()) == (found.node, 2, [0, 1])
-    assert (lower.parent, lower.length, lower.cells["full", 0].ids.tolist()) == (found.node, 2, [2, 3])
-    tree.check()
-
-
 def test_an_image_counts_as_all_its_positions() -> None:
     """Test plan 2."""
     tree = Tree(page_size=1, keys=TypedKeys())
@@ -48,46 +43,6 @@ def test_an_image_counts_as_all_its_positions() -> None:
     assert tree.match([Text(BOS), PHOTO, Text(1), Text(2)]).length == 732
     partial = tree.match([Text(BOS), PHOTO])
     assert (partial.length, partial.page_ids.tolist()) == (730, list(range(730)))
-
-
-def test_a_lock_holds_a_node_and_all_above_and_never_falls_below_none() -> None:
-    """Test plan 3."""
-    tree = Tree(page_size=1)
-    tree.insert([1, 2, 4], [0, 1, 9])
-    node = tree.insert([1, 2, 3], ids(0, 3)).node
-    tree.lock(node)
-    assert [view.cells["full", 0].locks for view in tree.nodes()] == [1, 0, 1]
-    tree.unlock(node)
-    assert [view.cells["full", 0].locks for view in tree.nodes()] == [0, 0, 0]
-    with pytest.raises(NotLocked):
-        tree.unlock(node)
-    tree.check()
-
-
-def test_inserting_the_same_again_adds_nothing() -> None:
-    """Test plan 6."""
-    tree = Tree(page_size=1)
-    first = tree.insert([1, 2, 3], ids(0, 3))
-    assert first.length - first.existing == 3
-    again = tree.insert([1, 2, 3], ids(3, 6))
-    assert (again.node, again.length - again.existing) == (first.node, 0)
-    assert tree.stats().cached_pages == 3
-
-
-def test_a_lock_that_is_handed_to_its_own_node_stays_one_lock() -> None:
-    """Test plan 7."""
-    tree = Tree(page_size=1)
-    node = tree.insert([1, 2, 3], ids(0, 3)).node
-    matched = tree.match([1, 2, 3]).node
-    assert matched == node
-    tree.lock(matched)
-    again = tree.insert([1, 2, 3], ids(3, 6), after=matched)
-    assert (again.node, again.existing) == (matched, 3)
-    tree.lock(again.node)
-    tree.unlock(matched)
-    assert tree.stats().locked_pages == 3
-    tree.unlock(again.node)
-    assert tree.stats().locked_pages == 0
 
 
 def test_a_lease_that_publishes_what_it_has_keeps_one_lock() -> None:
@@ -100,19 +55,6 @@ def test_a_lease_that_publishes_what_it_has_keeps_one_lock() -> None:
     lease.finish()
     assert cache.stats().pool.locked == 0
     assert cache.flush() == 3
-
-
-def test_a_namespace_without_pages_is_gone() -> None:
-    """Test plan 16."""
-    tree = Tree(page_size=1)
-    namespaces = [Namespace(extra=(f"image {number}",)) for number in range(10)]
-    for number, namespace in enumerate(namespaces):
-        tree.insert([BOS, 1, 2], ids(3 * number, 3 * number + 3), namespace)
-    assert tree.stats().namespaces == 10
-    assert len(tree.evict(100)[0]) == 30
-    assert tree.stats().namespaces == 0
-    tree.insert([BOS, 1], ids(0, 2), namespaces[0])
-    assert tree.stats().namespaces == 1
 
 
 def test_a_lookup_creates_no_namespace() -> None:
@@ -144,30 +86,6 @@ def test_pages_after_an_image_are_counted_in_positions() -> None:
 
 
 # ---------------------------------------------------------------- the owners of pages
-
-
-def test_a_prompt_that_was_computed_stays_cached_until_it_is_evicted() -> None:
-    """Test plan 4."""
-    cache = PrefixCache(100, 1)
-    lease = prefill(cache, list(range(10)))
-    assert lease.published == 10
-    lease.finish()
-    assert owners(cache) == (90, 10, 0)
-    cache.flush()
-    assert owners(cache) == (100, 0, 0)
-
-
-def test_the_rest_of_a_partly_known_prompt_is_cached_with_it() -> None:
-    """Test plan 5."""
-    cache = PrefixCache(100, 1)
-    prefill(cache, list(range(5))).finish()
-    lease = cache.lease(list(range(10)))
-    assert lease.hit == 5
-    lease.reserve(5)
-    assert owners(cache) == (90, 5, 5)
-    lease.publish(10)
-    lease.finish()
-    assert owners(cache) == (90, 10, 0)
 
 
 def test_a_prompt_that_is_known_whole_still_leaves_its_last_token() -> None:
@@ -263,21 +181,6 @@ def test_locked_prefixes_are_not_evicted_for_room() -> None:
     waiting.abort()
 
 
-def test_no_page_is_owned_twice_after_a_thousand_sequences() -> None:
-    """Test plan 14."""
-    cache, rng = PrefixCache(60, 2), random.Random(14)
-    for _ in range(1000):
-        with cache.lease([rng.randrange(3) for _ in range(rng.randrange(1, 20))]) as lease:
-            lease.reserve(lease.length - lease.reserved)
-            lease.publish(rng.randrange(lease.length + 1))
-            for _ in range(rng.randrange(5)):
-                lease.append([rng.randrange(3)])
-                lease.reserve(1)
-            if rng.random() < 0.8:
-                lease.finish()
-        assert owners(cache)[2] == 0
-
-
 def test_pages_are_conserved_over_misses_whole_hits_and_part_hits() -> None:
     """Test plan 15."""
     cache = PrefixCache(99, 1)
@@ -295,20 +198,6 @@ def test_pages_are_conserved_over_misses_whole_hits_and_part_hits() -> None:
     assert owners(cache) == (99, 0, 0)
 
 
-def test_a_prefix_that_was_computed_twice_is_kept_once() -> None:
-    """The ownership sections: a duplicate that is neither cached nor freed is a leak, and freeing the tree's copy
-    instead corrupts another sequence."""
-    cache = PrefixCache(10, 1)
-    late = cache.lease([BOS, 5, 6])
-    prefill(cache, [BOS]).finish()
-    late.reserve(3)
-    late.publish(3)
-    assert owners(cache) == (7, 3, 0)
-    assert {cache.pool.owner(int(page)) for page in late.page_table} == {"cached"}
-    late.finish()
-    assert owners(cache) == (7, 3, 0)
-
-
 # ---------------------------------------------------------------- adapters, typed tokens
 
 
@@ -318,14 +207,6 @@ def test_adapters_share_nothing_and_adapter_none_is_not_adapter_zero() -> None:
     base = [None, Namespace(adapter="0"), Namespace(adapter="v1"), Namespace(adapter="v2"), Namespace(salt="v1")]
     assert [prefill(cache, [1, 2, 3], namespace).hit for namespace in base] == [0] * 5
     assert [cache.peek([1, 2, 3, 4], namespace) for namespace in base] == [3] * 5
-
-
-def test_a_coordinate_is_not_the_text_of_its_bin() -> None:
-    """Cache keys of the typed-token design: kinds do not collide."""
-    tree = Tree(page_size=1, keys=TypedKeys())
-    tree.insert([Text(7)], ids(0, 1))
-    assert tree.peek([Coordinate(7)]) == 0
-    assert tree.peek([7]) == 1
 
 
 def test_two_images_side_by_side_share_up_to_where_they_differ() -> None:
@@ -406,16 +287,6 @@ def test_the_same_prompt_catches_up_while_the_first_runs() -> None:
     assert owners(cache) == (172, 128, 0)
 
 
-def test_a_finished_request_keeps_whole_pages_and_frees_the_rest() -> None:
-    """Life of a request: duplicates and the tail that fills no page are freed, the rest stays for the next turn."""
-    cache = PrefixCache(20, 16)
-    lease = prefill(cache, list(range(40)))
-    assert owners(cache) == (17, 2, 1)
-    lease.finish()
-    assert owners(cache) == (18, 2, 0)
-    assert cache.peek(list(range(60))) == 32
-
-
 def test_the_tree_of_four_sequences() -> None:
     """Structure example: a shared beginning, two branches, one of them longer, and an unrelated sequence."""
     tree = Tree(page_size=1)
@@ -426,14 +297,6 @@ def test_the_tree_of_four_sequences() -> None:
     assert shape == [(0, 2, 2), (2, 3, 0), (2, 4, 0), (0, 5, 0)]
     found = tree.match([1, 2, 3, 4, 5, 6])
     assert (found.length, found.page_ids.tolist()) == (5, [0, 1, 2, 13, 14])
-
-
-def test_bigrams_are_pairs_of_neighbours() -> None:
-    """Draft models: four tokens are three symbols, and a prefix of tokens is one symbol shorter."""
-    tree = Tree(page_size=1, keys=BigramKeys())
-    assert tree.insert([1, 2, 3, 4], ids(0, 3)).length == 3
-    assert tree.match([1, 2, 3, 9]).length == 2
-    assert BigramKeys().encode([1, 2, 3]) == TokenKeys().encode([1, 2, 2, 3])
 
 
 # ---------------------------------------------------------------- demo
@@ -478,28 +341,3 @@ def test_blocks_are_found_by_their_hashes(width: int) -> None:
     tree.insert(hash_blocks(tokens, 16, width), ids(100, 104))
     assert tree.match(hash_blocks([*tokens[:32], 7, *tokens[33:]], 16, width)).page_ids.tolist() == [100, 101]
     assert tree.match(hash_blocks([7, *tokens[1:]], 16, width)).length == 0
-
-
-def test_blocks_that_are_still_copied_are_neither_matched_nor_evicted() -> None:
-    """Block hashes: a node is ready once its transfer is."""
-    tree = Tree(page_size=1, keys=HashKeys(16))
-    blocks = hash_blocks(list(range(64)), 16)
-    tree.insert(blocks[:32], ids(0, 2))
-    flight = tree.insert(blocks, ids(0, 4), ready=False)
-    found = tree.match(blocks)
-    assert (found.length, found.pending) == (2, 2)
-    assert tree.evict(4)[0].tolist() == []
-    tree.commit(flight.node)
-    assert tree.match(blocks).length == 4
-    assert sorted(tree.evict(4)[0].tolist()) == [0, 1, 2, 3]
-
-
-def test_what_is_locked_is_in_use_whatever_its_age() -> None:
-    """Block hashes: only leaves that are ready and unlocked may be evicted, the least recently used first."""
-    tree = Tree(page_size=1, keys=HashKeys(8))
-    chains = [hash_blocks([number] * 32, 16, 8) for number in range(3)]
-    nodes = [tree.insert(chain, ids(2 * number, 2 * number + 2)).node for number, chain in enumerate(chains)]
-    tree.lock(nodes[0])
-    assert sorted(tree.evict(2)[0].tolist()) == [2, 3]
-    tree.unlock(nodes[0])
-    assert sorted(tree.evict(2)[0].tolist()) == [0, 1]

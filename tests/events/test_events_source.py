@@ -122,37 +122,6 @@ Whatever.TestCase.settings = settings(max_examples=60, stateful_step_count=40, d
 TestWhatever = Whatever.TestCase
 
 
-def test_pages_are_stored_with_their_tokens_after_their_parent() -> None:
-    tree, source = listening()
-    tree.insert([1, 2, 3, 4], [0, 1])
-    tree.insert([1, 2, 3, 4, 5, 6], [0, 1, 2])
-    first, second = source.take()
-    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
-    assert (first.token_ids, first.parent_block_hash, first.block_size) == ((1, 2, 3, 4), None, 2)
-    assert (second.token_ids, second.parent_block_hash) == ((5, 6), first.block_hashes[1])
-    assert first.medium == second.medium == "GPU"
-    assert source.take() == []
-
-
-def test_what_leaves_is_removed_by_the_hashes_it_came_with() -> None:
-    tree, source = listening()
-    tree.insert([1, 2, 3, 4, 5, 6], [7, 8, 9])
-    (stored,) = source.take()
-    tree.match([1, 2, 9])  # splits the node
-    tree.evict(2)
-    assert isinstance(stored, BlockStored)
-    removed = [hash_ for event in source.take() for hash_ in event.block_hashes]  # type: ignore[union-attr]
-    assert sorted(removed) == sorted(stored.block_hashes[1:])
-
-
-def test_pages_in_flight_are_stored_when_they_can_be_found() -> None:
-    tree, source = listening()
-    node = tree.insert([1, 2, 3, 4], [0, 1], ready=False).node
-    assert source.take() == []
-    tree.commit(node)
-    assert [type(event) for event in source.take()] == [BlockStored]
-
-
 def test_parents_come_first_where_a_transfer_has_many_nodes() -> None:
     tree, source = listening(page_size=1)
     node = tree.insert([1, 2, 3, 4], [0, 1, 2, 3], ready=False).node

@@ -128,10 +128,7 @@ def listening(pids: set[int]) -> set[str]:
     ("text", "said"),
     [
         ("replica: 2", "replica (not a setting): must be replicas"),
-        ("engine: {kv_byte: 1GiB}", "engine.kv_byte (not a setting): must be kv_bytes"),
-        ("replicas: 0", "replicas 0: must be an integer from 1 to 1024"),
         ("cpus: 4096", "cpus 4096: must be at most"),
-        ("server: {port: 9}", "server.port 9: must be left out: the fleet has `port`"),
         ("model: /nowhere", "/nowhere: there is no such folder"),
         ("a: [", "cannot be read"),
     ],

@@ -235,18 +235,3 @@ def test_the_memory_of_many_replicas_grows_with_what_they_hold() -> None:
             return caches.bytes
 
     assert used(2, 60_000) < 1.1 * used(2, 20_000), "full caches take no more"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"routing": "random"}, "routing = 'random': must be one of round-robin, two-choices"),
-        ({"replicas": 5000}, "replicas = 5000: must be an integer from 1 to 4096"),
-        ({"router_lag": -1.0}, "router_lag = -1.0: must be a number, 0 or more"),
-        ({"prefill_rate": 0.0}, "prefill_rate = 0.0: must be a number"),
-    ],
-)
-def test_settings_outside_their_range_are_refused(options: dict[str, Any], message: str) -> None:
-    make: Callable[..., Setup] = Setup
-    with pytest.raises(BadArgument, match=message):
-        make(**options)

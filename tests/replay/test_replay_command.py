@@ -113,17 +113,6 @@ def test_a_small_trace_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFi
         assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [("lru", 1), ("opt", 1)]
 
 
-def test_routing_to_one_replica_does_not_matter(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rows_of(capsys, trace, "--routing", "hash") == rows_of(capsys, trace)
-
-
-def test_many_replicas_behind_each_router(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for routing in ("two-choices", "consistent-hash", "cost"):
-        options = ["--capacity", "30", "--replicas", "50", "--routing", routing, "--router-lag", "500ms"]
-        one, two = (rows_of(capsys, trace, *options, "--workers", workers)[0] for workers in ("1", "2"))
-        assert one == two and (one["routing"], len(one["replica_requests"])) == (routing, 50)
-
-
 def test_times_and_tiers_may_have_spaces(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys, trace, "--ttl", "2d", "--tiers", " device = 5, host =20 ")
     assert row["ttl_s"] == 172_800
@@ -254,12 +243,3 @@ def test_options_that_need_no_trace_are_checked_before_it_is_read(
 ) -> None:
     assert cli.main(["replay", str(tmp_path / "absent"), *options]) == 2
     assert " ".join(options) in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["replay", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "mainstem replay" in shown
-    assert "Examples:" in shown
-    for argument in cli.app["replay"].assemble_argument_collection(parse_docstring=True):
-        assert argument.parameter.help or not argument.show, argument.name

@@ -22,7 +22,7 @@ from mainstem.replay.plan.engine import waits
 from mainstem.replay.plan.hardware import DEVICES, Device, find_device
 from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
-from mainstem.replay.simulate.sweep import hit_blocks, replay
+from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
 from mainstem.settings.replay import Assumptions, Fleet, Memory, Setup
 from mainstem.units import show_bytes
@@ -233,13 +233,6 @@ def test_hits_by_tier_are_those_of_real_tiers(seed: int) -> None:
     ]
     assert tokens == [tier.token_hits for tier in real.tiers]
     assert (row.token_hit_rate, row.block_hit_rate) == (real.token_hit_rate, real.block_hit_rate)
-
-
-def test_the_real_tree_hits_what_a_slow_one_does() -> None:
-    trace = chats(3)
-    slow = slow_lru(trace)
-    for capacity in (1, 5, 30, 200, 5000):
-        assert hit_blocks(trace, "lru", capacity).tolist() == slow(capacity).tolist()
 
 
 def test_more_memory_never_saves_less() -> None:
