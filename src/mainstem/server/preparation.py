@@ -22,7 +22,6 @@ from mainstem.server.errors import client_names
 from mainstem.server.fields.schemas import holdable
 from mainstem.server.fields.tools import Tool, Tooling
 from mainstem.server.kept.answers import Turn
-from mainstem.server.parsing.checked import Check, Checked, by_schema
 from mainstem.server.parsing.formats import schema_of
 from mainstem.server.parsing.output import OutputParser, PlainText
 from mainstem.server.prompting import Prompting
@@ -151,23 +150,19 @@ class Preparation(Prompting):
         """Returns a tool with the enforceable part of its schema; strict and custom tools as they are."""
         if tool.strict or tool.custom:
             return tool
-        return replace(tool, parameters=self._holdable(tool.name, json.dumps(tool.parameters))[0])
+        return replace(tool, parameters=self._holdable(tool.name, json.dumps(tool.parameters)))
 
-    def _hold(self, name: str, schema: str) -> tuple[Mapping[str, Any], bool]:
-        """Returns the part of a tool's schema that a grammar can enforce, and whether that is all; logs the rest."""
+    def _hold(self, name: str, schema: str) -> Mapping[str, Any]:
+        """Returns the part of a tool's schema that a grammar can enforce; logs the rest."""
 
         def problem(parameters: Mapping[str, Any]) -> str:
             return self._engine.grammars.problem(Grammar("json_schema", schema_of(Tool(name, None, parameters))))
 
         held, left_out = holdable(json.loads(schema), problem)
         if left_out:
-            log.warning(
-                "calls of the tool %s are not held to all of its schema: no grammar holds %s; they are checked when"
-                " they are complete",
-                name,
-                ", ".join(left_out),
-            )
-        return held, not left_out
+            message = "calls of the tool %s are not held to all of its schema: no grammar holds %s"
+            log.warning(message, name, ", ".join(left_out))
+        return held
 
     def _content(self, params: SamplingParams, tooling: Tooling, ending: str) -> Callable[[], Content] | None:
         """Returns a maker of readers that find stop texts, where these count in a part of an answer only."""
@@ -204,22 +199,8 @@ class Preparation(Prompting):
         """Returns the parser of one answer; see `Prepared`."""
         if isinstance(generation.prompt, Texts):
             return PlainText()
-        tooling = generation.prompt.tooling
-        parser = self.dialect.reading(tooling, self.prompts.ending(request.tokens), request.params, name)
-        checks = {tool.name: check for tool in tooling.callable if (check := self._check_of(tool, tooling)) is not None}
-        return Checked(parser, checks) if checks else parser
-
-    def _check_of(self, tool: Tool, tooling: Tooling) -> Check | None:
-        """Returns the check of calls whose tool the grammar enforces in part only; None: it enforces all."""
-        if tool.form is not None and not self.dialect.holds(tool):
-            return partial(self._fits, Grammar(tool.form.syntax, tool.form.definition))
-        if tooling.choice != "required" or tool.strict or tool.custom:
-            return None
-        return None if self._holdable(tool.name, json.dumps(tool.parameters))[1] else by_schema(tool.parameters)
-
-    def _fits(self, grammar: Grammar, text: str) -> bool:
-        tokens = self.text(text, special_tokens=False, parse_special=False).tolist() if text else []
-        return self._engine.grammars.compile(grammar).takes(tokens)
+        ending = self.prompts.ending(request.tokens)
+        return self.dialect.reading(generation.prompt.tooling, ending, request.params, name)
 
     def _extras(self, generation: Generation, prompts: Sequence[PreparedPrompt]) -> Extras:
         """Returns what a reply shows besides texts."""

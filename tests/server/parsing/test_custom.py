@@ -343,22 +343,6 @@ def test_bad_input_is_named(fields: dict[str, Any], param: str, message: str) ->
     assert message in error["message"]
 
 
-@pytest.mark.parametrize(("text", "logged"), [("a b", False), ("a", True), ("", True), ("a b c", True)])
-def test_a_text_whose_grammar_cannot_be_held_is_checked_when_it_is_complete(
-    text: str, logged: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a" "b"\n%ignore " "'}}
-    tools = [{"type": "custom", "custom": {"name": "patch", "format": form}}, FUNCTION]
-    for stream in (False, True):
-        caplog.clear()
-        assert chat(FakeEngine(lambda _: calls(text)), tools=tools, stream=stream).status_code == 200
-        assert ("a call of the tool patch is not what it takes" in caplog.text) == logged
-    caplog.clear()
-    cut = len(calls(text).partition("</tool_call>")[0]) - 3
-    assert chat(FakeEngine(lambda _: calls(text)), tools=tools, max_tokens=cut).status_code == 200
-    assert "is not what it takes" not in caplog.text, "who knows what would have come"
-
-
 def test_the_path_of_a_schema_counts_tools_that_are_left_out() -> None:
     bad = {
         "type": "function",

@@ -131,11 +131,6 @@ class CompiledGrammar:
         """Returns what follows one answer, from its beginning."""
         return Matcher(*self._arguments)
 
-    def takes(self, tokens: list[int]) -> bool:
-        """Returns whether these tokens are a complete answer."""
-        state = self._arguments[0].deep_copy()
-        return state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting()
-
 
 class Grammars:
     """Compiles grammars for one tokenizer. Callable from any thread.

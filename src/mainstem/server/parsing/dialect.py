@@ -19,7 +19,6 @@ from mainstem.runtime.text.escapes import template_text
 from mainstem.runtime.text.prompts import ANSWER, Prompts
 from mainstem.server.fields.effort import EFFORTS, Switches, switches_of
 from mainstem.server.fields.tools import NO_TOOLS, Tool, Tooling
-from mainstem.server.parsing.custom import held
 from mainstem.server.parsing.formats import ANY, FORMATS, CallFormat, format_of, terms, upto
 from mainstem.server.parsing.output import OutputParser, PlainText, UntilStop
 from mainstem.server.parsing.reasoning import THINKING, ReasoningParser, Thinking, thinking_of
@@ -124,10 +123,6 @@ class Dialect:
             before = f"thought {after or _GAP}"
             start = f"{before} ({start})" if self.thinking.opened(ending) else f"({begin} {before})? ({start})"
         return Grammar("lark", "\n".join([f"start: {start}", *rules]))
-
-    def holds(self, tool: Tool) -> bool:
-        """Returns whether the form of a custom tool's text can be held."""
-        return tool.form is None or held(tool.name, tool.form, escaped=not self.calls.parameter) is not None
 
     def shown(self, params: SamplingParams, tooling: Tooling) -> SamplingParams:
         """Returns parameters whose text has the markers that the parser needs, though they are special tokens."""
