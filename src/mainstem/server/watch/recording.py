@@ -55,6 +55,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -140,15 +141,6 @@ class _Prompt:
     cache_key: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    prompt: _Prompt
-    finish: str
-    output_tokens: int
-    usage: Usage | None
-    answer: str
-
-
 def check_recording(config: RecordConfig) -> None:
     """Tries the file of a recording before there is a model to record requests of.
 
@@ -191,7 +183,7 @@ class Recorder:
         self._now = now
         self._lines = _Lines(config, model, decode, random)
         self._room = queued_tokens
-        self._queue: deque[_Ended] = deque()
+        self._queue: deque[tuple[int, Callable[[], bytes]]] = deque()  # sizes, and what makes the lines
         self._changed = threading.Condition()
         self._closed = False
         self._written = self._dropped = self._failed = 0
@@ -241,7 +233,8 @@ class Recorder:
 
         def ended(finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
             text = "".join(delta.text for delta in deltas) if self._text else ""
-            self._put(_Ended(prompt, finish, sum(len(delta.tokens) for delta in deltas), usage, text))
+            line = partial(self._lines.line, prompt, finish, sum(len(delta.tokens) for delta in deltas), usage, text)
+            self._put(len(prompt.tokens) + _LINE_TOKENS, line)
 
         return EndWatcher(ended)
 
@@ -258,28 +251,28 @@ class Recorder:
         if self._writer.is_alive():
             log.warning("the recording is incomplete: %d queued lines were not written in time", len(self._queue))
 
-    def _put(self, ended: _Ended) -> None:
+    def _put(self, size: int, line: Callable[[], bytes]) -> None:
         with self._changed:
-            size = _size(ended)
             if self._closed or size > self._room:
                 self._dropped += 1
                 first = self._dropped == 1
             else:
                 self._room -= size
-                self._queue.append(ended)
+                self._queue.append((size, line))
                 self._changed.notify()
                 return
         if first:
             log.warning("the recording cannot keep up and omits requests: see the metric mainstem_recorded_requests")
 
     def _run(self) -> None:
-        while (ended := self._take()) is not None:
-            self._append(self._lines.line(ended))
+        while (taken := self._take()) is not None:
+            size, line = taken
+            self._append(line())
             with self._changed:
-                self._room += _size(ended)
+                self._room += size
         self._file.close()
 
-    def _take(self) -> _Ended | None:
+    def _take(self) -> tuple[int, Callable[[], bytes]] | None:
         """Returns the next finished request; None after the last one."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
@@ -293,10 +286,6 @@ class Recorder:
             self._failed += 1
             if self._failed == 1:
                 log.error("a request could not be recorded; further failures are only counted: %s", error)
-
-
-def _size(ended: _Ended) -> int:
-    return len(ended.prompt.tokens) + _LINE_TOKENS
 
 
 class _Lines:
@@ -320,24 +309,23 @@ class _Lines:
         header = _Header(FORMAT, VERSION, self._step // 4, mainstem.__version__, self._model, started_s, name)
         return msgspec.json.encode(header) + b"\n"
 
-    def line(self, ended: _Ended) -> bytes:
-        prompt, usage = ended.prompt, ended.usage
+    def line(self, prompt: _Prompt, finish: str, output_tokens: int, usage: Usage | None, answer: str) -> bytes:
         line = _Line(
             time=round(prompt.time_s, 6),
             kind=prompt.kind,
             model=prompt.model,
             tenant=self._tenant(prompt.tenant),
             input_tokens=len(prompt.tokens),
-            output_tokens=ended.output_tokens,
+            output_tokens=output_tokens,
             cached=None if usage is None else _by_tier(usage),
             ttft_s=None if usage is None else round(usage.ttft_s, 6),
             e2e_s=None if usage is None else round(usage.duration_s, 6),
-            finish=ended.finish,
+            finish=finish,
             blocks=self._blocks(prompt),
             cache_key=self._cache_key(prompt),
         )
         if self._decode is not None:
-            line.prompt, line.answer = self._decode(prompt.tokens.tolist()), ended.answer
+            line.prompt, line.answer = self._decode(prompt.tokens.tolist()), answer
         return msgspec.json.encode(line) + b"\n"
 
     def _tenant(self, tenant: Namespace) -> str:
