@@ -107,9 +107,14 @@ def client_names(paths: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(400, str(error), param=paths.get("prompt", "prompt")) from error
 
 
+def wrong(at: str, problem: str, code: str | None = None) -> ApiError:
+    """Returns the error for the field, or the parameter of a query, at a path."""
+    return ApiError(400, f"{at}: {problem}", param=at, code=code)
+
+
 def text_only(at: str) -> ApiError:
     """Returns the error for an image sent to a text-only model; `at` is the path of the field."""
-    return ApiError(400, f"{at}: this model accepts text only", param=at, code="unsupported_content")
+    return wrong(at, "this model accepts text only", "unsupported_content")
 
 
 def no_advice(action: str, cached: int, param: str) -> ApiError:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from mainstem.server.apis.bodies import TokenId, decode_known
 from mainstem.server.apis.chat.request import Messages
 from mainstem.server.apis.chat.tools import ToolSpec
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ def parse_hint(body: bytes) -> HintRequest:
     request = decode_known(body, HintRequest)
     if (request.prompt is None) == (request.messages is None):
         given, name = ("none", "prompt") if request.prompt is None else ("both", "messages")
-        raise ApiError(400, f"{name}: the body must have exactly one of prompt and messages, got {given}", param=name)
+        raise wrong(name, f"the body must have exactly one of prompt and messages, got {given}")
     return request
 
 
@@ -93,8 +93,7 @@ def parse_remove(body: bytes) -> RemoveRequest:
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) != 1:
         name, got = given[-1] if given else "prompt", " and ".join(given) or "none"
-        message = f"{name}: the body must have exactly one of prompt, messages and all = true, got {got}"
-        raise ApiError(400, message, param=name)
+        raise wrong(name, f"the body must have exactly one of prompt, messages and all = true, got {got}")
     return request
 
 

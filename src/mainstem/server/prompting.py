@@ -215,8 +215,7 @@ class Prompting:
     def _load(self, images: Sequence[dict[str, Any]], at: str) -> None:
         """Loads the image of every image part of the messages at a path; a repeated URL is read once."""
         if len(images) > self._max_images:
-            message = f"{at}: at most {self._max_images} images in a request"
-            raise ApiError(400, message, param=at, code="too_many_images")
+            raise errors.wrong(at, f"at most {self._max_images} images in a request", "too_many_images")
         loaded: dict[str, Any] = {}
         pixels = 0
         for part in images:
@@ -238,8 +237,7 @@ def _truncated(prompt: PreparedPrompt, most: int) -> PreparedPrompt:
     if cut <= 0:
         return prompt
     if prompt.images:
-        name = "truncate_prompt_tokens"
-        raise ApiError(400, f"{name}: a prompt with images cannot be truncated", param=name)
+        raise errors.wrong("truncate_prompt_tokens", "a prompt with images cannot be truncated")
     marks = tuple(mark - cut for mark in prompt.marks if mark >= cut)
     partings = tuple(max(parting - cut, 0) for parting in prompt.partings)
     return replace(prompt, tokens=prompt.tokens[cut:], marks=marks, partings=partings)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import ApiError, wrong
 
 
 def tenant_secret(storage_secret: bytes | None) -> Callable[[int], bytes]:
@@ -107,8 +107,7 @@ class Access:
             return self.tenant(headers), False
         named = [key for key in sent if key in self._keys]
         if self.separates and not named:
-            message = "x-api-key: must be the API key of the tenant whose cache the admin asks about"
-            raise ApiError(400, message, param="x-api-key")
+            raise wrong("x-api-key", "must be the API key of the tenant whose cache the admin asks about")
         return (named[0] if named else None), True
 
     def remover(self, headers: Headers) -> tuple[bytes | None, bool]:
@@ -140,13 +139,8 @@ class Access:
         matches = [key for sent in self._sent(headers) for key in keys if hmac.compare_digest(key, sent)]
         if not matches:
             message = "The API key is missing or unknown: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-            raise ApiError(
-                401,
-                message,
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            asks = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=asks)
         return matches[0]
 
     def _sent(self, headers: Headers) -> list[bytes]:

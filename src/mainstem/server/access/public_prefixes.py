@@ -18,10 +18,6 @@ from mainstem.server.prompting import Tokens
 _ALLOWED = 'a line with either {"messages": [...]} and perhaps "tools", or {"prompt": ...}'
 
 
-class PublicPrefix(Named, kw_only=True, forbid_unknown_fields=True):
-    """A line: exactly one of `prompt` and `messages`, and perhaps `tools`."""
-
-
 def read_public_prefixes(path: Path, preparation: Preparation) -> list[Tokens]:
     """Reads the file, and returns the tokens of each prefix.
 
@@ -31,7 +27,7 @@ def read_public_prefixes(path: Path, preparation: Preparation) -> list[Tokens]:
     return [_tokens(prefix, place, preparation) for place, prefix in parse_public_prefixes(path)]
 
 
-def parse_public_prefixes(path: Path) -> list[tuple[str, PublicPrefix]]:
+def parse_public_prefixes(path: Path) -> list[tuple[str, Named]]:
     """Reads the file, and returns each prefix and its place, FILE:LINE.
 
     Raises:
@@ -46,10 +42,10 @@ def parse_public_prefixes(path: Path) -> list[tuple[str, PublicPrefix]]:
     ]
 
 
-def _parsed(line: bytes, place: str) -> PublicPrefix:
+def _parsed(line: bytes, place: str) -> Named:
     shown = line[:80].decode("utf-8", "replace")
     try:
-        prefix = decode_known(line, PublicPrefix)
+        prefix = decode_known(line, Named)
     except ApiError as error:
         raise BadArgument(place, shown, f"{_ALLOWED}: {error}") from error
     whose = [name for name in ("model", "cache_salt", "api_key") if getattr(prefix, name) is not None]
@@ -58,7 +54,7 @@ def _parsed(line: bytes, place: str) -> PublicPrefix:
     return prefix
 
 
-def _tokens(prefix: PublicPrefix, place: str, preparation: Preparation) -> Tokens:
+def _tokens(prefix: Named, place: str, preparation: Preparation) -> Tokens:
     try:
         if prefix.prompt is not None:
             return preparation.tokens(prefix.prompt)

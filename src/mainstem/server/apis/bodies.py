@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import ApiError, wrong
 from mainstem.server.fields.rules import OPENAI, Rules, Unheeded, check_fields
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -72,11 +72,6 @@ def subset(name: str, kind: type[Struct], fields: Sequence[str], says: str, **de
                 else (field.name, hints[field.name], default)
             )  # fmt: skip
     return msgspec.defstruct(name, chosen, kw_only=True, module=kind.__module__, namespace={"__doc__": says})
-
-
-def wrong(at: str, problem: str, code: str | None = None) -> ApiError:
-    """Returns the error for the field at a path."""
-    return ApiError(400, f"{at}: {problem}", param=at, code=code)
 
 
 def prompts_of(given: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:

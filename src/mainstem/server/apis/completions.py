@@ -9,9 +9,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from mainstem.server.apis.bodies import TokenId, decode_known, prompts_of, wrong
+from mainstem.server.apis.bodies import TokenId, decode_known, prompts_of
 from mainstem.server.apis.generation import Generation, Texts
 from mainstem.server.apis.shared import MAX_CHOICES, OpenRequest
+from mainstem.server.errors import wrong
 from mainstem.server.fields.rules import COMPLETIONS, Unheeded
 
 MAX_TOKENS = 16

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from mainstem.server.apis.bodies import check_value, wrong
+from mainstem.server.apis.bodies import check_value
+from mainstem.server.errors import wrong
 from mainstem.server.fields.breakpoints import Mark
 from mainstem.server.fields.tools import NO_PARAMETERS, Tool
 from mainstem.server.parsing.custom import as_arguments

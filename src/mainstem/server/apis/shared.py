@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from mainstem.server.apis.bodies import TokenId, wrong
+from mainstem.server.apis.bodies import TokenId
 from mainstem.server.apis.generation import CacheHints
+from mainstem.server.errors import wrong
 from mainstem.server.fields.breakpoints import CacheOptions
 from mainstem.server.fields.sampling import StopTexts
 from mainstem.server.fields.structured import Structured

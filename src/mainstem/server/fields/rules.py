@@ -23,7 +23,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw, Struct
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 from mainstem.server.fields.tools import is_hosted
 
 IGNORED_HEADER, UNKNOWN_HEADER = "X-Mainstem-Ignored", "X-Mainstem-Unknown-Fields"
@@ -196,12 +196,8 @@ def check_fields(body: bytes | Raw, kind: type[Struct], rules: Rules, unheeded: 
             _take_unknown(at, name, (*kind.__struct_fields__, *rules.advice, *rules.refused), unheeded)
         elif known.asks(msgspec.json.decode(raw)):
             if name in rules.refused:
-                raise _refusal(at + name, _problem(known), known.code)
+                raise wrong(at + name, _problem(known), known.code)
             unheeded.ignored.append(at + name)
-
-
-def _refusal(name: str, problem: str, code: str) -> ApiError:
-    return ApiError(400, f"{name}: {problem}", param=name, code=code)
 
 
 class _Typed(Struct):
@@ -212,7 +208,7 @@ class _Typed(Struct):
 
 def _take_unknown(at: str, name: str, known: Iterable[str], unheeded: Unheeded) -> None:
     if not unheeded.tolerant:
-        raise _refusal(at + name, f"unknown field{_nearest(name, known)}", "unknown_field")
+        raise wrong(at + name, f"unknown field{_nearest(name, known)}", "unknown_field")
     unheeded.unknown.append(at + name)
 
 

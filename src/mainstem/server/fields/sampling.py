@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 from mainstem.settings.engine import SamplingParams
 
 MAX_STOPS = 16
@@ -78,7 +78,7 @@ def stops_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     """Returns token ids and biases; JSON has only texts as keys."""
-    wrong = next((token for token in given if not (token.isascii() and token.isdecimal())), None)
-    if wrong is not None:
-        raise ApiError(400, f"logit_bias: the key {wrong!r} is no token id", param="logit_bias")
+    other = next((token for token in given if not (token.isascii() and token.isdecimal())), None)
+    if other is not None:
+        raise wrong("logit_bias", f"the key {other!r} is no token id")
     return tuple((int(token), bias) for token, bias in given.items())

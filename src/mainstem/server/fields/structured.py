@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import ApiError, wrong
 from mainstem.server.fields.sampling import Common
 from mainstem.server.fields.schemas import closed_text
 from mainstem.settings.engine import Grammar, GrammarKind
@@ -110,16 +110,15 @@ def _of_format(format: ResponseFormat | None) -> list[AnswerForm]:
     if format is None:
         return []
     if format.type not in _FORMATS:
-        allowed = ", ".join(map(repr, _FORMATS))
-        message = f"response_format.type: must be one of {allowed}, got {format.type!r}"
-        raise ApiError(400, message, param="response_format.type", code="unsupported_parameter")
+        problem = f"must be one of {', '.join(map(repr, _FORMATS))}, got {format.type!r}"
+        raise wrong("response_format.type", problem, "unsupported_parameter")
     inner = format.json_schema or JsonSchema()
     forms = [*of_schema(_SCHEMA, inner.schema), *of_schema("response_format.schema", format.schema)]
     if format.type == "json_object":
         return forms or [AnswerForm("response_format", Grammar("json_object"))]
     if format.type == "json_schema" and not forms:
         field = _SCHEMA.removesuffix(".schema") if format.json_schema is None else _SCHEMA
-        raise ApiError(400, f"{field}: this field is required with type 'json_schema'", param=field)
+        raise wrong(field, "this field is required with type 'json_schema'")
     return forms if format.type == "json_schema" else []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 from mainstem.server.parsing.custom import Form, parameters
 
 Choice = Literal["none", "auto", "required"]
@@ -120,17 +120,13 @@ def tooling_of(
     names: list[str] = []
     for at, tool in tools:
         if tool.name in names:
-            raise _wrong(at, f"there is another tool named {tool.name!r}")
+            raise wrong(at, f"there is another tool named {tool.name!r}")
         names.append(tool.name)
     for at, name in (named or {}).items():
         if name not in names:
             others = f"the tools are {', '.join(names)}" if names else f"there is none {_CALLABLE}"
-            raise _wrong(at, f"there is no tool named {name!r}; {others}")
+            raise wrong(at, f"there is no tool named {name!r}; {others}")
     if choice == "required" and not names:
-        raise _wrong("tool_choice", f"'required' needs tools {_CALLABLE}")
+        raise wrong("tool_choice", f"'required' needs tools {_CALLABLE}")
     allowed = None if named is None else frozenset(named.values())
     return Tooling(tuple(tool for _, tool in tools), choice, allowed, parallel)
-
-
-def _wrong(at: str, problem: str) -> ApiError:
-    return ApiError(400, f"{at}: {problem}", param=at)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import ApiError, wrong
 
 _MOST, _MOST_EITHER_WAY, _DEFAULT = 100, 1000, 20
 
@@ -75,7 +75,7 @@ def between(ids: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[str]
         if id not in ids:
             raise _wrong(name, id, "the id of an entry of this list")
     if len(bounds) == 2:
-        raise ApiError(400, "before_id: cannot be given with after_id", param="before_id")
+        raise wrong("before_id", "cannot be given with after_id")
     if "before_id" in bounds:
         end = ids.index(bounds["before_id"])
         return ids[max(end - limit, 0) : end], end > limit
@@ -91,4 +91,4 @@ def _limit(query: Mapping[str, str], most: int) -> int:
 
 
 def _wrong(name: str, value: str, allowed: str) -> ApiError:
-    return ApiError(400, f"{name}: must be {allowed}, got {value!r}", param=name)
+    return wrong(name, f"must be {allowed}, got {value!r}")

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from mainstem.cache.namespaces import owner_of
 from mainstem.errors import EngineClosed
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 from mainstem.server.watch.explained import RecentMiss
 from mainstem.watch.outline import Nodes, Numbers, left_device, read
 
@@ -156,7 +156,7 @@ def node_of(query: Mapping[str, str]) -> int:
     """
     text = query.get("node", "0")
     if not (text.isascii() and text.isdecimal() and len(text) <= 10):
-        raise ApiError(400, "node: must be the id of a node", param="node")
+        raise wrong("node", "must be the id of a node")
     return int(text)
 
 

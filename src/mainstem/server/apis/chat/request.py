@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from mainstem.server.apis.bodies import decode_known, wrong
+from mainstem.server.apis.bodies import decode_known
 from mainstem.server.apis.chat.tools import ToolCall, ToolChoice, ToolSpec, chosen
 from mainstem.server.apis.conversation import after_message, after_part, joined
 from mainstem.server.apis.generation import Conversation, Generation, Keep
 from mainstem.server.apis.shared import OpenRequest
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import ApiError, wrong
 from mainstem.server.fields.breakpoints import Breakpoint, CacheControl, Mark, after_tools
 from mainstem.server.fields.rules import Unheeded
 from mainstem.server.fields.sampling import Thinking

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from mainstem.server.apis.conversation import ToolName, call
+from mainstem.server.apis.conversation import ToolName, call, function
 from mainstem.server.fields.breakpoints import Breakpoint, CacheControl
-from mainstem.server.fields.tools import NO_PARAMETERS, Tool, Tooling, custom_tool, is_hosted, tooling_of
+from mainstem.server.fields.tools import Tool, Tooling, custom_tool, is_hosted, tooling_of
 from mainstem.server.parsing.custom import Form
 
 
@@ -70,11 +70,6 @@ class FunctionSpec(Struct):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-
-    def __post_init__(self) -> None:
-        """Checks that the arguments are an object."""
-        if self.parameters is not None and self.parameters.get("type", "object") != "object":
-            raise ValueError("`parameters`: must be a JSON schema of an object")
 
 
 class CustomGrammar(Struct):
@@ -145,8 +140,7 @@ class ToolSpec(Struct):
             return custom_tool(self.custom.name, self.custom.description, form, where)
         assert self.function is not None, "it was checked"
         each = self.function
-        parameters, where = each.parameters or NO_PARAMETERS, f"{at}.function.parameters"
-        return Tool(each.name, each.description, parameters, bool(each.strict), at=where)
+        return function(each.name, each.description, each.parameters, each.strict, f"{at}.function", "parameters")
 
 
 def tools_of(specs: Sequence[ToolSpec] | None) -> list[tuple[str, Tool]]:

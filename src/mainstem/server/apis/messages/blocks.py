@@ -14,7 +14,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mainstem.server.apis.conversation import ConversationBuilder, check_type, needed
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 from mainstem.server.fields.breakpoints import CacheControl
 from mainstem.server.fields.rules import Field, Rules
 
@@ -135,7 +135,7 @@ def conversation_of(system: str | Sequence[ContentBlock] | None, messages: Seque
         if not shown and message.role == "assistant":  # an answer may have been cut before it said anything
             _enter(built, "assistant", at)
         elif shown == []:
-            raise ApiError(400, f"{at}: must have at least one block", param=at)
+            raise wrong(at, "must have at least one block")
         else:
             _add_content(built, message.role, message.content, at)
     return built
@@ -168,7 +168,7 @@ def _add_content(
         built.text(content)
         return
     if not isinstance(content, list):
-        raise ApiError(400, f"{at}: must be a text or a list of blocks", param=at)
+        raise wrong(at, "must be a text or a list of blocks")
     for i, block in enumerate(content):
         if block.type not in LEFT_OUT:
             _add_block(built, role, block, f"{at}[{i}]", kinds or _BLOCKS[role])
@@ -227,11 +227,9 @@ def _add_document(built: ConversationBuilder, role: str, block: ContentBlock, at
     source: Source = needed(block, "source", at, Source)
     at = f"{at}.source"
     if source.type not in _DOCUMENTS:
-        message = (
-            f"{at}.type: must be 'text' or 'content', got {source.type!r}: documents are read as text here; "
-            "send the text of a PDF, or pictures of its pages"
-        )
-        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+        advice = "documents are read as text here; send the text of a PDF, or pictures of its pages"
+        problem = f"must be 'text' or 'content', got {source.type!r}: {advice}"
+        raise wrong(f"{at}.type", problem, "unsupported_content")
     check_type(source, source.type, _DOCUMENTS, at)
     for text in (block.title, block.context):
         if text:

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mainstem.server.apis.bodies import check_known, check_value, decode, subset, wrong
+from mainstem.server.apis.bodies import check_known, check_value, decode, subset
 from mainstem.server.apis.conversation import ConversationBuilder, check_type, function
 from mainstem.server.apis.generation import Conversation, Generation
 from mainstem.server.apis.messages import blocks
 from mainstem.server.apis.messages.blocks import ContentBlock, Message
+from mainstem.server.errors import wrong
 from mainstem.server.fields.breakpoints import MOST, CacheControl, CacheOptions, after_tools
 from mainstem.server.fields.rules import CACHE_CONTROL, THINKING, Field, Rules, Unheeded
 from mainstem.server.fields.sampling import Common, StopTexts, Thinking, stops_of

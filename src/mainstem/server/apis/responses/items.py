@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from mainstem.server.apis.conversation import ConversationBuilder, check_type, needed
 from mainstem.server.apis.responses.tools import Tool, qualified
-from mainstem.server.errors import ApiError
+from mainstem.server.errors import wrong
 from mainstem.server.fields.breakpoints import Breakpoint
 from mainstem.server.fields.rules import Field, Rules
 
@@ -140,8 +140,7 @@ def add(built: ConversationBuilder, item: Item, at: str) -> list[str]:
     if kind in LEFT_OUT:
         return []
     if kind in REFUSED:
-        message = f"{at}.type: {kind!r} is not supported, since it {REFUSED[kind]}"
-        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+        raise wrong(f"{at}.type", f"{kind!r} is not supported, since it {REFUSED[kind]}", "unsupported_content")
     check_type(item, kind, ITEMS, at)
     match kind:
         case "message":

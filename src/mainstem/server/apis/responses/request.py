@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mainstem.server.apis.bodies import check_known, decode, subset, wrong
+from mainstem.server.apis.bodies import check_known, decode, subset
 from mainstem.server.apis.conversation import ConversationBuilder, check_type, needed
 from mainstem.server.apis.generation import Conversation, Generation, Keep, Linked
 from mainstem.server.apis.responses import items, tools
 from mainstem.server.apis.responses.items import Item
 from mainstem.server.apis.responses.tools import Tool, ToolChoice
+from mainstem.server.errors import wrong
 from mainstem.server.fields.breakpoints import CacheOptions
 from mainstem.server.fields.rules import Field, Rules, Unheeded
 from mainstem.server.fields.sampling import Common, StopTexts

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from mainstem.server.apis.bodies import check_value, wrong
+from mainstem.server.apis.bodies import check_value
 from mainstem.server.apis.conversation import check_name, check_type, function
+from mainstem.server.errors import wrong
 from mainstem.server.fields.rules import Field, Rules
 from mainstem.server.fields.tools import Tool as Offered
 from mainstem.server.fields.tools import Tooling, custom_tool, is_hosted, tooling_of
