@@ -19,7 +19,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mainstem.server.access.api_keys import Access, tenant_secret
 from mainstem.server.access.envelope import HANDLERS, REQUEST_ID, Envelope
@@ -28,6 +27,7 @@ from mainstem.server.access.public_prefixes import read_public_prefixes
 from mainstem.server.access.tenants import Tenancy, show_owner
 from mainstem.server.apis.tokenization import TokenRoutes
 from mainstem.server.cache_routes import CacheRoutes
+from mainstem.server.fields.openapi import Operation
 from mainstem.server.fields.rules import IGNORED_HEADER, UNKNOWN_HEADER
 from mainstem.server.generating import Generating
 from mainstem.server.kept.kept_routes import KeptRoutes
@@ -122,7 +122,7 @@ def create_app(
     return app
 
 
-def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> list[Route]:
+def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> list[Operation]:
     about, page = About(parts), live.Live(parts, generating.explain)
 
     async def metrics(http: HttpRequest) -> Response:
@@ -135,8 +135,8 @@ def _routes(parts: Parts, generating: Generating, tenancy: Tenancy | None) -> li
         *about.routes(),
         *CacheRoutes(parts, tenancy, about, page).routes(),
         *generating.explain.routes(),
-        *TokenRoutes(parts.engine, parts.access, parts.preparation, parts.bodies).routes(),
-        Route("/metrics", metrics, methods=["GET"]),
+        *TokenRoutes(parts).routes(),
+        Operation("GET", "/metrics", metrics, "Metrics for Prometheus", None, str, open=True),
     ]
 
 

@@ -12,14 +12,16 @@ import msgspec
 import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from mainstem.cache.namespaces import Namespace, encode_namespace
 from mainstem.errors import BadArgument
 from mainstem.server import errors, management
-from mainstem.server.access.tenants import Tenancy
+from mainstem.server.access.tenants import Tenancy, Usage
 from mainstem.server.apis.bodies import decode
+from mainstem.server.apis.replies import Model
 from mainstem.server.errors import ApiError, client_names
+from mainstem.server.fields.openapi import Operation
+from mainstem.server.management import Flushed, Hinted, HintRequest, LoadAdapter, RemoveRequest, UnloadAdapter, Unloaded
 from mainstem.server.parts import Parts
 from mainstem.server.prompting import Tokens
 from mainstem.server.transport import json_response
@@ -45,25 +47,29 @@ class CacheRoutes:
         self._bodies, self._draining = parts.bodies, parts.draining
         self._tenancy, self._about, self._live = tenancy, about, page
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Returns them."""
+        flush, hint = "Forget every prefix that no request uses", "Say what will become of a prefix"
+        events, sample = "What the live page shows, as a stream of samples", live.LiveSample
         return [
-            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
-            Route("/v1/cache/flush", self._flush, methods=["POST"]),
-            Route("/v1/cache/remove", self._remove, methods=["POST"]),
-            Route("/v1/cache/hints", self._hints, methods=["POST"]),
-            Route("/v1/cache/stats", self._stats, methods=["GET"]),
-            Route("/v1/cache/tenants", self._tenants, methods=["GET"]),
-            Route("/v1/cache/tree", self._tree, methods=["GET"]),
-            Route("/cache", self._live_page, methods=["GET"]),
-            Route("/cache/events", self._live_events, methods=["GET"]),
-            Route("/cache/sample", self._live_sample, methods=["GET"]),
+            Operation("POST", "/v1/load_lora_adapter", self._load_adapter, "Load an adapter", LoadAdapter, Model),
+            Operation(
+                "POST", "/v1/unload_lora_adapter", self._unload_adapter, "Unload an adapter", UnloadAdapter, Unloaded
+            ),
+            Operation("POST", "/v1/cache/flush", self._flush, flush, None, Flushed),
+            Operation("POST", "/v1/cache/remove", self._remove, "Forget a prefix", RemoveRequest, Flushed),
+            Operation("POST", "/v1/cache/hints", self._hints, hint, HintRequest, Hinted),
+            Operation("GET", "/v1/cache/stats", self._stats, "The cache in numbers"),
+            Operation("GET", "/v1/cache/tenants", self._tenants, "What each tenant has, and may have", None, Usage),
+            Operation("GET", "/v1/cache/tree", self._tree, "The tree of prefixes as text", None, str),
+            Operation("GET", "/cache", self._live_page, "The live page, for a browser", None, str),
+            Operation("GET", "/cache/events", self._live_events, events, None, sample, sample),
+            Operation("GET", "/cache/sample", self._live_sample, "What the live page shows, once", None, sample),
         ]
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        request = await self._bodies.parsed(http, lambda body: decode(body, management.LoadAdapter))
+        request = await self._bodies.parsed(http, lambda body: decode(body, LoadAdapter))
         with client_names(_LORA):
             if request.lora_name in self._preparation.names:
                 raise BadArgument("name", request.lora_name, "a name other than the model's own")
@@ -72,18 +78,18 @@ class CacheRoutes:
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        request = await self._bodies.parsed(http, lambda body: decode(body, management.UnloadAdapter))
+        request = await self._bodies.parsed(http, lambda body: decode(body, UnloadAdapter))
         if request.lora_name not in self._engine.adapters:
             message = f"The adapter {request.lora_name!r} is not loaded."
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         with client_names(_LORA):
             await anyio.to_thread.run_sync(self._engine.unload_adapter, request.lora_name)
-        return json_response(management.Unloaded(request.lora_name))
+        return json_response(Unloaded(request.lora_name))
 
     async def _flush(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         pages = await anyio.to_thread.run_sync(self._engine.flush)
-        return json_response(management.Flushed(pages, pages * self._engine.config.page_size))
+        return json_response(Flushed(pages, pages * self._engine.config.page_size))
 
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
@@ -94,12 +100,12 @@ class CacheRoutes:
         pages = 0
         for tokens in prefixes:
             pages += await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
-        return json_response(management.Flushed(pages, pages * self._engine.config.page_size))
+        return json_response(Flushed(pages, pages * self._engine.config.page_size))
 
     async def _hints(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.client(http.headers)
 
-        def parse(body: bytes) -> tuple[management.HintRequest, list[Tokens], Namespace | None]:
+        def parse(body: bytes) -> tuple[HintRequest, list[Tokens], Namespace | None]:
             ask = management.parse_hint(body)
             return ask, *self._named(ask, tenant, is_admin)
 
@@ -111,7 +117,7 @@ class CacheRoutes:
         kept = max(advised, key=lambda each: (each.positions, each.cached))
         if kept.positions == 0:
             raise errors.no_advice(ask.action, kept.cached, "prompt" if ask.messages is None else "messages")
-        return json_response(management.Hinted(ask.action, kept.positions, kept.cached))
+        return json_response(Hinted(ask.action, kept.positions, kept.cached))
 
     def _named(
         self, ask: management.Named, tenant: bytes | None, is_admin: bool
@@ -124,9 +130,9 @@ class CacheRoutes:
         if is_admin and self._access.separates:
             tenant = self._access.tenant_of(ask.api_key)
             if tenant is None:
-                raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
+                raise errors.wrong("api_key", "must be one of the server's API keys")
         elif ask.api_key is not None:
-            raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
+            raise errors.wrong("api_key", "only the admin of a server with several API keys may set it")
         namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant)
         if ask.messages is not None:
             return self._preparation.prefixes(ask.messages, ask.tools, namespace), namespace
@@ -135,8 +141,7 @@ class CacheRoutes:
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         stats = await anyio.to_thread.run_sync(self._engine.stats)
-        body = msgspec.json.encode(stats, enc_hook=lambda counters: counters.as_dict())  # those of the core
-        return Response(body, media_type="application/json")
+        return json_response(msgspec.json.encode(stats, enc_hook=lambda counters: counters.as_dict()))  # of the core
 
     async def _tenants(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
@@ -162,4 +167,4 @@ class CacheRoutes:
     async def _live_sample(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers, browser=True)
         body = await self._live.sample(live.node_of(http.query_params))
-        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+        return json_response(body, headers={"Cache-Control": "no-store"})

@@ -19,7 +19,6 @@ import anyio.to_thread
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import MainstemError
@@ -27,11 +26,12 @@ from mainstem.runtime.request import Request
 from mainstem.server import errors
 from mainstem.server.access.envelope import shown
 from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
-from mainstem.server.apis.embeddings import EmbeddingRequest, Embeddings
+from mainstem.server.apis.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
 from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import ChunkUsage, Extras, Head, Reply
 from mainstem.server.apis.table import APIS, Api, Count
 from mainstem.server.errors import ApiError, client_names
+from mainstem.server.fields.openapi import Operation
 from mainstem.server.fields.rules import Unheeded
 from mainstem.server.fields.sampling import Common
 from mainstem.server.kept.continuing import RESUME, ChoiceProgress, ContinuableStream, StreamProgress, resumed
@@ -50,6 +50,7 @@ from mainstem.server.watch.tracing import Trace
 if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
 
+_COUNTS = "Count the tokens of a prompt"
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _FINGERPRINT_BYTES = 16 << 20  # a byte for each token of a prompt, about
 
@@ -74,19 +75,24 @@ class Generating:
         self.responses = StoredResponses(self.kept)
         self._fingerprints = ResponseStore[Fingerprint](_FINGERPRINT_BYTES, config.response_ttl_s, parts.clock)
         self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
-        self._embeddings = Embeddings(
-            parts.engine, parts.access, parts.preparation, parts.bodies.parsed, self._begin_embeddings, parts.draining,
-            serves=config.embeddings,
-        )  # fmt: skip
+        self._embeddings = Embeddings(parts, self._begin_embeddings)
         self.explain = Explanations(parts, self.read)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Returns them."""
         counts = [api.count for api in APIS.values() if api.count is not None]
         return [
-            *(Route(path, self._generate, methods=["POST"]) for path in APIS),
-            *(Route(count.path, partial(self._counted, count), methods=["POST"]) for count in counts),
-            Route(EMBEDDINGS, self._embed, methods=["POST"]),
+            *(
+                Operation("POST", api.path, self._generate, api.summary, api.request, api.response, api.event)
+                for api in APIS.values()
+            ),
+            *(
+                Operation("POST", each.path, partial(self._counted, each), _COUNTS, each.request, each.response)
+                for each in counts
+            ),
+            Operation(
+                "POST", EMBEDDINGS, self._embed, "Return the embeddings of texts", EmbeddingRequest, EmbeddingList
+            ),
         ]
 
     def read(self, route: str, body: bytes, owner: Owner) -> Generation:
@@ -96,7 +102,7 @@ class Generating:
             ApiError: it is wrong, or there is no such route.
         """
         if route not in APIS:
-            raise ApiError(400, f"route: must be one of {', '.join(APIS)}", param="route")
+            raise errors.wrong("route", f"must be one of {', '.join(APIS)}")
         return self._read(APIS[route], body, Unheeded(self._tolerant), owner)
 
     def ahead(self, path: str, headers: Headers, body: bytes) -> Callable[[], object]:

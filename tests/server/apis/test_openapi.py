@@ -6,17 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from rigs.fake_engine import FakeEngine
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from mainstem.server.app import create_app
-from mainstem.server.fields.openapi import OPERATIONS, document
 
-DOCUMENT: Any = json.loads(msgspec.json.encode(document()))
 CLIENT = TestClient(create_app(FakeEngine()))
+DOCUMENT: Any = CLIENT.get("/openapi.json").json()
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
 # What the check below understands; a keyword that it would not check fails the test.
 KEYWORDS = {
@@ -82,12 +80,10 @@ def test_every_route_is_described_and_nothing_else() -> None:
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    assert routes == OPERATIONS.keys()
     assert {(method.upper(), path) for path, each in DOCUMENT["paths"].items() for method in each} == routes
 
 
-def test_the_document_is_served_without_a_key_and_is_openapi() -> None:
-    assert CLIENT.get("/openapi.json").json() == DOCUMENT
+def test_the_document_is_openapi() -> None:
     assert DOCUMENT["openapi"].startswith("3.1.") and {"title", "version"} <= DOCUMENT["info"].keys()
     for path, operations in DOCUMENT["paths"].items():
         for operation in operations.values():

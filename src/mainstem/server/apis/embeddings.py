@@ -7,8 +7,8 @@ trained for it, so the route is there only if the settings say so.
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 import anyio.to_thread
 import numpy as np
@@ -19,17 +19,13 @@ from starlette.responses import Response
 
 from mainstem.runtime.request import Request
 from mainstem.server import errors
-from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.bodies import TokenId, decode_known, prompts_of
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.rules import Field, Rules, Unheeded
-from mainstem.server.preparation import Preparation
+from mainstem.server.parts import Parts
 from mainstem.server.run import Run
 from mainstem.server.transport import json_response
 from mainstem.settings.engine import SamplingParams
-
-if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
 
 PATH = "/v1/embeddings"
 MAX_INPUTS = 2048
@@ -85,28 +81,13 @@ class Embeddings:
     """The route.
 
     Args:
-        engine: computes.
-        access: knows the keys.
-        preparation: makes tokens of texts.
-        read: reads a body, and parses it on a thread.
+        parts: of the server.
         begin: begins to compute.
-        draining: whether new requests are refused.
-        serves: whether there are embeddings.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        access: Access,
-        preparation: Preparation,
-        read: Callable[[HttpRequest, Callable[[bytes], Made]], Awaitable[Made]],
-        begin: Begin,
-        draining: Callable[[], bool],
-        *,
-        serves: bool,
-    ) -> None:
-        self._engine, self._access, self._preparation = engine, access, preparation
-        self._read, self._begin, self._draining, self._serves = read, begin, draining, serves
+    def __init__(self, parts: Parts, begin: Begin) -> None:
+        self._parts, self._begin = parts, begin
+        self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
 
     async def answer(self, http: HttpRequest, unheeded: Unheeded) -> Response:
         """Answers a request, a part of its inputs at a time, and adds the fields that do nothing.
@@ -115,15 +96,15 @@ class Embeddings:
             ApiError, MainstemError, ClientDisconnect: it cannot be answered.
         """
         tenant = self._access.tenant(http.headers)
-        if not self._serves:
+        if not self._parts.config.embeddings:
             raise ApiError(404, f"This server has no {PATH}: start it with --embeddings.", code="no_embeddings")
-        if self._draining():
+        if self._parts.draining():
             raise errors.draining()
 
         def made(body: bytes) -> Made:
             return self._made(decode_known(body, EmbeddingRequest, unheeded, RULES), tenant)
 
-        ask, prompts = await self._read(http, made)
+        ask, prompts = await self._parts.bodies.parsed(http, made)
         vectors: list[NDArray[np.float32]] = []
         most = min(_AT_ONCE, self._engine.config.max_waiting)
         for i in range(0, len(prompts), most):
@@ -140,16 +121,16 @@ class Embeddings:
         size = self._engine.embedding_size
         if ask.dimensions not in (None, size):
             allowed = f"the model's embeddings have {size} dimensions, and cannot be cut to {ask.dimensions}; omit it"
-            raise ApiError(400, f"dimensions: {allowed}", param="dimensions")
+            raise errors.wrong("dimensions", allowed)
         inputs = prompts_of(ask.input, "input")
         if len(inputs) > MAX_INPUTS:
-            raise ApiError(400, f"input: at most {MAX_INPUTS} inputs in a request", param="input")
+            raise errors.wrong("input", f"at most {MAX_INPUTS} inputs in a request")
         namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant if self._access.separates else None)
         prompts, made = self._preparation.prompts, []
         for i, each in enumerate(inputs):
             name = "input" if len(inputs) == 1 and isinstance(ask.input, str) else f"input[{i}]"
             if not each:
-                raise ApiError(400, f"{name}: must not be empty", param=name)
+                raise errors.wrong(name, "must not be empty")
             with errors.client_names({"prompt": name}):
                 tokens = prompts.text(each, parse_special=False) if isinstance(each, str) else prompts.tokens(each)
                 made.append(Request(tokens, _PARAMS, namespace))

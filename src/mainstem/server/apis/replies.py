@@ -314,7 +314,7 @@ class ChunkReply(Reply):
         return (event(last) if self._usage.include or last.explanation else b"") + DONE
 
     def failing(self, error: ApiError) -> bytes:
-        return event(ErrorBody(error.detail)) + DONE
+        return broken(error)
 
     def _is_shown(self, delta: Delta, answer: object) -> bool:
         """Returns whether an event adds to the answer, or has anything else for the client."""
@@ -384,11 +384,6 @@ def finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
 
 
-def encode(body: Struct) -> bytes:
-    """Returns the JSON of a response."""
-    return msgspec.json.encode(body)
-
-
 def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
     """Returns one server-sent event with a name, which its JSON repeats as `type`."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
@@ -396,7 +391,12 @@ def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
 
 def event(body: Struct) -> bytes:
     """Returns one server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def broken(error: ApiError) -> bytes:
+    """Returns the events that end a stream of chunks that failed, wherever it was."""
+    return event(ErrorBody(error.detail)) + DONE
 
 
 DONE = b"data: [DONE]\n\n"

@@ -12,24 +12,19 @@ from typing import Any, Literal, TypeAlias
 from msgspec import Struct
 from starlette.datastructures import Headers
 
-from mainstem.server.apis import completion_reply, completions
+from mainstem.server.apis import completion_reply, completions, replies
 from mainstem.server.apis.chat import reply as chat_reply
 from mainstem.server.apis.chat import request as chat
 from mainstem.server.apis.generation import Generation, Linked
 from mainstem.server.apis.messages import reply as message_reply
 from mainstem.server.apis.messages import request as messages
-from mainstem.server.apis.replies import DONE, MakeReply, event
 from mainstem.server.apis.responses import reply as response_reply
 from mainstem.server.apis.responses import request as responses
-from mainstem.server.errors import ApiError, ErrorBody
+from mainstem.server.errors import ApiError
 from mainstem.server.fields.rules import Unheeded
 
 Read: TypeAlias = Callable[[bytes, Unheeded | None], Generation | Linked]
 """Reads a body, and adds its fields that do nothing. Raises ApiError."""
-
-
-def _broken(error: ApiError) -> bytes:
-    return event(ErrorBody(error.detail)) + DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class Api:
     path: str
     summary: str
     read: Read
-    reply: MakeReply
+    reply: replies.MakeReply
     request: type[Struct]
     response: type[Struct]
     event: type
@@ -81,7 +76,7 @@ class Api:
     count: Count | None = None
     late: bool = False
     held: int = 0
-    broken: Callable[[ApiError], bytes] = _broken
+    broken: Callable[[ApiError], bytes] = replies.broken
 
 
 _ROWS = (
@@ -118,7 +113,7 @@ APIS: Mapping[str, Api] = {api.path: api for api in _ROWS}
 
 def broken(error: ApiError, path: str) -> bytes:
     """Returns the events that end a stream whose beginning is not known, in the form of the API at a path."""
-    return (APIS[path].broken if path in APIS else _broken)(error)
+    return (APIS[path].broken if path in APIS else replies.broken)(error)
 
 
 def error_body(error: ApiError, path: str, headers: Headers) -> bytes:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mainstem.runtime.text.prompts import Template
-from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.bodies import TokenId, decode, decode_known
 from mainstem.server.apis.chat.request import Messages
 from mainstem.server.apis.chat.tools import ToolSpec
 from mainstem.server.apis.generation import Conversation
-from mainstem.server.errors import ApiError, client_names
-from mainstem.server.preparation import Preparation
-from mainstem.server.transport import BodyReader, json_response
-
-if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
+from mainstem.server.errors import client_names, wrong
+from mainstem.server.fields.openapi import Operation
+from mainstem.server.parts import Parts
+from mainstem.server.transport import json_response
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +96,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     """
     ask = decode_known(body, TokenizeRequest)
     if (ask.prompt is None) == (ask.messages is None):
-        raise ApiError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
+        raise wrong("prompt", "exactly one of prompt and messages is needed")
     return ask
 
 
@@ -108,21 +104,20 @@ class TokenRoutes:
     """The routes.
 
     Args:
-        engine: has the tokenizer.
-        access: knows the keys.
-        preparation: makes tokens.
-        bodies: reads bodies.
+        parts: of the server.
     """
 
-    def __init__(self, engine: Engine, access: Access, preparation: Preparation, bodies: BodyReader) -> None:
-        self._engine, self._access, self._preparation, self._bodies = engine, access, preparation, bodies
+    def __init__(self, parts: Parts) -> None:
+        self._engine, self._access = parts.engine, parts.access
+        self._preparation, self._bodies = parts.preparation, parts.bodies
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Returns them."""
+        text = "Return the text of tokens"
         return [
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self._tokenizer_info, methods=["GET"]),
+            Operation("POST", "/tokenize", self._tokenize, "Tokenize a text or a chat", TokenizeRequest, Tokenized),
+            Operation("POST", "/detokenize", self._detokenize, text, DetokenizeRequest, Detokenized),
+            Operation("GET", "/tokenizer_info", self._tokenizer_info, "Describe the tokenizer", None, TokenizerInfo),
         ]
 
     async def _tokenize(self, http: HttpRequest) -> Response:

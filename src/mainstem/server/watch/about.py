@@ -14,13 +14,12 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 
 from mainstem import __version__
 from mainstem.server.apis import replies, tokenization
 from mainstem.server.apis.messages import reply as message_reply
 from mainstem.server.errors import ApiError
-from mainstem.server.fields import openapi
+from mainstem.server.fields.openapi import Operation, document
 from mainstem.server.kept import listing
 from mainstem.server.management import Health
 from mainstem.server.parts import Parts
@@ -71,16 +70,21 @@ class About:
         self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
         self._started, self._draining = int(parts.now()), parts.draining
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Returns the routes."""
+        models = "List the model and its adapters; with the header anthropic-version as Anthropic does"
+        model, health = "Describe the model or an adapter", "Whether the server takes requests"
         return [
-            Route("/", self._home, methods=["GET"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/version", self._version, methods=["GET"]),
-            Route("/openapi.json", self._openapi, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/ping", self._health, methods=["GET", "POST"]),
+            Operation("GET", "/", self._home, "A page for people that says where what is", None, str, open=True),
+            Operation("GET", "/v1/models", self._models, models, None, replies.ModelList),
+            Operation("GET", "/v1/models/{name:path}", self._model, model, None, replies.Model),
+            Operation(
+                "GET", "/version", self._version, "The version of Mainstem", None, tokenization.Version, open=True
+            ),
+            Operation("GET", "/openapi.json", self._openapi, "This description", open=True),
+            Operation("GET", "/health", self._health, health, None, Health, open=True),
+            Operation("GET", "/ping", self._health, "The same", None, Health, open=True),
+            Operation("POST", "/ping", self._health, "The same", None, Health, open=True),
         ]
 
     def model(self, name: str) -> replies.Model:
@@ -123,8 +127,8 @@ class About:
         return json_response(tokenization.Version(__version__))
 
     async def _openapi(self, http: HttpRequest) -> Response:
-        document = await anyio.to_thread.run_sync(openapi.document)
-        return Response(msgspec.json.encode(document), media_type="application/json")
+        described = await anyio.to_thread.run_sync(document, http.app.routes)
+        return json_response(msgspec.json.encode(described))
 
     async def _health(self, http: HttpRequest) -> Response:
         word = "failed" if self._engine.failure is not None else "draining" if self._draining() else "ok"

@@ -27,18 +27,18 @@ from msgspec import convert
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
 from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.server.apis.generation import Generation
-from mainstem.server.apis.replies import encode
-from mainstem.server.errors import ApiError, client_names
+from mainstem.server.errors import ApiError, client_names, wrong
+from mainstem.server.fields.openapi import Operation
 from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
 from mainstem.server.parts import Parts
 from mainstem.server.preparation import Prepared
 from mainstem.server.run import EndWatcher, Watcher
+from mainstem.server.transport import json_response
 from mainstem.server.watch.explained import (
     Explanation,
     Misses,
@@ -116,13 +116,15 @@ class Explanations:
         self._tenants: dict[bytes, tuple[Counter[str], Counter[str]]] = {}  # hits and length; misses
         self._lock = threading.Lock()
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Returns the routes."""
+        body, latest = "Why a body's prompts would be found in part only", "Misses by tenant, and the latest requests"
+        earlier, live = "Why an earlier request was found in part only", "The same for the live page"
         return [
-            Route(PATH, self._of_body, methods=["POST"]),
-            Route(PATH, self._of_all, methods=["GET"]),
-            Route(f"{PATH}/{{id}}", self._of_id, methods=["GET"]),
-            Route("/cache/explain/{id}", self._of_id_in_browser, methods=["GET"]),
+            Operation("POST", PATH, self._of_body, body, dict, Explanation),
+            Operation("GET", PATH, self._of_all, latest, None, Misses),
+            Operation("GET", f"{PATH}/{{id}}", self._of_id, earlier, None, Explanation),
+            Operation("GET", "/cache/explain/{id}", self._of_id_in_browser, live, None, Explanation),
         ]
 
     def check(self, asked: bool | None) -> None:
@@ -199,7 +201,7 @@ class Explanations:
             raise _off()
         route, measured = http.query_params.get("route", ""), http.query_params.get("distances", "false")
         if measured not in ("true", "false"):
-            raise ApiError(400, f"distances: must be true or false, not {measured!r}", param="distances")
+            raise wrong("distances", f"must be true or false, not {measured!r}")
 
         def explain(body: bytes) -> Explanation:
             return self._explain(self._parse(route, body, tenant), tenant, admin, admin and measured == "true")
@@ -273,4 +275,4 @@ def _off(param: str | None = None) -> ApiError:
 
 
 def _json(body: Explanation | Misses) -> Response:
-    return Response(encode(body), media_type="application/json", headers={"Cache-Control": "no-store"})
+    return json_response(body, headers={"Cache-Control": "no-store"})
