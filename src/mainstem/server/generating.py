@@ -165,8 +165,8 @@ class Generating:
     def _reply(self, api: Api, progress: StreamProgress, made: Prepared, run: Run, owner: Owner) -> Reply:
         """Returns the writer of the answer, which also keeps it and compares the request with an earlier one."""
         generation, extras, id = made.generation, made.extras, progress.id
-        if generation.comparison is not None and extras.fingerprint is not None:
-            finding = generation.comparison.of(id, extras.fingerprint, self._fingerprints, owner)
+        if generation.comparison is not None and made.fingerprint is not None:
+            finding = generation.comparison.of(id, made.fingerprint, self._fingerprints, owner)
             extras = replace(extras, finding=finding)
         if (kept := generation.keep) is not None:
             extras = replace(extras, keep=lambda body: self.kept.put(owner, id, kept(body)))
@@ -178,8 +178,7 @@ class Generating:
 
     def _refused_in_stream(self, api: Api, generation: Generation, id: str, error: ApiError) -> Response:
         head = Head(id, int(self._parts.now()), self._model_of(generation.request))
-        extras = Extras(generation=generation)
-        reply = api.reply(head, self._preparation.prompts.spell, ChunkUsage(False), extras, PlainText)
+        reply = api.reply(head, self._preparation.prompts.spell, ChunkUsage(False), Extras(generation), PlainText)
         return Response(reply.opening() + reply.failing(error), headers=NO_BUFFER, media_type=EventStream.media_type)
 
     def _model_of(self, request: Common) -> str:

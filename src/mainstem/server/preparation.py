@@ -25,6 +25,7 @@ from mainstem.server.kept.answers import Turn
 from mainstem.server.parsing.formats import schema_of
 from mainstem.server.parsing.output import OutputParser, PlainText
 from mainstem.server.prompting import Prompting
+from mainstem.server.watch.diagnosis import Fingerprint
 from mainstem.settings.engine import Grammar, SamplingParams
 from mainstem.settings.server import ServerConfig
 
@@ -47,6 +48,7 @@ class Prepared:
         turn: of a conversation.
         parser: makes the parser of an answer. With an id of the response as its argument, the ids of calls follow from
             that id, else they are random.
+        fingerprint: of the request, if a diagnosis compares it.
     """
 
     generation: Generation
@@ -54,6 +56,7 @@ class Prepared:
     extras: Extras
     turn: Turn
     parser: Callable[..., OutputParser]
+    fingerprint: Fingerprint | None
 
 
 class Preparation(Prompting):
@@ -90,12 +93,12 @@ class Preparation(Prompting):
             turn = self.turn(namespace)
             prompts = self.made(generation, turn)
             made = [request for prompt in prompts for request in self._choices(generation, prompt, namespace)]
-            extras = self._extras(generation, prompts)
+            fingerprint = None
             if generation.comparison is not None:
                 page_size = self._engine.config.page_size
                 fingerprint = generation.comparison.shape.fingerprint(prompts[0], namespace, page_size)
-                extras = replace(extras, fingerprint=fingerprint)
-            return Prepared(generation, made, extras, turn, partial(self._parser, generation, made[0]))
+            extras, parser = self._extras(generation, prompts), partial(self._parser, generation, made[0])
+            return Prepared(generation, made, extras, turn, parser, fingerprint)
 
     # ---- parameters
 
@@ -207,15 +210,8 @@ class Preparation(Prompting):
         echoes: list[Echo] = []
         if isinstance(generation.prompt, Texts) and generation.prompt.echo:
             echoes = [self._echo(generation, *pair) for pair in zip(generation.prompt.prompts, prompts, strict=True)]
-        return Extras(
-            generation.kept,
-            generation.shows_logprobs,
-            echoes,
-            generation.prompt_logprobs,
-            [prompt.tokens.tolist() for prompt in prompts] if generation.shows_ids else (),
-            generation.ids_for_names,
-            generation=generation,
-        )
+        tokens = [prompt.tokens.tolist() for prompt in prompts] if generation.shows_ids else ()
+        return Extras(generation, echoes, tokens)
 
     def _echo(self, generation: Generation, given: str | list[int], prompt: PreparedPrompt) -> Echo:
         tokens, skipped = prompt.tokens.tolist(), generation.sampling.get("skip_special_tokens", True)

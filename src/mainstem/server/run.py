@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.requests import ClientDisconnect
@@ -48,18 +48,8 @@ _LAST_EVENT_S = 10.0
 """The time to wait for the last event of a choice whose client has left: about the longest step."""
 
 
-class Watcher(Protocol):
-    """Sees the events of one generation."""
-
-    def see(self, delta: Delta) -> None:
-        """Takes one event into account."""
-
-    def close(self) -> None:
-        """Ends the watch: no more events come. The last event may be missing."""
-
-
-class EndWatcher:
-    """A `Watcher` that reports one generation when it has ended.
+class Watcher:
+    """Sees the events of one generation, and reports when it has ended.
 
     Args:
         ended: called once, with the reason, the usage and all events. A generation without a last event was cut off:
@@ -70,11 +60,13 @@ class EndWatcher:
         self._ended, self._deltas, self._open = ended, list[Delta](), True
 
     def see(self, delta: Delta) -> None:
+        """Takes one event into account."""
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._end(delta.finish_reason, delta.usage)
 
     def close(self) -> None:
+        """Ends the watch: no more events come. The last event may be missing."""
         self._end("cancelled", None)
 
     def _end(self, finish: str, usage: Usage | None) -> None:
@@ -248,8 +240,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._run:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(self.start())
             await self._send_events(receive, send)
+
+    def start(self) -> dict[str, Any]:
+        """Returns the first ASGI message."""
+        return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
 
     def opening(self) -> bytes:
         """Returns the events before the first token."""

@@ -6,32 +6,27 @@ import itertools
 import json
 from dataclasses import replace
 from typing import Any
-from unittest.mock import ANY
 
+import msgspec
 import pytest
 
 from mainstem.cache.retention import Kept
 from mainstem.runtime.request import Delta, Prefix, TokenLogprob, Usage
 from mainstem.runtime.text.spelling import Spelled
+from mainstem.server.apis import completions
 from mainstem.server.apis.chat.reply import ChatReply
 from mainstem.server.apis.completion_reply import CompletionReply
 from mainstem.server.apis.replies import (
-    DONE,
     CachedByTier,
     ChunkUsage,
-    Echo,
     Extras,
     Head,
     PromptTokensDetails,
     chosen_token,
-    encode,
     usage_body,
 )
-from mainstem.server.errors import internal_error
 from mainstem.server.fields.tools import Tool, Tooling
 from mainstem.server.parsing.formats import FORMATS
-from mainstem.server.parsing.output import PlainText
-from mainstem.server.parsing.reasoning import THINKING, ReasoningParser
 
 HEAD = Head("id-1", 123, "m")
 USAGE = Usage(10, 4, 3, 0.0, 0.1, 0.2)
@@ -67,6 +62,15 @@ def spell(token: int) -> Spelled:
     return Spelled("\ufffd" if raw is None else raw.decode(errors="replace"), raw)
 
 
+ASKED = completions.read(b'{"model": "m", "prompt": "x", "logprobs": 2}')
+
+
+def writer(kind: Any, extras: Extras | None = None, usage: ChunkUsage | None = None, **given: Any) -> Any:
+    """A writer of the answers to a request."""
+    spelling = given.pop("spell", spell)
+    return kind(HEAD, spelling, usage or ChunkUsage(False), extras or Extras(ASKED), **given)
+
+
 LOGPROBS = (TokenLogprob(1, -0.5, ((1, -0.5), (2, float("-inf")))), TokenLogprob(3, -1.0, ()))
 
 ANSWER = (
@@ -77,11 +81,11 @@ ANSWER = (
 
 
 def as_json(body: Any) -> Any:
-    return json.loads(encode(body))
+    return json.loads(msgspec.json.encode(body))
 
 
 def test_a_whole_chat_answer() -> None:
-    reply = ChatReply(HEAD, spell, ChunkUsage(False))
+    reply = writer(ChatReply)
     body = as_json(reply.whole([ANSWER], usage_body([USAGE], 1)))
     assert (body["id"], body["created"], body["model"], body["object"]) == ("id-1", 123, "m", "chat.completion")
     choice = body["choices"][0]
@@ -101,7 +105,7 @@ def test_a_whole_chat_answer() -> None:
 
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
-    plain, counted = kind(HEAD, spell, ChunkUsage(False)), kind(HEAD, spell, ChunkUsage(True))
+    plain, counted = writer(kind), writer(kind, usage=ChunkUsage(True))
     assert "usage" not in as_json(plain.chunk(0, Delta("a", (1,))))
     assert as_json(counted.chunk(0, Delta("a", (1,))))["usage"] is None
     last = as_json(counted.last(usage_body([USAGE], 1)))
@@ -110,7 +114,7 @@ def test_usage_in_chunks_only_when_asked(kind: Any) -> None:
 
 
 def test_chat_chunks() -> None:
-    reply = ChatReply(HEAD, spell, ChunkUsage(False))
+    reply = writer(ChatReply)
     assert reply.chunk(1, Delta("", (1,))) is None, "the role comes with the first text"
     for delta in ({"role": "assistant", "content": "a"}, {"content": "a"}):
         assert as_json(reply.chunk(1, Delta("a", (1,))))["choices"][0] == {
@@ -127,115 +131,15 @@ def test_chat_chunks() -> None:
     assert as_json(reply.chunk(1, Delta("", (), (), "stop", USAGE)))["choices"][0]["finish_reason"] == "stop"
 
 
-TOOLING = Tooling((Tool("look"), Tool("go")))
-CALLS = (
-    "Wa",
-    "it. <tool_c",
-    'all>{"name": "look", "argu',
-    'ments": {"at"',
-    ": 1}}</tool_call>",
-    '<tool_call>{"name": "go"}',
-    "",
-)
-
-
-def called(*texts: str, reason: str = "stop") -> list[Delta]:
-    """Events of an answer, each with a token and its log-probability."""
-    events = [Delta(text, (1,), LOGPROBS[:1]) for text in texts]
-    return [*events, Delta("", (), (), reason, USAGE)]
-
-
-def calling(usage: ChunkUsage) -> ChatReply:
-    return ChatReply(HEAD, spell, usage, parser=lambda: FORMATS["hermes"].parser(TOOLING))
-
-
-def test_a_whole_answer_with_calls() -> None:
-    body = as_json(calling(ChunkUsage(False)).whole([called(*CALLS), called(*CALLS[2:])], usage_body([USAGE] * 2, 2)))
-    first, second = body["choices"]
-    assert first["finish_reason"] == second["finish_reason"] == "tool_calls"
-    assert first["message"]["content"] == "Wait."
-    look, go = first["message"]["tool_calls"]
-    assert look == {"id": ANY, "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
-    assert go["function"] == {"name": "go", "arguments": "{}"}
-    assert len(first["logprobs"]["content"]) == len(CALLS)
-    assert second["message"]["content"] == 'all>{"name": "look", "arguments": {"at": 1}}</tool_call>', (
-        "no call begins so"
-    )
-    assert [call["function"]["name"] for call in second["message"]["tool_calls"]] == ["go"]
-
-
-def test_a_message_of_calls_alone_has_no_content() -> None:
-    body = as_json(calling(ChunkUsage(False)).whole([called('<tool_call>{"name": "go"}')], usage_body([USAGE], 1)))
-    assert body["choices"][0]["message"]["content"] is None
-
-
-def test_calls_in_chunks() -> None:
-    reply = calling(ChunkUsage(True, prompt_tokens=7))
-    chunks = [as_json(reply.chunk(2, delta)) for delta in called(*CALLS)]
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert {choice["index"] for choice in choices} == {2}
-    assert [choice["delta"] for choice in choices] == [
-        {"role": "assistant", "content": "Wa"},
-        {"content": "it."},
-        {"tool_calls": [{"index": 0, "id": ANY, "type": "function", "function": {"name": "look", "arguments": ""}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": '{"at"'}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
-        {
-            "tool_calls": [
-                {"index": 1, "id": ANY, "type": "function", "function": {"name": "go", "arguments": "{}"}},
-            ]
-        },
-        {},
-        {},
-    ]
-    assert [choice["finish_reason"] for choice in choices] == [None] * len(CALLS) + ["tool_calls"]
-    assert all(len(choice["logprobs"]["content"]) == 1 for choice in choices[:-1]), "also where the text is held back"
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5, 6, 7, 7]
-
-
-def test_a_first_chunk_with_a_call_has_null_as_content() -> None:
-    chunk = as_json(calling(ChunkUsage(False)).chunk(0, Delta('<tool_call>{"name": "go"', (1,))))
-    delta = chunk["choices"][0]["delta"]
-    assert (delta["role"], delta["content"], delta["tool_calls"][0]["function"]["name"]) == ("assistant", None, "go")
-
-
 def test_held_text_comes_with_the_end() -> None:
-    reply = calling(ChunkUsage(False))
+    reply = writer(ChatReply, parser=lambda: FORMATS["hermes"].parser(Tooling((Tool("go"),))))
     assert reply.chunk(0, Delta("<tool", (1,))) is None
     last = as_json(reply.chunk(0, Delta("", (), (), "length", USAGE)))["choices"][0]
     assert (last["delta"], last["finish_reason"]) == ({"role": "assistant", "content": "<tool"}, "length")
 
 
-def test_a_call_that_is_cut_off_ends_by_length() -> None:
-    answer = called('<tool_call>{"name": "go", "arguments": {"a', reason="length")
-    choice = as_json(calling(ChunkUsage(False)).whole([answer], usage_body([USAGE], 1)))["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
-
-
-def test_what_a_model_thinks_is_apart() -> None:
-    def thinking() -> ReasoningParser:
-        return ReasoningParser(THINKING["qwen3"], True, PlainText())
-
-    reply = ChatReply(HEAD, spell, ChunkUsage(False), parser=thinking)
-    answer = [Delta("I see"), Delta(". </think>\n"), Delta("Yes."), Delta("", (), (), "stop", USAGE)]
-    deltas = [as_json(chunk)["choices"][0]["delta"] for delta in answer if (chunk := reply.chunk(0, delta))]
-    assert deltas == [
-        {"role": "assistant", "content": None, "reasoning_content": "I see"},
-        {"reasoning_content": "."},
-        {"content": "Yes."},
-        {},
-    ]
-    body = as_json(
-        ChatReply(HEAD, spell, ChunkUsage(False), parser=thinking).whole([answer, answer[:1]], usage_body([USAGE], 1))
-    )
-    messages = [choice["message"] for choice in body["choices"]]
-    assert messages[0] == {"role": "assistant", "content": "Yes.", "reasoning_content": "I see."}
-    assert messages[1] == {"role": "assistant", "content": None, "reasoning_content": "I see"}
-
-
 def test_offsets_go_on_over_the_chunks_of_a_choice() -> None:
-    reply = CompletionReply(HEAD, spell, ChunkUsage(False))
+    reply = writer(CompletionReply)
     offsets = []
     for index, entry in ((0, LOGPROBS[0]), (1, LOGPROBS[0]), (0, LOGPROBS[1])):
         chunk = as_json(reply.chunk(index, Delta("x", (entry.token,), (entry,))))
@@ -258,117 +162,44 @@ def test_offsets_count_characters_that_were_sent() -> None:
     def spelled(token: int) -> Spelled:
         return Spelled({1: "a", 5: "b"}.get(token, "\ufffd"), None)
 
-    whole = as_json(CompletionReply(HEAD, spelled, ChunkUsage(False)).whole([EMOJI, EMOJI], usage_body([USAGE], 1)))
+    whole = as_json(writer(CompletionReply, spell=spelled).whole([EMOJI, EMOJI], usage_body([USAGE], 1)))
     assert whole["choices"][0]["text"] == "a😀b"
     for choice in whole["choices"]:
         assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
-    reply = CompletionReply(HEAD, spelled, ChunkUsage(False))
+    reply = writer(CompletionReply, spell=spelled)
     chunks = [as_json(reply.chunk(0, delta))["choices"][0]["logprobs"] for delta in EMOJI[:-1]]
     assert [offset for logprobs in chunks for offset in logprobs["text_offset"]] == [0, 1, 1, 1, 2]
 
 
 def test_offsets_within_one_event_never_leave_its_text() -> None:
     delta = Delta("Hé you", (1, 3, 2), (TokenLogprob(1, 0, ()), TokenLogprob(3, 0, ()), TokenLogprob(2, 0, ())))
-    chunk = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).chunk(0, delta))
+    chunk = as_json(writer(CompletionReply).chunk(0, delta))
     assert chunk["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3]
-    short = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).chunk(0, Delta("H", (1, 2), delta.logprobs[::2])))
+    short = as_json(writer(CompletionReply).chunk(0, Delta("H", (1, 2), delta.logprobs[::2])))
     assert short["choices"][0]["logprobs"]["text_offset"] == [0, 1]
-
-
-@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
-def test_how_a_stream_begins_and_ends(kind: Any) -> None:
-    plain, counted = kind(HEAD, spell, ChunkUsage(False)), kind(HEAD, spell, ChunkUsage(True))
-    usage = usage_body([USAGE], 1)
-    assert plain.opening() == b""
-    assert plain.events(0, Delta("", (1,))) == b""
-    assert plain.closing(usage) == DONE
-    assert counted.closing(usage) == b"data: " + encode(counted.last(usage)) + b"\n\n" + DONE
-    failed = plain.failing(internal_error())
-    assert json.loads(failed.removesuffix(DONE).removeprefix(b"data: "))["error"]["type"] == "server_error"
-
-
-SCORES = Delta("", prompt_logprobs=(TokenLogprob(2, -2.0, ((1, -0.25), (3, -1.0)), 3), TokenLogprob(1, -0.5, (), 1)))
-PROMPT = Echo("Hé youHé", [1, 2, 1], [0, 2, 6], 1)
-
-
-def test_an_echo_puts_the_prompt_and_its_log_probabilities_first() -> None:
-    plain = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).whole([ANSWER], usage_body([USAGE], 1)))
-    reply = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(echoes=[PROMPT]))
-    choice = as_json(reply.whole([(SCORES, *ANSWER)], usage_body([USAGE], 1)))["choices"][0]
-    assert choice["text"] == "Hé youHéHé"
-    assert choice["logprobs"] == {
-        "tokens": ["Hé", " you", "Hé", "Hé", "\ufffd"],
-        "token_logprobs": [None, -2.0, -0.5, -0.5, -1.0],
-        "top_logprobs": [
-            None,
-            {"Hé": -0.25, " you": -2.0},
-            {"Hé": -0.5},
-            *plain["choices"][0]["logprobs"]["top_logprobs"],
-        ],
-        "text_offset": [0, 2, 6, 8, 10],
-    }
-
-
-def test_an_echo_without_an_answer_or_without_log_probabilities() -> None:
-    end = Delta("", (), (), "length", USAGE)
-    reply = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(echoes=[PROMPT]))
-    choice = as_json(reply.whole([(SCORES, end)], usage_body([USAGE], 1)))["choices"][0]
-    assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("Hé youHé", [None, -2.0, -0.5])
-    bare = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(logprobs=False, echoes=[Echo("Hé", [1])]))
-    assert as_json(bare.whole([(end,)], usage_body([USAGE], 1)))["choices"][0]["logprobs"] is None
 
 
 def test_the_token_itself_is_among_the_likeliest_of_a_completion() -> None:
     """As OpenAI's reference has it: there may be one more than was asked for."""
     entries = (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))), TokenLogprob(3, -7.0, ((1, -0.5), (2, -2.0))))
     last = Delta("Hé", (1, 3), entries, "length", USAGE)
-    body = as_json(CompletionReply(HEAD, spell, ChunkUsage(False)).whole([[last]], usage_body([USAGE], 1)))
+    body = as_json(writer(CompletionReply).whole([[last]], usage_body([USAGE], 1)))
     likeliest = {"Hé": -0.5, " you": -2.0}
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [likeliest, {**likeliest, "\ufffd": -7.0}]
-    chat = as_json(ChatReply(HEAD, spell, ChunkUsage(False)).whole([[last]], usage_body([USAGE], 1)))
+    chat = as_json(writer(ChatReply).whole([[last]], usage_body([USAGE], 1)))
     assert [len(each["top_logprobs"]) for each in chat["choices"][0]["logprobs"]["content"]] == [2, 2]
-
-
-def test_a_stream_begins_with_the_echo_once_for_each_choice() -> None:
-    reply = CompletionReply(HEAD, spell, ChunkUsage(False), Extras(2, echoes=[PROMPT, Echo("b", [2], [0])]))
-    chunks = [
-        as_json(reply.chunk(index, delta))["choices"][0]
-        for index, delta in ((1, SCORES), (1, ANSWER[0]), (2, ANSWER[0]), (2, ANSWER[0]))
-    ]
-    assert [chunk["text"] for chunk in chunks] == ["Hé youHé", "Hé", "bHé", "Hé"]
-    assert [chunk["logprobs"]["text_offset"] for chunk in chunks] == [[0, 2, 6], [8], [0, 1], [3]]
-
-
-def test_log_probabilities_of_a_prompt_are_by_id_with_ranks() -> None:
-    extras = Extras(prompt_logprobs=2)
-    expected = [
-        None,
-        {
-            "2": {"logprob": -2.0, "rank": 3, "decoded_token": " you"},
-            "1": {"logprob": -0.25, "rank": 1, "decoded_token": "Hé"},
-            "3": {"logprob": -1.0, "rank": 2, "decoded_token": "\ufffd"},
-        },
-        {"1": {"logprob": -0.5, "rank": 1, "decoded_token": "Hé"}},
-    ]
-    usage = usage_body([USAGE], 1)
-    completion = as_json(CompletionReply(HEAD, spell, ChunkUsage(False), extras).whole([(SCORES, *ANSWER)], usage))
-    chat = as_json(ChatReply(HEAD, spell, ChunkUsage(False), extras).whole([(SCORES, *ANSWER)], usage))
-    assert completion["choices"][0]["prompt_logprobs"] == chat["prompt_logprobs"] == expected
-    assert completion["choices"][0]["text"] == chat["choices"][0]["message"]["content"] == "Hé"
-    plain = as_json(ChatReply(HEAD, spell, ChunkUsage(False)).whole([ANSWER], usage))
-    assert "prompt_logprobs" not in plain and "prompt_token_ids" not in plain
 
 
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
 def test_ids_of_tokens_are_shown_if_asked_for(kind: Any) -> None:
-    extras = Extras(2, prompt_tokens=[[7, 8], [9]])
-    body = as_json(kind(HEAD, spell, ChunkUsage(False), extras).whole([ANSWER] * 4, usage_body([USAGE], 1)))
+    extras = Extras(replace(ASKED, kept=2), prompt_tokens=[[7, 8], [9]])
+    body = as_json(writer(kind, extras).whole([ANSWER] * 4, usage_body([USAGE], 1)))
     assert [choice["token_ids"] for choice in body["choices"]] == [[1, 3]] * 4
     if kind is ChatReply:
         assert body["prompt_token_ids"] == [7, 8]
     else:
         assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[7, 8], [7, 8], [9], [9]]
-    reply = kind(HEAD, spell, ChunkUsage(False), extras)
+    reply = writer(kind, extras)
     chunks = [as_json(reply.chunk(2, Delta("", (token,)))) for token in (5, 6)]
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[5], [6]], "also where a text is held back"
     shown = [chunk if kind is ChatReply else chunk["choices"][0] for chunk in chunks]
@@ -376,12 +207,12 @@ def test_ids_of_tokens_are_shown_if_asked_for(kind: Any) -> None:
 
 
 def test_tokens_can_be_named_by_their_ids() -> None:
-    extras, usage = Extras(ids_for_names=True), usage_body([USAGE], 1)
-    logprobs = as_json(CompletionReply(HEAD, spell, ChunkUsage(False), extras).whole([ANSWER], usage))
+    extras, usage = Extras(replace(ASKED, ids_for_names=True)), usage_body([USAGE], 1)
+    logprobs = as_json(writer(CompletionReply, extras).whole([ANSWER], usage))
     assert logprobs["choices"][0]["logprobs"]["tokens"] == ["token_id:1", "token_id:3"]
     assert logprobs["choices"][0]["logprobs"]["top_logprobs"][0] == {"token_id:1": -0.5, "token_id:2": -9999.0}
     assert logprobs["choices"][0]["logprobs"]["text_offset"] == [0, 2], "offsets are those of the texts"
-    first = as_json(ChatReply(HEAD, spell, ChunkUsage(False), extras).whole([ANSWER], usage))
+    first = as_json(writer(ChatReply, extras).whole([ANSWER], usage))
     first = first["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["bytes"]) == ("token_id:1", list("Hé".encode()))
     assert first["top_logprobs"][1]["token"] == "token_id:2"

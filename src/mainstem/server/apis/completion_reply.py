@@ -82,11 +82,11 @@ class CompletionReply(ChunkReply):
         return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage, explanation)
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
-        extras, begins = self._extras, index not in self._sent
-        echo = extras.echoes[index // extras.choices] if begins and extras.echoes else None
+        echoes, begins = self._extras.echoes, index not in self._sent
+        echo = echoes[index // self._asked.kept] if begins and echoes else None
         self._sent.setdefault(index, 0 if echo is None else len(echo.text))
         offsets = [offset for delta in deltas for offset in self._offsets(index, delta)]
-        logprobs = self._logprobs(entries_of(deltas), offsets) if offsets and extras.logprobs else None
+        logprobs = self._logprobs(entries_of(deltas), offsets) if offsets and self._asked.shows_logprobs else None
         text = "".join(delta.text for delta in deltas)
         if echo is not None:
             text = echo.text + text

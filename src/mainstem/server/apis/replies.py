@@ -21,7 +21,7 @@ from mainstem.runtime.text.spelling import Spelled
 from mainstem.server.apis.generation import Generation
 from mainstem.server.errors import ApiError, ErrorBody
 from mainstem.server.parsing.output import OutputParser, PlainText
-from mainstem.server.watch.diagnosis import Finding, Fingerprint
+from mainstem.server.watch.diagnosis import Finding
 from mainstem.server.watch.explained import PromptExplained
 
 Spell: TypeAlias = Callable[[int], Spelled]
@@ -183,34 +183,22 @@ class Extras:
     """The parts of a response beside the texts of answers, as the request asks for them.
 
     Args:
-        choices: answers to each prompt.
-        logprobs: whether log-probabilities of the answers' tokens are shown; else they only served to rank answers.
+        asked: the request.
         echoes: one for each prompt, if answers begin with it.
-        prompt_logprobs: number of alternatives to each token of a prompt; None: its log-probabilities are not shown.
         prompt_tokens: the ids of each prompt, if ids are shown, of answers, too.
-        ids_for_names: whether tokens are named by their ids in log-probabilities.
-        fingerprint: of the request, if a diagnosis compares it.
         finding: of the comparison with another request; None: there is none.
         keep: takes the body of the whole answer, to keep it; None: it is not kept.
-        generation: what was asked; None: nothing of it is repeated.
         now: returns seconds since the epoch.
         explained: returns, after the end, why its prompts were found in part only; None: the server does not explain.
-        explains: whether the client asks for the explanation.
     """
 
-    choices: int = 1
-    logprobs: bool = True
+    asked: Generation
     echoes: Sequence[Echo] = ()
-    prompt_logprobs: int | None = None
     prompt_tokens: Sequence[list[int]] = ()
-    ids_for_names: bool = False
-    fingerprint: Fingerprint | None = None
     finding: Finding | None = None
     keep: Callable[[Any], None] | None = None
-    generation: Generation | None = None
     now: Callable[[], float] = time
     explained: Callable[[], list[PromptExplained]] | None = None
-    explains: bool = False
 
     @property
     def missed(self) -> tuple[str, int] | None:
@@ -223,10 +211,7 @@ class Extras:
     @property
     def explanation(self) -> Explained:
         """Why its prompts were found in part only, if it asked for that; once it has ended."""
-        return self.explained() if self.explains and self.explained is not None else UNSET
-
-
-NO_EXTRAS = Extras()
+        return self.explained() if self.asked.request.explain and self.explained is not None else UNSET
 
 
 class ChunkUsage:
@@ -267,10 +252,11 @@ class Reply(ABC):
         head: Head,
         spell: Spell,
         usage: ChunkUsage,
-        extras: Extras = NO_EXTRAS,
+        extras: Extras,
         parser: Callable[[], OutputParser] = PlainText,
     ) -> None:
         self._head, self._spell, self._usage, self._extras, self._parser = head, spell, usage, extras, parser
+        self._asked = extras.asked
 
     def opening(self) -> bytes:
         """Returns the events before the first token; most APIs have none."""
@@ -322,16 +308,16 @@ class ChunkReply(Reply):
         return bool(shown or (self._extras.prompt_tokens and delta.tokens))
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._extras.ids_for_names else self._spell(token).text
+        return f"token_id:{token}" if self._asked.ids_for_names else self._spell(token).text
 
     def _prompt_logprobs(self, deltas: Sequence[Delta]) -> PromptLogprobs | UnsetType:
-        if self._extras.prompt_logprobs is None:
+        if self._asked.prompt_logprobs is None:
             return UNSET
         return [None, *map(self._scored, scores_of(deltas))]
 
     def _scored(self, score: TokenLogprob) -> dict[int, PromptLogprob]:
         top = [(score.token, score.logprob, score.rank)]
-        top += [(*pair, rank) for rank, pair in enumerate(score.top[: self._extras.prompt_logprobs], 1)]
+        top += [(*pair, rank) for rank, pair in enumerate(score.top[: self._asked.prompt_logprobs], 1)]
         by_token: dict[int, PromptLogprob] = {}
         for token, logprob, rank in top:
             by_token.setdefault(token, PromptLogprob(finite(logprob), rank, self._spell(token).text))
@@ -342,7 +328,7 @@ class ChunkReply(Reply):
 
     def _prompt_ids(self, index: int) -> list[int] | UnsetType:
         ids = self._extras.prompt_tokens
-        return ids[index // self._extras.choices] if ids else UNSET
+        return ids[index // self._asked.kept] if ids else UNSET
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> Struct | None:

@@ -38,7 +38,7 @@ from mainstem.runtime.request import Delta, PreparedPrompt, Usage
 from mainstem.runtime.text.cuts import Tokenization, common_length, decoded, with_generated
 from mainstem.runtime.text.detokenizer import Tokenizer
 from mainstem.runtime.text.prompts import Prompts, Template, Variant
-from mainstem.server.run import EndWatcher, Watcher
+from mainstem.server.run import Watcher
 
 _STRIDE = 128  # characters from one digest of a prompt to the next
 _CONTEXT_TOKENS = 8  # kept of a prompt: its last tokens and the first of its answer may be cut differently
@@ -299,7 +299,7 @@ class Turn:
             if tokens:  # also of an answer that was cut short: its text may come back
                 self._answers.remember(place, self._namespace, context, tokens)
 
-        return [EndWatcher(remember)]
+        return [Watcher(remember)]
 
 
 def _digests(text: str, namespace: bytes) -> list[bytes]:

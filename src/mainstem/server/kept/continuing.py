@@ -15,14 +15,13 @@ No client can set the state of a scope.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.types import Receive, Scope, Send
 
 from mainstem.runtime.request import Delta, Request, TokenLogprob
 from mainstem.server.apis.replies import Reply
@@ -132,13 +131,8 @@ class ContinuableStream(EventStream):
         self._repeated = [0] * len(self._known)
         self._unsent: list[list[Delta]] = [[] for _ in self._known]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_progress(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message[PROGRESS] = self._progress
-            await send(message)
-
-        await super().__call__(scope, receive, send_with_progress)
+    def start(self) -> dict[str, Any]:
+        return {**super().start(), PROGRESS: self._progress}
 
     def opening(self) -> bytes:
         opening = super().opening()

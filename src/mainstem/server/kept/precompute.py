@@ -31,7 +31,7 @@ from mainstem.runtime.text.cuts import common_tokens
 from mainstem.runtime.text.prompts import Prompts
 from mainstem.server.kept.answers import Turn
 from mainstem.server.parsing.output import Call, OutputParser, PlainText, Text
-from mainstem.server.run import EndWatcher, Watcher
+from mainstem.server.run import Watcher
 from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Precompute:
             if finish in ("stop", "length"):
                 self._worker.submit(self._run, turn, request, deltas, parser())
 
-        return [EndWatcher(answered)]
+        return [Watcher(answered)]
 
     def give_way(self) -> None:
         """Stops computing, because a request comes."""

@@ -37,7 +37,7 @@ from mainstem.server.fields.openapi import Operation
 from mainstem.server.kept.response_store import ENTRY_BYTES, Owner, ResponseStore
 from mainstem.server.parts import Parts
 from mainstem.server.preparation import Prepared
-from mainstem.server.run import EndWatcher, Watcher
+from mainstem.server.run import Watcher
 from mainstem.server.transport import json_response
 from mainstem.server.watch.explained import (
     Explanation,
@@ -150,16 +150,14 @@ class Explanations:
         ask, admin = made.generation, self._access.is_admin(headers)
         size = sum(request.tokens.nbytes + _PROMPT_BYTES for request in made.requests[:: ask.choices])
         account = Account(id, ENTRY_BYTES + size)
-        extras = replace(
-            made.extras, explained=lambda: self.shown(account, admin=admin), explains=bool(ask.request.explain)
-        )
+        extras = replace(made.extras, explained=lambda: self.shown(account, admin=admin))
 
         def ended(prompt: int, request: Request, finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
             if usage is not None and usage.explanation is not None:
                 account.add(prompt, request, usage.explanation)
                 self._count(account, owner, request, usage.explanation)
 
-        watchers = [EndWatcher(partial(ended, i // ask.choices, request)) for i, request in enumerate(made.requests)]
+        watchers = [Watcher(partial(ended, i // ask.choices, request)) for i, request in enumerate(made.requests)]
         return replace(made, extras=extras), [[watcher] for watcher in watchers]
 
     def _count(self, account: Account, owner: Owner, request: Request, stretches: Stretches) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.core import Metric as PrometheusMetric
 from mainstem.cache.explain import Stretch
 from mainstem.metric import Metric, rows
 from mainstem.runtime.request import Delta, Usage
-from mainstem.server.run import EndWatcher
+from mainstem.server.run import Watcher
 from mainstem.settings.server import SavingsConfig
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Latencies:
             self.storage.observe(max(min(ended_s, usage.queue_s) - asked_s, 0.0))
 
 
-class RequestMeter(EndWatcher):
+class RequestMeter(Watcher):
     """Measures one generation. Made by `Metrics.meter`."""
 
     def __init__(self, clock: Callable[[], float], requests: Counter, latencies: Latencies, reuse: Reuse) -> None:

@@ -69,7 +69,7 @@ from mainstem.errors import BadArgument
 from mainstem.here import check_output
 from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
-from mainstem.server.run import EndWatcher
+from mainstem.server.run import Watcher
 from mainstem.settings.server import RecordConfig
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class Recorder:
         scope: Namespace,
         api_key: str | None = None,
         cache_key: str | None = None,
-    ) -> EndWatcher:
+    ) -> Watcher:
         """Returns the watcher that records a request that arrives now.
 
         Args:
@@ -236,7 +236,7 @@ class Recorder:
             line = partial(self._lines.line, prompt, finish, sum(len(delta.tokens) for delta in deltas), usage, text)
             self._put(len(prompt.tokens) + _LINE_TOKENS, line)
 
-        return EndWatcher(ended)
+        return Watcher(ended)
 
     def stats(self) -> RecordStats:
         """Returns the counts since the start."""

@@ -24,7 +24,8 @@ from mainstem import __version__
 from mainstem.imports import needs
 from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
-from mainstem.server.run import EndWatcher, Watcher
+from mainstem.server.apis.replies import PromptTokensDetails, usage_body
+from mainstem.server.run import Watcher
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -242,7 +243,7 @@ class Trace:
         self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
         self._attributes["mainstem.prompts"] = len(requests) // choices
         self._ends, self._choices = [None] * len(requests), choices
-        return [EndWatcher(partial(self._choice_ended, number)) for number in range(len(requests))]
+        return [Watcher(partial(self._choice_ended, number)) for number in range(len(requests))]
 
     def answers(self, id: str, model: str) -> None:
         """Notes the id of the answer and its model."""
@@ -313,23 +314,22 @@ class Trace:
 
 
 def _used(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:
-    """Returns the attributes of what a request used; a prompt counts as in `usage_body`."""
+    """Returns the attributes of what a request used, as its client reads it."""
     known = [each for each in usages if each is not None]
     if len(known) < len(usages):
         return {}
-    groups = [known[at : at + choices] for at in range(0, len(known), choices)]
-    prompts = [min(group, key=lambda usage: usage.cached_tokens) for group in groups]
-    host, storage = (sum(getattr(each, name) for each in prompts) for name in ("host_tokens", "storage_tokens"))
-    cached, asked = sum(each.cached_tokens for each in prompts), sum(each.prompt_tokens for each in prompts)
+    body = usage_body(known, choices)
+    assert isinstance(body.prompt_tokens_details, PromptTokensDetails), "all choices have ended"
+    cached, tiers = body.prompt_tokens_details.cached_tokens, body.prompt_tokens_details.cached_tokens_by_tier
     first = [each.ttft_s for each in known if each.completion_tokens]
     return {
-        "gen_ai.usage.input_tokens": asked,
-        "gen_ai.usage.output_tokens": sum(each.completion_tokens for each in known),
+        "gen_ai.usage.input_tokens": body.prompt_tokens,
+        "gen_ai.usage.output_tokens": body.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": cached,
-        "mainstem.cached_tokens.device": cached - host - storage,
-        "mainstem.cached_tokens.host": host,
-        "mainstem.cached_tokens.storage": storage,
-        "mainstem.computed_tokens": asked - cached,
+        "mainstem.cached_tokens.device": tiers.device,
+        "mainstem.cached_tokens.host": tiers.host,
+        "mainstem.cached_tokens.storage": tiers.storage,
+        "mainstem.computed_tokens": body.prompt_tokens - cached,
         "mainstem.queue_s": max(each.queue_s for each in known),
         **({"gen_ai.response.time_to_first_chunk": min(first)} if first else {}),
     }

@@ -133,15 +133,14 @@ class ResponseReply(BlockReply):
     @cached_property
     def _request(self) -> ResponseRequest:
         """The request that this answers."""
-        assert self._extras.generation is not None and isinstance(self._extras.generation.request, ResponseRequest)
-        return self._extras.generation.request
+        assert isinstance(self._asked.request, ResponseRequest), "the body of this API"
+        return self._asked.request
 
     @cached_property
     def _apart(self) -> Mapping[str, tuple[str, str]]:
         """Namespace and name of tools in a namespace, by the name under which they are offered."""
-        assert self._extras.generation is not None and isinstance(self._extras.generation.prompt, Conversation)
-        tools = self._extras.generation.prompt.tooling.tools
-        return {tool.name: tool.apart for tool in tools if tool.apart is not None}
+        assert isinstance(self._asked.prompt, Conversation), "the prompt of this API"
+        return {tool.name: tool.apart for tool in self._asked.prompt.tooling.tools if tool.apart is not None}
 
     def opening(self) -> bytes:
         begun = {"response": self._body("in_progress")}
