@@ -112,11 +112,6 @@ def wrong(at: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{at}: {problem}", param=at, code=code)
 
 
-def text_only(at: str) -> ApiError:
-    """Returns the error for an image sent to a text-only model; `at` is the path of the field."""
-    return wrong(at, "this model accepts text only", "unsupported_content")
-
-
 def no_advice(action: str, cached: int, param: str) -> ApiError:
     """Returns the error for a hint that concerns nothing.
 

@@ -202,7 +202,7 @@ class Prompting:
         images = parts(messages, "image")
         if vision is None:
             if images:
-                raise errors.text_only(images[0]["at"])
+                raise errors.wrong(images[0]["at"], "this model accepts text only", "unsupported_content")
             return maker.prepare(messages, template, variants)
         texts, plain = [each["content"] for each in messages if isinstance(each["content"], str)], self._plain(maker)
         plain.check_length(len(messages), "messages")

@@ -6,7 +6,6 @@ import base64
 import json
 import random
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from machine import eventually, patience
 from rigs.browser import Page, browsing
+from rigs.clients import running
 from rigs.fake_engine import FakeEngine
-from rigs.servers import free_port
 from rigs.serving import tiny_folder
 from skips import BROWSER
 from starlette.testclient import TestClient
@@ -29,7 +26,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import load_model
 from mainstem.server.access.origins import reach_of
 from mainstem.server.app import create_app
-from mainstem.server.watch.live import TREE_COLUMNS, LiveSample, page
+from mainstem.server.watch.live import LiveSample, page
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.settings.server import ServerConfig
 from mainstem.watch.outline import SLICE
@@ -125,8 +122,7 @@ def test_a_sample_of_a_real_engine(engine: Engine) -> None:
     assert sum(sample["cached_tokens"].values()) > 0
     assert {(pool["tier"], pool["component"]) for pool in sample["pools"]} == {("device", "full"), ("host", "full")}
     tree = sample["tree"]
-    assert tree["columns"] == list(TREE_COLUMNS)
-    nodes = [dict(zip(TREE_COLUMNS, row, strict=True)) for row in tree["rows"]]
+    nodes = [dict(zip(tree["columns"], row, strict=True)) for row in tree["rows"]]
     tops = [node for node in nodes if node["parent"] < 0]
     assert [node["tokens"] for node in tops] == [0]
     assert tops[0]["tokens_below"] == tree["tokens"] == sum(node["tokens"] for node in nodes)
@@ -160,7 +156,7 @@ def test_the_engine_is_asked_for_bounded_slices_and_once_for_all_who_look() -> N
     http.get("/cache/sample", params={"node": tree["rows"][5][0]})
     assert len(engine.surveyed) == -(-engine.shown.core.places() // SLICE)
     assert len(engine.shown.survey(0, SLICE).rows) <= SLICE
-    below = TREE_COLUMNS.index("nodes_below")
+    below = tree["columns"].index("nodes_below")
     assert sum(row[below] for row in tree["rows"] if row[1] < 0) == tree["nodes"]
 
 
@@ -195,19 +191,13 @@ def test_misses_by_cause_are_in_the_sample_where_they_are_counted() -> None:
 @contextmanager
 def served(engine: Any, **config: Any) -> Iterator[str]:
     """Serves an engine over HTTP; yields the address."""
-    port = free_port()
-    settings = ServerConfig(**config)
+    settings = ServerConfig(port=0, **config)
     app = create_app(engine, settings, reach=reach_of(settings, settings.host))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, lifespan="off", log_config=None))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        eventually(lambda: server.started, patience(20))
-        yield f"127.0.0.1:{port}"
-    finally:
-        app.state.draining = True
-        server.should_exit = True
-        thread.join(patience(20))
+    with running(app, settings) as url:
+        try:
+            yield url.removeprefix("http://")
+        finally:
+            app.state.draining = True  # which ends the streams
 
 
 @pytest.fixture(scope="module")

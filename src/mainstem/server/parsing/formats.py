@@ -12,7 +12,6 @@ import itertools
 import json
 import re
 import secrets
-import string
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,8 +76,8 @@ class CallFormat:
             name: of the answer, unique: the ids of its calls follow from it, so that another engine gives the same.
                 None: they are random.
         """
-        numbers = itertools.count()
-        made = self.scanner(tooling, self.new_id if name is None else lambda: self._id_of(f"{name} {next(numbers)}"))
+        unique, numbers = name or secrets.token_hex(16), itertools.count()
+        made = self.scanner(tooling, lambda: self._id_of(f"{unique} {next(numbers)}"))
         custom = frozenset(tool.name for tool in tooling.callable if tool.custom)
         return TextInputs(made, custom) if custom else made
 
@@ -86,12 +85,6 @@ class CallFormat:
         """Returns whether a chat template, or a vocabulary, is that of a model with this format."""
         signs = self.signs or self.markers[:1]
         return bool(signs) and all(sign in place for sign in signs)
-
-    def new_id(self) -> str:
-        """Returns a unique id for a call."""
-        if self.id_length is None:
-            return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self.id_length))
 
     def _id_of(self, name: str) -> str:
         digest = hashlib.sha256(name.encode()).hexdigest()
@@ -101,7 +94,7 @@ class CallFormat:
         """Returns a client's id of a call in a form that templates take; the same one for the same id."""
         if self.id_length is None or (len(given) == self.id_length and given.isalnum()):
             return given
-        return hashlib.sha256(given.encode()).hexdigest()[: self.id_length]
+        return self._id_of(given)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Returns calls as the model writes them, each given as a name and its arguments in JSON."""
@@ -295,7 +288,6 @@ _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 
 # ---------------------------------------------------------------- the table
 
-_ALPHANUMERIC = string.ascii_letters + string.digits
 _OBJECT = '{"name": "%name%", "arguments": %arguments%}'
 _CALLS, _CALL, _CALLED, _DONE = DeepSeekScanner.markers
 

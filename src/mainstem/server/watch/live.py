@@ -48,17 +48,6 @@ _TICKS = 600  # looks whose time is remembered
 AGES_S = (1.0, 10.0, 60.0, 600.0, 3600.0)
 """The bounds between classes of idle times."""
 
-TREE_COLUMNS = (
-    "id", "parent", "start", "tokens", "nodes_below", "tokens_below", "device_below", "host_below", "rest_nodes",
-    "rest_tokens", "idle_s", "idle_below_s", "hits", "device", "host", "locks", "flags", "tenant",
-)  # fmt: skip
-"""The columns of a node's row.
-
-`parent`: the index of its row, -1 for none. `*_below`: of it and all below it. `rest_*`: of what is below it and has no
-row. `idle_s`: since its last use; since the server was first looked at, if that is later. `device`, `host`: 0 absent,
-1 in flight, 2 present. `flags`: 2 demoted, 4 retained. `tenant`: the index of its name in `owners`.
-"""
-
 
 class TenantSample(Struct):
     """What one tenant has; in tokens."""
@@ -70,7 +59,12 @@ class TenantSample(Struct):
 
 
 class TreeSample(Struct):
-    """The largest nodes, in rows of `TREE_COLUMNS`; `top`: the node whose subtree this is, 0 for all."""
+    """The largest nodes, in rows of `columns`; `top`: the node whose subtree this is, 0 for all.
+
+    `parent`: the index of its row, -1 for none. `*_below`: of it and all below it. `rest_*`: of what is below it and
+    has no row. `idle_s`: since its last use; since the server was first looked at, if that is later. `device`,
+    `host`: 0 absent, 1 in flight, 2 present. `flags`: 2 demoted, 4 retained. `tenant`: the index in `owners`.
+    """
 
     top: int
     nodes: int
@@ -336,32 +330,30 @@ class Live:
         tenant = [index.get(int(at), 0) for at in root[chosen]]
         used = sorted({*tenant})
         named = {at: new for new, at in enumerate(used)}
-        columns = (
-            nodes.column("place")[chosen],
-            parents,
-            nodes.column("start")[chosen] * size,
-            nodes.column("pages")[chosen] * size,
-            below["nodes"][chosen],
-            below["pages"][chosen] * size,
-            below["device"][chosen] * size,
-            below["host"][chosen] * size,
-            rest["nodes"],
-            rest["pages"] * size,
-            self._idle_s(nodes.column("accessed")[chosen], look.at_s).astype(np.int64),
-            self._idle_s(below["accessed"][chosen], look.at_s).astype(np.int64),
-            nodes.column("hits")[chosen],
-            nodes.column("device")[chosen],
-            nodes.column("host")[chosen],
-            nodes.column("locks")[chosen],
-            nodes.column("flags")[chosen],
-            np.array([named[at] for at in tenant], np.int64),
-        )
-        rows = np.stack(columns, axis=1).tolist()
+        columns = {
+            "id": nodes.column("place")[chosen],
+            "parent": parents,
+            "start": nodes.column("start")[chosen] * size,
+            "tokens": nodes.column("pages")[chosen] * size,
+            "nodes_below": below["nodes"][chosen],
+            "tokens_below": below["pages"][chosen] * size,
+            "device_below": below["device"][chosen] * size,
+            "host_below": below["host"][chosen] * size,
+            "rest_nodes": rest["nodes"],
+            "rest_tokens": rest["pages"] * size,
+            "idle_s": self._idle_s(nodes.column("accessed")[chosen], look.at_s).astype(np.int64),
+            "idle_below_s": self._idle_s(below["accessed"][chosen], look.at_s).astype(np.int64),
+            "hits": nodes.column("hits")[chosen],
+            "device": nodes.column("device")[chosen],
+            "host": nodes.column("host")[chosen],
+            "locks": nodes.column("locks")[chosen],
+            "flags": nodes.column("flags")[chosen],
+            "tenant": np.array([named[at] for at in tenant], np.int64),
+        }
+        rows = np.stack([*columns.values()], axis=1).tolist()
         real = nodes.column("pages") > 0
         shown = [owners[at] for at in used] if owners else []
-        return TreeSample(
-            node, int(real.sum()), int(nodes.column("pages").sum()) * size, shown, list(TREE_COLUMNS), rows
-        )
+        return TreeSample(node, int(real.sum()), int(nodes.column("pages").sum()) * size, shown, list(columns), rows)
 
 
 def _pools(stats: EngineStats) -> list[dict[str, str | int]]:
