@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rigs.fake_engine import FakeEngine
@@ -25,6 +26,20 @@ def complete(server: TestClient, prompt: Any = PROMPT, headers: dict[str, str] |
 def chat(server: TestClient, content: Any = "hi", **fields: Any) -> Any:
     messages = [{"role": "user", "content": content}]
     return server.post("/v1/chat/completions", json={"model": "fake", "messages": messages, **fields})
+
+
+async def called(
+    app: Any, receive: Any, path: str = "/v1/completions", headers: Sequence[tuple[bytes, bytes]] = ()
+) -> list[Any]:
+    """Posts as an ASGI server does; returns the messages that the application sends."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [*headers], "query_string": b""}
+    await app(scope, receive, send)
+    return sent
 
 
 def events(response: Any) -> list[Any]:

@@ -27,7 +27,8 @@ from mainstem.runtime.models.loading import load_model
 from mainstem.server.apis.chat.request import ChatRequest
 from mainstem.server.apis.completions import CompletionRequest
 from mainstem.server.apis.embeddings import EmbeddingRequest
-from mainstem.server.apis.messages.request import MessageRequest
+from mainstem.server.apis.messages.request import ContentBlock, MessageRequest
+from mainstem.server.apis.responses.items import Item
 from mainstem.server.apis.responses.request import ResponseRequest
 from mainstem.server.app import create_app
 from mainstem.server.fields.rules import OPENAI
@@ -47,6 +48,11 @@ CALLED = [
 BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "w5"}]}]
 MARKED = {"type": "text", "text": "w5 w6", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}
 KEPT = {"type": "ephemeral", "ttl": "5m"}
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "content", "content": [{"type": "text", "text": "w5"}]},
+    "title": "w6",
+}
 CHAT = [{"role": "system", "content": "w3"}, {"role": "user", "content": [{"type": "text", "text": "w5 w6"}]}]
 # By route; what follows a question mark tells several of a route apart.
 BASES: Mapping[str, Mapping[str, Any]] = {
@@ -82,6 +88,53 @@ BASES: Mapping[str, Mapping[str, Any]] = {
         "cache_control": {"type": "ephemeral", "ttl": "1h"},
         "diagnostics": {"previous_message_id": None},
     },
+    "/v1/responses?items": {
+        "model": "tiny",
+        "instructions": "w7",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "w5"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "w5"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "w5"},
+            {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "w5"},
+            {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "w5"}]},
+            {"type": "web_search_call", "status": "completed"},
+            {"type": "shell_call", "call_id": "e", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "e", "output": [{"stdout": "w5", "outcome": {"type": "timeout"}}]},
+            {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "more"}]},
+        ],
+        "tools": [
+            {"type": "function", "name": "f", "parameters": SCHEMA},
+            {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+            {"type": "web_search"},
+        ],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}}},
+        "include": ["message.output_text.logprobs"],
+        "max_output_tokens": 3,
+    },
+    "/v1/messages?blocks": {
+        "model": "tiny",
+        "max_tokens": 3,
+        "messages": [
+            *BLOCKS,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "w5", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "tool_use", "id": "u", "name": "f", "input": {"a": "w5"}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": [DOCUMENT]}, DOCUMENT]},
+        ],
+        "tools": [{"name": "f", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "adaptive"},
+        "output_config": {},
+        "stop_sequences": ["w9"],
+    },
     "/v1/responses": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"model": "tiny", "input": [{"role": "user", "content": "w5"}], "tools": []},
     "/v1/responses/{id}/cancel": {},
@@ -99,13 +152,24 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
-TYPES = (CompletionRequest, ChatRequest, EmbeddingRequest, ResponseRequest, MessageRequest)
+TYPES = (CompletionRequest, ChatRequest, EmbeddingRequest, ResponseRequest, MessageRequest, Item, ContentBlock)
 FIELDS = sorted({name for each in TYPES for name in each.__struct_fields__} | {*OPENAI.advice} | {*OPENAI.refused})
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 20, 129, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**63) - 1, 2**64),
     *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, "", "a", "w5", "\x00", "\ud800", "\uffff", "é" * 500, "auto", "none"),
     *([], [[]], [None], [1, "a"], ["w5"] * 300, [0.5], {}, {"": {}}, {"a": [{}]}, {"5": 1}, {"type": "text"}),
     [[[[[[[[1]]]]]]]],
+    *(
+        "tool_use",
+        "tool_result",
+        "image",
+        "function_call",
+        "item_reference",
+        "reasoning",
+        "allowed_tools",
+        "any",
+        "resp_1",
+    ),
 ]
 
 
@@ -153,7 +217,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tiny_folder("llama", tmp_path_factory.mktemp("fuzz") / "tiny", max_position_embeddings=64)
+    folder = tiny_folder("llama", tmp_path_factory.mktemp("fuzz") / "tiny", max_position_embeddings=512)
     loaded = load_model(str(folder), dtype="float32")
     with Engine(loaded, EngineConfig(kv_bytes=1 << 20)) as running:
         yield running

@@ -7,7 +7,7 @@ import hashlib
 from typing import Any
 
 import pytest
-from rigs.app_client import client, complete, error_of
+from rigs.app_client import called, client, complete, error_of
 from rigs.fake_engine import FakeEngine
 
 from mainstem.errors import BadArgument
@@ -48,19 +48,13 @@ def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
         else ["/v1/completions", "/v1/chat/completions", *(closed_to_them if status == 401 else [])]
     ):
         read: list[str] = []
-        sent: list[Any] = []
 
         async def receive(read: list[str] = read) -> dict[str, Any]:
             read.append("a part of the body")
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
-        async def send(message: Any, sent: list[Any] = sent) -> None:
-            sent.append(message)
-
         headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-        asyncio.run(app(scope, receive, send))
-        assert (sent[0]["status"], read) == (status, [])
+        assert (asyncio.run(called(app, receive, path, headers))[0]["status"], read) == (status, [])
 
 
 def test_namespaces_reveal_nothing_about_keys() -> None:

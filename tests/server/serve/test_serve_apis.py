@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,56 @@ def call(arguments: str, name: str = "write") -> str:
 
 def said(api: str, streamed: bool, answer: str, **asked: Any) -> ApiReply:
     return APIS[api].ask(server(answer), TOOLS, stream=streamed, **asked)
+
+
+# ---------------------------------------------------------------- what a client asks for
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FORMS: dict[str, dict[str, Any]] = {
+    "chats": {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+    "responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+    "messages": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+}
+CHOICES: dict[str, list[Any]] = {  # no call, any call, and one of time
+    "chats": ["none", "required", {"type": "function", "function": {"name": "time"}}],
+    "responses": ["none", "required", {"type": "function", "name": "time"}],
+    "messages": [{"type": "none"}, {"type": "any"}, {"type": "tool", "name": "time"}],
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "chats": {"parallel_tool_calls": False},
+    "responses": {"parallel_tool_calls": False},
+    "messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_a_grammar_holds(api: str) -> None:
+    engine = FakeEngine(lambda prompt: call("{}", "time"))
+    served = TestClient(create_app(engine, ServerConfig(tool_call_parser="hermes")))
+    APIS[api].ask(served, TOOLS)
+    for choice in CHOICES[api]:
+        APIS[api].ask(served, TOOLS, tool_choice=choice)
+    APIS[api].ask(served, (replace(WRITE, strict=True), TIME))
+    APIS[api].ask(served, **FORMS[api])
+    requests = [stream.request for stream in engine.streams]
+    free, none, some, one, strict, form = (request.params.grammar for request in requests)
+    assert free is none is None
+    for grammar, names in ((some, True), (one, False), (strict, True)):
+        assert grammar is not None and grammar.kind == "lark" and ("write" in grammar.text) == names
+    assert form is not None and json.loads(form.text) == {**SCHEMA, "additionalProperties": False}
+    assert len({request.tokens.tobytes() for request in requests[:-1]}) == 1, "so that the cache finds it"
+
+
+@every_way
+def test_without_parallel_calls_there_is_one(api: str, streamed: bool) -> None:
+    answer = said(api, streamed, call("{}", "time") * 2, **ALONE[api])
+    assert (answer.calls, answer.ended) == ([("time", "{}")], "calls")
+
+
+@every_way
+def test_no_call_is_one_where_none_is_chosen(api: str, streamed: bool) -> None:
+    answer = said(api, streamed, call("{}", "time"), tool_choice=CHOICES[api][0])
+    assert (answer.text, answer.calls) == (call("{}", "time"), [])
 
 
 # ---------------------------------------------------------------- calls

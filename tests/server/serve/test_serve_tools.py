@@ -103,20 +103,6 @@ def test_each_choice_has_its_own_calls() -> None:
     assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
 
 
-def test_the_choice_does_not_change_the_prompt() -> None:
-    served = Served(ANSWER)
-    message = served.ask(tools=TOOLS, tool_choice="none").choices[0].message
-    assert (message.content, message.tool_calls) == (ANSWER, None)
-    served.ask(tools=TOOLS)
-    assert served.prompts[0] == served.prompts[1]
-    assert served.ask().choices[0].message.content == ANSWER
-
-
-def test_without_parallel_calls_there_is_one() -> None:
-    served = Served(ANSWER + ANSWER)
-    assert len(served.ask(tools=TOOLS, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
-
-
 def test_formats_and_thoughts_by_option() -> None:
     served = Served(f"I wonder.</think>\n<tool_call>{ANSWER}</tool_call>", tool_call_parser="hermes",
                     reasoning_parser="deepseek_r1")  # fmt: skip
@@ -155,29 +141,6 @@ def test_a_schema_that_no_grammar_holds_leaves_the_name_of_its_tool_held() -> No
 
 
 STRICT: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-BODIES: dict[str, tuple[Any, Any]] = {
-    "/v1/chat/completions": (
-        {"messages": ASK},
-        {"type": "function", "function": {"name": "weather", "parameters": CITY}},
-    ),
-    "/v1/messages": ({"messages": ASK, "max_tokens": 9}, {"name": "weather", "input_schema": CITY}),
-    "/v1/responses": ({"input": "Rome?"}, {"type": "function", "name": "weather", "parameters": CITY}),
-}
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_strict_tools_are_held_by_a_grammar_wherever_a_model_may_choose(path: str) -> None:
-    served = Served(ANSWER)
-    body, tool = BODIES[path]
-    for strict in (None, False, True):
-        given = {key: {**value, "strict": strict} if key == "function" else value for key, value in tool.items()}
-        given = given if "function" in given else {**given, "strict": strict}
-        answer = served.http.post(path, json={"model": "fake", **body, "tools": [given]})
-        assert answer.status_code == 200, answer.text
-    plain, loose, held = (stream.request.params.grammar for stream in served.engine.streams)
-    assert plain is loose is None
-    assert held.kind == "lark" and "city" in held.text
-    assert served.prompts[0] == served.prompts[2], "so that the cache finds it"
 
 
 def test_only_strict_tools_are_held() -> None:
@@ -222,28 +185,6 @@ def test_deep_nesting_is_no_error_of_the_server(depth: int, template: str | None
 def test_completions_are_plain_text() -> None:
     served = Served("a</think>b", reasoning_parser="deepseek_r1")
     assert served.api.completions.create(model="fake", prompt="x").choices[0].text == "a</think>b"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        ({"tools": [TIME, TIME]}, "tools[1].function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "guided_regex"),
-        (
-            {"tools": [BROKEN, {**BROKEN, "function": {**BROKEN["function"], "name": "more", "strict": True}}]},
-            "tools[1].function.parameters",
-        ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-    ],
-)
-def test_bad_tools_are_named(fields: dict[str, Any], param: str) -> None:
-    served = Served("x")
-    with pytest.raises(openai.BadRequestError) as bad:
-        served.ask(**fields)
-    assert (bad.value.status_code, bad.value.param) == (400, param)
-    assert served.prompts == []
 
 
 # ---------------------------------------------------------------- engines
