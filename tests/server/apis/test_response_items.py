@@ -140,21 +140,9 @@ def test_tools_that_items_offer_are_offered_once() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "invalid enum value"),
-        (
-            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
-            "tool_choice",
-            "OpenAI or Anthropic run are left out",
-        ),
-        ({"tools": [{"type": "custom"}]}, "tools[0].name", "required"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "required"),
         ({"tools": [{**AGENTS, "tools": [AGENTS]}]}, "tools[0].tools[0].type", "'function', 'custom'"),
         ({"tools": [{**AGENTS, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name", "required"),
-        (
-            {"tools": [WEATHER, {**PATCHES, "format": {**PATCHES["format"], "definition": "start: ("}}]},
-            "tools[1].format.definition",
-            "Lark",
-        ),
         (
             {
                 "tools": [PATCHES],

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rigs.app_client import client
 from rigs.clients import named_events
 from rigs.fake_engine import FakeEngine
+from rigs.hand_driven import Clock
 from rigs.templates import TEMPLATES, TOOL_TEMPLATES, byte_tokenizer
 from starlette.testclient import TestClient
 
@@ -159,10 +161,6 @@ def test_what_templates_see_has_no_breakpoints() -> None:
 # ---------------------------------------------------------------- what clients see
 
 
-def client(engine: FakeEngine, **config: Any) -> TestClient:
-    return TestClient(create_app(engine, ServerConfig(**config)))  # type: ignore[arg-type]
-
-
 def asked(server: TestClient, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     body = {"model": "fake", "max_tokens": 5, **fields}
     response = server.post(path, json=body)
@@ -253,16 +251,6 @@ def test_options_that_do_not_exist_are_refused(options: dict[str, Any], param: s
 SYSTEM = "You are a careful assistant, and you know a long story of a wood."
 
 
-class Seconds:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     from bench.tiny_models import loaded, tiny
@@ -273,8 +261,8 @@ def model() -> Any:
 
 
 @pytest.fixture
-def serving(model: Any, one_thread: None) -> Iterator[tuple[TestClient, Engine, Seconds]]:
-    clock = Seconds()
+def serving(model: Any, one_thread: None) -> Iterator[tuple[TestClient, Engine, Clock]]:
+    clock = Clock()
     with Engine(model, EngineConfig(pages=600, page_size=4), clock=clock) as engine:
         yield TestClient(create_app(engine, ServerConfig(api_key=("k", "l")))), engine, clock
 
@@ -303,7 +291,7 @@ def retained(engine: Engine) -> Any:
     return engine.stats().cache.retention
 
 
-def test_a_message_is_kept_for_its_time_and_a_hit_renews_it(serving: tuple[TestClient, Engine, Seconds]) -> None:
+def test_a_message_is_kept_for_its_time_and_a_hit_renews_it(serving: tuple[TestClient, Engine, Clock]) -> None:
     server, engine, clock = serving
     system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral", "ttl": "5m"}}]
     first = message(server, {"role": "user", "content": "hi"}, system=system)["usage"]
@@ -328,7 +316,7 @@ def test_a_message_is_kept_for_its_time_and_a_hit_renews_it(serving: tuple[TestC
     assert message(server, {"role": "user", "content": "so"}, system=SYSTEM)["usage"]["cache_read_input_tokens"] < end
 
 
-def test_a_breakpoint_without_a_time_retains_nothing(serving: tuple[TestClient, Engine, Seconds]) -> None:
+def test_a_breakpoint_without_a_time_retains_nothing(serving: tuple[TestClient, Engine, Clock]) -> None:
     server, engine, _ = serving
     control = {"cache_control": {"type": "ephemeral"}}
     used = message(server, {"role": "user", "content": [{"type": "text", "text": SYSTEM, **control}]}, **control)[
@@ -339,7 +327,7 @@ def test_a_breakpoint_without_a_time_retains_nothing(serving: tuple[TestClient, 
     assert retained(engine).prefixes == 0
 
 
-def test_other_tenants_learn_nothing_from_usages(serving: tuple[TestClient, Engine, Seconds]) -> None:
+def test_other_tenants_learn_nothing_from_usages(serving: tuple[TestClient, Engine, Clock]) -> None:
     server, engine, _ = serving
     control: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     said = {"role": "user", "content": SYSTEM}
@@ -348,7 +336,7 @@ def test_other_tenants_learn_nothing_from_usages(serving: tuple[TestClient, Engi
     assert retained(engine).owners == 2
 
 
-def test_a_prompt_is_computed_ahead_and_kept(serving: tuple[TestClient, Engine, Seconds]) -> None:
+def test_a_prompt_is_computed_ahead_and_kept(serving: tuple[TestClient, Engine, Clock]) -> None:
     server, engine, clock = serving
 
     def respond(**fields: Any) -> Any:

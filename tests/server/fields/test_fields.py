@@ -451,13 +451,6 @@ def test_a_header_has_1024_characters_at_most(lengths: tuple[int, ...], shown: i
     assert len(header) <= 1024
 
 
-def test_fields_of_the_other_route_are_unknown() -> None:
-    with pytest.raises(ApiError, match="messages"):
-        check(CompletionRequest, messages=[])
-    with pytest.raises(ApiError, match="prompt"):
-        check(ChatRequest, prompt="x")
-
-
 class Part(msgspec.Struct):
     """A part of a body with names of its own."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from rigs.clients import named_events, served
+from rigs.clients import served
 from rigs.fake_engine import FakeEngine
 from starlette.responses import Response
 from starlette.testclient import TestClient
@@ -356,10 +356,3 @@ def test_a_page_that_cannot_be_is_refused(query: dict[str, str], param: str) -> 
     with pytest.raises(ApiError) as caught:
         between([*"abcde"], query)
     assert (caught.value.status, caught.value.detail.param) == (400, param)
-
-
-def test_a_response_is_streamed_and_listed_alike() -> None:
-    server = client()
-    streamed = named_events(ask(server, "one", stream=True))[-1]["response"]
-    (item,) = server.get(f"{RESPONSES}/{streamed['id']}/input_items").json()["data"]
-    assert item["content"] == [{"type": "input_text", "text": "one"}]

@@ -7,22 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from rigs.hand_driven import Clock
 
 from mainstem.server.kept.response_store import ENTRY_BYTES, Kept, Owner, ResponseStore
 
 TTL_S = 10.0
 ROOM = 4 * ENTRY_BYTES
 OWNERS: list[Owner] = [None, b"one", b"two"]
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def kept(size: int = 2, mark: str = "x") -> Kept:
@@ -109,22 +100,6 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-
-
-def test_who_holds_most_gives_way_first() -> None:
-    store = ResponseStore(ROOM, TTL_S, Clock())
-    store.put(b"one", "small", kept(ENTRY_BYTES - ENTRY_BYTES // 2))
-    for number in range(50):
-        store.put(b"two", f"large-{number}", kept())
-    assert store.get(b"one", "small") is not None
-    assert store.get(b"two", "large-49") is not None
-    assert store.get(b"two", "large-0") is None
-
-
-def test_a_store_without_memory_keeps_nothing() -> None:
-    store = ResponseStore(0, TTL_S, Clock())
-    store.put(None, "id", kept())
-    assert (store.get(None, "id"), store.delete(None, "id"), store.size) == (None, False, 0)
 
 
 def test_threads_share_it() -> None:

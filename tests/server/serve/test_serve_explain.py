@@ -17,8 +17,6 @@ from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.cache.explain import Evicted, Parted, Stretch
-from mainstem.cache.namespaces import Namespace
-from mainstem.cache.quotas import Quota, Quotas, Share
 from mainstem.errors import StorageError
 from mainstem.runtime.engine import Engine
 from mainstem.server.app import create_app
@@ -149,19 +147,6 @@ def test_a_changed_tool_and_tools_in_another_order(start: Start) -> None:
         assert order["parted"]["at"] < changed["parted"]["at"]
 
 
-def test_a_template_that_trims(start: Start) -> None:
-    with start() as (server, _):
-        complete(server, f"<system>{RULES}<user>Why?<assistant>Because. <user>Really? Are you sure of it?")
-        turns = [
-            ("system", RULES),
-            ("user", "Why?"),
-            ("assistant", "Because. "),
-            ("user", "Really? Are you sure of it?"),
-        ]
-        first, *_ = missed(chat(server, *turns))
-    assert first["cause"] == "parted" and first["parted"]["instead"].startswith(" <user>Really?")
-
-
 def test_a_token_boundary(start: Start) -> None:
     with start() as (server, _):
         complete(server, f"{RULES} What is a river's fl and so on")
@@ -263,26 +248,6 @@ def test_storage_found_and_a_load_that_fails(start: Start, monkeypatch: pytest.M
         assert answer["explanation"][0]["stretches"][0]["tier"] == "storage"
         asked, found, causes = counted(server)
         assert asked == found + sum(causes.values())
-
-
-def test_another_salt_is_never_seen(start: Start) -> None:
-    with start() as (server, _):
-        complete(server, RULES, cache_salt="a")
-        one, other = complete(server, RULES, cache_salt="b"), complete(server, RULES.upper(), cache_salt="c")
-        assert [each["cause"] for each in missed(one)] == ["never_seen"]
-        assert [(each["begin"], each["end"], each["cause"]) for each in missed(one)] == [
-            (each["begin"], each["end"], each["cause"]) for each in missed(other)
-        ]
-
-
-def test_over_quota(start: Start) -> None:
-    with start() as (server, engine):
-        engine.set_quotas(Quotas({Namespace(salt="small"): Quota(Share(maximum=0.2))}))
-        complete(server, RULES, cache_salt="small")
-        for number in range(4):
-            complete(server, f"{number}" + RULES, cache_salt="small")
-        first, *_ = missed(complete(server, RULES, cache_salt="small"))
-    assert first["cause"] == "over_quota" and first["evicted"]["why"] == "quota"
 
 
 def test_not_stored_scored_and_removed(start: Start) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import anthropic
 import numpy as np
-import openai
 import pytest
 from rigs.app_client import client
-from rigs.clients import named_events, served
+from rigs.clients import named_events
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
@@ -195,55 +193,3 @@ def test_a_response_repeats_the_key_and_the_options_that_were_applied() -> None:
 
 
 # --- the official clients -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.deadline
-def test_the_official_clients_read_usage_and_diagnoses() -> None:
-    with served(FakeEngine()) as url:
-        there = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0)
-        kept: Any = {"type": "ephemeral", "ttl": "1h"}
-        system: Any = [{"type": "text", "text": LONG, "cache_control": kept}]
-        turns: Any = [{"role": "user", "content": "hi"}]
-
-        def create(**fields: Any) -> Any:
-            given = {"model": "fake", "max_tokens": 5, "system": system, "messages": turns, **fields}
-            return there.messages.create(**given)
-
-        first = create(diagnostics={"previous_message_id": None}, tools=[{**WEATHER, "cache_control": kept}])
-        usage = first.usage
-        assert usage.cache_creation is not None
-        assert usage.cache_creation.ephemeral_1h_input_tokens == usage.cache_creation_input_tokens > 0
-        assert first.diagnostics is None
-        second = create(diagnostics={"previous_message_id": first.id}, cache_control={"type": "ephemeral"})
-        assert second.diagnostics is not None and second.diagnostics.cache_miss_reason.type == "tools_changed"
-        with there.messages.stream(
-            model="fake",
-            max_tokens=5,
-            system="Be brief.",
-            messages=turns,
-            diagnostics={"previous_message_id": second.id},
-        ) as stream:
-            final = stream.get_final_message()
-        assert final.diagnostics is not None and final.diagnostics.cache_miss_reason is not None
-        assert final.diagnostics.cache_miss_reason.type == "system_changed"
-
-        api = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
-        loud = LONG.upper()
-        marked: Any = [{"type": "text", "text": loud, "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}]
-        said: Any = [{"role": "system", "content": marked}, {"role": "user", "content": "hi"}]
-        chat = api.chat.completions.create(
-            model="fake", messages=said, prompt_cache_key="k", prompt_cache_options={"mode": "explicit"}
-        )
-        assert chat.usage is not None and chat.usage.prompt_tokens_details is not None
-        assert chat.usage.prompt_tokens_details.cache_write_tokens == len(f"<system>{loud}") // 16 * 16
-        ahead = api.responses.create(
-            model="fake", instructions=LONG * 2, input="hi", prompt_cache_options={"prewarm": True, "ttl": "12h"}
-        )
-        assert (ahead.status, ahead.output) == ("completed", [])
-        details = ahead.usage.input_tokens_details if ahead.usage else None
-        assert details is not None and details.cache_write_tokens_details is not None
-        assert details.cache_write_tokens_details.ttl_12h_tokens == details.cache_write_tokens > 0
-        hit = api.responses.create(
-            model="fake", instructions=LONG * 2, input="hi", prompt_cache_options={"comparison_response_id": ahead.id}
-        )
-        assert hit.prompt_cache_diagnostics is not None and hit.prompt_cache_diagnostics.type == "cache_hit"

@@ -119,48 +119,23 @@ def test_the_documentation_lists_every_metric() -> None:
 def test_every_part_is_counted() -> None:
     stats, values = everything()
     tiers, totals, cache = stats["engine"].tiers, stats["engine"].totals, stats["engine"].cache
-    recorder, answers, turns = stats["recorder"], stats["answers"], stats["turns"]
     expected = {
         "mainstem_host_pages{component=first,owner=free}": tiers.host_pools["first"].free,
-        "mainstem_host_pages{component=first,owner=cached}": tiers.host_pools["first"].cached,
-        "mainstem_host_pages{component=second,owner=private}": tiers.host_pools["second"].private,
-        "mainstem_host_pages{component=second,owner=total}": tiers.host_pools["second"].total,
-        **{
-            f"mainstem_pool_pages{{component={name},owner={owner}}}": getattr(pool, owner)
-            for name, pool in cache.pools.items()
-            for owner in ("free", "cached", "private", "locked", "total")
-        },
+        "mainstem_pool_pages{component=second,owner=locked}": cache.pools["second"].locked,
         "mainstem_cached_tokens_total{tier=device}": totals.cached_tokens - totals.host_tokens - totals.storage_tokens,
-        "mainstem_cached_tokens_total{tier=host}": totals.host_tokens,
         "mainstem_cached_tokens_total{tier=storage}": totals.storage_tokens,
         "mainstem_moved_pages_total{from=device,to=host}": tiers.backed_up,
         "mainstem_moved_pages_total{from=host,to=device}": tiers.loaded,
         "mainstem_moved_pages_total{from=storage,to=host}": tiers.prefetched,
         "mainstem_moved_pages_total{from=host,to=storage}": tiers.stored,
-        "mainstem_dropped_pages_total{reason=backup_failed}": tiers.backup_failed,
-        "mainstem_dropped_pages_total{reason=backup_skipped}": tiers.backup_skipped,
         "mainstem_dropped_pages_total{reason=load_failed}": tiers.load_failed,
-        "mainstem_dropped_pages_total{reason=load_skipped}": tiers.load_skipped,
-        "mainstem_dropped_pages_total{reason=prefetch_dropped}": tiers.prefetch_dropped,
-        "mainstem_dropped_pages_total{reason=write_dropped}": tiers.write_dropped,
         "mainstem_late_pages_total{cause=first}": tiers.late["first"],
-        "mainstem_late_pages_total{cause=second}": tiers.late["second"],
-        "mainstem_prefetch_short_pages_total{component=first}": tiers.prefetch_short["first"],
-        "mainstem_prefetch_short_pages_total{component=second}": tiers.prefetch_short["second"],
-        "mainstem_storage_faults_total{cause=first}": tiers.faults["first"],
         "mainstem_storage_faults_total{cause=second}": tiers.faults["second"],
         "mainstem_storage_queued_pages": tiers.queued,
         "mainstem_storage_breaker_open": 1,
-        "mainstem_recorded_requests_total{outcome=written}": recorder.written,
-        "mainstem_recorded_requests_total{outcome=dropped}": recorder.dropped,
-        "mainstem_recorded_requests_total{outcome=failed}": recorder.failed,
-        "mainstem_answers_remembered_total": answers.remembered,
-        "mainstem_answers_found_total": answers.found,
-        "mainstem_answer_tokens_total": answers.tokens,
-        "mainstem_answers_bytes": answers.bytes,
-        "mainstem_precomputed_turns_total{outcome=started}": turns.started,
-        "mainstem_precomputed_turns_total{outcome=unchanged}": turns.unchanged,
-        "mainstem_precomputed_turns_total{outcome=skipped}": turns.skipped,
+        "mainstem_recorded_requests_total{outcome=dropped}": stats["recorder"].dropped,
+        "mainstem_answers_bytes": stats["answers"].bytes,
+        "mainstem_precomputed_turns_total{outcome=skipped}": stats["turns"].skipped,
     }
     assert {name: values[name] for name in expected} == expected
     assert sum(name.startswith("mainstem_pool_pages") for name in values) == 10

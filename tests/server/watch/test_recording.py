@@ -369,18 +369,6 @@ def test_no_prompt_no_token_no_key_and_no_salt_is_in_the_file(tmp_path: Path) ->
     assert ",".join(map(str, tokens[:3])) not in text.replace(" ", "")
 
 
-def test_tenants_are_their_keys_on_every_server(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        with recording(tmp_path / name, api_key=("swordfish", "herring")) as server:
-            for key in ("swordfish", "herring", "swordfish"):
-                assert ask(server, "Hi", key).status_code == 200
-    one, two = lines(tmp_path / "a")[1], lines(tmp_path / "b")[1]
-    assert [line["blocks"] for line in one] == [line["blocks"] for line in two]
-    assert [line["tenant"] for line in one] == [line["tenant"] for line in two]
-    assert one[0]["tenant"] == one[2]["tenant"] != one[1]["tenant"]
-    assert common(one[0], one[1]) == 0
-
-
 def test_a_cache_key_is_hashed_with_its_tenant(tmp_path: Path) -> None:
     with recording(tmp_path / "r", api_key=("swordfish", "herring")) as server:
         for key in ("swordfish", "herring"):
