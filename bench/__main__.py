@@ -197,8 +197,8 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         codec.run(rates, report, load_model(dtype=rates.dtype))
     elif name == "weights":
         forms = weights.QUICK if report.quick else weights.Settings()
-        both = (load_model(dtype=forms.dtype, quantization=each) for each in ("none", "int4"))
-        weights.run(forms, report, *both)
+        three = (load_model(dtype=forms.dtype, quantization=each) for each in ("none", "int4", "none"))
+        weights.run(forms, report, *three)
     elif name == "generate":
         answers = generate.QUICK if report.quick else generate.Settings()
         generate.run(answers, report, load_model(dtype=answers.dtype))

@@ -756,13 +756,18 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- quantized weights
     _mutant(
-        "a quantized weight has more bits than a bfloat16", "-", "runtime/models/quantization.py",
-        "_SCALE_BITS = 5", "_SCALE_BITS = 8",
-        "tests/runtime/models/test_quantization.py::test_codes_are_the_same_numbers_as_the_weight",
+        "a scale of codes has so many bits that its products are rounded", "-", "runtime/models/quantization.py",
+        "scale = _rounded(scale, 20)", "scale = _rounded(scale, 24)",
+        "tests/runtime/models/test_quantization.py::test_codes_and_weight_give_the_same_bits",
+    ),
+    _mutant(
+        "a file's numbers of 4 bits are looked for without its zeros", "-", "runtime/models/quantization.py",
+        "torch.where(numbers == 0, 0, (numbers", "torch.where(numbers == 1, 0, (numbers",
+        "tests/runtime/models/test_quantization.py::test_numbers_of_a_file_of_4_bits_are_found_again_to_the_last_bit",
     ),
     _mutant(
         "more rows are computed from the weight before it was quantized", "-", "runtime/models/quantization.py",
-        "part.copy_((numbers * scale).view_as(part))", "pass",
+        "part.copy_(fit.numbers(part.dtype).view_as(part))", "pass",
         "tests/runtime/models/test_quantization.py::test_every_number_of_rows_computes_with_the_same_weights",
     ),
     # ---------------------------------------------------------------- retention
@@ -1165,8 +1170,13 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "all groups of a quantized weight have the scale of the first", "-", _LINEAR,
-        "const float scale = scales[i / kGroup];", "const float scale = scales[0];",
+        "const float* const given = scales + i / kGroup * kScales;", "const float* const given = scales;",
         "tests/runtime/models/test_quantization.py::test_codes_and_weight_give_the_same_bits",
+    ),
+    _mutant(
+        "numbers of codes are not rounded to bfloat16", "-", _LINEAR,
+        "return nearest_bfloat16<kLanes>(found);", "return found;",
+        "tests/runtime/models/test_quantization.py::test_every_code_is_the_number_of_the_weight",
     ),
     _mutant(
         "one row more is computed from codes of 4 bits", "-", _LINEAR,

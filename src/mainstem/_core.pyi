@@ -572,11 +572,11 @@ def limit_instructions(name: str) -> None:
     Lets kernels compute with no more than these, so that machines of several kinds compute the same. Raises BadArgument if the name is unknown.
     """
 
-def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int], int]], out: int, rounds: bool, bfloat16: bool, threads: int) -> None:
+def linear(x: int, rows: int, inputs: int, weights: Sequence[tuple[tuple[int, int, int, int, int], int]], out: int, rounds: bool, bfloat16: bool, threads: int) -> None:
     """
     Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.
 
-    Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16; without `rounds`, `out` is float32, the sums as they are. Codes and scales are the same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with codes.
+    Each weight is ((address, bias, codes, scales, bits), outputs), all but the first 0 where there is none. `out` gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16; without `rounds`, `out` is float32, the sums as they are. Codes of 4 or 8 bits and scales are the same weight, see `kernels.Codes`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with codes, or these have other bits.
     """
 
 def rms_norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: float, offset: float, rounds: bool, bfloat16: bool, threads: int) -> None:
@@ -615,7 +615,7 @@ class AttentionPlan:
 class DecoderLayer:
     """A layer of a decoder, at the addresses of its weights."""
 
-    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float]], matrices: Sequence[tuple[int, int, int, int]], scale: float, activation: str, bfloat16: bool) -> None:
+    def __init__(self, sizes: tuple[int, int, int, int, int], norms: Sequence[tuple[int, float, float]], matrices: Sequence[tuple[int, int, int, int, int]], scale: float, activation: str, bfloat16: bool) -> None:
         """
         `sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and before the MLP, of queries and of keys, each weight (0 for none), epsilon and offset, as for `rms_norm`. `matrices` are queries, keys, values, output, gate, up and down, each as for `linear`.
 

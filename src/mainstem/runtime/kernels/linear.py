@@ -23,31 +23,39 @@ STEP = 32  # whole layers of a decoder have sizes of a multiple of so many numbe
 GROUP = 32  # numbers of a row of a quantized weight that have one scale
 
 
-class Int4(NamedTuple):
-    """The numbers of a weight [outputs, inputs] in 4 bits: (code - 8) scale.
+class Codes(NamedTuple):
+    """The numbers of a weight [outputs, inputs] in 4 or 8 bits: scale code + minimum in float32, rounded to its dtype.
 
     Args:
-        codes: int32 [outputs, inputs / 8]. Each group has four words of eight codes, from the lowest bits up: of places
-            0, 4, ... 28; of 2, 6, ... 30; of 1, 5, ... 29; of 3, 7, ... 31.
-        scales: float32 [outputs, inputs / GROUP].
+        words: int32 [outputs, inputs / GROUP, bits]. The number at place p of a group has the code p / 8, from the
+            lowest bits up, of the half word p % 8 (4 bits), or of the word p / 2 % 4 + 4 (p % 2) (8 bits).
+        scales: float32 [outputs, inputs / GROUP, scale and minimum]; in 8 bits scales alone, the minimum is -128 scale.
+            A scale has at most 24 - bits significant bits.
     """
 
-    codes: torch.Tensor
+    words: torch.Tensor
     scales: torch.Tensor
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code."""
+        return self.words.shape[-1]
 
 
 class Weights(NamedTuple):
-    """A linear layer: weight [outputs, inputs], bias [outputs], and the same weight in 4 bits if it is quantized."""
+    """A linear layer: weight [outputs, inputs], bias [outputs], and the codes of the weight if it is quantized."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    int4: Int4 | None = None
+    codes: Codes | None = None
 
     @property
-    def addresses(self) -> tuple[int, int, int, int]:
-        """The addresses of weight, bias, codes and scales; 0 for each that is absent."""
-        codes, scales = (0, 0) if self.int4 is None else (self.int4.codes.data_ptr(), self.int4.scales.data_ptr())
-        return self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), codes, scales
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """The addresses of weight, bias, codes and scales, and the bits of a code; 0 for each that is absent."""
+        weight, bias = self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
+        if self.codes is None:
+            return weight, bias, 0, 0, 0
+        return weight, bias, self.codes.words.data_ptr(), self.codes.scales.data_ptr(), self.codes.bits
 
 
 class LayerNorm(Protocol):

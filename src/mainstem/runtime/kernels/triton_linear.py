@@ -57,9 +57,9 @@ def products(x: torch.Tensor, layers: Sequence[Weights], *, rounds: bool = True)
     rows = x.numel() // inputs
     tile = next((size for size in ROWS if size >= rows), ROWS[-1])
     results = []
-    for weight, bias, int4 in layers:
+    for weight, bias, codes in layers:
         outputs = len(weight)
-        assert weight.shape[1] == inputs and weight.dtype is x.dtype and int4 is None
+        assert weight.shape[1] == inputs and weight.dtype is x.dtype and codes is None
         out = x.new_empty(*batch, outputs, dtype=x.dtype if rounds else torch.float32)
         if rows:
             _product[(-(-rows // tile), -(-outputs // OUTPUTS))](

@@ -99,7 +99,7 @@ def load_model(
             SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
         dtype: "float32", "bfloat16", "float16", or "auto", see `auto_dtype`.
         max_context: positions of one request at most, no more than the model was trained for; None: as many.
-        quantization: "none", or "int4": weights of the decoder's linear layers in 4 bits, on a CPU, with loss.
+        quantization: "none", or "int4": weights of the decoder's linear layers in 4 and 8 bits, on a CPU.
         progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
         ranks: the processes that load it together, each its part; `torch.distributed` must connect them.
 

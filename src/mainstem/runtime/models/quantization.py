@@ -1,11 +1,14 @@
-"""Quantizes the linear layers of a decoder to 4 bits a number, by groups of neighbours with a scale each.
+"""Quantizes the linear layers of a decoder, by groups of neighbours:
 
-    code in 0 ... 15, scale of 5 bits      number = (code - 8) scale
+    4 bits    number = scale code + minimum         8 bits    number = scale (code - 128)
 
-A number has 8 significant bits at most, as many as a bfloat16. So the layer's own weight is overwritten by the same
-numbers, exactly, and it does not matter to an answer which of the two computes a step: few rows read the codes, which
-are a third of the bytes, and many rows, adapters and digests use the weight. Without a text to calibrate on, the
-same model gives the same numbers each time, and so its stored pages are found again.
+A number is rounded to the weight's dtype, and the weight is overwritten by these numbers. So it does not matter to an
+answer which of the two computes a step: few rows read the codes, which are fewer bytes, and many rows, adapters and
+digests use the weight. Without a text to calibrate on, the same model gives the same numbers each time, and so its
+stored pages are found again.
+
+Layers that widen in an MLP have 4 bits, others 8, as they lose more. But files of 4 bits (GGUF's Q4_0, Q4_1, Q4_K) hold
+groups of numbers that are equally spaced. These are found again to the last bit, in 4 bits.
 
 The head and the embeddings stay as they are. This module knows linear layers. It does not know what computes them.
 """
@@ -13,20 +16,22 @@ The head and the embeddings stay as they are. This module knows linear layers. I
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kernels import linear as kernels
-from mainstem.runtime.kernels.linear import GROUP, Int4
+from mainstem.runtime.kernels.linear import GROUP, Codes
 
 _FEWEST = 32  # outputs: a router of experts has fewer, and its numbers decide much
-_SCALE_BITS = 5
-_LIMITS = (1e-30, 1e30)  # of the largest number of a group: smaller ones are zero, larger ones stay as they are
-# A group's largest number is this many scales: which one loses least depends on the others.
-_STEPS = (5.6, 5.9, 6.2, 6.5, 6.8, 7.1, 7.5, 8.0, 8.5)
+_WIDENING = ("mlp", "ffn", "feed_forward", "expert")  # in the names of modules
+_LIMITS = (1e-25, 1e30)  # smaller numbers become zero; a layer with larger ones stays as it is
+_SHARES = (1.0, 0.94, 0.88, 0.82, 0.76)  # of a group's range that its codes may begin from: which one is best depends
+_SAMPLE = 256  # groups by which a weight is known to be equally spaced
+_TURNS = 24  # of finding a scale and a minimum that give all numbers of a group
 _AT_ONCE = 1 << 20  # numbers of a weight
 
 log = logging.getLogger(__name__)
@@ -43,7 +48,7 @@ def quantize(model: Any, name: str) -> None:
         UnsupportedModel: it can quantize none.
     """
     layers = [(name, layer) for name, layer in model.get_decoder().named_modules() if type(layer) is nn.Linear]
-    known: dict[int, Int4] = {}  # by weight, which several layers may share
+    known: dict[int, Codes] = {}  # by weight, which several layers may share
     kept = []
     for path, layer in layers:
         weight = layer.weight
@@ -51,17 +56,17 @@ def quantize(model: Any, name: str) -> None:
             if not _can(weight):
                 kept.append(path)
                 continue
-            known[id(weight)] = _quantize(weight.data)
-        vars(layer)["int4"] = known[id(weight)]
+            known[id(weight)] = _quantize(weight.data, _way(path, weight.data))
+        vars(layer)["codes"] = known[id(weight)]
     if not known:
         raise UnsupportedModel(f"{name}: it has no linear layer that can be quantized to int4")
     if kept:
         log.warning("%s: not quantized: %d of %d linear layers: %s", name, len(kept), len(layers), ", ".join(kept))
 
 
-def packed(layer: nn.Module) -> Int4 | None:
+def packed(layer: nn.Module) -> Codes | None:
     """Returns the codes of a linear layer that is quantized."""
-    found: Int4 | None = vars(layer).get("int4")
+    found: Codes | None = vars(layer).get("codes")
     return found
 
 
@@ -70,44 +75,172 @@ def _can(weight: torch.Tensor) -> bool:
     return aligned and len(weight) >= _FEWEST and bool(weight.abs().amax() < _LIMITS[1])
 
 
-def _quantize(weight: torch.Tensor) -> Int4:
-    """Overwrites a weight by numbers of 4 bits, and returns their codes."""
+def _way(path: str, weight: torch.Tensor) -> Callable[[torch.Tensor], _Fit]:
+    """Returns what quantizes groups of a layer."""
     outputs, inputs = weight.shape
-    codes = torch.empty(outputs, inputs // 8, dtype=torch.int32)
-    scales = torch.empty(outputs, inputs // GROUP)
-    step = max(1, _AT_ONCE // inputs)
-    for begin in range(0, outputs, step):
-        part = weight[begin : begin + step]
-        numbers, scale = _nearest(part.float().view(-1, GROUP))
-        part.copy_((numbers * scale).view_as(part))
-        codes[begin : begin + step] = _packed(numbers).view(len(part), -1)
-        scales[begin : begin + step] = scale.view(len(part), -1)
-    return Int4(codes, scales)
+    sample = weight.view(-1, GROUP)[:: len(weight) * inputs // GROUP // _SAMPLE + 1]
+    if _equally_spaced(sample)[1].float().mean() > 0.9:
+        return _of_equally_spaced
+    return _of_4_bits if outputs > inputs and any(name in path for name in _WIDENING) else _of_8_bits
 
 
-def _nearest(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns whole numbers [groups, GROUP] from -8 to 7, and the scale [groups, 1] with the least squared error."""
-    most = groups.gather(1, groups.abs().argmax(1, keepdim=True))
-    most = torch.where(most.abs() < _LIMITS[0], 0, most)
-    least = torch.full_like(most, torch.inf)
-    best, best_scale = torch.zeros_like(groups), torch.zeros_like(most)
-    for steps in (sign * each for each in _STEPS for sign in (-1, 1)):
-        scale = _rounded(most / steps)
-        numbers = torch.where(scale == 0, 0, groups / scale).round_().clamp_(-8, 7)
-        error = (numbers * scale - groups).square_().sum(1, keepdim=True)
-        closer = error < least
-        least = torch.where(closer, error, least)
-        best, best_scale = torch.where(closer, numbers, best), torch.where(closer, scale, best_scale)
-    return best, best_scale
+def _quantize(weight: torch.Tensor, way: Callable[[torch.Tensor], _Fit]) -> Codes:
+    """Overwrites a weight by the numbers of codes, and returns these."""
+    outputs, inputs = weight.shape
+    parts = []
+    for part in weight.split(max(1, _AT_ONCE // inputs)):
+        part.masked_fill_(part.abs() < _LIMITS[0], 0)
+        fit = way(part.view(-1, GROUP))
+        part.copy_(fit.numbers(part.dtype).view_as(part))
+        parts.append(fit.kept())
+    words, scales = (torch.cat(each).view(outputs, inputs // GROUP, -1) for each in zip(*parts, strict=True))
+    return Codes(words, scales)
 
 
-def _rounded(scale: torch.Tensor) -> torch.Tensor:
+class _Fit(NamedTuple):
+    """Codes of groups [groups, GROUP], and the scale and the minimum of each group [groups, 1]; float32."""
+
+    bits: int
+    codes: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the numbers of the codes, as kernels read them."""
+        return (self.codes * self.scale + self.minimum).to(dtype)
+
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns words [groups, bits], and scales of groups; see `kernels.Codes`."""
+        places = self.codes.to(torch.int64).view(-1, 4, 4, 2)  # code of a word, word, parity
+        places <<= self.bits * torch.arange(4).view(4, 1, 1)
+        if self.bits == 8:
+            return places.sum(1).mT.reshape(-1, 8).to(torch.int32), self.scale  # the lowest 32 bits
+        places <<= 16 * torch.arange(2)
+        return places.sum((1, 3)).to(torch.int32), torch.cat([self.scale, self.minimum], 1)
+
+    def at(self, where: torch.Tensor) -> _Fit:
+        """Returns that of some groups."""
+        return _Fit(self.bits, self.codes[where], self.scale[where], self.minimum[where])
+
+    def replace(self, where: torch.Tensor, other: _Fit) -> None:
+        """Takes the groups at `where` from another fit, which has these alone."""
+        for own, found in ((self.codes, other.codes), (self.scale, other.scale), (self.minimum, other.minimum)):
+            own[where] = found
+
+
+def _of_8_bits(groups: torch.Tensor) -> _Fit:
+    scale = _rounded(groups.float().abs().amax(1, keepdim=True) / 127, 16)
+    codes = _ratio(groups.float(), scale).round_().clamp_(-127, 127) + 128
+    return _Fit(8, codes, scale, -128 * scale)
+
+
+def _of_4_bits(groups: torch.Tensor) -> _Fit:
+    """Returns the fit with the least error among some. Errors of large numbers count more."""
+    groups = groups.float()
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    weights = groups.abs() + groups.square().mean(1, keepdim=True).sqrt()
+    best = _Fit(4, torch.zeros_like(groups), torch.zeros_like(low), torch.zeros_like(low))
+    least = torch.full_like(low, torch.inf)
+    for share in _SHARES:
+        scale = (high - low) * (share / 15)
+        minimum = (high + low) / 2 - 7.5 * scale
+        for _ in range(2):
+            codes = _ratio(groups - minimum, scale).round_().clamp_(0, 15)
+            scale, minimum = _regression(groups, codes, weights)
+        fit = _Fit(4, codes, scale, minimum)
+        error = (weights * (fit.numbers(torch.float32) - groups).square_()).sum(1, keepdim=True)
+        closer = (error < least).squeeze(1)
+        best.replace(closer, fit.at(closer))
+        least = torch.minimum(least, error)
+    return best
+
+
+def _of_equally_spaced(groups: torch.Tensor) -> _Fit:
+    fit, exact = _equally_spaced(groups)
+    rest = ~exact
+    if rest.any():
+        fit.replace(rest, _of_4_bits(groups[rest]))
+    return fit
+
+
+def _equally_spaced(groups: torch.Tensor) -> tuple[_Fit, torch.Tensor]:
+    """Returns codes of numbers that are equally spaced, and of which groups [groups] these are all numbers, exactly."""
+    fit = _Fit(4, torch.zeros(groups.shape), *torch.zeros(2, len(groups), 1))
+    exact = torch.zeros(len(groups), dtype=torch.bool)
+    for steps in range(15, 0, -1):  # between the least number and the largest
+        left = (~exact).nonzero().squeeze(1)
+        wide = groups[left].double()
+        low, high = wide.aminmax(dim=1, keepdim=True)
+        places = _ratio(wide - low, (high - low) / steps)
+        codes = places.round()
+        near = (places - codes).abs().amax(1) < 0.2
+        left = left[near]
+        if len(left):
+            found, whole = _exactly(groups[left], codes[near])
+            fit.replace(left, found)
+            exact[left] = whole
+    return fit, exact
+
+
+def _exactly(groups: torch.Tensor, codes: torch.Tensor) -> tuple[_Fit, torch.Tensor]:
+    """Looks for the scale and the minimum by which codes give all numbers; returns also for which groups they do.
+
+    Each number that is rounded to the given one is between two bounds. So a scale leaves a range for the minimum, whose
+    width is a concave function of the scale: it is looked for by halving where the function rises and where it falls.
+    """
+    lowest, highest = _bounds(groups)
+    steps = codes.amax(1, keepdim=True)
+    left = _ratio(lowest.amax(1, keepdim=True) - highest.amin(1, keepdim=True), steps)
+    right = _ratio(highest.amax(1, keepdim=True) - lowest.amin(1, keepdim=True), steps)
+    fit = _Fit(4, codes.float(), *torch.zeros(2, len(groups), 1))
+    exact = torch.zeros(len(groups), dtype=torch.bool)
+    for turn in range(_TURNS):
+        rest = (~exact).nonzero().squeeze(1)
+        if not len(rest):
+            break
+        middle = (left[rest] + right[rest]) / 2
+        scale = _rounded((left[rest], right[rest], middle)[min(turn, 2)], 20)
+        below, lower = (lowest[rest] - scale * codes[rest]).max(1, keepdim=True)
+        above, upper = (highest[rest] - scale * codes[rest]).min(1, keepdim=True)
+        found = _Fit(4, fit.codes[rest], scale.float(), ((below + above) / 2).float())
+        fit.replace(rest, found)
+        exact[rest] = (found.numbers(groups.dtype) == groups[rest]).all(1)
+        rises = codes[rest].gather(1, lower) > codes[rest].gather(1, upper)
+        left[rest] = torch.where(rises, scale, left[rest])
+        right[rest] = torch.where(rises, right[rest], scale)
+    return fit, exact
+
+
+def _bounds(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bounds of what is rounded to each number, float64; zero has no other.
+
+    What is halfway between two numbers is rounded to the even one, so bounds of an odd one are a little nearer.
+    """
+    bits = numbers.view(torch.int16 if numbers.dtype is torch.bfloat16 else torch.int32)
+    half = 0.5 - (bits % 2).double() * 2**-30
+    wide = numbers.double()
+    neighbours = ((bits + step).view(numbers.dtype).double() for step in (-1, 1))
+    ends = [torch.where(numbers == 0, 0, wide + (other - wide) * half) for other in neighbours]
+    return torch.minimum(*ends), torch.maximum(*ends)
+
+
+def _regression(groups: torch.Tensor, codes: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scale and minimum [groups, 1] of codes with the least squares of weighted errors."""
+    total = weights.sum(1, keepdim=True)
+    code, number = (_ratio((weights * each).sum(1, keepdim=True), total) for each in (codes, groups))
+    away = codes - code
+    weighted = weights * away
+    scale = _ratio((weighted * (groups - number)).sum(1, keepdim=True), (weighted * away).sum(1, keepdim=True))
+    scale = _rounded(scale, 20)
+    return scale, number - scale * code
+
+
+def _ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns a / b, and 0 where b is 0."""
+    return torch.where(b == 0, 0, a / b)
+
+
+def _rounded(scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns scales of so many significant bits: the product with a code is exact in float32."""
     mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp((mantissa * 2**_SCALE_BITS).round_(), exponent - _SCALE_BITS)
-
-
-def _packed(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the words of groups: [groups, 4] int32; see `kernels.Int4`."""
-    codes = (numbers + 8).to(torch.int64).view(-1, 8, 2, 2).permute(0, 3, 2, 1)  # parity, word, place in it
-    words = (codes << torch.arange(0, 32, 4)).sum(-1).view(-1, 4)
-    return words.to(torch.int32)  # the lowest 32 bits
+    return torch.ldexp((mantissa * 2**bits).round_(), exponent - bits)

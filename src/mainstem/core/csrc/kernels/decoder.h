@@ -23,7 +23,7 @@ enum class Activation : std::uint8_t { kSilu, kGeluTanh };
 template <class Number>
 struct Matrix {
   const Number* weight;
-  Int4 packed;
+  Codes packed;
   const Number* bias;
   std::size_t outputs;
 };

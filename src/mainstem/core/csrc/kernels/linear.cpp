@@ -96,8 +96,18 @@ struct Plain {
   const Number* numbers;
 };
 
-// Rows in 4 bits a number, which become what `Form` would read.
-template <class Form>
+// Returns the nearest bfloat16 of each, the even one of two, as a float32. A number plus one whose last place is its
+// own eighth bit is rounded there.
+template <int kLanes>
+MAINSTEM_INLINE typename Lanes<kLanes>::Floats nearest_bfloat16(typename Lanes<kLanes>::Floats numbers) {
+  using Floats = typename Lanes<kLanes>::Floats;
+  const auto powers = load<typename Lanes<kLanes>::Words>(&numbers) & 0xff800000u;
+  const Floats large = load<Floats>(&powers) * 0x1.8p16f;
+  return (numbers + large) - large;
+}
+
+// Rows of codes, which become what `Form` would read.
+template <class Form, unsigned kBits>
 struct Packed {
   using Number = typename Form::Number;
   using Given = typename Form::Given;
@@ -106,34 +116,81 @@ struct Packed {
   static constexpr Shape kShape = {2 * kLanes, 2, kLanes < 16 ? 4 : 8};
 
   static Packed of(const Layer<Number>& layer, std::size_t output, std::size_t inputs) {
-    return {layer.packed.codes + output * inputs / kCodes, layer.packed.scales + output * inputs / kGroup};
+    const std::size_t groups = output * inputs / kGroup;
+    return {layer.packed.codes + groups * kBits, layer.packed.scales + groups * kScales};
   }
   template <int kLanes>
   MAINSTEM_INLINE auto next(std::size_t i) const {
-    const std::uint32_t* const group = codes + i / kGroup * (kGroup / kCodes);
-    const std::uint32_t begin = i % kGroup;  // four bits for each two places
-    const float scale = scales[i / kGroup];
-    return Form::template joined<kLanes>(
-        {numbers<kLanes>(group, begin) * scale, numbers<kLanes>(group + 2, begin) * scale});
+    const std::uint32_t* const words = codes + i / kGroup * kBits;
+    const float* const given = scales + i / kGroup * kScales;
+    const Range range{given[0], kBits == 4 ? given[kScales - 1] : -128 * given[0]};
+    if constexpr (kBits == 4 && std::is_same_v<Form, Dots>) {
+      return looked_up(words, range);
+    } else {
+      using Words = typename Lanes<kLanes>::Words;
+      constexpr std::size_t kOdd = kBits == 4 ? 0 : 4;  // words on, and else bits
+      const Words shifts =
+          (Words(numbered<kLanes>()) >> 2) * kBits + static_cast<std::uint32_t>(i % kGroup / 8 * kBits);
+      return Form::template joined<kLanes>(
+          {numbers<kLanes>(repeated<kLanes>(words) >> shifts, range),
+           numbers<kLanes>(repeated<kLanes>(words + kOdd) >> (shifts + (kOdd ? 0 : 16)), range)});
+    }
   }
   MAINSTEM_INLINE void prefetch(std::size_t i) const {
-    __builtin_prefetch(codes + i / kCodes + kPrefetch / sizeof *codes);
+    __builtin_prefetch(codes + i / kGroup * kBits + kPrefetch / sizeof *codes);
   }
 
   const std::uint32_t* codes;
   const float* scales;
 
  private:
-  static constexpr std::size_t kCodes = 8;  // of a word
+  static constexpr std::size_t kScales = kBits == 4 ? 2 : 1;  // of a group
+  struct Range {
+    float scale, minimum;
+  };
 
-  // Returns the codes of two words from a bit on, less 8: as the lowest bits of 2^23, they are a float32.
+  // Returns four words, again and again.
   template <int kLanes>
-  static MAINSTEM_INLINE typename Lanes<kLanes>::Floats numbers(const std::uint32_t* words, std::uint32_t begin) {
-    using Words = typename Lanes<kLanes>::Words;
-    const auto both = typename Lanes<kLanes>::Quads{} + load<std::uint64_t>(words);
-    const Words bits = (Words(numbered<kLanes>()) >> 1 << 2) + begin;
-    const Words codes = ((load<Words>(&both) >> bits) & 0x0fu) | 0x4b000000u;
-    return load<typename Lanes<kLanes>::Floats>(&codes) - (0x1p23f + 8);
+  static MAINSTEM_INLINE typename Lanes<kLanes>::Words repeated(const std::uint32_t* words) {
+    const auto four = load<Lanes<4>::Words>(words);
+    if constexpr (kLanes == 8)
+      return __builtin_shufflevector(four, four, 0, 1, 2, 3, 0, 1, 2, 3);
+    else
+      return __builtin_shufflevector(four, four, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+  }
+
+  // Returns the numbers of codes.
+  template <int kLanes>
+  static MAINSTEM_INLINE typename Lanes<kLanes>::Floats of_codes(typename Lanes<kLanes>::Signed codes, Range range) {
+    using Floats = typename Lanes<kLanes>::Floats;
+    const Floats found = __builtin_convertvector(codes, Floats) * range.scale + range.minimum;
+    if constexpr (sizeof(Number) == sizeof(float)) return found;
+    return nearest_bfloat16<kLanes>(found);
+  }
+
+  // Returns the numbers of the codes in the lowest bits of words. Sixteen lanes have room for those of all codes.
+  template <int kLanes>
+  static MAINSTEM_INLINE typename Lanes<kLanes>::Floats numbers(typename Lanes<kLanes>::Words words, Range range) {
+    using Signed = typename Lanes<kLanes>::Signed;
+    if constexpr (kBits == 4 && kLanes == 16)
+      return __builtin_shuffle(of_codes<16>(numbered<16>(), range), Signed(words));
+    else
+      return of_codes<kLanes>(Signed(words & ((1u << kBits) - 1)), range);
+  }
+
+  // Returns 32 bfloat16, of codes of 4 bits: a vector has room for all their numbers, twice.
+  static MAINSTEM_INLINE Lanes<16>::Words looked_up(const std::uint32_t* words, Range range) {
+    using Halves = Lanes<16>::Pairs;
+    static constexpr std::uint16_t kShifts[] = {0, 0, 0, 0, 0, 0, 0, 0, 4,  4,  4,  4,  4,  4,  4,  4,
+                                                8, 8, 8, 8, 8, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12};
+    const auto all = of_codes<16>(numbered<16>(), range);
+    const auto halves = load<Halves>(&all);
+    const Halves table =
+        __builtin_shufflevector(halves, halves, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,  //
+                                1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    const auto four = repeated<16>(words);
+    const Halves found = __builtin_shuffle(table, load<Halves>(&four) >> load<Halves>(kShifts));
+    return load<Lanes<16>::Words>(&found);
   }
 };
 
@@ -368,16 +425,27 @@ void with_whole_rows(const Layer<Number>& layer, std::size_t begin, std::size_t 
   }
 }
 
+// Computes outputs [begin, end) of a layer from what is read as `Read`, for which x is as for a `Form`.
+template <class Read, class Form>
+void run_as(const Rows<Form>& x, const Layer<typename Form::Number>& layer, std::size_t begin, std::size_t end) {
+  best_kernel<Read>().first({x.numbers, x.count, x.inputs}, layer, begin, end);
+}
+
 template <class Form>
 void multiply_as(const typename Form::Number* given, std::size_t rows, std::size_t inputs,
-                 std::span<const Layer<typename Form::Number>> layers, std::size_t bytes, unsigned threads) {
+                 std::span<const Layer<typename Form::Number>> layers, bool packed, unsigned threads) {
   using Part = Layer<typename Form::Number>;
-  const auto [kernel, lanes] = best_kernel<Form>();
   thread_local Scratch memory;
-  const auto x = prepared<Form>(given, rows, inputs, lanes, memory, threads);
-  const auto run = [&, kernel = kernel](const Part& layer, std::size_t begin, std::size_t end) {
-    kernel(x, layer, begin, end);
+  const auto x = prepared<Form>(given, rows, inputs, best_kernel<Form>().second, memory, threads);
+  const auto run = [&](const Part& layer, std::size_t begin, std::size_t end) {
+    if (!packed)
+      run_as<Form>(x, layer, begin, end);
+    else if (layer.packed.bits == 4)
+      run_as<Packed<Form, 4>>(x, layer, begin, end);
+    else
+      run_as<Packed<Form, 8>>(x, layer, begin, end);
   };
+  const std::size_t bytes = packed ? inputs / 2 : inputs * sizeof *given;
   share_outputs(layers, kStepOfShares, rows, bytes, threads,
                 [&](const Part& layer, std::size_t begin, std::size_t end) {
                   with_whole_rows(layer, begin, end, inputs, x.inputs, run);
@@ -416,12 +484,14 @@ MAINSTEM_INLINE void write_row(const TileSums& found, const Layer<BFloat16>& lay
   }
 }
 
-// Writes what the codes of an output are to [inputs].
+// Writes the numbers of an output's codes to [inputs].
+template <unsigned kBits>
 MAINSTEM_AVX512 void unpack(const Layer<BFloat16>& layer, std::size_t output, std::size_t inputs, BFloat16* to) {
-  const auto codes = Packed<Dots>::of(layer, output, inputs);
-  for (std::size_t i = 0; i < inputs; i += 32) {
-    const auto words = codes.next<16>(i);
+  const auto codes = Packed<Dots, kBits>::of(layer, output, inputs);
+  for (std::size_t i = 0; i < inputs; i += kGroup) {
+    const auto words = codes.template next<16>(i);
     std::memcpy(to + i, &words, sizeof words);
+    codes.prefetch(i);
   }
 }
 
@@ -436,12 +506,13 @@ void outputs_of_few_rows(const TiledRows& x, std::size_t rows, const Layer<BFloa
   for (std::size_t output = begin; output < end; output += kTileRows) {
     const std::size_t count = std::min(kTileRows, end - output);
     const BFloat16* weight = layer.weight + output * inputs;
-    if (packed || count < kTileRows || inputs < x.inputs()) {
+    const bool fills = count == kTileRows && inputs == x.inputs();
+    if (packed || !fills) {
       auto* const copy = reinterpret_cast<BFloat16*>(memory.take(kTileRows * x.inputs()));
-      std::fill_n(copy, kTileRows * x.inputs(), 0);
+      if (!fills) std::fill_n(copy, kTileRows * x.inputs(), 0);
       for (std::size_t n = 0; n < count; ++n)
         if (packed)
-          unpack(layer, output + n, inputs, copy + n * x.inputs());
+          (layer.packed.bits == 4 ? unpack<4> : unpack<8>)(layer, output + n, inputs, copy + n * x.inputs());
         else
           std::copy_n(weight + n * inputs, inputs, copy + n * x.inputs());
       weight = copy;
@@ -518,15 +589,11 @@ void multiply_some(const Number* x, std::size_t rows, std::size_t inputs, std::s
                    unsigned threads) {
   const bool packed =
       rows <= kPackedRows && std::ranges::all_of(layers, [](const auto& layer) { return layer.packed.codes; });
-  const auto as = [&]<class Form>(Form) {
-    if (packed) return multiply_as<Packed<Form>>(x, rows, inputs, layers, inputs / 2, threads);
-    multiply_as<Form>(x, rows, inputs, layers, inputs * sizeof(Number), threads);
-  };
   if constexpr (sizeof(Number) == sizeof(BFloat16)) {
     if (has_tiles()) return multiply_by_tiles(x, rows, inputs, layers, packed, threads);
-    if (has_dots()) return as(Dots{});
+    if (has_dots()) return multiply_as<Dots>(x, rows, inputs, layers, packed, threads);
   }
-  as(Plain<Number>{});
+  multiply_as<Plain<Number>>(x, rows, inputs, layers, packed, threads);
 }
 
 }  // namespace

@@ -21,16 +21,21 @@
 
 namespace mainstem {
 
-// A weight in 4 bits a number, each (code - 8) scale. Without codes, there is none.
+// A weight in codes of 4 or 8 bits: scale code + minimum, a float32, and then the nearest Number. Without codes, there
+// is none.
 //
-//   codes    [outputs, inputs / kGroup, 2 words of those at even places, 2 of those at odd ones]: the number at place
-//            2 i is the code i / 2 of the word i % 2, from its lowest bits up, and so is that at 2 i + 1
-//   scales   [outputs, inputs / kGroup]
+//   codes    [outputs, inputs / kGroup, bits words]. The number at place p of a group has the code p / 8, from the
+//   lowest
+//            bits up, of the half word p % 8 (4 bits), or of the word p / 2 % 4 + 4 (p % 2) (8 bits)
+//   scales   [outputs, inputs / kGroup, scale and minimum]; in 8 bits there are scales alone: the minimum is -128 scale
 //
-// In this order both vectors of a pair are a broadcast and a shift, whatever their length.
-struct Int4 {
+// In this order both vectors of a pair are a broadcast and a shift, whatever their length. A scale has at most 24 -
+// bits significant bits, so its product with a code is exact, and it does not matter whether one instruction adds the
+// minimum.
+struct Codes {
   const std::uint32_t* codes;
   const float* scales;
+  unsigned bits;
 };
 inline constexpr std::size_t kGroup = 32;
 
@@ -39,7 +44,7 @@ inline constexpr std::size_t kGroup = 32;
 template <class Number>
 struct Layer {
   const Number* weight;
-  Int4 packed;
+  Codes packed;
   const Number* bias;
   Number* out;
   std::size_t outputs;
@@ -63,10 +68,10 @@ struct Layer {
   }
 };
 
-// A number of the Int4 has 8 significant bits at most, and is that of the weight: it does not matter which is read. If
-// all layers have one, few rows are computed from it, as it is smaller.
+// The numbers of codes are those of the weight: it does not matter which is read. If all layers have codes, few rows
+// are computed from these, as they are smaller.
 
-// Computes layers that are given the same: x [rows, inputs]. Without an Int4, there may be any number of inputs.
+// Computes layers that are given the same: x [rows, inputs]. Without codes, there may be any number of inputs.
 template <class Number>
 void multiply(const Number* x, std::size_t rows, std::size_t inputs, std::span<const Layer<Number>> layers,
               unsigned threads);

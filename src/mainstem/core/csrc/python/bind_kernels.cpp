@@ -33,14 +33,15 @@ using namespace nb::literals;
 namespace {
 
 using Address = std::uintptr_t;
-using GivenMatrix = std::tuple<Address, Address, Address, Address>;  // weight, bias, codes and scales; or 0
-using Weight = std::pair<GivenMatrix, std::size_t>;                  // and outputs
+using GivenMatrix =
+    std::tuple<Address, Address, Address, Address, unsigned>;  // weight, bias, codes, scales, bits; or 0
+using Weight = std::pair<GivenMatrix, std::size_t>;            // and outputs
 
 template <class Number>
 Matrix<Number> matrix_at(const GivenMatrix& given, std::size_t outputs) {
-  const auto [weight, bias, codes, scales] = given;
+  const auto [weight, bias, codes, scales, bits] = given;
   return {reinterpret_cast<const Number*>(weight),
-          {reinterpret_cast<const std::uint32_t*>(codes), reinterpret_cast<const float*>(scales)},
+          {reinterpret_cast<const std::uint32_t*>(codes), reinterpret_cast<const float*>(scales), bits},
           reinterpret_cast<const Number*>(bias),
           outputs};
 }
@@ -71,8 +72,12 @@ void check_step(std::size_t length, const char* name) {
 void linear(Address x, std::size_t rows, std::size_t inputs, const std::vector<Weight>& weights, Address out,
             bool rounds, bool bfloat16, unsigned threads) {
   if (inputs == 0) throw BadValue{"inputs", "0", "1 or more"};
-  for (const auto& [given, outputs] : weights)
-    if (std::get<2>(given)) check_step(inputs, "inputs");
+  for (const auto& [given, outputs] : weights) {
+    const auto [weight, bias, codes, scales, bits] = given;
+    if (!codes) continue;
+    check_step(inputs, "inputs");
+    if (bits != 4 && bits != 8) throw BadValue{"bits", std::to_string(bits), "4 or 8"};
+  }
   const nb::gil_scoped_release unlocked;
   (bfloat16 ? multiply_at<BFloat16> : multiply_at<float>)(x, rows, inputs, weights, out, rounds, threads);
 }
@@ -261,15 +266,15 @@ void bind_kernels(nb::module_& m) {
   m.def("limit_instructions", &limit, "name"_a,
         "Lets kernels compute with no more than these, so that machines of several kinds compute the same. Raises "
         "BadArgument if the name is unknown.");
-  m.def("linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "rounds"_a, "bfloat16"_a, "threads"_a,
-        nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
-                "int, int], int]], out: int, rounds: bool, bfloat16: bool, threads: int) -> None"),
-        "Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.\n\n"
-        "Each weight is ((address, bias, codes, scales), outputs), all but the first 0 where there is none. `out` gets "
-        "[rows, outputs] of one after another. All are contiguous and float32, or bfloat16; without `rounds`, `out` is "
-        "float32, the sums as they are. Codes and scales are the "
-        "same weight in 4 bits, see `kernels.Int4`. Raises BadArgument if `inputs` is 0, or not a multiple of 32 with "
-        "codes.");
+  m.def(
+      "linear", &linear, "x"_a, "rows"_a, "inputs"_a, "weights"_a, "out"_a, "rounds"_a, "bfloat16"_a, "threads"_a,
+      nb::sig("def linear(x: int, rows: int, inputs: int, weights: collections.abc.Sequence[tuple[tuple[int, int, "
+              "int, int, int], int]], out: int, rounds: bool, bfloat16: bool, threads: int) -> None"),
+      "Computes linear layers that are given the same x, [rows, inputs], on PyTorch's threads, without the GIL.\n\n"
+      "Each weight is ((address, bias, codes, scales, bits), outputs), all but the first 0 where there is none. `out` "
+      "gets [rows, outputs] of one after another. All are contiguous and float32, or bfloat16; without `rounds`, `out` "
+      "is float32, the sums as they are. Codes of 4 or 8 bits and scales are the same weight, see `kernels.Codes`. "
+      "Raises BadArgument if `inputs` is 0, or not a multiple of 32 with codes, or these have other bits.");
   m.def("rms_norm", &norm, "x"_a, "weight"_a, "out"_a, "rows"_a, "width"_a, "epsilon"_a, "offset"_a, "rounds"_a,
         "bfloat16"_a, "threads"_a,
         "Computes the RMS norm of x [rows, width] to `out`, times weight [width] plus `offset`, without the GIL.\n\n"
@@ -307,7 +312,7 @@ void bind_kernels(nb::module_& m) {
       .def("__init__", &make_decoder, "sizes"_a, "norms"_a, "matrices"_a, "scale"_a, "activation"_a, "bfloat16"_a,
            nb::sig(
                "def __init__(self, sizes: tuple[int, int, int, int, int], norms: collections.abc.Sequence[tuple[int, "
-               "float, float]], matrices: collections.abc.Sequence[tuple[int, int, int, int]], scale: float, "
+               "float, float]], matrices: collections.abc.Sequence[tuple[int, int, int, int, int]], scale: float, "
                "activation: str, bfloat16: bool) -> None"),
            "`sizes` are hidden, inner, heads, KV heads, and numbers of a head. `norms` are those before attention and "
            "before the MLP, of queries and of keys, each weight (0 for none), epsilon and offset, as for "
