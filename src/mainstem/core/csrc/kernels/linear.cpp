@@ -152,11 +152,19 @@ struct Packed {
   // Returns four words, again and again.
   template <int kLanes>
   static MAINSTEM_INLINE typename Lanes<kLanes>::Words repeated(const std::uint32_t* words) {
-    const auto four = load<Lanes<4>::Words>(words);
-    if constexpr (kLanes == 8)
+    using Four = Lanes<4>::Words;
+    if constexpr (kLanes == 8) {
+      const auto four = load<Four>(words);
       return __builtin_shufflevector(four, four, 0, 1, 2, 3, 0, 1, 2, 3);
-    else
-      return __builtin_shufflevector(four, four, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    } else {
+      Lanes<16>::Words all = {};
+#ifdef __x86_64__
+      __asm__("vbroadcasti32x4 %1, %0"
+              : "=v"(all)
+              : "m"(*reinterpret_cast<const Four*>(words)));  // GCC 12 makes it of several instructions
+#endif
+      return all;
+    }
   }
 
   // Returns the numbers of codes.
