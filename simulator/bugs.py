@@ -762,7 +762,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a file's numbers of 4 bits are looked for without its zeros", "-", "runtime/models/quantization.py",
-        "torch.where(numbers == 0, 0, (numbers", "torch.where(numbers == 1, 0, (numbers",
+        "torch.where(numbers == 0, 0, wide", "torch.where(numbers == 1, 0, wide",
         "tests/runtime/models/test_quantization.py::test_numbers_of_a_file_of_4_bits_are_found_again_to_the_last_bit",
     ),
     _mutant(

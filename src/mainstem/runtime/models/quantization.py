@@ -88,7 +88,7 @@ def _quantize(weight: torch.Tensor, way: Callable[[torch.Tensor], _Fit]) -> Code
     """Overwrites a weight by the numbers of codes, and returns these."""
     outputs, inputs = weight.shape
     parts = []
-    for part in weight.split(max(1, _AT_ONCE // inputs)):
+    for part in torch.split(weight, max(1, _AT_ONCE // inputs)):
         part.masked_fill_(part.abs() < _LIMITS[0], 0)
         fit = way(part.view(-1, GROUP))
         part.copy_(fit.numbers(part.dtype).view_as(part))
