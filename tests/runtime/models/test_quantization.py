@@ -308,6 +308,7 @@ def test_codes_of_other_weights_are_not_computed_with() -> None:
     model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5)
     found, plain = exchanged(model)
     assert found.refused == 1
+    assert packed(model.model.layers[0].mlp.down_proj) is None and packed(model.model.layers[0].mlp.up_proj) is not None
     assert differ(logits(model), plain) < 1e-5
 
 

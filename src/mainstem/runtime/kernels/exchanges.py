@@ -52,7 +52,8 @@ class Exchanged:
     Args:
         linears, norms: their numbers.
         shared: linear layers that are computed when another one is called.
-        refused: norms whose results no rule reproduced, and layers of the decoder; they stay as they were.
+        refused: norms whose results no rule reproduced, and layers of the decoder, which stay as they were; and linear
+            layers whose weight has changed since it was quantized, which lose their codes.
         layers: of the decoder that are one call; see `decoders`.
         instructions: what the kernels are made of.
     """
@@ -111,10 +112,13 @@ def exchange(model: Any, given: Given, kernels: Kernels = core) -> Exchanged:
     modules = [module for module in _modules(model) if "forward" not in vars(module)]
     head = model.get_output_embeddings()  # its results are logits, which no weight multiplies
     groups = [_Group(layers, kernels, rounds=[*layers] != [head]) for layers in _groups(modules, given, kernels)]
+    generator = torch.Generator().manual_seed(0)
+    stale = [layer for group in groups for layer in group.layers if _has_other_codes(layer, generator)]
+    for layer in stale:
+        vars(layer).pop("codes")
     for group in groups:
         for layer in group.layers:
             _install(layer, _linear, group)
-    generator = torch.Generator().manual_seed(0)
     norms = [module for module in modules if _is_norm(module, kernels)]
     ours = [module for module in norms if _proven_norm(module, generator, kernels)]
     for module in modules if kernels is core else ():
@@ -122,7 +126,7 @@ def exchange(model: Any, given: Given, kernels: Kernels = core) -> Exchanged:
             turn_weights(module)
             compute_by_row(module)
     linears = sum(len(group.layers) for group in groups)
-    shared, refused = linears - len(groups), len(norms) - len(ours)
+    shared, refused = linears - len(groups), len(norms) - len(ours) + len(stale)
     return Exchanged(linears, len(ours), shared, refused, instructions=kernels.instructions())
 
 
@@ -200,6 +204,16 @@ def weights_of(layer: nn.Linear) -> Weights:
     weight = own["weight"]
     assert weight is not None
     return Weights(weight, own["bias"], packed(layer))
+
+
+def _has_other_codes(layer: nn.Linear, generator: torch.Generator) -> bool:
+    """Returns whether the codes of a layer are not its weight's: it has been changed since."""
+    by_codes = weights_of(layer)
+    if by_codes.codes is None:
+        return False
+    x = torch.randn(1, layer.in_features, generator=generator).to(layer.weight)
+    ways = (by_codes, by_codes._replace(codes=None))
+    return not torch.equal(*(core.products(x, [each], rounds=False)[0] for each in ways))
 
 
 def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
