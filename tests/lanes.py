@@ -108,7 +108,17 @@ LANES = (
         "runtime/schedule/test_scheduler",
         "runtime/schedule/test_scheduler_components",
         "runtime/hints/test_sessions",
+        "runtime/test_engine_hybrid",
+        "runtime/test_engine_eight_bits",
         "cache/test_lease_components",
+        "cache/policies/test_policies_gittins",
+    ),
+    slow(
+        "benchmarks",
+        "benchmarks/test_bench",
+        "benchmarks/test_bench_agents",
+        "benchmarks/test_bench_codec",
+        "benchmarks/test_bench_gpu",
         "benchmarks/test_bench_loading",
     ),
     slow(
@@ -147,6 +157,7 @@ LANES = (
         "server/test_server_fuzz",
         "server/fields/test_structured",
         "runtime/test_tp",
+        "fleet/test_deploy",
     ),
     Lane(
         "kills",

@@ -470,6 +470,7 @@ def test_goals_name_measures_that_exist() -> None:
     assert [pair for pair in asked if pair[1] not in known[pair[0]] | REPORTED] == []
 
 
+@pytest.mark.slow
 def test_all_of_ours_are_driven_alike() -> None:
     prompts = list(TINY.prompts())[:8]
     for page_size in (1, 16):

@@ -100,6 +100,7 @@ def test_a_run_writes_its_rows_and_goals(tmp_path: Path) -> None:
     assert {goal["unit"] for goal in record["goals"]} <= {"%", "points"} and report.tables
 
 
+@pytest.mark.slow
 def test_a_row_is_the_mean_of_its_seeds() -> None:
     cell = {"workload": "w", "percent": 5, "policy": "lru", "way": "hints"}
     rows = [{**cell, "hit_rate": rate, "won": won} for rate, won in ((40.0, 1), (50.0, 2))]

@@ -12,6 +12,7 @@ from bench.report import Report
 from mainstem.runtime.models.loading import load_model
 
 
+@pytest.mark.slow
 def test_exact_pages_cost_nothing_and_fewer_bits_cost_more(tmp_path: Path) -> None:
     report = Report("codec", "2026-01-01", quick=True, progress=lambda line: None)
     loaded = load_model(str(tiny_folder("llama", tmp_path, max_position_embeddings=128)), dtype="float32")

@@ -53,6 +53,7 @@ def test_what_tests_did_is_recorded_with_the_name_of_the_hardware(
     assert record["notes"] == ["tests/test_a.py::test_b"]
 
 
+@pytest.mark.slow
 def test_it_needs_none_of_the_packages_that_a_machine_with_a_gpu_may_lack(tmp_path: Path) -> None:
     """Not even Triton: attention is then computed by PyTorch."""
     absent = ["blake3", "msgspec", "cyclopts", "platformdirs", "gguf", "starlette", "zmq", "xxhash", "triton", "peft"]

@@ -403,7 +403,7 @@ class Chance:
 
 
 SETTINGS = [
-    (1, "lru", {}),
+    pytest.param(1, "lru", {}, marks=pytest.mark.slow),
     pytest.param(2, InPython("filo"), {"full": 50, "windows": 30, "states": 12}, marks=pytest.mark.slow),
     (4, "slru", {"full": 16, "windows": 9, "states": 5}),
 ]

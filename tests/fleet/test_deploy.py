@@ -204,6 +204,7 @@ BAD: dict[str, dict[str, str]] = {
 
 
 @PROMETHEUS.needed
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [True, False], ids=["trouble", "calm"])
 def test_alerts_fire_in_trouble_and_only_then(tmp_path: Path, bad: bool) -> None:
     assert BAD.keys() == alerts().keys()

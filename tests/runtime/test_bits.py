@@ -78,7 +78,10 @@ def same_bits(bits: Bits, seed: int) -> None:
         assert differing(ours, expected) == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
+)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_beside_others_have_the_bits_of_prompts_alone(seeds: int, name: str, dtype: torch.dtype) -> None:

@@ -49,8 +49,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", GATHERED["bloom"]),  # attention of its own
     "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
 }
+MORE = ("gemma3n_text", "llama4_text", "mimo_v2_flash", "bloom")
 CASES = pytest.mark.parametrize(
-    ("family", "kind"), [*((family, "int8") for family in KINDS), ("llama", "fp8"), ("gemma3_text", "fp8")]
+    ("family", "kind"),
+    [
+        *(pytest.param(family, "int8", marks=[pytest.mark.slow] if family in MORE else []) for family in KINDS),
+        ("llama", "fp8"),
+        ("gemma3_text", "fp8"),
+    ],
 )
 
 

@@ -112,7 +112,13 @@ def test_a_mark_saves_the_second_request_what_it_shares(family: str, marks: tupl
     assert [each.usage.cached_tokens for each in found] == [0, SHARED if marks else 0, SHARED]
 
 
-@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        "write_back",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("write_through", "write_through_selective")),
+    ],
+)
 @pytest.mark.parametrize("family", KINDS)
 def test_what_was_evicted_comes_back_from_the_host_and_gives_the_same_answers(family: str, write: WritePolicy) -> None:
     with engine(family, **SMALL, write=write) as made:

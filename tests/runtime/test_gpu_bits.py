@@ -131,6 +131,7 @@ class Spans:
 
 
 # What fails is not made smaller: the interpreter would take minutes.
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(st.randoms(use_true_random=False), st.sampled_from(DTYPES), st.booleans(), st.sampled_from([None, 40]))
 def test_attention_in_parts_beside_others_has_the_bits_of_a_prompt_alone(

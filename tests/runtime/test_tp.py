@@ -431,6 +431,7 @@ def test_what_one_rank_lost_is_computed_by_all(
         assert sum(answer.usage.storage_tokens for answer in answers) == 0
 
 
+@pytest.mark.slow
 def test_stored_latents_are_found_with_any_number_of_ranks_that_divide_the_work(opened: Open, folder: Folder) -> None:
     prompts, model, port = documents(4), folder("deepseek_v2", **LATENT["deepseek_v2"]), free_port()
     with opened(model, 1, cache=False) as engine:
@@ -448,6 +449,7 @@ def test_stored_latents_are_found_with_any_number_of_ranks_that_divide_the_work(
         assert [serve(1), serve(1)] == [0, 4 * 5 * PAGE]  # one rank is exact, and finds what is: docs/arithmetic.md
 
 
+@pytest.mark.slow
 def test_states_come_back_from_the_store_of_every_rank(opened: Open, folder: Folder, tmp_path: Path) -> None:
     prompts, model = documents(4), folder("qwen3_next", **HYBRIDS["qwen3_next"])
     with opened(model, 1, cache=False) as engine:
@@ -501,7 +503,8 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all_others(open
     assert not children()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_does_not_answer_ends_all_others(opened: Open, folder: Folder, ranks: int) -> None:
     with opened(folder("llama", **LLAMA), ranks, answer_s=patience(5)) as engine:
         assert ask(engine, documents(1))

@@ -138,6 +138,7 @@ def test_a_replay_of_two_capacities_is_lrus() -> None:
 # --- what it is -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_calls_give_the_same_evictions_once_it_has_learned() -> None:
     prompts = paths(shape("popular, flooded", 6000))
     first, again, lru = (

@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "family",
-    [name if name in ("llama", "gemma2") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+    [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
 def test_recorded_steps_give_the_same_logits_and_keys(
     family: str, kernel: Attention, monkeypatch: pytest.MonkeyPatch
