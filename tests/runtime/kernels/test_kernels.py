@@ -152,6 +152,6 @@ def test_the_core_takes_weights_that_it_can_read_in_place_only(tensor: torch.Ten
 
 def test_the_core_refuses_a_width_that_it_would_read_beyond() -> None:
     with pytest.raises(BadArgument, match="inputs"):
-        _core.linear(0, 1, 33, [((1, 0, 1, 1), 1)], 0, True, False, 1)
+        _core.linear(0, 1, 33, [((1, 0, 1, 1, 4), 1)], 0, True, False, 1)
     with pytest.raises(BadArgument, match="width"):
         _core.rms_norm(0, 0, 0, 1, 0, 1e-6, 0.0, False, False, 1)
