@@ -194,6 +194,14 @@ def test_a_hint_reaches_the_engine_for_the_prefix_it_names() -> None:
     assert engine.tokenizer.decode(engine.advised[1][1]) == "<user>hi\n"
 
 
+def test_an_unknown_field_in_a_hint_is_refused_wherever_it_is() -> None:
+    engine = FakeEngine()
+    said = [{"role": "user", "content": "hi", "nmae": "x"}]
+    error = error_of(client(engine).post(HINTS, json={"action": "pin", "messages": said}), 400)
+    assert (error["param"], error["code"]) == ("messages[0].nmae", "unknown_field")
+    assert not engine.advised
+
+
 def test_when_a_prefix_is_used_next_reaches_the_engine() -> None:
     engine = FakeEngine()
     server = client(engine)

@@ -51,7 +51,8 @@ class ModelConfig(Settings):
         max_context: Maximum number of tokens of a request, prompt and answer together; 1 or more. Default: what the
             model's configuration says. Required if it says nothing, as that of Mamba.
         quantization: Weights of the decoder's linear layers as they are (none), or in 4 and 8 bits (int4): quicker for
-            few requests, and less precise unless the file has 4 bits. On CPUs only, without --tp. See docs/serving.md.
+            few requests with AVX-512, and less precise unless the file has 4 bits. On CPUs only, without --tp. See
+            docs/serving.md.
         threads: Number of threads that compute in each process; 1 or more. Default: one for each core, which the
             processes of --tp share.
     """

@@ -100,7 +100,9 @@ class ModelRunner:
             self.exchanged = test.run(self.vocab_size, loaded.max_context)
             self._inexact, self.arithmetic = test.inexact, arithmetic(kernels)
         if self.exchanged.refused:
-            log.warning("%s: kernels compute something else than %d modules", loaded.name, self.exchanged.refused)
+            log.warning(
+                "%s: %d modules are not computed by kernels as they could be", loaded.name, self.exchanged.refused
+            )
         log.info("%s: %s", loaded.name, self.exchanged)
         log.info("%s: exact: %s", loaded.name, shown(self._inexact, self.arithmetic))
         self.computation = self.memory.computation = self._computation()

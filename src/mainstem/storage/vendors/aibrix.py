@@ -54,7 +54,7 @@ class AIBrixBackend(Backend):
             process has open at a time.
         path: path of the folder; the store is the folder `namespace` in it.
         namespace: name of that folder.
-        timeout_s: a call that takes longer raises; the operation may still complete.
+        timeout_s: above 0; a call that takes longer raises; the operation may still complete.
 
     Raises:
         BadArgument: unknown connector, or an invalid namespace.

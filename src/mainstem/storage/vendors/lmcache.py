@@ -53,7 +53,7 @@ class LMCacheBackend(Backend):
     Args:
         host: host of the server.
         port: port of the server.
-        timeout_s: a call that takes longer raises, so choose it for the largest batch.
+        timeout_s: above 0; a call that takes longer raises, so choose it for the largest batch.
         prefix: prefix of all names: 1 to 40 letters, digits, `.`, `_` or `-`.
 
     Raises:

@@ -70,7 +70,7 @@ class RedisBackend(Backend):
         ca_file: the authority that signed the certificate; None: those of the system.
         prefix: prefix of the keys, `<prefix>:<hex>`: letters, digits, and `_ . : / -`.
         ttl_s: the server expires a value after this many seconds; None: never.
-        timeout_s: the limit for a call; connecting may take as long again.
+        timeout_s: the limit for a call, above 0; connecting may take as long again.
 
     Raises:
         BadArgument: an argument is out of its range.

@@ -67,7 +67,7 @@ class S3Backend(Backend):
         endpoint: URL of the server; None: Amazon's, or AWS_ENDPOINT_URL.
         region: region; None: AWS_REGION, or us-east-1.
         requests: the limit for concurrent requests.
-        timeout_s: the limit for a call; for `clear`, the limit for each of its steps.
+        timeout_s: the limit for a call, above 0; for `clear`, the limit for each of its steps.
 
     Raises:
         BadArgument: an argument is out of its range.
