@@ -1,4 +1,4 @@
-"""What commands show: results on standard output, progress on standard error. Loads rich when it draws something."""
+"""Results of commands on standard output, progress on standard error. Loads rich when it draws something."""
 
 from __future__ import annotations
 

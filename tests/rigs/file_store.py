@@ -1,4 +1,4 @@
-"""What the tests of the file store share: keys, values, small stores, and calls of the disk that fail."""
+"""Shared by the tests of the file store: keys, values, small stores, and calls of the disk that fail."""
 
 from __future__ import annotations
 

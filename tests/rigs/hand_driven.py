@@ -177,7 +177,7 @@ def prompt(pages: int, *marks: int, size: int = 2) -> list[int]:
 
 
 MADE: deque[Driven] = deque(maxlen=16)
-"""What the running test has made, to be closed when it ends; of random tests, which make thousands, the newest."""
+"""Rigs of the running test, to be closed when it ends; of random tests, which make thousands, the newest."""
 
 
 class Driven:

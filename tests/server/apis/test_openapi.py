@@ -80,7 +80,7 @@ def test_bodies_are_of_the_types_that_are_described(method: str, path: str, body
 
 
 def again(text: bytes | str, kind: Any) -> Any:
-    """What is written of a value that is read as one of a type: the same, if it has all fields and no others."""
+    """Returns the JSON of a value that is read as one of a type: the same, if it has all fields and no others."""
     return json.loads(msgspec.json.encode(msgspec.json.decode(text, type=kind)))
 
 

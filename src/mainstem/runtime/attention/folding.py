@@ -1,4 +1,4 @@
-"""What the queries of a batch see, in pages: what several requests share is there once for all of them.
+"""Pages that the queries of a batch see: those that several requests share are there once for all of them.
 
     shared   spans of keys that several requests see      the queries of all of them
     rest     what is left of each request                 its own queries

@@ -214,7 +214,7 @@ def _exactly(groups: torch.Tensor, codes: torch.Tensor) -> tuple[_Fit, torch.Ten
 def _bounds(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the bounds of what is rounded to each number, float64; zero has no other.
 
-    What is halfway between two numbers is rounded to the even one, so bounds of an odd one are a little nearer.
+    Rounding halfway between two numbers takes the even one, so bounds of an odd one are a little nearer.
     """
     bits = numbers.view(torch.int16 if numbers.dtype is torch.bfloat16 else torch.int32)
     half = 0.5 - (bits % 2).double() * 2**-30
