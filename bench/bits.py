@@ -2,7 +2,7 @@
 
 One model in bfloat16, and in float32 by Mainstem; prompts that no server has seen, greedy answers with the
 log-probabilities of each token. A prompt is asked twice, alone: cold, and warm, when its pages are there. Then it is
-asked beside others. What changes is counted: texts, and sets of log-probabilities of a whole answer. The best tokens of
+asked beside others. Changes are counted: of texts, and of sets of log-probabilities of an answer. The best tokens of
 the first position are compared in numbers, also with those of transformers in float32, which say how exact the others
 are. So do the log-probabilities of a longer text, the documentation of this repository: token by token, against
 float32's. Servers of Mainstem that computed none of the prompts then answer them: from a store after a restart, from a

@@ -3,7 +3,7 @@
 Docstrings name the source: "test plan n" is the numbered plan of the typed-token design, "sharing example" the paged
 image requests, "demo" the small tree that is printed step by step, "block hashes" the index over hashed blocks.
 
-What the other tests of the cache have anyway is not repeated here. Of the test plan that is:
+Rules that other tests of the cache hold are not repeated here. Of the test plan these are:
 
     1     test_match_splits_where_the_keys_part
     3     test_locks_are_counted, test_unlock_without_a_lock_changes_nothing, test_a_split_keeps_locks_on_both_halves
