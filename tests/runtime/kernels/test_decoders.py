@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from bench.tiny_models import VOCAB, tiny
 from mainstem.runtime.kernels import decoders, functions, linear
+from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.models.runner import ModelRunner
 from mainstem.runtime.segments import Segment
 from tests.runtime.models.test_adapters import save
@@ -286,7 +287,7 @@ def test_a_layer_whose_parts_are_watched_is_not_exchanged() -> None:
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.1)], ids=str)
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.2)], ids=str)
 @pytest.mark.parametrize("part", ["keys", "results"])
 def test_a_layer_that_computes_something_else_is_not_exchanged(
     part: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
@@ -334,3 +335,11 @@ def test_a_copy_of_an_exchanged_model_computes_by_its_own_code_until_it_has_a_ru
     runner = runner_of(copied)
     assert runner.exchanged.layers == 3
     torch.testing.assert_close(torch.stack([*decoded(runner, prompts)], 1), expected[:, -3:], atol=2e-4, rtol=0)
+
+
+@pytest.mark.model
+def test_all_layers_of_the_real_model_are_one_call_in_bfloat16(smollm2: LoadedModel) -> None:
+    """Numbers of its first token mostly cancel, so its own code rounds more than that of tiny models."""
+    model = copy.deepcopy(smollm2.model).bfloat16()
+    runner = ModelRunner(replace(smollm2, model=model, dtype=torch.bfloat16), 64, 16)
+    assert (runner.exchanged.layers, runner.exchanged.refused) == (30, 0)
