@@ -152,6 +152,7 @@ class Spans {
   // Whose scores or results are in registers together.
   static constexpr int kQueries = kTiles ? static_cast<int>(kTileRows) : kLanes == 16 ? 6 : 2;
   static constexpr std::int32_t kKeys = kWide * kLanes;
+  static constexpr std::size_t kTurns = kTiles ? 2 : 1;  // groups of queries that are under way together
   static constexpr std::size_t kBoth = 2 * kLanes;
   static constexpr std::size_t kPack = kDots ? 2 : 1;  // numbers in four bytes
 
@@ -176,7 +177,7 @@ class Spans {
     const std::size_t sizes[] = {rows_ * key_words_,                            // queries
                                  kKeys * key_words_,                            // keys
                                  kDots ? value_room / kPack : 0,                // pairs of values
-                                 kQueries * kKeys,                              // weights
+                                 kTurns * kQueries * kKeys,                     // weights
                                  keys_.in_place() ? 0 : key_room,               // rows of keys
                                  values_.in_place() ? 0 : value_room,           // and of values
                                  padded(std::max(keys_.count, values_.count)),  // zeros
@@ -276,13 +277,14 @@ class Spans {
     find_rows(tile, seen);
     turn_keys(seen);
     if constexpr (kDots) pair_values(seen);
-    std::size_t q = 0;
-    for (; q + kQueries <= count_; q += kQueries)
-      add_keys<kQueries>(q, tile);
-    if constexpr (kTiles)
-      add_keys<kQueries>(q, tile);
-    else
+    if constexpr (kTiles) {
+      add_groups(tile);
+    } else {
+      std::size_t q = 0;
+      for (; q + kQueries <= count_; q += kQueries)
+        add_keys<kQueries>(q, tile);
       add_last<kQueries - 1>(q, tile);
+    }
   }
 
   // Adds to the results of the last queries, fewer than kCount + 1.
@@ -296,23 +298,68 @@ class Spans {
     }
   }
 
-  // Adds a tile to the results of kCount queries, or of as many as there are.
+  // 16 queries, of which some may be missing.
+  struct Group {
+    std::size_t query, next, last;  // the first of them, the next to weigh, and behind the last
+    float* weights;                 // first their scores
+    bool first = true;              // of the tiles that they see of the span
+  };
+
+  // Adds a tile to the results of all queries. While the vectors make weights of the scores of a group, the tiles
+  // compute the weighted values of the group before and the scores of the group behind: either would wait for the
+  // other.
+  MAINSTEM_INLINE void add_groups(std::int32_t tile) {
+    const std::size_t steps = key_words_ / kTileRows + (value_numbers_ + 63) / 64 * (kKeys / kTileNumbers);
+    const std::size_t share = (kQueries + steps - 1) / steps;
+    const auto nothing = []() __attribute__((always_inline)) {};
+    Group before{}, group{}, behind = next_group(0, tile, weights_);
+    score_by_tiles(behind, nothing);
+    while (behind.query < count_) {
+      group = behind;
+      behind = next_group(group.last, tile, group.weights == weights_ ? weights_ + kQueries * kKeys : weights_);
+      const auto weigh_some = [&]() __attribute__((always_inline)) { weigh_group(group, group.next + share, tile); };
+      if (before.last) add_by_tiles(before, weigh_some);
+      score_by_tiles(behind, weigh_some);
+      weigh_group(group, group.last, tile);
+      before = group;
+    }
+    if (before.last) add_by_tiles(before, nothing);
+  }
+
+  // Returns the next queries, from the given one on, of which any sees a key of the tile.
+  MAINSTEM_INLINE Group next_group(std::size_t q, std::int32_t tile, float* weights) const {
+    std::size_t last = q;
+    for (; q < count_; q = last) {
+      last = std::min(q + kQueries, count_);
+      const Range seen = seen_by(q, last, tile);
+      if (seen.begin < seen.end) break;
+    }
+    return {q, q, last, weights};
+  }
+
+  // Makes weights of the scores of queries of a group, up to the given one.
+  MAINSTEM_INLINE void weigh_group(Group& group, std::size_t end, std::int32_t tile) {
+    end = std::min(end, group.last);
+#pragma GCC unroll 1
+    for (std::size_t n = group.next; n < end; ++n) {
+      group.first &= sums_[n].highest == kLowest;
+      weigh(n, group.weights + (n - group.query) * kKeys, seen_of(n, tile));
+    }
+    group.next = end;
+  }
+
+  // Adds a tile to the results of kCount queries.
   template <int kCount>
   MAINSTEM_INLINE void add_keys(std::size_t q, std::int32_t tile) {
-    const std::size_t last = std::min(q + kCount, count_);
-    const Range seen = seen_by(q, last, tile);
+    const Range seen = seen_by(q, q + kCount, tile);
     if (seen.end <= seen.begin) return;
-    if constexpr (kTiles)
-      score_by_tiles(q);
-    else
-      score<kCount>(q);
+    score<kCount>(q);
     bool first = true;  // of the tiles that these queries see of the span
 #pragma GCC unroll 1
-    for (std::size_t n = q; n < last; ++n) {
+    for (std::size_t n = q; n < q + kCount; ++n) {
       first &= sums_[n].highest == kLowest;
       weigh(n, weights_ + (n - q) * kKeys, seen_of(n, tile));
     }
-    if constexpr (kTiles) return add_by_tiles(q, first);
     std::size_t column = 0;
     for (; column + kWide * kLanes <= value_numbers_; column += kWide * kLanes)
       add<kWide, kCount>(q, column, seen, first);
@@ -402,24 +449,27 @@ class Spans {
   }
 
   // The same for 16 queries: 16 keys are a tile of sums. Queries lie as a first factor does, keys as a second one.
-  MAINSTEM_INLINE void score_by_tiles(std::size_t q) {
-    const TileRows queries{queries_ + q * key_words_, key_words_ * sizeof(float)};
+  template <class Meanwhile>
+  MAINSTEM_INLINE void score_by_tiles(const Group& group, const Meanwhile& meanwhile) {
+    if (group.query >= count_) return;
+    const TileRows queries{queries_ + group.query * key_words_, key_words_ * sizeof(float)};
     sum_of_tiles<4>(nullptr, queries, {turned_, kKeys * sizeof(float)}, key_words_ / kTileRows,
-                    {weights_, kKeys * sizeof(float)});
+                    {group.weights, kKeys * sizeof(float)}, meanwhile);
   }
 
   // Adds the weighted values of 16 queries to their results.
-  MAINSTEM_INLINE void add_by_tiles(std::size_t q, bool first) {
+  template <class Meanwhile>
+  MAINSTEM_INLINE void add_by_tiles(const Group& group, const Meanwhile& meanwhile) {
     const std::size_t row = value_numbers_ * sizeof(float);
     for (std::size_t column = 0; column < value_numbers_; column += 4 * kTileRows) {
-      float* const results = results_ + q * value_numbers_ + column;
-      const float* const begin = first ? nullptr : results;
-      const TileRows weights{weights_, kKeys * sizeof(float)}, values{pairs_ + column, row};
+      float* const results = results_ + group.query * value_numbers_ + column;
+      const float* const begin = group.first ? nullptr : results;
+      const TileRows weights{group.weights, kKeys * sizeof(float)}, values{pairs_ + column, row};
       const std::size_t steps = kKeys / kTileNumbers;
       if (column + 4 * kTileRows <= value_numbers_)
-        sum_of_tiles<4>(begin, weights, values, steps, {results, row});
+        sum_of_tiles<4>(begin, weights, values, steps, {results, row}, meanwhile);
       else
-        sum_of_tiles<2>(begin, weights, values, steps, {results, row});
+        sum_of_tiles<2>(begin, weights, values, steps, {results, row}, meanwhile);
     }
   }
 
@@ -553,7 +603,7 @@ class Spans {
   float* queries_;                   // [count, key_words]
   float* turned_;                    // the keys, [key_words, kKeys]
   float* pairs_;                     // the values, [kKeys / 2, value_numbers]
-  float* weights_;                   // of some queries, [kQueries, kKeys], first the scores
+  float* weights_;                   // of some queries, [kTurns, kQueries, kKeys], first the scores
   Number *staged_keys_, *staged_values_;
   const Number* zeros_;
   float *results_, *merged_;  // of a span, and of those before it: [count, value_numbers]

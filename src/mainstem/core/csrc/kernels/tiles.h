@@ -175,10 +175,11 @@ struct TileRows {
 };
 
 // Computes kTiles tiles beside each other: the sums of `begin`, which lie as `out` does, or zeros if it is null, plus
-// 16 rows of `first` times paired rows of `second`, of `steps` times 32 numbers.
-template <int kTiles>
-MAINSTEM_INLINE void sum_of_tiles(const float* begin, TileRows first, TileRows second, std::size_t steps,
-                                  TileRows out) {
+// 16 rows of `first` times paired rows of `second`, of `steps` times 32 numbers. `meanwhile` is called once for each
+// step, as above.
+template <int kTiles, class Meanwhile>
+MAINSTEM_INLINE void sum_of_tiles(const float* begin, TileRows first, TileRows second, std::size_t steps, TileRows out,
+                                  const Meanwhile& meanwhile) {
   static_assert(kTiles == 2 || kTiles == 4);
   const auto* const sums = reinterpret_cast<const char*>(begin);
   const auto* rows = static_cast<const char*>(first.rows);
@@ -211,6 +212,7 @@ MAINSTEM_INLINE void sum_of_tiles(const float* begin, TileRows first, TileRows s
       __asm__ volatile("tileloadd (%0,%1,1), %%tmm5" ::"r"(pairs + 3 * kWidth), "r"(second.bytes) : "memory");
       __asm__ volatile("tdpbf16ps %tmm5, %tmm4, %tmm3");
     }
+    meanwhile();
   }
   auto* const to = const_cast<char*>(static_cast<const char*>(out.rows));
   __asm__ volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(to), "r"(out.bytes) : "memory");
