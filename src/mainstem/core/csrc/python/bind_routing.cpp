@@ -124,6 +124,10 @@ struct Routed {
     ranking.sent(worker, depths, prompt.length(), now_s);
   }
   void ended(WorkerId worker, double now_s) { ranking.ended(known(worker), now_s); }
+  void check() const {
+    index.check();
+    ranking.check(index);
+  }
   void set_times(WorkerId worker, Pair prefill, Pair host, Pair storage, const std::optional<Pair>& peer) {
     const auto load = [](const Pair& time) { return LoadTime{std::get<0>(time), std::get<1>(time)}; };
     ranking.set_times(known(worker), {std::get<0>(prefill), std::get<1>(prefill), load(host), load(storage),
@@ -175,7 +179,7 @@ void bind_routing(nb::module_& m) {
            "Each in seconds: for a token, and for each position that it attends to; then latency and time for a token.")
       .def("set_queue", &Routed::set_queue, "worker"_a, "tokens"_a, "now_s"_a)
       .def("counts", of_index<&RoutingIndex::counts>)
-      .def("check", of_index<&RoutingIndex::check>, "Raises CorruptTree.");
+      .def("check", &Routed::check, "Raises CorruptTree.");
 }
 
 }  // namespace mainstem

@@ -150,6 +150,25 @@ class Owners {
     return spare_[column] + evictable(owner, column) - yields(owner, column);
   }
 
+  // For check(): whether each owner has as many nodes as `nodes` says, and a number and a name if it has any, or stays;
+  // whether all other numbers are free. Roots have owners, too.
+  bool sound(const std::vector<std::size_t>& nodes) const {
+    std::vector<bool> free(accounts_.size());
+    for (const OwnerId owner : free_) {
+      if (owner == kNoOwner || free[owner]) return false;
+      free[owner] = true;
+    }
+    if (accounts_.size() != 1 + numbers_.size() + free_.size()) return false;
+    for (const auto& [name, owner] : numbers_)
+      if (free[owner] || accounts_[owner].name != name) return false;
+    for (OwnerId owner = 1; owner < accounts_.size(); ++owner) {
+      const Account& account = accounts_[owner];
+      if (!free[owner] && (account.nodes != nodes[owner] || !(account.nodes || account.stays))) return false;
+      if (free[owner] && nodes[owner]) return false;
+    }
+    return true;
+  }
+
  private:
   struct Account {
     std::string name;

@@ -396,6 +396,9 @@ void Residency::check_node(Index node) const {
     if (nodes_[at].live && nodes_[at].parent == node && nodes_[at].detached) detached.push_back(at);
   if (pins_[std::size_t{node} * tiers] != locks_taken(node, kDevice) + detached.size())
     broken(node, "a detached node pins its parent");
+  const auto noted = detached_.find(node);
+  if (pinned(node, kDevice) && (noted == detached_.end() ? 0 : noted->second) != detached.size())
+    broken(node, "detached children are counted");
   if (n.root() && n.branches == 0 && !pinned(node, kDevice)) broken(node, "a root has at least one child");
   if (!n.root() && dead(node)) broken(node, "a node has a cell, a child or a lock");
   for (std::size_t column = 0; column < columns; ++column) {
@@ -476,6 +479,7 @@ void Residency::check_counts(std::size_t column) const {
 
 void Residency::check_owners(std::size_t column) const {
   std::vector<CellCounts> sums(owners_->size());
+  std::vector<std::size_t> owned(owners_->size());
   std::uint64_t available = 0;
   for (Index node = 1; node < nodes_.nodes().size(); ++node) {
     const Node& n = nodes_[node];
@@ -484,7 +488,9 @@ void Residency::check_owners(std::size_t column) const {
     if (owner != (n.removed ? kNoOwner : owners_->find(text(nodes_[nodes_.root_of(node)].key))))
       broken(node, "a node has the owner of its namespace, or nobody once it is removed");
     sums[owner].add(cell(node, column), +1);
+    ++owned[owner];
   }
+  if (!owners_->sound(owned)) broken(kNone, "an owner has a number as long as it has nodes or shares of its own");
   for (OwnerId owner = 0; owner < sums.size(); ++owner) {
     if (sums[owner] != owners_->counts(owner, column)) broken(kNone, "the pages of each owner are counted");
     const std::uint64_t evictable = sums[owner].present - sums[owner].locked;

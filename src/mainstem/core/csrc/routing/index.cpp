@@ -4,6 +4,8 @@
 #include <bit>
 #include <cassert>
 #include <cstring>
+#include <unordered_map>
+#include <unordered_set>
 
 namespace mainstem {
 
@@ -442,8 +444,10 @@ IndexCounts RoutingIndex::counts() const {
 void RoutingIndex::check() const {
   const auto fail = [](const char* what) { throw Corrupt{std::string("index: ") + what}; };
   const std::size_t made = words_.size() / stride_;
+  if (stride_ != kHead + kColumns * wide_ || workers_.size() > wide_ * 64) fail("a block has a bit for each worker");
   std::vector<std::uint64_t> bits(made * kColumns * wide_);
-  std::uint64_t pairs = 0;
+  std::uint64_t pairs = 0, known = 0;
+  std::vector<std::vector<std::uint64_t>> stores(stores_.size(), std::vector<std::uint64_t>(wide_));
   const auto note = [&](BlockIndex at, std::size_t place, WorkerId worker) {
     if (at >= made) fail("a worker has no block");
     bits[(at * kColumns + place) * wide_ + worker / 64] |= std::uint64_t{1} << worker % 64;
@@ -451,14 +455,20 @@ void RoutingIndex::check() const {
   for (WorkerId worker = 0; worker < workers_.size(); ++worker) {
     if (!workers_[worker]) continue;
     const Worker& of = *workers_[worker];
+    ++known;
+    if (of.store) stores.at(of.store)[worker / 64] |= std::uint64_t{1} << worker % 64;
     pairs += of.held.size() + (of.dues.size() - of.first);
     for (const BlockTable::Slot& slot : of.held.slots())
       for (std::size_t place = 0; slot.block != kNoBlock && place < kMedia; ++place)
         if (slot.more >> place & 1) note(slot.block, place, worker);
     for (const BlockTable::Slot& slot : of.expected.slots())
       if (slot.block != kNoBlock) note(slot.block, kMedia, worker);
+    check_worker(of);
   }
+  if (known != counts_.workers) fail("workers are counted");
+  if (stores != stores_) fail("a store has exactly the workers that share it");
   if (pairs != pairs_ || pairs > capacity_) fail("pairs are not what workers have, or more than the capacity");
+  if (counts_.removed > counts_.stored) fail("more was removed than stored");
   std::size_t used = 0;
   for (std::size_t at = 0; at < made; ++at) {
     const std::uint64_t* own = &words_[at * stride_ + kHead];
@@ -466,10 +476,33 @@ void RoutingIndex::check() const {
       fail("the bits of a block are not what workers have");
     used += any(own, kColumns * wide_);
   }
-  std::size_t listed = 0;
+  std::size_t listed = 0, free = 0;
   for (const BlockTable::Slot& slot : by_digest_.slots())
     if (slot.block != kNoBlock && slot.word == block(slot.block).digest.one) ++listed;
   if (used != blocks_ || listed != blocks_ || by_digest_.size() != blocks_) fail("blocks in use are not those listed");
+  for (BlockIndex at = free_; at != kNoBlock && free <= made; at = block(at).next, ++free)
+    if (block(at).digest != Digest{}) fail("a page is found in a block that is free");
+  if (blocks_ + free != made) fail("a block is in use or free");
+}
+
+// A page has one hash, and counts as expected once, until its newest due is due or an event says where it is.
+void RoutingIndex::check_worker(const Worker& of) const {
+  const auto fail = [](const char* what) { throw Corrupt{std::string("index: ") + what}; };
+  std::unordered_set<BlockIndex> held, on_device;
+  for (const BlockTable::Slot& slot : of.held.slots()) {
+    if (slot.block == kNoBlock) continue;
+    if (!slot.more || !held.insert(slot.block).second) fail("a page of a worker is somewhere, under one hash");
+    if (slot.more & 1) on_device.insert(slot.block);
+  }
+  std::unordered_map<BlockIndex, std::uint32_t> newest;
+  for (std::size_t due = of.first; due < of.dues.size(); ++due)
+    newest[of.dues[due].block] = of.dues[due].number;
+  for (const BlockTable::Slot& slot : of.expected.slots()) {
+    if (slot.block == kNoBlock) continue;
+    const auto due = newest.find(slot.block);
+    if (due == newest.end() || due->second != slot.more) fail("what is expected ends with its newest due");
+    if (on_device.contains(slot.block)) fail("what is on the device is not expected there");
+  }
 }
 
 }  // namespace mainstem

@@ -144,6 +144,7 @@ class RoutingIndex {
   void begin_match(Depths* found);
   void end_where_missing(BlockIndex at, std::size_t page, Depths* found);
   bool shared(BlockIndex at, const std::vector<std::uint64_t>& store);
+  void check_worker(const Worker& of) const;
 
   SipKey key_;
   PrefixDigests prefixes_;

@@ -176,4 +176,13 @@ void Ranking::ended(WorkerId worker, double now_s) {
   if (!of.under_way) of.free_s = std::min(of.free_s, now_s);
 }
 
+void Ranking::check(const RoutingIndex& known) const {
+  for (WorkerId worker = 0; worker < states_.size(); ++worker) {
+    const State& of = states_[worker];
+    if (!known.known(worker) && of != State{}) throw Corrupt{"ranking: a worker that is gone has a queue or times"};
+    if (!(of.work_s >= 0 && std::isfinite(of.work_s) && std::isfinite(of.free_s)))
+      throw Corrupt{"ranking: the work of a worker is a number of seconds"};
+  }
+}
+
 }  // namespace mainstem

@@ -77,6 +77,8 @@ class Ranking {
   // A request goes to a worker.
   void sent(WorkerId worker, const Depths& depths, std::uint32_t tokens, double now_s);
   void ended(WorkerId worker, double now_s);
+  // Throws Corrupt if a worker that is not known has a queue, times or work, which the next one would inherit.
+  void check(const RoutingIndex& known) const;
 
  private:
   struct State {
@@ -84,6 +86,7 @@ class Ranking {
     double free_s = 0;  // when it will have done what it was sent
     double work_s = 0;  // lately, in seconds of base_s_
     std::uint64_t under_way = 0;
+    bool operator==(const State&) const = default;
   };
   static constexpr double kRebase_s = 64 * kHalfLife_s;
 
