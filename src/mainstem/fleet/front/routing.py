@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mainstem import _core
 from mainstem.cache.namespaces import Namespace, encode_namespace, split_adapter
-from mainstem.errors import BadArgument, check_integer
+from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.events.source import PUBLIC_SECRET, AllBlocksCleared, BlockRemoved, Event, salt_id
 from mainstem.fleet.front.asking import Prompt
 
@@ -250,13 +250,21 @@ class CostRouter:
             return self._core.counts().as_dict()
 
     def check(self) -> None:
-        """Checks the index.
+        """Checks the index, and that each replica has one number in it.
 
         Raises:
-            CorruptTree: it does not agree with itself.
+            CorruptTree: they do not agree with themselves, or with each other.
         """
         with self._lock:
             self._core.check()
+            numbers = {replica.number: name for name, replica in self._replicas.items()}
+            if numbers != self._by_number or len(numbers) != self._core.counts().workers:
+                raise CorruptTree("the router: each replica has one number in the index")
+            if len(self._sessions) > _SESSIONS:
+                raise CorruptTree("the router: too many sessions are known")
+            asked = [self._replicas[name].number for name in self._asked[0] if name in self._replicas]
+            if len(asked) == len(self._asked[0]) > 0 and asked != self._asked[1].tolist():
+                raise CorruptTree("the router: the replicas that were asked last have other numbers")
 
     # ---------------------------------------------------------------- parts
 
