@@ -456,7 +456,7 @@ class PrefixCache:
         return CacheStats(self._core.counters(), self.tree.stats(), counts, self.retention.stats())
 
     def check(self) -> None:
-        """Verifies the tree and the pools, and that they agree; slow.
+        """Verifies the tree and the pools, that they agree, and that the counts add up; slow.
 
         Raises:
             CorruptTree: names the rule that is broken.
@@ -466,6 +466,7 @@ class PrefixCache:
         self.retention.check()
         if self.tiers is not None:
             self.tiers.check()
+        self._check_counts()
         nodes = list(self.tree.nodes())
         for name, pool in self.pools.items():
             pool.check()
@@ -475,6 +476,23 @@ class PrefixCache:
                 raise CorruptTree(f"ids {wrong[:8]} of {name} are in the tree, but not cached in the pool")
             if len(held) != pool.cached:
                 raise CorruptTree(f"the tree holds {len(held)} of {name}, but the pool has {pool.cached} cached")
+
+    def _check_counts(self) -> None:
+        stats = self.stats(settle=False)
+        leases, tree = stats.leases, stats.tree
+        rules = {
+            "partial_hit <= hit <= queried": leases.partial_hit <= leases.hit <= leases.queried,
+            "a lease is open if a page is private": leases.open > 0 or not any(p.private for p in stats.pools.values()),
+            "hit_symbols <= queried_symbols": tree.hit_symbols <= tree.queried_symbols,
+            "cached = locked + evictable": tree.cached_pages == tree.locked_pages + tree.evictable_pages,
+            "free + cached + private = total": all(
+                pool.free + pool.cached + pool.private == pool.total and pool.locked <= pool.cached
+                for pool in stats.pools.values()
+            ),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise CorruptTree(f"the counts of the cache: {rule}: {stats}")
 
 
 def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
