@@ -76,6 +76,7 @@ class Request:
         self.leads = False  # whether it computes while its prefetch goes on
         self.computed = 0
         self.spoilt = False  # whether a forward read pages that did not arrive
+        self.counted = False  # whether its lease has reserved pages
 
     # ---------------------------------------------------------------- steps
 
@@ -127,9 +128,15 @@ class Request:
     def meet(self) -> None:
         """Ends the lease, to take another one after what storage has brought."""
         self._open().finish(self.computed)
-        self.lease = None
+        self.process.found += self.found
+        self.lease, self.counted = None, False
         self.process.world.seen["met"] += 1
         self.process.world.did("meet", self.computed)
+
+    @property
+    def found(self) -> int:
+        """The hit of its lease, if that counts."""
+        return self._open().hit if self.counted else 0
 
     def read(self) -> None:
         """Reads what a forward after the computed positions reads."""
@@ -150,6 +157,8 @@ class Request:
         try:
             lease.reserve(n)
             world.did("reserve", n, lease.page_table.tolist())
+            self.process.asked += 0 if self.counted else lease.length
+            self.counted = True
         except OutOfPages:
             world.did("reserve", n, "no pages")
             require(np.array_equal(before, lease.page_table), "a reserve that failed changed the table")
@@ -283,19 +292,22 @@ class Request:
         self.leave()
 
     def drop(self) -> None:
-        """Drops the lease without ending it: it is garbage-collected."""
+        """Drops the lease without ending it: it is garbage-collected, once its load has ended."""
+        if self.load is not None and self.counted:
+            self.process.perhaps += self.load.pages * self.process.cache.page_size
         self.process.world.did("drop")
         self.leave()
 
     def leave(self) -> None:
         """Releases everything."""
         self.process.world.seen["left while loading"] += self.load is not None
+        self.process.found += self.found if self.lease is not None else 0
         if self.prefetch is not None and self.leads:
             self.prefetch.stop_leading()
         if self.prefetch is not None and not self.prefetch.ended:
             self.prefetch.revoke()
         self.prefetch = self.lease = self.load = None
-        self.leads = False
+        self.leads = self.counted = False
 
     def check_tables(self) -> None:
         """Checks that published pages belong to the tree and all others in the tables to the lease."""
@@ -384,6 +396,14 @@ class Leases:
         else:
             world.did("flush", process.cache.flush() if world.chance(0.5) else process.tiers.flush())
 
+    def _check_counts(self, process: Process) -> None:
+        """Checks that each lease that reserved pages counts once, with its whole hit."""
+        counts = process.cache.stats().leases
+        running = [each for each in self.requests if each.process is process and each.lease is not None]
+        found = process.found + sum(request.found for request in running)
+        require(counts.queried == process.asked, "leases ask for something else", counts, process.asked)
+        require(found <= counts.hit <= found + process.perhaps, "leases find something else", counts, found)
+
     def _check_waiting(self, process: Process) -> None:
         """Checks that no request waits for storage longer than its policy allows."""
         for request in self.requests:
@@ -398,6 +418,7 @@ class Leases:
             process.poison()
         elif kind < 7:
             process.audit()
+            self._check_counts(process)
         elif kind == 7:
             self.disk.decay()
         elif kind == 8:
@@ -471,6 +492,7 @@ class Leases:
             else:
                 request.leave()
         for process in self.processes:
+            self._check_counts(process)
             process.drain()
 
     def close(self) -> None:

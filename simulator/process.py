@@ -83,6 +83,10 @@ class Process:
         reaches: whether the store can be reached now.
         peers: read for what the store lacks.
         shelf: notes what it can give to peers.
+
+    Attributes:
+        asked, found: positions that its leases asked for, and their hits, as its user counts them.
+        perhaps: positions that were to be loaded for leases that were dropped.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Process:
     ) -> None:
         self.world, self.disk, self.identity = world, disk, identity
         self.polled_s = world.now_s
+        self.asked = self.found = self.perhaps = 0
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
         self.origin = repr(alike).encode()
         self._origins = {encode_namespace(each): self.origin_of(each) for each in NAMESPACES}

@@ -34,6 +34,29 @@ def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:
     assert rig.cache.stats().leases.host_hit == 8
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("reserves", ["before the end of the load", "after it", "before it and after it"])
+def test_what_a_load_brings_counts_as_a_hit_once_whenever_pages_are_reserved(reserves: str, fails: bool) -> None:
+    rig = Rig()
+    only_on_host(rig, A)
+    before = rig.cache.stats().leases
+    lease, load = begin_load(rig, A)
+    if "before" in reserves:
+        lease.reserve(1)
+        rig.cache.check()
+    rig.end_copy(fail=fails)
+    rig.poll()
+    assert load.arrived is not fails and lease.hit == (0 if fails else 8)
+    if "after" in reserves:
+        lease.reserve(1)
+        rig.cache.check()
+    counts = rig.cache.stats().leases
+    assert counts.queried - before.queried == len(A) and counts.hit - before.hit == lease.hit == counts.host_hit
+    lease.finish(lease.hit)
+    rig.cache.check()
+    assert rig.cache.stats().leases.hit == counts.hit
+
+
 def test_layers_arrive_in_order_and_can_be_read_before_all_have_arrived() -> None:
     rig = Rig()
     only_on_host(rig, A)
