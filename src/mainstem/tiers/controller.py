@@ -31,7 +31,7 @@ from mainstem.cache.keys import Encoded, TokenLike
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace
 from mainstem.cache.pool import PoolStats
 from mainstem.cache.tree import HOST, Tree
-from mainstem.errors import BadArgument, OutOfPages
+from mainstem.errors import BadArgument, CorruptTree, OutOfPages
 from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
@@ -352,10 +352,16 @@ class Tiers:
         )
 
     def check(self) -> None:
-        """Verifies the pools of the host, and that they agree with the tree; slow.
+        """Verifies the pools of the host, that they agree with the tree, and what is under way; slow.
 
         Raises:
             CorruptTree: names the rule that is broken.
         """
+        below = [name for name, n in self.pending.counts.items() if n < 0]
+        if below:
+            raise CorruptTree(f"the counts of the tiers: {below} are below 0")
+        self._backups.check()
+        if self._storage is not None:
+            self._storage.check()
         held = (lambda row: 0) if self._storage is None else self._storage.prefetches.reader.private_pages
         self._pages.check([held(row) for row in range(len(self.host_pools))])

@@ -16,7 +16,7 @@ import numpy as np
 
 from mainstem._core import Pool
 from mainstem.cache.tree import DEVICE, HOST, IN_FLIGHT, PRESENT, Ids
-from mainstem.errors import StaleHandle
+from mainstem.errors import CorruptTree, StaleHandle
 from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.host.tier import HostPages
 from mainstem.tiers.host.transfer import Move, Ticket
@@ -138,6 +138,20 @@ class Backups:
         for below in backup.below:
             below.above = None
         self._release(backup.nodes)
+
+    def check(self) -> None:
+        """Verifies that exactly the nodes of copies under way are in flight, and that copies know their parents.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        backups = self._pending.of(_Backup)
+        under_way = {node: backup for backup in backups if not backup.failed for node in backup.nodes}
+        if under_way != {node: each for node, each in self.flights.items() if not each.failed}:
+            raise CorruptTree("backups: exactly the nodes of copies under way are in flight")
+        for backup in {*backups, *self.flights.values()}:
+            if any(below.above is not backup for below in backup.below):
+                raise CorruptTree("backups: a copy waits for the one above it")
 
     def _wait(self) -> None:
         while backups := self._pending.of(_Backup):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from mainstem.cache.tree import Ids
+from mainstem.errors import CorruptTree
 from mainstem.storage.base import ABSENT, Backend
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.native import address_of
@@ -85,6 +86,22 @@ class Shelf:
     @property
     def counts(self) -> dict[str, int]:
         return {} if self.server is None else dict(self.server.counts)
+
+    def check(self, held: Sequence[memoryview]) -> None:
+        """Verifies that it knows each slot by one key, and none of a page that is free.
+
+        Args:
+            held: the slots of host pages that are not free.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        with self._lock:
+            keys = {address_of(slot): key for key, slot in self._slots.items()}
+            if keys != self._keys:
+                raise CorruptTree("shelf: a slot has the key that it is found by, and no other")
+            if keys.keys() - set(map(address_of, held)):
+                raise CorruptTree("shelf: the page of a slot is free")
 
     def close(self) -> None:
         if self.server is not None:

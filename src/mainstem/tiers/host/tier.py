@@ -107,6 +107,11 @@ class HostPages:
                 if wrong or total != len(page_ids):
                     raise CorruptTree(f"host pages of {component}: {wrong[:8]} are not {owner}, or {total} are")
 
+    def held(self, row: int) -> list[int]:
+        """Returns the pages of a component that are not free."""
+        pool = self.pools[row]
+        return [page for page in range(pool.total) if pool.owner(page) != "free"]
+
     def _make_room(self, row: int, pages: int, ns: bytes) -> bool:
         """Evicts pages of a component until `pages` are free; evicts none if that is impossible."""
         missing = pages - self.pools[row].free

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from mainstem.errors import CorruptTree
 from mainstem.tiers.costs import Costs
 from mainstem.tiers.host.backup import Backups
 from mainstem.tiers.host.tier import HostPages
@@ -111,6 +112,17 @@ class Prefetches:
     def overlaps(self, namespace: bytes, key: bytes) -> bool:
         """Whether a prefetch is under way of the first page of a prefix that neither device nor host has."""
         return self._missing(namespace, key)[0] in self._under_way
+
+    def check(self) -> None:
+        """Verifies that each prefetch under way has not ended, and that no count of what was late is below 0.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        ended = [missing for missing, prefetch in self._under_way.items() if prefetch.ended]
+        below = [cause for cause, n in (*self.reader.late.items(), *self.reader.short.items()) if n < 0]
+        if ended or below:
+            raise CorruptTree(f"prefetches: {len(ended)} are under way that have ended; counts below 0: {below}")
 
     def _private_pages(self, row: int) -> int:
         return sum(prefetch.private_pages(row) for prefetch in self._under_way.values())

@@ -32,7 +32,7 @@ class StorageTier:
     def __init__(
         self, store: Store, writes: Writes, host: HostPages, backups: Backups, costs: Costs, pending: PendingList
     ) -> None:
-        self.store, self.writes, self._pending = store, writes, pending
+        self.store, self.writes, self._host, self._pending = store, writes, host, pending
         self.prefetches = Prefetches(host, backups, store, writes.names, writes.rows, costs, pending)
         self.warming = Warming(host, store, self.prefetches, pending)
         store.register(host.memory.regions())
@@ -56,6 +56,25 @@ class StorageTier:
         """Writes what is queued, and ends the store."""
         self.writes.begin(everything=True)
         self.store.close(timeout_s)
+
+    def check(self) -> None:
+        """Verifies the queue of writes, what prefetches count, and what the shelf gives to peers; slow.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        self.writes.check()
+        self.prefetches.check()
+        if self.store.shelf is not None:
+            self.store.shelf.check(self._held_slots())
+
+    def _held_slots(self) -> list[memoryview]:
+        """Returns the slots of the host pages that are not free."""
+        return [
+            slot
+            for row in self.writes.rows
+            for slot in self._host.memory.slots(row.number, self._host.held(row.number))
+        ]
 
     def counts(self) -> dict[str, Any]:
         """Returns its part of `TierStats`."""

@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from mainstem.cache.components import Full, State
 from mainstem.cache.tree import HOST, PRESENT, Ids, Tree
+from mainstem.errors import CorruptTree
 from mainstem.tiers.host.transfer import HostMemory
 from mainstem.tiers.pending import ARRIVED, FAILED, PendingList, Polled
 from mainstem.tiers.storage.calls import StoreCall
@@ -57,6 +57,20 @@ class _Write:
     names: list[bytes]
     call: StoreCall[Written] | None = None  # once it has begun
     dropped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Queued:
+    """A write in the list of what is under way."""
+
+    writes: Writes
+    write: _Write
+
+    def vote(self) -> int:
+        return self.writes.vote(self.write)
+
+    def settle(self, outcome: int) -> None:
+        self.writes.end(self.write, outcome)
 
 
 class Writes:
@@ -165,6 +179,27 @@ class Writes:
         if names:
             self._pending.add(Polled(self._store.delete(self.rows, names).done))
 
+    def check(self) -> None:
+        """Verifies that what is queued and being written is counted, and locked until it has ended.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        queued = [each.write for each in self._pending.of(_Queued) if not each.write.dropped]
+        running = [write for write in queued if write.call is not None]
+        pages = sum(len(write.names) for write in queued if write.before)
+        states = [write for write in running if not write.before]
+        rules = {
+            "what waits is under way": {*self._waiting, *self._states} == {*queued} - {*running},
+            "pages are counted": pages == self.pages,
+            "calls are counted": (len(running), len(states)) == (self._running, self._running_states),
+            "a state waits once": len({write.node for write in self._states}) == len(self._states),
+            "what is remembered is bounded": max(len(self._written), len(self._lost)) <= _MAX_NODES,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise CorruptTree(f"writes to storage: {rule}")
+
     # ---------------------------------------------------------------- pages
 
     def _add_pages(self, write: _Write) -> None:
@@ -268,13 +303,14 @@ class Writes:
     def _queue(self, write: _Write) -> None:
         for node in write.locks:
             self._core.lock(node, HOST)
-        self._pending.add(Polled(partial(self._vote, write), partial(self._end, write)))
+        self._pending.add(_Queued(self, write))
 
     def _run(self, write: _Write, call: StoreCall[Written]) -> None:
         self._running += 1
         write.call = call
 
-    def _vote(self, write: _Write) -> int:
+    def vote(self, write: _Write) -> int:
+        """Returns the vote for a write; see `Pending`."""
         if write.dropped:
             return ARRIVED
         if write.call is None or not write.call.done():
@@ -282,7 +318,7 @@ class Writes:
         written = write.call.value
         return FAILED if written.gap or (not write.before and not written.whole) else ARRIVED
 
-    def _end(self, write: _Write, outcome: int) -> None:
+    def end(self, write: _Write, outcome: int) -> None:
         """Ends a write. If storage lacks the page before, queues the whole path."""
         if write.call is None:
             return  # it was dropped
