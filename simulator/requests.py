@@ -143,6 +143,7 @@ class Server:
         world.did("step", len(events))
         if self.runner.wrong is not None:
             raise self.runner.wrong
+        self.scheduler.totals.check()
         for name, event in events:
             if isinstance(event, Delta):
                 self.answers[name] += event.tokens
@@ -266,6 +267,7 @@ class Requests:
             server.process.poison()
         elif kind == 5:
             server.process.audit()
+            server.scheduler.check()
         elif kind == 6:
             self.disk.decay()
         elif kind == 7:

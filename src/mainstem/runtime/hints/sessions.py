@@ -241,6 +241,25 @@ class Sessions:
                 session.promotion.close()
         self._moving.clear()
 
+    def check(self) -> None:
+        """Checks the bounds, and that what is brought up is counted, planned and ends.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        known = self._known.values()
+        assert self._tokens == sum(session.length for session in known), "the tokens are those of the sessions"
+        assert len(known) <= _MOST_SESSIONS and (self._tokens <= _MOST_TOKENS or len(known) == 1), "too many sessions"
+        assert all(self._known[each.namespace, each.name] is each for each in known), "a session has its name"
+        moving = [session for session in known if session.promotion is not None]
+        assert len(moving) == len(self._moving) <= _MOST_UNDER_WAY, "what is under way is known"
+        assert all(session in self._moving for session in moving), "what is under way is known"
+        assert sum(session.pages for session in known) <= self._most, "more is brought up than the share"
+        planned = {id(session) for _, _, turn, session in self._plans if turn == session.turn}
+        assert all(id(session) in planned for session in known if session.pages), "what is brought up has an end"
+        assert all(session.planned for session in known if session.pages), "nothing has come of what is brought up"
+        assert min(self.counts.values()) >= 0, "a count is below 0"
+
     def _look(self, session: _Session, now_s: float, room: Callable[[], int]) -> None:
         """Begins to bring up what the device lacks of a session; where there is no room yet, looks again later."""
         assert self._tiers is not None

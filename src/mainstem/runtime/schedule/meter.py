@@ -74,6 +74,21 @@ class Totals:
     saved_flops: float = 0.0
     saved_s: float = 0.0
 
+    def check(self) -> None:
+        """Checks what no count may exceed.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        kept = (self.checkpoints, self.session_prefetches, self.missed)
+        values = [value for value in vars(self).values() if not isinstance(value, dict)]
+        assert min([0, *values, *(n for counts in kept for n in counts.values())]) == 0, "a count is below 0"
+        assert self.cached_tokens <= self.prompt_tokens, "cached_tokens <= prompt_tokens"
+        assert self.host_tokens + self.storage_tokens <= self.cached_tokens, "host + storage <= cached"
+        assert self.accepted_tokens <= self.drafted_tokens, "accepted_tokens <= drafted_tokens"
+        assert max(self.errors, self.grammar_requests) <= self.requests, "errors, grammar_requests <= requests"
+        assert self.cached_tokens + sum(self.missed.values()) <= self.prompt_tokens, "cached + missed <= prompt"
+
     METRICS: ClassVar = (
         Metric("mainstem_prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
         Metric("mainstem_generation_tokens", "Tokens generated", "generated_tokens"),

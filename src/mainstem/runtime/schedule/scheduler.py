@@ -284,6 +284,19 @@ class Scheduler:
             self._auditor.poll()
         return self._outputs.take()
 
+    def check(self) -> None:
+        """Checks the counts, and that a request waits or runs, with a lease of its own if it runs.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        self.totals.check()
+        self._sessions.check()
+        waiting = self._queue.sequences
+        assert not waiting.keys() & self._running.keys(), "a request waits or runs"
+        assert len(waiting) + len(self._running) + self.totals.errors <= self.totals.requests, "each was counted"
+        assert self._cache.stats(settle=False).leases.open >= len(self._running), "who runs has a lease"
+
     def close(self) -> None:
         """Ends what was begun for requests that have not come."""
         self._sessions.close()
