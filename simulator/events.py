@@ -146,6 +146,8 @@ class Listener:
         while self._source.waiting:
             self._send(0.0)
         self._receive(len(self._channel), 0.0)
+        for each in (self._source, self._feed, self._follower.replica, self._sent):
+            each.check()
         known = compare(self._follower.replica, self._sent, cache.tree, namespaces)
         self._world.seen["followed pages"] += known.total()
         for lora, salt, medium, path in known if cache.tree.components == (Full(),) else ():

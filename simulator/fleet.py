@@ -286,6 +286,8 @@ class Fleet:
             process.poison()
         elif kind == 4:
             process.audit()
+            machine.engine.check()
+            random.choice(self.routers).check()
         elif kind == 5:
             self._disk_of(machine.name).decay()
         elif kind == 6:

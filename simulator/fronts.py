@@ -252,6 +252,14 @@ class Router:
             wanted = {name: reaches(pages, adapter, salt, path) for name, pages in held.items()}
             require(known == wanted, "the index knows something else than replicas have", space, path, known, wanted)
         self.world.seen["prefixes found by the index"] += len(asked)
+        self.check()
+
+    def check(self) -> None:
+        """Checks what it knows of replicas, and that it asks nobody who is not there."""
+        self.chooser.check()
+        for follower in self.followers.values():
+            follower.replica.check()
+        require(self.chooser.stats()["workers"] >= len(self.followers), "a replica has no number")
 
     def check_choices(self) -> None:
         """Checks, once nothing is under way, that no replica counts as busy."""

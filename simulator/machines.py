@@ -161,6 +161,13 @@ class Engine(Server):
         self.changed_s = now_s if events else self.changed_s
         return (self.name, *self._feed.publish(events, self.machine.wall_s()), bool(events))
 
+    def check(self) -> None:
+        """Checks its requests, and what it publishes."""
+        self.scheduler.check()
+        self._source.check()
+        self._feed.check()
+        self.sent.check()
+
     @property
     def unpublished(self) -> bool:
         """Whether more is to be published, even if nothing happens."""

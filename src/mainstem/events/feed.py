@@ -79,6 +79,17 @@ class Feed:
         events = [AllBlocksCleared()] if state is None else state
         return [(self._next - 1, self._encode(_in_steps(events, give_way), now_s))]
 
+    def check(self) -> None:
+        """Checks that the last batches are kept, without a gap, within the bytes.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        numbers = [number for number, _ in self._kept]
+        assert numbers == list(range(self._next - len(numbers), self._next)), "the last batches are kept"
+        kept = sum(len(payload) + _BATCH_BYTES for _, payload in self._kept)
+        assert kept == self._kept_bytes <= self._most_bytes, "the bytes are those of the batches, within the limit"
+
     def _encode(self, events: Iterable[Event], now_s: float) -> bytes:
         return encode(Batch(now_s, events, self._rank))
 

@@ -46,6 +46,17 @@ class Replica:
                     self.blocks.clear()
                     self._continued.clear()
 
+    def check(self) -> None:
+        """Checks that a page is somewhere, or continued, and that those that continue it are counted.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        parents = (block.stored.parent_block_hash for block in self.blocks.values())
+        assert +self._continued == Counter(at for at in parents if at is not None), "what continues a page is counted"
+        nowhere = [at for at, block in self.blocks.items() if not (block.media or self._continued[at])]
+        assert not nowhere, "a page that is nowhere is kept for those that continue it"
+
     def path(self, hash_: int) -> tuple[int, ...]:
         """Returns all tokens from the beginning of a sequence to the end of a page.
 

@@ -226,6 +226,19 @@ class Source:
         if nowhere := tuple(hash_ for hash_ in known if hash_ not in stored):
             yield BlockRemoved(nowhere, "STORAGE")
 
+    def check(self) -> None:
+        """Checks that what is kept of storage is there, or continued, and that those that continue it are counted.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        parents = Counter(run.parent for run in self._known.values() if run.parent is not None)
+        assert +self._continued == parents, "what continues a page is counted"
+        assert self._stored.keys() <= self._known.keys(), "what is in storage is known"
+        assert len(self._stored) <= _MAX_STORED, "too much is known"
+        if not self._moves:  # else what continues a page may be yet to come
+            assert all(at in self._stored or parents[at] for at in self._known), "what is nowhere is kept for others"
+
     def _events(self, hashes: bytes, number: int, path: Path | None) -> Iterator[Event]:
         """Yields the events of a move, and notes what is in storage."""
         blocks = _numbers(hashes)
