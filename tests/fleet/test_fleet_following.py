@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +16,12 @@ import zmq
 from machine import eventually
 
 from mainstem import PrefixCache
+from mainstem.events.feed import Feed, Follower
 from mainstem.events.publisher import Publisher
+from mainstem.events.replica import Replica
+from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium
 from mainstem.fleet.front.asking import Prompt
-from mainstem.fleet.front.following import Following
+from mainstem.fleet.front.following import _ANSWER_S, _END, Following, _Connection
 from mainstem.fleet.front.routing import CostRouter
 
 pytestmark = pytest.mark.deadline
@@ -110,3 +117,157 @@ def test_one_that_sends_what_is_no_batch_is_counted_and_the_others_go_on(stack: 
     eventually(noticed)
     a.serve(TOKENS)
     eventually(lambda: found(router)["a"] == 40)
+
+
+# ---------------------------------------------------------------- one connection, without sockets
+
+
+class Wire:
+    """A socket of a connection: what arrives in it, and what was sent."""
+
+    def __init__(self) -> None:
+        self.arrived: deque[list[bytes]] = deque()
+        self.sent: list[int] = []
+
+    def setsockopt(self, option: int, value: int) -> None: ...
+
+    def subscribe(self, topic: bytes) -> None: ...
+
+    def connect(self, address: str) -> None: ...
+
+    def send_multipart(self, frames: tuple[bytes, bytes]) -> None:
+        self.sent.append(int.from_bytes(frames[1], "big"))
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.arrived:
+            raise zmq.Again
+        return self.arrived.popleft()
+
+
+class Sockets:
+    """Makes the sockets of one connection."""
+
+    def __init__(self) -> None:
+        self.made: list[Wire] = []
+
+    def socket(self, kind: int) -> Wire:
+        self.made.append(Wire())
+        return self.made[-1]
+
+
+class Line:
+    """A connection to a server that exists here, over a network that the test drives; it loses what a test wants."""
+
+    def __init__(self, kept_bytes: int = 1 << 20) -> None:
+        self.now_s = 1000.0
+        self.feed, self.truth = Feed(self.now_s, kept_bytes), Replica()
+        self.begun = 0
+        self.follower = Follower()
+        sockets: Any = Sockets()
+        self.connection = _Connection(sockets, ("live", "replays"), self.follower, self.now_s)
+        self.live, self.replays = sockets.made
+        self.questions = self.replays.sent
+
+    def restart(self) -> None:
+        """The server begins anew at the same address; what is on its way still arrives."""
+        self.begun += 1
+        self.feed, self.truth = Feed(self.now_s + self.begun, 1 << 20), Replica()
+
+    def publish(self, *events: Event, lost: bool = False) -> None:
+        self.truth.apply(events)
+        number, payload = self.feed.publish(events, self.now_s)
+        if not lost:
+            self.live.arrived.append([b"", number.to_bytes(8, "big"), payload])
+
+    def answer(self, first: int) -> None:
+        """Answers a question, as the server's thread does."""
+        for number, payload in self.feed.replay(first, self.now_s, whole(self.truth)):
+            self.replays.arrived.append([b"", number.to_bytes(8, "big"), payload])
+        self.replays.arrived.append([b"", _END, b""])
+
+    def receive(self) -> None:
+        self.connection.receive_replayed()
+        self.connection.receive_live(self.now_s)
+
+    def caught_up(self) -> bool:
+        known, wanted = followed(self.follower.replica), followed(self.truth)
+        return known == wanted
+
+
+def followed(replica: Replica) -> dict[int, set[Medium]]:
+    return {hash_: block.media for hash_, block in replica.blocks.items() if block.media}
+
+
+def whole(replica: Replica) -> list[Event]:
+    stored = [replace(each.stored, medium=medium) for each in replica.blocks.values() for medium in sorted(each.media)]
+    return [AllBlocksCleared(), *stored]
+
+
+def page(number: int) -> BlockStored:
+    return BlockStored((number,), None, (number,) * 4, 4, "GPU")
+
+
+def test_a_router_asks_for_all_that_is_there_and_after_each_gap_for_what_it_missed() -> None:
+    line = Line()
+    first = line.feed.publish([], 0.0)[0]
+    assert line.questions == [0]
+    line.answer(line.questions.pop())
+    line.receive()
+    for gap in (1, 2, 3):  # one question for each
+        line.publish(page(10 * gap), lost=True)
+        line.publish(page(10 * gap + 1))
+        line.publish(page(10 * gap + 2))
+        line.receive()
+        assert line.questions == [first + 1 + 3 * (gap - 1)], gap
+        line.answer(line.questions.pop())
+        line.receive()
+        assert line.caught_up(), gap
+
+
+def test_a_question_that_was_lost_is_asked_again_in_time_and_not_before() -> None:
+    line = Line()
+    assert line.questions == [0]
+    for age, questions in ((0.0, 1), (0.99, 1), (1.0, 2), (1.99, 2), (2.0, 3)):
+        line.now_s = 1000.0 + age * _ANSWER_S
+        line.publish(page(questions))
+        line.receive()
+        assert len(line.questions) == questions, age
+    line.answer(line.questions[-1])
+    line.receive()
+    assert line.caught_up()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_lost_repeated_or_late_is_made_good_by_the_next_heartbeats(seed: int) -> None:
+    draw = random.Random(seed)
+    line = Line(kept_bytes=draw.choice((0, 400, 1 << 20)))
+    for turn in range(300):
+        line.now_s += draw.choice((0.0, 0.1, 1.0))
+        match draw.randrange(8):
+            case 0 | 1 | 2:
+                line.publish(page(draw.randrange(9)), lost=draw.random() < 0.3)
+            case 3:
+                line.publish(BlockRemoved((draw.randrange(9),), "GPU"), lost=draw.random() < 0.3)
+            case 4:
+                line.publish(AllBlocksCleared())
+            case 5 if line.questions:
+                first = line.questions.pop(0)
+                if draw.random() < 0.7:  # else it is lost
+                    line.answer(first)
+                if draw.random() < 0.3:  # it comes twice
+                    line.answer(first)
+            case 6 if draw.random() < 0.1:
+                line.restart()
+            case _:
+                line.receive()
+        if turn % 100 == 99:  # nothing is lost any more; heartbeats come
+            for _ in range(2):
+                line.now_s += _ANSWER_S
+                line.publish()
+                line.receive()
+                while line.questions:
+                    line.answer(line.questions.pop(0))
+                    line.receive()
+            assert line.caught_up()
+            line.follower.replica.check()
+            line.feed.check()

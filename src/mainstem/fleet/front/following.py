@@ -40,7 +40,9 @@ Apply = Callable[[str, Iterable[Event]], None]
 class _Connection:
     """The sockets to one replica. Only the thread uses it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: tuple[str, str], follower: Follower) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], where: tuple[str, str], follower: Follower, now_s: float
+    ) -> None:
         import zmq
 
         self.where = where
@@ -53,7 +55,7 @@ class _Connection:
         self.live.connect(where[0])
         self.replays.connect(where[1])
         self._asked_s: float | None = None
-        self.ask(0, time.monotonic())  # all that is there
+        self.ask(0, now_s)  # all that is there
 
     def ask(self, first: int, now_s: float) -> None:
         """Asks for the batches from one on, unless an answer is under way."""
@@ -90,15 +92,16 @@ class Following:
 
     Args:
         apply: takes the events, on the thread.
+        clock: returns seconds, monotonic.
 
     Raises:
         BackendUnavailable: pyzmq is not installed.
     """
 
-    def __init__(self, apply: Apply) -> None:
+    def __init__(self, apply: Apply, clock: Callable[[], float] = time.monotonic) -> None:
         with needs("zmq", _HINT):
             import zmq  # noqa: F401
-        self._apply = apply
+        self._apply, self._clock = apply, clock
         self._wanted: Mapping[str, tuple[str, str]] = {}
         self._closing = False
         self.bad = 0
@@ -129,7 +132,7 @@ class Following:
             while not self._closing:
                 self._connect(context, poller, known)
                 ready = dict(poller.poll(_POLL_MS))
-                now_s = time.monotonic()
+                now_s = self._clock()
                 for name, each in list(known.items()):
                     self._receive(name, each, ready, now_s)
             for each in known.values():
@@ -148,7 +151,7 @@ class Following:
             if name in known:
                 continue
             try:
-                made = _Connection(context, where, Follower(partial(self._apply, name)))
+                made = _Connection(context, where, Follower(partial(self._apply, name)), self._clock())
             except zmq.ZMQError as error:
                 self._note(name, error)
                 continue
