@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -176,6 +178,73 @@ def test_a_load_of_more_blocks_than_slots_is_read_in_pieces() -> None:
     results = [transfers.poll() for _ in range(4)]
     assert [each.loaded for each in results if each.loaded] == [{"b"}]
     assert memory.content[FULL][11:17].tolist() == [[100 + at] * 16 for at in range(1, 7)]
+
+
+def test_a_load_that_waited_for_room_and_got_it_goes_on() -> None:
+    workers, clock, backend = HandWorkers(), Clock(), MemoryBackend()
+    saved(make_store(backend))
+    store = make_store(backend, workers, clock, call_timeout_s=5.0, batch_pages=1)
+    transfers = Transfers(store, Memory(), 2 * (HEADER_BYTES + 2 * LAYER_BYTES))
+    transfers.load([Job("a", (part(FULL, [11, 12]),)), Job("b", (part(FULL, [13, 14, 15, 16]),))])
+    for _ in range(5):  # each wait is shorter than what a call may take, all together are longer
+        clock.now_s += 4.0
+        workers.run()
+        assert not transfers.poll().failed
+        transfers.check()
+    workers.run_all()
+    assert transfers.poll() == Results(loaded={"b"})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_store_does_each_job_ends_once_and_each_block_is_accounted_for(seed: int) -> None:
+    draw, clock, workers, writers = random.Random(seed), Clock(), HandWorkers(), HandWorkers()
+    backend = FaultyBackend(draw.choice((None, 20 * (HEADER_BYTES + BLOCK_BYTES[FULL]))))
+    size = draw.choice((2, 5, 16))
+    store = make_store(
+        backend, workers, clock, writers=writers, call_timeout_s=5.0, batch_pages=draw.choice((1, 3)),
+        batches=draw.choice((1, 2, 4)), breaker_failures=1000,
+    )  # fmt: skip
+    memory = Memory(100)
+    transfers = Transfers(store, memory, size * (HEADER_BYTES + 2 * LAYER_BYTES))
+    loads: dict[str, int] = {}
+    ended, reports = Counter[str](), Counter[int]()
+    asked = kept = wanted = 0
+    for turn in range(200):
+        clock.now_s += draw.choice((0.0, 0.1, 2.0))
+        backend.instead = {"get": StorageError("io", "a test")} if draw.random() < 0.1 else {}
+        match draw.randrange(6):
+            case 0:
+                blocks = draw.sample(range(60), draw.randrange(1, 6))
+                save(transfers, Job("a", (part(draw.choice((FULL, WINDOW)), blocks, draw.randrange(40)),), asked))
+                asked, kept = asked + 1, kept + len(blocks)
+            case 1:
+                blocks = draw.sample(range(60), draw.randrange(1, 6))
+                loads[f"r{turn}"] = len(blocks)
+                wanted += len(blocks)
+                transfers.load([Job(f"r{turn}", (part(draw.choice((FULL, WINDOW)), blocks, draw.randrange(40)),))])
+            case 2 | 3:
+                queue = draw.choice((workers, writers))
+                if queue.waiting:
+                    queue.run(draw.randrange(len(queue.waiting)))
+            case _:
+                results = transfers.poll()
+                ended.update(results.loaded)
+                reports.update(results.saved.keys())
+                assert results.failed <= results.loaded
+        transfers.check()
+    for _ in range(100):
+        clock.now_s += 1.0
+        workers.run_all()
+        writers.run_all()
+        results = transfers.poll()
+        ended.update(results.loaded)
+        reports.update(results.saved.keys())
+    transfers.check()
+    assert ended == Counter(dict.fromkeys(loads, 1)) and reports == Counter(dict.fromkeys(range(asked), 1))
+    counts = transfers.counts
+    assert counts["loaded"] + counts["not loaded"] == wanted
+    assert counts["saved"] <= kept - counts["no room"] <= kept
+    assert transfers._slots.free == size
 
 
 def test_saves_of_a_slow_store_are_dropped_and_leave_room_for_loads() -> None:

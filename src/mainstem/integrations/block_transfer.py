@@ -238,6 +238,21 @@ class Transfers:
         """Gives the interpreter to other threads for a millisecond."""
         self._sleep(_POLL_S)
 
+    def check(self) -> None:
+        """Checks that each slot is free, or held by one save, load or late call.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        saving = [slot for save in self._saves for copy in save.copies for slot in copy.slots]
+        saving += [slot for write in self._writes for slot in write.slots]
+        reading = [slot for load in self._loads for read in load.reads for slot in read.slots]
+        assert self._saving == len(saving), "the slots of saves are counted"
+        self._slots.check([*saving, *reading])
+        stuck = [load for load in self._loads if load.no_room_since_s is not None]
+        assert all(load.waiting for load in stuck), "who waits for room has more to read"
+        assert min([0, *self.counts.values()]) == 0, "a count is below 0"
+
     def drain(self, timeout_s: float) -> bool:
         """Waits until the writes that are queued have ended; returns whether they have."""
         end_s = self._store.clock() + timeout_s

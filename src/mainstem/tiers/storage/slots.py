@@ -60,6 +60,18 @@ class Slots:
         else:
             self._late.append((call, slots))
 
+    def check(self, held: Sequence[int]) -> None:
+        """Checks that each slot is free, or has one user.
+
+        Args:
+            held: those that were taken, and not given back.
+
+        Raises:
+            AssertionError: one is lost, or has two users.
+        """
+        late = [slot for _, slots in self._late for slot in slots]
+        assert sorted([*self._free, *late, *held]) == list(range(self.count)), "a slot is free, or has one user"
+
     def views(self, slots: Sequence[int], content_bytes: int) -> list[memoryview]:
         """Returns slots as a store takes them: the header, then the content."""
         return [self.rows[slot, : HEADER_BYTES + content_bytes].data for slot in slots]
