@@ -364,6 +364,30 @@ def test_a_shared_store_is_everybodys() -> None:
     assert known.match(prompt(0, 20)) == {"b": (0, 0, 0), "c": (0, 0, 0)}
 
 
+def test_a_replica_shares_the_store_that_it_names_now() -> None:
+    known = router()
+    known.follow({"a": {"store": "s"}, "b": {"store": "s"}})
+    known.apply("a", [stored(range(20), medium="STORAGE")])
+    assert known.match(prompt(0, 20))["b"][2] == 20
+    for said in ({}, {"store": None}, {"store": "t"}, {"store": ["s"]}):  # it began anew, under its former name
+        known.follow({"a": {"store": "s"}, "b": said})
+        known.check()
+        assert {name: each[2] for name, each in known.match(prompt(0, 20)).items()} == {"a": 20, "b": 0}
+        known.follow({"a": {"store": "s"}, "b": {"store": "s"}})
+        assert known.match(prompt(0, 20))["b"][2] == 20
+
+
+def test_stores_that_nobody_names_any_more_cost_nothing() -> None:
+    known = router()
+    for turn in range(5000):  # each replica has a store of its own, and others take their places
+        known.follow({"a": {"store": f"a {turn}"}, "b": {"store": f"b {turn}"}})
+    known.apply("a", [stored(range(20), medium="STORAGE")])
+    assert known.match(prompt(0, 20)) == {"a": (0, 0, 20), "b": (0, 0, 0)}
+    known.follow({"a": {"store": "one"}, "b": {"store": "one"}})
+    assert known.match(prompt(0, 20))["b"][2] == 20
+    known.check()
+
+
 def test_what_a_replica_lacks_the_others_know() -> None:
     known = router()
     known.follow({"a": {"costs": {"prefill": (1e-3, 0.0)}}, "b": {"costs": {"prefill": (-1, "x")}}})

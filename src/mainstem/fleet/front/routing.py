@@ -39,6 +39,7 @@ _SESSIONS = 1 << 16
 _NAMESPACES = 1024  # whose names are kept
 _KEY_BYTES = 16
 _USUAL_PAGE = 16  # until a replica says how large its pages are
+_MOST_STORES = (1 << 12) - 1  # that replicas share
 _MEDIA = {"GPU": 0, "CPU": 1, "STORAGE": 2}
 
 Line = tuple[float, float]
@@ -157,6 +158,8 @@ class CostRouter:
                 del self._by_number[number]
                 self._core.drop(number)
                 self._asked = ((), _NOTHING)
+            named = [statistics.get("store") for statistics in replicas.values()]
+            self._stores = {name: number for name, number in self._stores.items() if name in named}
             for name in sorted(replicas):
                 self._update(self._replica(name), replicas[name])
             self._set_times()
@@ -298,9 +301,19 @@ class CostRouter:
     def _update(self, replica: _Replica, statistics: Mapping[str, Any]) -> None:
         """Takes the statistics of a replica."""
         replica.costs, replica.reads_peers = _costs(statistics.get("costs")), statistics.get("peers") is True
-        store = statistics.get("store")
-        if isinstance(store, str):
-            self._core.share_store(replica.number, self._stores.setdefault(store, len(self._stores) + 1))
+        self._core.share_store(replica.number, self._number_of(statistics.get("store")))
+
+    def _number_of(self, store: object) -> int:
+        """Returns the number of a store; 0: the replica has one of its own, or there are too many."""
+        if not isinstance(store, str):
+            return 0
+        if store not in self._stores:
+            used = set(self._stores.values())
+            number = next(at for at in range(1, len(used) + 2) if at not in used)
+            if number > _MOST_STORES:
+                return 0
+            self._stores[store] = number
+        return self._stores[store]
 
     def _note_queue(self, replica: _Replica, statistics: Mapping[str, Any]) -> None:
         """Takes a new queue length once: old statistics come again whenever those of another replica change."""
