@@ -393,6 +393,23 @@ class Told:
         yield Head(200, (), ask.to)
 
 
+def test_each_answer_counts_once_for_the_replica_that_gave_it_and_no_refusal_does() -> None:
+    rig = Rig(("a", "b", "c"))
+    made = front(rig)
+    rig.engines["a"].max_waiting = 0
+    for asked in range(1, 4):
+        assert post(made, "/v1/chat/completions", CHAT).headers["x-mainstem-replica"] == "b"
+        assert made.counts.served == {"b": asked} and made.counts.again == asked, "a refused each"
+    rig.dies["b"] = 1
+    assert post(made, "/v1/chat/completions", CHAT).headers["x-mainstem-replica"] == "c"
+    assert made.counts.served.total() == 4 + 1, "b gave a head, and c the answer"
+    assert (made.counts.again, made.counts.continued, made.counts.broken, made.running) == (5, 0, 0, 0)
+    for engine in rig.engines.values():
+        engine.max_waiting = 0
+    assert post(made, "/v1/chat/completions", CHAT).status_code == 429
+    assert made.counts.served.total() == 5, "nobody served what all refused"
+
+
 def test_each_replica_is_told_of_the_others_once() -> None:
     told = Told()
     lists = PeerLists(told)

@@ -74,7 +74,7 @@ class Counts:
     """Counts of the front.
 
     Args:
-        served: answers by replica.
+        served: answers by replica, without refusals; one that was lost and given by another counts for both.
         again: how often a request was sent to another replica before its first token.
         continued: how often a replica resumed a stream of another one.
         broken: streams that ended with an error because their replica had ended.
@@ -225,7 +225,8 @@ class Front:
             async for piece in pieces:
                 if isinstance(piece, Head):
                     self._check(piece, ask, sender, end_s)
-                    self.counts.served[piece.replica] += 1
+                    if piece.status not in (_FULL, *ELSEWHERE):  # a refusal that goes to the client serves nobody
+                        self.counts.served[piece.replica] += 1
                     self.counts.continued += sender.started
                 await sender.take(piece)
         await sender.end()
