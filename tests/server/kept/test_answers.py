@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import tracemalloc
 from collections.abc import Sequence
@@ -17,7 +18,16 @@ from mainstem.cache.namespaces import Namespace
 from mainstem.errors import RequestTooLong
 from mainstem.runtime.request import Delta
 from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
-from mainstem.server.kept.answers import Answers, Turn
+from mainstem.server.kept.answers import (
+    _ANSWER_BYTES,
+    _MOST_ANSWERS,
+    _STRIDE,
+    _TOKEN_BYTES,
+    Answers,
+    Place,
+    Turn,
+    _digests,
+)
 
 TOKENIZER = tokenizer_of("qwen")
 Messages = list[dict[str, str]]
@@ -254,6 +264,7 @@ def test_the_size_is_that_of_what_is_kept_and_never_more_than_the_bound(asked: l
     for prompt, length, seed in asked:
         server.ask([user(f"Question {prompt}")], [[(seed + n) % 200 + 10 for n in range(length)]])
         assert server.answers.stats().bytes <= capacity
+        server.answers.check()
     server.answers.forget()
     assert server.answers.stats().bytes == 0
 
@@ -306,3 +317,78 @@ def test_many_threads_use_one_memory() -> None:
     for thread in threads:
         thread.join()
     assert len(wrong) == 80 and not any(wrong)
+
+
+# ---------------------------------------------------------------- beside a slow model
+
+
+class Book:
+    """What is kept: by namespace and text of a prompt, its answers, the prompt used longest ago first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.kept: dict[tuple[bytes, str], list[tuple[int, ...]]] = {}
+        self.remembered = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(_ANSWER_BYTES + _TOKEN_BYTES * len(answer) for answers in self.kept.values() for answer in answers)
+
+    def use(self, place: tuple[bytes, str]) -> None:
+        self.kept[place] = self.kept.pop(place, [])
+
+    def remember(self, namespace: bytes, text: str, answer: tuple[int, ...]) -> None:
+        if _ANSWER_BYTES + _TOKEN_BYTES * len(answer) > self.capacity:
+            return
+        self.use((namespace, text))
+        answers = self.kept[namespace, text]
+        if answer in answers:
+            return
+        answers[:] = [*answers, answer][-_MOST_ANSWERS:]
+        self.remembered += 1
+        while self.bytes > self.capacity:
+            oldest = next(iter(self.kept))
+            self.kept[oldest].pop(0)
+            if not self.kept[oldest]:
+                del self.kept[oldest]
+
+    def look_up(self, namespace: bytes, text: str) -> list[tuple[int, list[tuple[int, ...]]]]:
+        begins = [each for space, each in self.kept if space == namespace and text.startswith(each)]
+        for each in sorted(begins, key=len, reverse=True):
+            self.use((namespace, each))
+        return [(len(each), self.kept[namespace, each]) for each in sorted(begins, key=len)]
+
+
+TEXTS = [letter * length for letter in "xy" for length in (0, 1, 127, 128, 129, 256, 300)] + ["x" * 128 + "y" * 128]
+
+
+@pytest.mark.parametrize("answers", [1, 4, 40, 400])
+def test_answers_are_kept_and_dropped_as_the_model_says(answers: int) -> None:
+    draw = random.Random(answers)
+    capacity = answers * (_ANSWER_BYTES + 2 * _TOKEN_BYTES)
+    server, book = Server(capacity).answers, Book(capacity)
+    context: Any = None
+    for turn in range(600):
+        namespace, text = draw.choice((b"", b"", b"other")), draw.choice(TEXTS)
+        text = TEXTS[5] if answers == 400 and draw.random() < 0.8 else text  # one prompt has very many answers
+        digests = _digests(text, namespace)
+        if draw.random() < 0.7:
+            answer = tuple(draw.randrange(30) for _ in range(draw.randrange(1, 5)))
+            place = Place(digests[-1], text[(len(digests) - 1) * _STRIDE :])
+            server.remember(place, namespace, context, answer)
+            book.remember(namespace, text, answer)
+        elif draw.random() < 0.01:
+            server.forget(namespace)
+            book.kept = {place: kept for place, kept in book.kept.items() if place[0] != namespace}
+        else:
+            found = server._look_up(text, digests)
+            known = [(each.end, [tuple(one.tokens.tolist()) for one in each.answers]) for each in found]
+            assert known == book.look_up(namespace, text)
+        if turn % 10 == 0:
+            server.check()
+            stats = server.stats()
+            assert (stats.bytes, stats.remembered) == (book.bytes, book.remembered)
+    assert len(server._known) == len(book.kept)
+    server.forget()
+    server.check()
+    assert server.stats().bytes == 0

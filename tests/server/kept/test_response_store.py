@@ -90,6 +90,7 @@ class Store(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_it_should(self) -> None:
+        self.store.check()
         assert self.store.size == self._size() <= ROOM
         for owner in OWNERS:
             assert self.store.entries(owner) == [each[2:] for each in self.entries if each[1] == owner]

@@ -202,6 +202,22 @@ class Answers:
         with self._lock:
             return AnswerStats(self._remembered, self._found, self._tokens, self._bytes)
 
+    def check(self) -> None:
+        """Checks that the bytes are those of the answers, within the capacity, and that places are found by digests.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        with self._lock:
+            answers = [answer for prompt in self._known.values() for answer in prompt.answers]
+            assert self._bytes == sum(answer.size for answer in answers), "the bytes are those of the answers"
+            assert self._bytes <= self._capacity, "more bytes than the capacity"
+            assert self._digests == Counter(place.digest for place in self._known), "each place has its digest"
+            counts = [len(prompt.answers) for prompt in self._known.values()]
+            assert all(0 < n <= _MOST_ANSWERS for n in counts), "a prompt has answers, and not too many"
+            assert len(answers) <= self._remembered, "more answers are kept than were remembered"
+            assert min(self._found, self._tokens - self._found) >= 0, "an answer that was found has tokens"
+
     def _look_up(self, text: str, digests: Sequence[bytes]) -> list[_Earlier]:
         """Returns all prompts with which a text begins, shortest first."""
         found: list[_Earlier] = []

@@ -123,6 +123,20 @@ class ResponseStore(Generic[Kind]):
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self._drop(largest, next(iter(self._owners[largest])))
 
+    def check(self) -> None:
+        """Checks that the sizes are those of the entries, within the limit, and that no owner without entries is kept.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        with self._lock:
+            sizes = {owner: sum(kept.size for _, kept in each.values()) for owner, each in self._owners.items()}
+            assert sizes == self._sizes, "the sizes of owners are those of their entries"
+            assert all(self._owners.values()), "an owner without entries is kept"
+            assert sum(sizes.values()) <= self._max_bytes, "more bytes than the limit"
+            times = [[expires for expires, _ in each.values()] for each in self._owners.values()]
+            assert all(each == sorted(each) for each in times), "the oldest comes first"
+
     def _expire(self) -> None:
         now = self._clock()
         for owner, entries in list(self._owners.items()):
