@@ -19,7 +19,7 @@ from mainstem.cache.pool import Pool
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.cache.tree import Tree
 from mainstem.settings.engine import HostPolicy, PrefetchPolicy, StorageConfig, WritePolicy
-from mainstem.storage.base import Backend
+from mainstem.storage.peer import PeerBackend
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host.shelf import Shelf
 from mainstem.tiers.host.tier import HostTier
@@ -102,10 +102,10 @@ class Process:
         empty: bool = False,
         listener: Listener | None = None,
         reaches: Callable[[], bool] = lambda: True,
-        peers: Backend | None = None,
+        peers: PeerBackend | None = None,
         shelf: Shelf | None = None,
     ) -> None:
-        self.world, self.disk, self.identity = world, disk, identity
+        self.world, self.disk, self.identity, self.peers = world, disk, identity, peers
         self.polled_s = world.now_s
         self.asked = self.found = self.perhaps = 0
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
@@ -258,6 +258,8 @@ class Process:
     def audit(self) -> None:
         """Checks every structure and limit, and every page in the tree on either tier."""
         self.cache.check()
+        if self.peers is not None:
+            self.peers.check()
         if self.listener is not None:
             self.listener.check(self.cache, NAMESPACES)
         if self.store is not None and (writes := self.tiers.writes) is not None:

@@ -78,6 +78,7 @@ class Rig:
         for at, room in pairs:
             self.memory[room.offset : room.offset + room.length] = VALUES.value(at, size, version)
         self.held.commit([(KEYS[at], room) for at, room in pairs])
+        self.held.check()
         return [room is not False for room in rooms]
 
     def get(self, *numbers: int, version: int = 0, size: int = GRAIN) -> list[int]:
@@ -88,6 +89,7 @@ class Rig:
             if value is not None:
                 got = self.memory[value.offset : value.offset + value.length]
                 assert got == VALUES.value(at, size, version), f"value {at} is another one"
+        self.held.check()
         self.held.release([value for _, value in found if value is not None])
         return [length for length, _ in found]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mainstem.errors import BadArgument
@@ -69,3 +71,38 @@ def test_spec(spec: str, capacity: int | None) -> None:
 def test_capacity_is_checked(capacity: int) -> None:
     with pytest.raises(BadArgument, match="capacity_bytes"):
         MemoryBackend(capacity)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_holds_what_was_used_last_and_counts_its_bytes(seed: int) -> None:
+    draw, store = random.Random(seed), MemoryBackend(capacity_bytes=300)
+    model: dict[bytes, bytes] = {}  # the value used longest ago first
+    evicted = 0
+    for _ in range(300):
+        key, size = draw.choice(KEYS), draw.choice((0, 1, 99, 150, 299, 300, 301))
+        match draw.randrange(8):
+            case 0:
+                store.delete([key])
+                model.pop(key, None)
+            case 1 if draw.random() < 0.1:
+                store.clear()
+                model.clear()
+            case 2 | 3:
+                wanted = model.get(key, b"")
+                buffer = memoryview(bytearray(len(wanted)))
+                assert store.get([key], [buffer]) == [len(wanted) if key in model else -1]
+                if key in model:
+                    assert buffer == wanted
+                    model[key] = model.pop(key)
+            case _:
+                given = value(draw.randrange(256), size)
+                assert store.put([key], [given]) == [size <= 300]
+                if size <= 300:
+                    model.pop(key, None)
+                    model[key] = bytes(given)
+                while sum(map(len, model.values())) > 300:
+                    del model[next(iter(model))]
+                    evicted += 1
+        store.check()
+        assert store.exists(KEYS) == [each in model for each in KEYS]
+        assert store.stats() == BackendStats(len(model), sum(map(len, model.values())), 300, evicted)

@@ -67,6 +67,11 @@ class Arena:
         """Counts the values in use."""
         return len(self._at) - len(self._unpinned)
 
+    @property
+    def pins(self) -> int:
+        """Counts all pins of all values."""
+        return sum(value.pins for value in self._at.values())
+
     def find(self, key: bytes) -> Value | None:
         return self._published.get(key)
 

@@ -330,13 +330,21 @@ class HeldValues:
         self._backend.close()
 
     def check(self) -> None:
-        """Checks the arena.
+        """Checks the arena, and that what waits to be written, or is copied by clients, is counted and pinned.
 
         Raises:
             AssertionError: a rule is broken.
         """
         with self._changed:
             self._arena.check()
+            unwritten = sum(rounded(value.length) for value in self._unwritten)
+            assert unwritten == self._unwritten_bytes, "the bytes that are not written are counted"
+            assert self._unwritten.issuperset(self._queue), "what is queued is not written"
+            assert len(set(self._queue)) == len(self._queue), "a value is queued once"
+            assert all(value.pins for value in self._unwritten), "what is not written is pinned"
+            assert 0 <= self._leases <= self._arena.pins, "clients copy what is pinned"
+            assert self._counts["unwritten"] <= self._counts["puts"], "what was not written was put"
+            assert min([0, *self._counts.values(), *self._faults.values()]) == 0, "a count is below 0"
 
     def _lengths(self) -> dict[bytes, int]:
         with self._changed:

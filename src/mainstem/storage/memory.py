@@ -107,6 +107,17 @@ class MemoryBackend(Backend):
         with self._lock:
             self._closed = True
             self._values.clear()
+            self._used = 0
+
+    def check(self) -> None:
+        """Checks that the bytes are those of the values, and within the capacity.
+
+        Raises:
+            AssertionError: they are not.
+        """
+        with self._lock:
+            assert self._used == sum(map(len, self._values.values())), "bytes are not those of the values"
+            assert self._capacity is None or self._used <= self._capacity, "more bytes than the capacity"
 
     def _open(self) -> threading.Lock:
         if self._closed:

@@ -384,6 +384,19 @@ class PeerBackend(ReadOnlyBackend):
         if error is not None and first and (self._greeted or error.cause != "refused"):
             log.warning("peers: %s; further faults of this kind are only counted", error)
 
+    def check(self) -> None:
+        """Checks that a key has a home among the peers there are, and each peer one place.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        with self._lock:
+            assert not any(peer.gone for peer in self._peers), "a peer that is gone is asked"
+            assert len({peer.address for peer in self._peers}) == len(self._peers), "a peer is asked once"
+            assert set(self._seen.values()) <= set(self._peers), "who has a key is a peer"
+            assert len(self._seen) <= _SEEN, "too many keys are known"
+            assert min([0, *self._counts.values()]) == 0, "a count is below 0"
+
     def check_open(self) -> None:
         with self._calls.call():
             pass
