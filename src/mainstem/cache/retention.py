@@ -283,8 +283,32 @@ class Retention:
             for rule, holds in rules.items():
                 if not holds:
                     raise CorruptTree(f"retention, tier {tier}: {rule}")
-        if any(entry.until <= self._now and not entry.pinned for entry in self._entries.values()):
-            raise CorruptTree("retention: what has expired has ended")
+        self._check_entries()
+
+    def _check_entries(self) -> None:
+        entries = self._entries.values()
+        timed = {entry for at, _, entry in self._times if at <= entry.until}
+        beyond = [[0] * len(sums) for sums in self._sum]
+        for owner, held in self._held.items():
+            for tier, rows in enumerate(held):
+                for row, n in enumerate(rows):
+                    guaranteed = self._quotas.of(owner).tiers[tier].of(self._totals[tier][row])[0]
+                    beyond[tier][row] += max(0, n - guaranteed)
+        rules = {
+            "what has expired has ended": all(entry.pinned or entry.until > self._now for entry in entries),
+            "an entry is found by its node": all(self._entries[entry.node] is entry for entry in entries),
+            "pins are counted": self._pinned == sum(entry.pinned for entry in entries),
+            "what a hit renews is counted": self._renewed == sum(entry.renew_s > 0 for entry in entries),
+            "what has a time ends": all(entry in timed for entry in entries if entry.until > self._now),
+            "what moves down is on the device": all(
+                entry.tier == DEVICE and self._entries.get(entry.node) is entry for entry in self._above
+            ),
+            "what exceeds guarantees adds up": beyond == self._beyond,
+            "guarantees are those of the quotas": self._guaranteed == self._quotas.guaranteed(self._totals),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise CorruptTree(f"retention: {rule}")
 
     # ---------------------------------------------------------------- one entry
 
