@@ -153,6 +153,7 @@ class Arena:
         Raises:
             AssertionError: the check failed; the message names the broken rule.
         """
+        self._space.check()
         end = 0
         for start, stop in sorted([*((value.offset, value.end) for value in self._at.values()), *self._space.runs()]):
             assert start == end, f"[{end}, {start}) is neither free nor owned, or owned twice"

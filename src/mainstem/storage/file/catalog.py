@@ -132,6 +132,8 @@ class Catalog:
             AssertionError: the check failed; the message names the broken rule.
         """
         with self._lock:
+            self._space.check()
+            assert not self._doomed.intersection(self._entries.values()), "what is to be destroyed is nobody's"
             used = [(entry.offset, entry.end) for entry in self._entries.values()]
             at = 0
             for start, end in sorted([*used, *self._space.runs()]):

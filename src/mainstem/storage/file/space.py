@@ -97,6 +97,23 @@ class Space:
         self._add(start, end)
         return start, end
 
+    def check(self) -> None:
+        """Checks that each free run is found by its start, its end and its size, and that none is next to another.
+
+        Raises:
+            AssertionError: a rule is broken.
+        """
+        runs = sorted(self._end_of.items())
+        assert self._start_of == {end: start for start, end in runs}, "a run is found by its end"
+        sizes = [(end - start, start) for start, end in runs]
+        assert sorted(sizes) == sorted((size, at) for size, found in self._starts.items() for at in found), (
+            "by its size"
+        )
+        assert self._sizes == sorted(self._starts) and all(self._starts.values()), "sizes are listed once"
+        assert self.unused == sum(size for size, _ in sizes) <= self.total, "free bytes are counted"
+        ends = [0, *(at for run in runs for at in run), self.total + 1]
+        assert all(before < after for before, after in zip(ends[2::2], ends[3::2], strict=False)), "runs lie apart"
+
     def _add(self, start: int, end: int) -> None:
         if start == end:
             return

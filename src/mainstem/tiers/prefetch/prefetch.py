@@ -21,6 +21,7 @@ from enum import Enum, auto
 from functools import partial
 
 from mainstem.cache.tree import Ids
+from mainstem.errors import CorruptTree
 from mainstem.tiers.pending import Polled
 from mainstem.tiers.prefetch.attach_point import AttachPoint
 from mainstem.tiers.prefetch.bidirectional import BidirectionalLoad
@@ -128,6 +129,26 @@ class Prefetch:
         """Returns the number of host pages of a component that are being read into and not in the tree yet."""
         held = self._load.private_pages if self._load is not None and row == 0 else 0
         return held + self._reads.private_pages(row)
+
+    def check(self) -> None:
+        """Verifies what it aims at, and that it reads each page once.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        plan, backward = self._plan, self._phase is Phase.BACKWARD
+        rules = {
+            "it is wanted by nobody or some": self.users >= 0,
+            "it aims at an end within the prompt": plan.have <= self._depth <= plan.pages,
+            "it aims at what it was promised": self._promised is None or plan.have <= self._promised <= plan.pages,
+            "whole pages are loaded": self.loaded >= 0 and self.loaded % self._page_size == 0,
+            "what is late is counted after the wait": self._expired or not self._counted,
+            "pages before the front are computed": not backward or self._load is not None,
+            "a page is read once": self._reads.apart,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise CorruptTree(f"a prefetch: {rule}")
 
     def _enter(self, phase: Phase) -> None:
         assert phase in _NEXT[self._phase], (self._phase, phase)

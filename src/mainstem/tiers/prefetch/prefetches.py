@@ -119,6 +119,8 @@ class Prefetches:
         Raises:
             CorruptTree: names the rule that is broken.
         """
+        for prefetch in self._under_way.values():
+            prefetch.check()
         ended = [missing for missing, prefetch in self._under_way.items() if prefetch.ended]
         below = [cause for cause, n in (*self.reader.late.items(), *self.reader.short.items()) if n < 0]
         if ended or below:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from mainstem.cache.tree import Ids
 from mainstem.tiers.pending import Polled
@@ -85,6 +86,12 @@ class Reads:
     def private_pages(self, row: int) -> int:
         """Returns the number of host pages of a component that are being read into."""
         return sum(len(read.page_ids) for read in self._begun if read.row == row)
+
+    @property
+    def apart(self) -> bool:
+        """Whether no page is read, or left to read, twice."""
+        spans = sorted([*self.left, *((read.row, read.begin, read.end) for read in self._begun)])
+        return all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(spans))
 
     @property
     def under_way(self) -> int:
