@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from mainstem.cache.tree import Ids
+from mainstem.errors import CorruptTree
 from mainstem.tiers.pending import Polled
 from mainstem.tiers.prefetch.reader import Reader
 from mainstem.tiers.storage.calls import StoreCall
@@ -87,11 +88,15 @@ class Reads:
         """Returns the number of host pages of a component that are being read into."""
         return sum(len(read.page_ids) for read in self._begun if read.row == row)
 
-    @property
-    def apart(self) -> bool:
-        """Whether no page is read, or left to read, twice."""
+    def check(self) -> None:
+        """Verifies that no page is read, or left to read, twice.
+
+        Raises:
+            CorruptTree: one is.
+        """
         spans = sorted([*self.left, *((read.row, read.begin, read.end) for read in self._begun)])
-        return all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(spans))
+        if any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans)):
+            raise CorruptTree("a prefetch: a page is read once")
 
     @property
     def under_way(self) -> int:
