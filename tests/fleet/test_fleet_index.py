@@ -284,7 +284,7 @@ class Busy:
         self.free_s[name], self.under_way[name] = 0.0, 0
 
     def busy(self, name: str) -> float:
-        lately = (done * 0.5 ** ((self.clock() - at) / HALF_LIFE_S) for at, each, done in self.work if each == name)
+        lately = (done * math.exp2((at - self.clock()) / HALF_LIFE_S) for at, each, done in self.work if each == name)
         return min(1.0, sum(lately) * math.log(2) / HALF_LIFE_S)
 
     def estimate(self, names: list[str], service_s: dict[str, float]) -> dict[str, tuple[float, float]]:

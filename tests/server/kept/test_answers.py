@@ -331,7 +331,7 @@ class Book:
         self.remembered = 0
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return sum(_ANSWER_BYTES + _TOKEN_BYTES * len(answer) for answers in self.kept.values() for answer in answers)
 
     def use(self, place: tuple[bytes, str]) -> None:
@@ -346,7 +346,7 @@ class Book:
             return
         answers[:] = [*answers, answer][-_MOST_ANSWERS:]
         self.remembered += 1
-        while self.bytes > self.capacity:
+        while self.size > self.capacity:
             oldest = next(iter(self.kept))
             self.kept[oldest].pop(0)
             if not self.kept[oldest]:
@@ -387,7 +387,7 @@ def test_answers_are_kept_and_dropped_as_the_model_says(answers: int) -> None:
         if turn % 10 == 0:
             server.check()
             stats = server.stats()
-            assert (stats.bytes, stats.remembered) == (book.bytes, book.remembered)
+            assert (stats.bytes, stats.remembered) == (book.size, book.remembered)
     assert len(server._known) == len(book.kept)
     server.forget()
     server.check()
