@@ -293,6 +293,29 @@ def test_memory_is_what_the_bound_says() -> None:
     assert 0.5 * capacity < grown < 1.1 * capacity
 
 
+@pytest.mark.parametrize("count", [127, 128, 129, 130, 500])
+def test_a_prompt_keeps_its_latest_128_answers_and_counts_these_alone(count: int) -> None:
+    server = Server(4 << 20)
+    answers = [[100 + n, *[7] * (n % 9)] for n in range(count)]
+    for asked in (answers, answers[-128:]):  # what is kept already changes nothing
+        server.ask([user("Who is it?")], asked)
+        sizes = [2048 + 20 * len(tokens) for tokens in answers[-128:]]
+        assert server.answers.stats().bytes == sum(sizes)
+        assert server.answers.stats().remembered == count
+    server.answers.forget()
+    assert server.answers.stats().bytes == 0
+
+
+@pytest.mark.parametrize(("room", "kept"), [(-1, 2), (0, 3), (1, 3)])
+def test_a_byte_less_is_an_answer_less(room: int, kept: int) -> None:
+    server = Server(3 * (2048 + 20 * 30) + room)
+    for number in range(3):
+        server.ask([user(f"{number}")], [FIRST])
+    assert server.answers.stats().bytes == kept * (2048 + 20 * 30)
+    found = [has(server.ask([user(f"{number}"), said(FIRST), user("And?")]), FIRST) for number in range(3)]
+    assert found == [kept == 3, True, True]
+
+
 def test_an_answer_larger_than_the_bound_is_not_kept() -> None:
     server = Server(4000)
     server.ask([user("hi")], [SECOND])

@@ -318,6 +318,7 @@ def test_a_page_has_so_many_entries_at_most(most: int) -> None:
         return len(found.data), found.has_more
 
     assert [shown(limit) for limit in (1, most)] == [(1, True), (most, True)]
+    assert len(page([(id, {}) for id in ids], {}, "asc").data) == len(between(ids, {})[0]) == 20  # where none is given
     for limit in (0, most + 1):
         with pytest.raises(ApiError, match=f"limit: must be a number from 1 to {most}, got '{limit}'"):
             shown(limit)

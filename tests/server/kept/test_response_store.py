@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rigs.hand_driven import Clock
@@ -101,6 +102,35 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
+
+
+def test_an_entry_counts_half_a_kilobyte_besides_its_content() -> None:
+    store = ResponseStore(2 * (512 + 10), TTL_S, Clock())
+    for number in range(3):
+        store.put(None, f"{number}", kept(10))
+    assert [id for id, _ in store.entries(None)] == ["1", "2"] and store.size == 2 * (512 + 10)
+    store.replace(None, "1", kept(11))  # one byte too many
+    assert [id for id, _ in store.entries(None)] == ["2"] and store.size == 512 + 10
+    store.put(None, "3", kept(2 * (512 + 10) - 512))  # all that there is
+    assert [id for id, _ in store.entries(None)] == ["3"]
+    store.put(None, "4", kept(2 * (512 + 10) - 511))
+    assert [id for id, _ in store.entries(None)] == ["3"]
+
+
+@pytest.mark.parametrize(("after_s", "there"), [(9.999, True), (10.0, False), (10_000.0, False)])
+def test_what_has_expired_leaves_no_bytes(after_s: float, there: bool) -> None:
+    clock = Clock()
+    store = ResponseStore(ROOM, TTL_S, clock)
+    store.put(b"one", "id", kept(10))
+    store.replace(b"one", "id", kept(20))  # which does not renew its time
+    clock.now_s += after_s
+    for _ in range(2):
+        assert (store.get(b"one", "id") is not None) == there == (store.find("id") is not None)
+        assert store.size == there * (ENTRY_BYTES + 20)
+    clock.now_s += 1000 * TTL_S
+    assert store.size == 0
+    store.put(b"one", "id", kept(10))
+    assert store.size == ENTRY_BYTES + 10
 
 
 def test_threads_share_it() -> None:

@@ -227,15 +227,17 @@ class Live:
         nodes = read(self._engine.survey)
         at_s = self._now()
         tick = int(max(nodes.column("accessed").max(initial=0), nodes.column("created").max(initial=0)))
-        if not self._ticks or tick > self._ticks[-1][0]:
-            self._ticks.append((tick, at_s))
-            del self._ticks[:-_TICKS]
-        elif tick == self._ticks[-1][0]:
-            self._ticks[-1] = (tick, self._ticks[-1][1])
+        self.looked(tick, at_s)
         _ = nodes.below  # summed up here, once for all who look
         left = self._left(before, nodes, at_s)
         stats, regret = self._engine.stats(), self._reuse.regret_tokens
         return _Look(at_s, self._clock() - began_s, nodes, stats, regret, left)
+
+    def looked(self, tick: int, at_s: float) -> None:
+        """Notes what the tree's counter was at a time."""
+        if not self._ticks or tick > self._ticks[-1][0]:
+            self._ticks.append((tick, at_s))
+            del self._ticks[:-_TICKS]
 
     def _idle_s(self, ticks: Numbers, at_s: float) -> NDArray[np.float64]:
         """Returns how long ago ticks were; at least."""
