@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mainstem import Namespace, PrefixCache
+from mainstem import Namespace, PrefixCache, _core
 from mainstem.errors import BadArgument
 from mainstem.events.replica import Replica
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium, salt_id
@@ -506,6 +507,126 @@ def test_more_replicas_than_a_word_has_bits() -> None:
     found = known.match(prompt(0, 20))
     assert {name: depths[0] for name, depths in found.items() if depths[0]} == {"007": 20, "129": 10}
     assert first(known, prompt(0, 20), names) == "007"
+
+
+# ---------------------------------------------------------------- bounds, and what fades
+
+
+NEW = itertools.count(10**6, 10**4)
+
+
+def worked(known: CostRouter, seconds: float) -> None:
+    """Lets a replica do work that is new each time; a token takes a millisecond."""
+    known.sent(prompt(next(NEW), int(seconds * 1000)), "a")
+    known.ended("a")
+
+
+def busy(known: CostRouter) -> float:
+    """Returns the share of the recent time in which the only replica was busy, as costs show it."""
+    [one] = known.estimates(prompt(2 * 10**9, 100), "a")
+    return (one.cost_s / one.seconds - 1) / (8 / 0.4 + 1)
+
+
+@pytest.mark.parametrize("half_lives", [0, 0.5, 1, 2, 10, 63.9, 64.1, 100, 1000])
+def test_work_counts_half_after_a_minute_and_nothing_after_a_thousand(half_lives: float) -> None:
+    clock = Clock()
+    known = following("a", clock, costs=SLOW)
+    worked(known, 1.0)
+    expected = np.log(2) / 60 / 2**half_lives
+    clock.now_s += 60 * half_lives
+    for _ in range(2):  # to look changes nothing
+        assert busy(known) == pytest.approx(expected, rel=1e-6, abs=1e-15)
+    worked(known, 1.0)
+    assert busy(known) == pytest.approx(expected + np.log(2) / 60, rel=1e-6)
+
+
+def test_a_replica_that_is_busy_for_hours_looks_as_after_ten_minutes() -> None:
+    clock = Clock()
+    known = following("a", clock, costs=SLOW)
+    seen = []
+    for turn in range(4 * 360):  # a fifth of four hours
+        worked(known, 2.0)
+        seen += [busy(known)] if turn % 60 == 59 else []
+        clock.now_s += 10
+    assert seen[0] == pytest.approx(0.2, rel=0.1) and seen == pytest.approx([seen[0]] * 24, rel=0.002)
+
+
+@pytest.mark.parametrize(("tokens", "queued", "stays"), [(100, 29, True), (100, 31, False), (200, 39, True),
+                                                        (200, 41, False), (2000, 219, True), (2000, 221, False),
+                                                        (200, 41_000, False)])  # fmt: skip
+def test_a_session_stays_where_that_costs_20_ms_and_a_tenth_more(tokens: int, queued: int, stays: bool) -> None:
+    known = following("ab", costs=SLOW)
+    known.sent(prompt(0, 1, session="s"), "b")
+    known.ended("b")
+    known.follow({"a": {"costs": SLOW}, "b": {"costs": SLOW, "queued": queued}})
+    assert first(known, prompt(5000, tokens, session="s")) == ("b" if stays else "a")
+
+
+@pytest.mark.parametrize(("after_s", "there"), [(299.9, 20), (300.0, 0), (300_000.0, 0)])
+def test_what_was_sent_is_expected_for_five_minutes(after_s: float, there: int) -> None:
+    clock = Clock()
+    known = following("a", clock)
+    known.sent(prompt(0, 20), "a")
+    clock.now_s += after_s
+    for _ in range(2):
+        assert known.match(prompt(0, 20))["a"][0] == there
+    known.check()
+
+
+def test_the_places_of_65536_sessions_are_known_and_the_oldest_is_forgotten() -> None:
+    known = following("ab")
+    known.sent(prompt(0, 1, session="first"), "b")
+    known.sent(prompt(0, 1, session="second"), "b")
+    known._sessions.update(((b"", str(number)), "a") for number in range((1 << 16) - 3))  # as if they were sent
+    known.sent(prompt(0, 1, session="first"), "b")
+    known.sent(prompt(0, 1, session="one more"), "a")
+    assert len(known._sessions) == 1 << 16
+    assert [first(known, prompt(9, 3, session=name)) for name in ("first", "second")] == ["b", "b"]
+    known.sent(prompt(0, 1, session="too many"), "a")
+    assert [first(known, prompt(9, 3, session=name)) for name in ("first", "second")] == ["b", "a"]
+    assert len(known._sessions) == 1 << 16
+
+
+def test_the_names_of_1024_namespaces_are_kept() -> None:
+    known = following("a")
+    for number in range(1030):
+        known.match(Prompt(ids(1, 1), namespace=Namespace(salt=f"{number}")))
+    assert known._space.cache_info().currsize == 1024
+
+
+def test_pages_have_sixteen_tokens_until_a_replica_says_otherwise() -> None:
+    known = CostRouter(Clock())
+    known.follow({"a": {}})
+    known.sent(prompt(0, 47), "a")
+    assert known.match(prompt(0, 47))["a"][0] == 32
+
+
+def test_stores_come_and_go_for_ever_and_4095_are_there_at_a_time() -> None:
+    known = following("ab")
+    for number in range(5000):
+        known.follow({"a": {"store": f"of a, {number}"}, "b": {"store": f"of b, {number // 3}"}})
+    known.follow({"a": {"store": "last"}, "b": {"store": "last"}})
+    known.apply("a", [stored(range(20), medium="STORAGE")])
+    assert known.match(prompt(0, 20))["b"] == (0, 0, 20)
+    known.follow({"a": {"store": "last"}, "b": {"store": "another"}})
+    assert known.match(prompt(0, 20))["b"] == (0, 0, 0)
+    known.check()
+    core = _core.Routing(bytes(16), PAGE, 10)
+    core.share_store(core.add(), 4095)
+    with pytest.raises(BadArgument, match="below 4096"):
+        core.share_store(0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"), [({"capacity": 2**32 - 2}, True), ({"capacity": 2**32 - 1}, False),
+                             ({"page_size": 1 << 20}, True), ({"page_size": (1 << 20) + 1}, False)],
+)  # fmt: skip
+def test_the_greatest_sizes(options: dict[str, int], allowed: bool) -> None:
+    if allowed:
+        assert router(**options).stats()["held"] == 0
+    else:
+        with pytest.raises(BadArgument):
+            router(**options)
 
 
 def test_settings_out_of_range_are_refused() -> None:
