@@ -56,8 +56,14 @@ class Expected:
         if not math.isfinite(due):
             raise BadArgument("due", due, "a finite number")
         name, key = encode_namespace(namespace), self._tree.keys.encode(tokens)
-        account = self._accounts.setdefault(owner_of(name), min(len(self._accounts) + 1, _ACCOUNTS))
+        account = self._account(owner_of(name))
         return int(self._tree.core.expect(name, key, account, self._now, due)) * self._tree.page_size
+
+    def _account(self, owner: bytes) -> int:
+        """Returns the number of an owner's account. Who shares the last one is not remembered: there may be many."""
+        if len(self._accounts) < _ACCOUNTS - 1:
+            return self._accounts.setdefault(owner, len(self._accounts) + 1)
+        return self._accounts.get(owner, _ACCOUNTS)
 
     def poll(self, now: float) -> None:
         """Notes the time, which never falls. `PrefixCache.poll` calls it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from rigs.scheduler import Bench
 
 from mainstem.cache.expected import Expected, check_next_use
+from mainstem.cache.namespaces import Namespace
 from mainstem.cache.policies import BUILT_IN
 from mainstem.cache.prefix_cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
@@ -294,6 +296,54 @@ def test_a_step_takes_as_long_as_the_latest_requests_took() -> None:
     for _ in range(200):
         expected.observe(1.0)
     assert expected.wait(None, 3.0) == pytest.approx(3.0, rel=0.01)
+
+
+def test_the_newest_step_counts_a_twentieth_and_old_ones_nothing_in_the_end() -> None:
+    expected = Expected(PrefixCache(8, 1).tree)
+    model = 0.0
+    for number in range(1, 60):  # the first 20 count alike
+        takes_s = float(number % 7)
+        expected.observe(takes_s)
+        model = model + (takes_s - model) / min(number, 20)
+        assert expected.step_s == pytest.approx(model)
+    for _ in range(14_000):  # a thousand half-lives
+        expected.observe(3.0)
+    fresh = Expected(PrefixCache(8, 1).tree)
+    fresh.observe(3.0)
+    assert expected.step_s == pytest.approx(fresh.step_s, rel=1e-12)
+
+
+def test_253_owners_answer_for_themselves_and_all_later_ones_together() -> None:
+    given: list[int] = []
+    tree: Any = SimpleNamespace(
+        keys=SimpleNamespace(encode=lambda tokens: b""),
+        core=SimpleNamespace(expect=lambda name, key, account, now, due: given.append(account) or 0),
+        page_size=1,
+    )
+    expected = Expected(tree)
+    for number in (*range(400), 0, 252, 253, 399):
+        expected.expect([], 1.0, Namespace(salt=f"{number}"))
+    assert given == [*range(1, 254), *[254] * 147, 1, 253, 254, 254]
+    assert len(expected._accounts) == 253  # further owners take no memory
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ((1e9, None), ""),
+        ((1e9 + 1, None), "next_use_s"),
+        ((1e12, None), "next_use_s"),
+        ((None, 1e6), ""),
+        ((None, 1e6 + 1), "next_use_steps"),
+        ((None, 1e9), "next_use_steps"),
+    ],
+)
+def test_the_greatest_times_that_may_be_said(given: tuple[float | None, float | None], name: str) -> None:
+    if name:
+        with pytest.raises(BadArgument, match=name):
+            check_next_use(*given)
+    else:
+        assert check_next_use(*given) is None  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(
