@@ -17,6 +17,7 @@ import ast
 import operator
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -120,9 +121,7 @@ class _Reader(ast.NodeVisitor):
 
     def generic_visit(self, node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            if self._has_calls or not isinstance(
-                child, ast.expr
-            ):  # most have none, and are read twice as fast
+            if self._has_calls or not isinstance(child, ast.expr):  # most have none, and are read twice as fast
                 self.visit(child)
 
     def _add(self, name: str, node: ast.expr) -> None:
@@ -250,16 +249,32 @@ def _verdict(constant: Constant, value: str, test: str, builder: Any) -> str:
     from simulator.mutants import judge
 
     text = (PACKAGE / constant.file).read_bytes()
-    begin = text.rfind(b"\n", 0, constant.begin) + 1
-    end = text.find(b"\n", constant.end)
-    old = text[begin:end].decode()
-    new = text[begin : constant.begin] + value.encode() + text[constant.end : end]
-    patch = ((f"\n{old}\n", f"\n{new.decode()}\n"),)
-    mutant = Mutant(f"{constant.name} = {value}", "-", constant.file, patch, test)
+    changed = text[: constant.begin] + value.encode() + text[constant.end :]
     with tempfile.TemporaryDirectory(prefix="bound-") as folder, tempfile.TemporaryDirectory(prefix="bound-") as built:
+        if test.startswith("tests/native/"):
+            return _native(constant, changed, test, Path(folder))
+        begin, end = text.rfind(b"\n", 0, constant.begin) + 1, text.find(b"\n", constant.end)
+        new = changed[begin : len(changed) - len(text) + end]
+        patch = ((f"\n{text[begin:end].decode()}\n", f"\n{new.decode()}\n"),)
+        mutant = Mutant(f"{constant.name} = {value}", "-", constant.file, patch, test)
         core = builder.build(mutant, Path(built)) if builder and constant.file.startswith("core/") else None
         seen = judge(mutant, Path(folder), core)
     return seen.sight if seen.killed else ""
+
+
+def _native(constant: Constant, changed: bytes, test: str, folder: Path) -> str:
+    """The same for a test in C++ that includes headers alone."""
+    shutil.copytree(PACKAGE / "core" / "csrc", folder / "csrc")
+    (folder / "csrc" / Path(constant.file).relative_to("core/csrc")).write_bytes(changed)
+    source, _, name = test.partition("::")
+    build_native(ROOT / source, folder / "csrc", folder / "bounds")
+    return subprocess.run([folder / "bounds", name], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def build_native(source: Path, csrc: Path, program: Path) -> None:
+    """Compiles a test in C++ that includes headers of the core alone."""
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["c++", "-std=c++20", "-O1", *warnings, f"-I{csrc}", source, "-o", program], check=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,7 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unseen = 0
     with tempfile.TemporaryDirectory(prefix="bound-") as objects, ThreadPoolExecutor(options.at_once) as pool:
         builder = None
-        if any(constant.file.startswith("core/") for constant, _, _ in wanted):
+        if any(
+            constant.file.startswith("core/") and not test.startswith("tests/native/") for constant, _, test in wanted
+        ):
             from simulator.mutants import Builder
 
             builder = Builder(Path(objects))

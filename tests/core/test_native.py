@@ -12,6 +12,7 @@ from machine import patience
 from skips import COMPILER, VALGRIND
 
 from bench.native import compiler_version, instructions
+from scripts.bounds import build_native
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "tests" / "native"
@@ -47,6 +48,14 @@ print(sys.modules['mainstem._core'].__file__)
     done = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == module
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("build")
+def test_bounds_that_only_thousands_of_events_reach(tmp_path: Path) -> None:
+    build_native(NATIVE / "bounds.cpp", ROOT / "src" / "mainstem" / "core" / "csrc", tmp_path / "bounds")
+    done = subprocess.run([tmp_path / "bounds"], capture_output=True, text=True, check=False, timeout=patience(60))
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.slow

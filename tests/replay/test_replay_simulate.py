@@ -341,14 +341,18 @@ class Router:
         return min(range(len(loads)), key=order)
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 3839.0, 3841.0, 60_000.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_by_prefix_each_request_goes_where_the_model_says(seed: int) -> None:
+def test_by_prefix_each_request_goes_where_the_model_says(seed: int, gap_s: float) -> None:
+    """Also after a gap of an hour, when loads are counted from a new time, and of a thousand half-lives."""
     choose = random.Random(seed)
     paths: list[Path] = []
     for _ in range(500):
         begin = (choose.choice([1, 1, 1, 2]),) * choose.randrange(1, 4)
         paths.append((*begin, *(choose.randrange(4) for _ in range(choose.randrange(4))))[: choose.choice([0, 9, 9])])
     times = np.cumsum([choose.choice([0.0, 0.0, 1.0, 3.0]) for _ in paths]) / (1 + 50 * (seed % 2))
+    times[200:] += gap_s
+    times[350:] += gap_s
     tokens = [choose.choice([1, 5, 40]) * max(1, len(path)) for path in paths]
     batch = Batch.of(paths, time_s=times, input_tokens=tokens)
     trees = [Tree(1, HashKeys(8)).core for _ in range(3)]

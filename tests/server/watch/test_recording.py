@@ -11,8 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from machine import eventually, patience
 from rigs.fake_engine import FakeEngine
@@ -279,6 +281,32 @@ def test_what_is_written_makes_room(tmp_path: Path) -> None:
             note(record, range(100))
             _until(record, count)
     assert record.stats() == RecordStats(written=4, dropped=0, failed=0)
+
+
+@pytest.mark.parametrize(("more", "dropped"), [(0, 0), (1, 1), (16 << 20, 1)])
+def test_a_queue_has_room_for_so_many_tokens_and_256_of_each_line(tmp_path: Path, more: int, dropped: int) -> None:
+    """Prompts are never read here: what is queued is its size."""
+    record = recorder(tmp_path / "r")
+    record._lines = SimpleNamespace(line=lambda *_: b"{}\n")  # type: ignore[assignment]
+    whole = (16 << 20) - 256 + more
+    tokens = np.broadcast_to(np.int32(7), (whole,))
+    note(record, tokens)
+    assert record.stats().dropped == dropped
+    _until(record, 1 - dropped)
+    note(record, range(10))  # all room is there again
+    _until(record, 2 - dropped)
+    record.close()
+    assert record.stats() == RecordStats(written=2 - dropped, dropped=dropped, failed=0)
+
+
+def test_the_end_waits_ten_seconds_for_the_queue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record, waited = recorder(tmp_path / "r"), list[float]()
+    writer = record._writer
+    record._writer = SimpleNamespace(join=waited.append, is_alive=lambda: True)  # type: ignore[assignment]
+    for count in (1, 2):
+        record.close()
+        assert waited == [10.0] * count and "0 queued lines were not written in time" in caplog.text
+    writer.join()
 
 
 def _until(record: Recorder, count: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,63 @@ def test_nobody_waits_for_a_collector_that_hangs(collector: Collector) -> None:
     began_s = time.monotonic()
     traced.tracing.close()
     assert time.monotonic() - began_s < patience(6)
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What OpenTelemetry is given; it sends nothing."""
+    given: dict[str, Any] = {"shut": []}
+
+    def exporter(**options: Any) -> Any:
+        given.update(options)
+        return SimpleNamespace(shutdown=lambda: given["shut"].append("exporter"))
+
+    def processor(_: object, **options: Any) -> Any:
+        given.update(options)
+        shutdown = lambda: given["shut"].append("processor")  # noqa: E731
+        return SimpleNamespace(on_start=print, on_end=lambda span: None, shutdown=shutdown)
+
+    monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", exporter)
+    monkeypatch.setattr("opentelemetry.sdk.trace.export.BatchSpanProcessor", processor)
+    return given
+
+
+def test_spans_are_sent_after_a_second_within_five(still: dict[str, Any]) -> None:
+    Tracing("http://collector", "fake")
+    assert (still["schedule_delay_millis"], still["timeout"]) == (1000, 5)
+    assert (still["max_queue_size"], still["max_export_batch_size"]) == (8192, 512)
+
+
+def test_so_many_spans_wait_and_further_ones_are_dropped(still: dict[str, Any]) -> None:
+    tracing = Tracing("http://collector", "fake")
+    span: Any = SimpleNamespace(context=SimpleNamespace(trace_flags=SimpleNamespace(sampled=True)))
+    for _ in range(8192):
+        tracing.put(span)
+    assert tracing.stats().dropped == 0
+    for count in range(1, 4):
+        tracing.put(span)
+        assert tracing.stats().dropped == count
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_end_waits_for_three_seconds(hangs: bool, still: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Sender:
+        def __init__(self, target: Any, **_: Any) -> None:
+            self.start = (lambda: None) if hangs else target
+
+        def join(self, timeout_s: float) -> None:
+            waited.append(timeout_s)
+
+        def is_alive(self) -> bool:
+            return hangs
+
+    tracing = Tracing("http://collector", "fake")
+    monkeypatch.setattr(threading, "Thread", Sender)
+    for _ in range(2):
+        tracing.close()
+    assert waited == [3.0, 3.0] and still["shut"] == (["exporter"] if hangs else ["processor"]) * 2
 
 
 def test_a_collector_that_comes_back_gets_what_is_new(collector: Collector) -> None:
