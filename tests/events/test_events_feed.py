@@ -70,6 +70,19 @@ def test_a_gap_is_noticed_and_closed(kept_bytes: int) -> None:
     assert known(follower) == {1: {"GPU", "CPU"}, 2: {"GPU", "CPU"}}
 
 
+def test_64_mebibytes_of_batches_are_kept_for_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = bytes((1 << 20) - 128)  # with what keeping it takes, a 64th of the room
+    monkeypatch.setattr(Feed, "_encode", lambda *_: body)
+    feed = Feed(0.0)
+    for number in range(64):
+        assert feed.publish([FIRST], 0.0)[0] == number
+    assert [number for number, _ in feed.replay(0, 0.0, [])] == list(range(64))
+    for number in range(64, 200):
+        feed.publish([FIRST], 0.0)
+        assert [kept for kept, _ in feed.replay(number - 63, 0.0, [])] == list(range(number - 63, number + 1))
+        assert [kept for kept, _ in feed.replay(number - 64, 0.0, [])] == [number]  # the whole state, in one
+
+
 def test_who_comes_too_late_gets_everything_that_is_there() -> None:
     line = Line(kept_bytes=0)
     for event in (FIRST, NEXT):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -172,6 +173,22 @@ def test_the_queue_is_bounded_and_says_when_it_is_full(monkeypatch: pytest.Monke
             publisher.put(STORED)
         assert not publisher.has_room and publisher.stats(7).queued == 3 and publisher.stats(7).dropped == 7
         going_on.set()
+
+
+@pytest.mark.parametrize(("queued", "room"), [(65_535, True), (65_536, False), (65_537, False), (10**8, False)])
+def test_65536_events_wait_at_most(queued: int, room: bool) -> None:
+    full = SimpleNamespace(_queue=range(queued), _failed=False)
+    assert Publisher.has_room.fget(full) == room  # type: ignore[attr-defined]
+    assert Publisher.lags.fget(full) != room  # type: ignore[attr-defined]
+    failed = SimpleNamespace(_queue=range(queued), _failed=True)
+    assert not Publisher.has_room.fget(failed) and not Publisher.lags.fget(failed)  # type: ignore[attr-defined]
+
+
+def test_a_router_that_does_not_read_loses_batches_after_4096_and_a_replay_is_never_cut() -> None:
+    with closing(Publisher(ANY, ANY)) as publisher:
+        assert publisher._router is not None
+        assert [each.getsockopt(zmq.SNDHWM) for each in (publisher._pub, publisher._router)] == [4096, 0]
+        assert publisher._pub.getsockopt(zmq.LINGER) == 1000  # milliseconds, for what is not sent at the end
 
 
 def test_a_publisher_that_failed_takes_no_more(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from mainstem import BadArgument, BigramKeys, Full, Namespace, PrefixCache, Stat
 from mainstem.cache.tree import DEVICE, HOST
 from mainstem.events import AllBlocksCleared, BlockRemoved, BlockStored
 from mainstem.events.replica import Replica
-from mainstem.events.source import Event, Source, salt_id
+from mainstem.events.source import Event, Source, _Run, salt_id
 from simulator.events import followed, listed
 
 SECRET = b"the secret of a fleet"
@@ -251,6 +253,45 @@ def test_what_continues_pages_in_storage_is_bounded_too(monkeypatch: pytest.Monk
         assert sum("STORAGE" in block.media for block in each.blocks.values()) == 2, "those written last"
     kept = [event for event in state if isinstance(event, BlockStored) and event.medium == "STORAGE"]
     assert sum(len(event.block_hashes) for event in kept) == 12
+
+
+def bare(page_bytes: int = 64) -> tuple[Source, list[int]]:
+    """A source of a tree in which nothing happens, and how many pages are noted."""
+    noted: list[int] = []
+    core = SimpleNamespace(listen=lambda key, places, limit: noted.append(limit))
+    keys = SimpleNamespace(symbol_bytes=4)
+    tree: Any = SimpleNamespace(keys=keys, components=[Full()], core=core, page_size=1, page_bytes=page_bytes)
+    return Source(tree, [MANY]), noted
+
+
+@pytest.mark.parametrize(("page_bytes", "pages"), [(64, 1 << 17), (8 << 20, 1), (16 << 20, 1)])
+def test_8_mebibytes_of_moved_tokens_are_noted(page_bytes: int, pages: int) -> None:
+    assert bare(page_bytes)[1] == [pages]
+
+
+def test_131072_pages_in_storage_are_known() -> None:
+    source, _ = bare()
+    assert list(source._keep(range(1 << 17))) == []
+    assert list(source._keep([0])) == []  # written again, it is the newest
+    assert list(source._keep([-1])) == [BlockRemoved((1,), "STORAGE")]
+    assert list(source._keep([-2, -3])) == [BlockRemoved((2, 3), "STORAGE")]
+
+
+def test_262144_pages_in_storage_and_those_that_they_continue_are_known() -> None:
+    source, _ = bare()
+    run = _Run(None, b"", b"")
+    source._known = dict.fromkeys(range(1 << 18), run)
+    assert list(source._keep([0])) == []
+    source._known[-1] = run
+    assert list(source._keep([-1])) == [BlockRemoved((0,), "STORAGE")]
+    assert len(source._known) == 1 << 18
+
+
+def test_the_names_of_1024_namespaces_are_kept() -> None:
+    source, _ = bare()
+    for number in range(1030):
+        source._space(Namespace(salt=f"{number}").encode())
+    assert source._space.cache_info().currsize == 1024
 
 
 def test_more_than_is_noted_is_dropped_and_stored_anew(caplog: pytest.LogCaptureFixture) -> None:
