@@ -73,4 +73,4 @@ def test_the_phases_of_one_request_are_bounded() -> None:
         line.begin("store")
         clock.now_s += 1.0
         line.end("store")
-    assert len(line.phases()) <= 65
+    assert [phase.begin_s for phase in line.phases()] == [0.0, *range(64)]  # it still queues
