@@ -422,7 +422,10 @@ def test_a_breaker_spares_a_store_that_fails_and_tries_it_again(caplog: pytest.L
     rig.put(0)
     rig.write_all()
     assert rig.count("unwritten") == 1 and rig.count("queued") == 0, "a dead store does not fill the host with writes"
-    rig.clock.now_s += 5.0
+    rig.clock.now_s += 4.9
+    rig.held.exists(KEYS[:1])
+    assert rig.backend.calls == ["exists fails"] * 3
+    rig.clock.now_s += 0.1
     rig.backend.error = None
     rig.held.exists(KEYS[1:2])
     assert rig.backend.calls[3:] == ["exists"]

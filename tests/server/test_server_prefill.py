@@ -100,11 +100,29 @@ def test_whatever_goes_wrong_there_is_computed_here_and_a_server_that_fails_is_l
     rig = Rig(elsewhere := Elsewhere(status))
     assert [rig.http.post("/v1/chat/completions", json=CHAT).status_code for _ in range(4)] == [200] * 4
     assert rig.first.counts == ({"refused": 4} if outcome == "refused" else {"failed": 3, "skipped": 1})
-    rig.clock.now_s += 6
     elsewhere.status = 200
+    rig.clock.now_s += 4.9
+    rig.http.post("/v1/chat/completions", json=CHAT)
+    assert rig.first.counts["prefilled"] == (outcome == "refused")
+    rig.clock.now_s += 0.1
     for _ in range(2):
         rig.http.post("/v1/chat/completions", json=CHAT)
-    assert rig.first.counts["prefilled"] == 2
+    assert rig.first.counts["prefilled"] == 2 + (outcome == "refused")
+
+
+@pytest.mark.parametrize(("took_s", "fails"), [(4.9, False), (5.0, False), (5.1, True), (5000.0, True)])
+def test_a_client_that_waited_for_longer_than_five_seconds_may_have_left_because_of_it(
+    took_s: float, fails: bool
+) -> None:
+    rig = Rig(Elsewhere())
+    for _ in range(3):
+        rig.first._note("gone", "", took_s)
+    rig.http.post("/v1/chat/completions", json=CHAT)
+    assert rig.first.counts == {"gone": 3, "skipped" if fails else "prefilled": 1}
+
+
+def test_64_prompts_are_computed_elsewhere_at_a_time() -> None:
+    assert PrefillServer(PrefillConfig(prefill_url=URL), Elsewhere())._limit.total_tokens == 64
 
 
 def test_pages_are_read_while_the_other_server_computes() -> None:

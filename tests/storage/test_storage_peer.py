@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import zmq
 from machine import eventually, patience
 from rigs.hand_driven import Clock
 from rigs.peers import SECRET, FakePeer, Pulled, Shelf, serving
@@ -422,6 +425,113 @@ def test_no_more_bytes_are_on_their_way_than_allowed(kept: MemoryBackend) -> Non
     with closing(serving(kept, in_flight_bytes=SIZE - 1)) as server, client(server.address) as peer:
         assert PAGES.read(peer, 1) == [ABSENT]
         assert peer.counts == {"busy": 1}
+
+
+def test_64_mebibytes_are_on_their_way_at_most_by_default(server: PeerServer) -> None:
+    assert server._room() == 64 << 20
+
+
+def test_a_connection_has_64_requests_waiting_and_is_given_up_after_five_seconds(server: PeerServer) -> None:
+    found = [server._router.getsockopt(each) for each in (zmq.RCVHWM, zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)]
+    assert found == [64, 1000, 5000]
+    assert server._router.getsockopt(zmq.MAXMSGSIZE) == 4096 * 40  # keys of 32 bytes, each with a length
+
+
+@pytest.mark.parametrize(("keys", "taken"), [(4095, True), (4096, True), (4097, False), (100_000, False)])
+def test_a_request_has_4096_keys_at_most(keys: int, taken: bool) -> None:
+    asked = Request(GET, 1, [bytes(32)] * keys, [1] * keys)
+    read = read_request(write_request(asked, key_of(SECRET)), key_of(SECRET))
+    assert isinstance(read, Request) == taken
+
+
+@pytest.mark.parametrize("idle_s", [0.1, 1.0, 1e6])
+def test_a_share_saves_up_fifty_milliseconds_however_long_nothing_is_asked(idle_s: float) -> None:
+    clock = Clock()
+    share = Share(0.5, clock=clock)
+    for _ in range(2):
+        clock.now_s += idle_s
+        assert share.allows()
+        share.spend(0.049)
+        assert share.allows()
+        share.spend(0.002)
+        assert not share.allows()
+        clock.now_s += 0.0019
+        assert not share.allows()
+        clock.now_s += 0.0002
+        assert share.allows()
+        share.spend(0.0001 / 2)
+
+
+class Silence:
+    def send(self, parts: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Silent:
+    """Connections on which nothing ever comes; waiting for them takes its time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.waited: list[float] = []
+
+    def open(self, address: str) -> Any:
+        return Silence()
+
+    def wait(self, lines: Any, timeout_s: float) -> list[Any]:
+        self.waited.append(timeout_s)
+        self.clock.now_s += timeout_s
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_peer_that_says_nothing_is_left_alone_for_five_seconds_after_three_calls_of_a_second() -> None:
+    clock = Clock()
+    lines = Silent(clock)
+    with closing(PeerBackend(["10.0.0.2:7100"], SECRET, clock=clock, lines=lines)) as peer:  # type: ignore[arg-type]
+        for _ in range(2):  # with the greeting, three
+            assert cause_of(lambda: PAGES.read(peer, 1)) == "timeout"
+        assert lines.waited == [1.0] * 3
+        for wait_s, tried in ((0.0, 3), (4.9, 3), (0.2, 4), (0.0, 4), (4.9, 4), (0.2, 5), (5000.0, 6)):
+            clock.now_s += wait_s
+            assert cause_of(lambda: PAGES.read(peer, 1)) in ("timeout", "unreachable")
+            assert len(lines.waited) == tried, wait_s
+
+
+def test_who_has_the_latest_65536_keys_is_known() -> None:
+    clock = Clock()
+    with closing(PeerBackend([], SECRET, clock=clock, lines=Silent(clock))) as peer:  # type: ignore[arg-type]
+        one: Any = SimpleNamespace(gone=False)
+        for number in range(1 << 16):
+            peer._see(b"%d" % number, one)
+        assert peer._candidates(b"0") == [one]
+        peer._see(b"0", one)  # a use
+        peer._see(b"new", one)
+        assert [peer._candidates(key) for key in (b"0", b"1", b"2", b"new")] == [[one], [], [one], [one]]
+        assert len(peer._seen) == 1 << 16
+
+
+def test_names_are_looked_up_every_five_seconds() -> None:
+    clock, waited, looked = Clock(), list[float](), list[str]()
+    with closing(
+        PeerBackend(
+            ["dns:engines:7100"],
+            SECRET,
+            clock=clock,
+            resolve=lambda name: looked.append(name) or [],
+            lines=Silent(clock),  # type: ignore[arg-type]
+        )
+    ) as peer:
+        ended = peer._end_of_following
+        peer._end_of_following = SimpleNamespace(wait=lambda s: waited.append(s) or len(waited) > 2)  # type: ignore[assignment]
+        before = len(looked)
+        peer._follow()
+        assert waited == [5.0] * 3 and len(looked) >= before + 2
+        peer._end_of_following = ended
 
 
 def test_a_request_names_as_many_lengths_as_keys() -> None:

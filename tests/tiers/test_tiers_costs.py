@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import random
 
 import pytest
@@ -20,6 +22,24 @@ def learned(load: LoadCost, count: int = 12, factor: float = 1.0) -> LoadCost:
         size = (1 + at % 4) * 10_000_000
         load.observe(size, factor * cost(size))
     return load
+
+
+@pytest.mark.parametrize("count", [3, 4, 20, 14_000])
+def test_a_load_counts_a_twentieth_less_after_each_further_one(count: int) -> None:
+    """After a thousand half-lives, of 13.5 loads each, the first ones count for nothing."""
+    load = LoadCost()
+    times_s = [1.0, 1.0, 1.0, *(1.0 + 0.3 * (at * 7 % 5 - 2) / 2 for at in range(count - 3))]
+    for seconds in times_s:
+        load.observe(1000, seconds)
+    weights = [0.95 ** (count - 1 - at) for at in range(count)]
+    expected = sum(map(operator.mul, weights, times_s)) / sum(weights)
+    assert load.seconds(1000) == pytest.approx(expected, rel=1e-9)
+    for _ in range(14_000):
+        load.observe(1000, 1.2)
+    fresh = LoadCost()
+    for _ in range(3):
+        fresh.observe(1000, 1.2)
+    assert load.seconds(1000) == pytest.approx(fresh.seconds(1000), rel=1e-9)
 
 
 def test_there_is_no_estimate_before_a_few_observations() -> None:
@@ -115,6 +135,32 @@ def trained(prefill: PrefillCost, chunks: int, factor: float = 1.0, chunk: int =
         context = chunk * (at % 16)
         prefill.observe([(chunk, context)], factor * prefill_s(chunk, context))
     return prefill
+
+
+@pytest.mark.parametrize(
+    ("forwards", "tokens", "known"),
+    [(2, 64, False), (3, 42, False), (3, 43, True), (127, 1, False), (128, 1, True), (2, 64_000, False)],
+)
+def test_an_estimate_takes_three_forwards_and_128_tokens(forwards: int, tokens: int, known: bool) -> None:
+    prefill = PrefillCost()
+    for _ in range(forwards):
+        prefill.observe([(tokens, 0)], 0.001 * tokens)
+    assert (prefill.seconds(100, 0) is not None) == known
+
+
+@pytest.mark.parametrize("count", [3, 10, 200, 6_000])
+def test_a_forward_counts_less_by_the_tokens_after_it(count: int) -> None:
+    """1/e after 8,192 tokens; after a thousand half-lives the first ones count for nothing."""
+    prefill = PrefillCost()
+    times_s = [1.0, 1.0, 1.0, *(1.0 + 0.3 * (at * 7 % 5 - 2) / 2 for at in range(count - 3))]
+    for seconds in times_s:
+        prefill.observe([(1024, 0)], seconds)
+    weights = [math.exp(-1024 / 8192 * (count - 1 - at)) for at in range(count)]
+    expected = sum(map(operator.mul, weights, times_s)) / sum(weights)
+    assert prefill.seconds(1024, 0) == pytest.approx(expected, rel=1e-9)
+    for _ in range(6_000):
+        prefill.observe([(1024, 0)], 1.2)
+    assert prefill.seconds(1024, 0) == pytest.approx(1.2, rel=1e-9)
 
 
 def test_at_first_there_is_no_estimate() -> None:
