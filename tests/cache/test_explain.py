@@ -358,6 +358,23 @@ def test_tokens_out_of_range_are_refused() -> None:
         make().explain([-1, 2])
 
 
+def test_a_timeline_is_exact_for_8192_notes_and_then_for_the_latest() -> None:
+    timeline = Timeline()
+    for tick in range(8192):
+        timeline.note(tick, float(tick))
+    assert [timeline.used_s(tick) for tick in range(1, 8193)] == [float(tick) for tick in range(8192)]
+    timeline.note(8192, 8192.0)
+    assert [timeline.left_s(tick) for tick in (0, 1, 2, 3)] == [0.0, 0.0, 2.0, 2.0]  # one in two of the oldest
+    for tick in range(8193, 200_000):
+        timeline.note(tick, float(tick))
+    assert [timeline.left_s(tick) for tick in range(198_000, 200_000)] == [
+        float(tick) for tick in range(198_000, 200_000)
+    ]
+    apart = [tick - (timeline.left_s(tick) or 0.0) for tick in range(0, 200_000, 7)]
+    assert 32 < max(apart) < 64  # 200,000 / 4,096 to the next power of two
+    assert 2048 <= len(timeline._old) <= 4096 and 2048 <= len(timeline._recent) <= 4096
+
+
 def test_a_timeline_knows_when_a_tick_was() -> None:
     timeline = Timeline()
     assert timeline.now_s is None and timeline.used_s(3) is None and timeline.left_s(3) is None

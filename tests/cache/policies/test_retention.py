@@ -288,9 +288,11 @@ def test_many_renewals_do_not_grow_the_heap() -> None:
     cache = PrefixCache(16, 2)
     prefill(cache, P).finish()
     cache.retention.poll(0.0)
-    for at in range(10_000):
+    most = 0
+    for at in range(1000):
         cache.retention.retain(P, 1e6 + at)
-    assert len(cache.retention._times) < 200  # memory stays flat
+        most = max(most, len(cache.retention._times))
+    assert most == 2 * 1 + 64  # twice the entries, and a few: memory stays flat
 
 
 # ---------------------------------------------------------------- demotion
