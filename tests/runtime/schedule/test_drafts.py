@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,19 @@ def test_the_longest_repetition_counts_not_the_last() -> None:
 def test_one_token_is_too_little_to_go_by() -> None:
     assert drafted("a1 b2 c3 a") == ""
     assert drafted("") == drafted("a") == drafted("aa") == drafted("ab") == ""
+
+
+@pytest.mark.parametrize(("same", "found"), [(1, []), (2, [50])])
+def test_two_tokens_are_enough_to_go_by_and_one_is_not(same: int, found: list[int]) -> None:
+    tail = [*range(8)]
+    assert look_up(np.array([90, *tail[-same:], 50, 91, *tail], np.int32), 1).tolist() == found
+
+
+@pytest.mark.parametrize(("later", "found"), [(6, 50), (7, 50), (8, 60), (9, 60), (20, 60)])
+def test_of_two_occurrences_of_eight_tokens_or_more_the_last_counts(later: int, found: int) -> None:
+    tail = [*range(30)]
+    known = [90, *tail[-25:], 50, 91, *tail[-later:], 60, 92, *tail]
+    assert look_up(np.array(known, np.int32), 1).tolist() == [found]
 
 
 def test_a_text_that_repeats_itself_is_drafted_whole() -> None:

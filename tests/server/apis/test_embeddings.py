@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import load_model
 from mainstem.server.apis import embeddings
 from mainstem.server.app import create_app
+from mainstem.server.errors import ApiError
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 from tests.fleet.test_fleet_front import Rig, calls, front
@@ -188,5 +190,20 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_folder("llama", tmp_path_factory.mktemp("embeddings") / "tiny"))
 
 
-def test_the_limit_is_openais() -> None:
-    assert embeddings.MAX_INPUTS == 2048
+class Read(Exception):
+    """The first input is read: there are not too many."""
+
+
+@pytest.mark.parametrize(("count", "taken"), [(2047, True), (2048, True), (2049, False), (100_000, False)])
+def test_a_request_has_2048_inputs_at_most_as_at_openai(count: int, taken: bool) -> None:
+    def read(text: str, *, parse_special: bool) -> Any:
+        raise Read
+
+    preparation = SimpleNamespace(
+        check_model=lambda model: None, namespace=lambda *_: None, prompts=SimpleNamespace(text=read)
+    )
+    access = SimpleNamespace(separates=False)
+    parts: Any = SimpleNamespace(engine=SimpleNamespace(embedding_size=4), access=access, preparation=preparation)
+    ask: Any = SimpleNamespace(model="m", dimensions=None, input=["x"] * count, cache_salt=None)
+    with pytest.raises(Read if taken else ApiError, match=None if taken else "at most 2048 inputs"):
+        embeddings.Embeddings(parts, lambda *_: None)._made(ask, None)  # type: ignore[arg-type,return-value]

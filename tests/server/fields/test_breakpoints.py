@@ -21,7 +21,7 @@ from mainstem.runtime.text.prompts import Prompts, Template
 from mainstem.server.apis.chat import request as chats
 from mainstem.server.apis.generation import Generation
 from mainstem.server.app import create_app
-from mainstem.server.fields.breakpoints import MOST, TTLS, CacheOptions, Mark, counted
+from mainstem.server.fields.breakpoints import TTLS, CacheOptions, Mark, counted
 from mainstem.server.parsing.dialect import Dialect, speaking
 from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
@@ -52,7 +52,7 @@ def test_the_last_breakpoints_count_and_the_end_of_the_prompt_unless_only_explic
     assert counted(marks, CacheOptions("implicit")) == [*marks[3:], Mark(None)]
     assert counted(marks, CacheOptions("explicit")) == marks[2:]
     assert counted([], CacheOptions("explicit")) == []
-    assert len(counted(marks, CacheOptions())) == MOST
+    assert len(counted(marks, CacheOptions())) == 4
 
 
 def test_only_a_time_that_is_given_retains() -> None:

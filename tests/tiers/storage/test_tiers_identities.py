@@ -19,9 +19,11 @@ from mainstem.cache.identity import Identity
 from mainstem.errors import StorageError
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly
-from mainstem.tiers.storage.identities import LISTED, ROOM_BYTES, Summary, describe, enter, explain, find, summarize
+from mainstem.tiers.storage.identities import ROOM_BYTES, Summary, describe, enter, explain, find, summarize
 from mainstem.tiers.storage.sealed import keep_note, note_bytes
 from mainstem.tiers.storage.sealer import PUBLIC_SECRET, Sealer
+
+LISTED = 32  # identities, at most
 
 
 def named(**changes: Any) -> Identity:

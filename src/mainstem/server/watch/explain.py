@@ -56,7 +56,7 @@ _KEPT_BYTES = 16 << 20
 _TTL_S = 3600.0
 _RECENT = 50
 _MOST_TENANTS = 256
-_TOKENS_BEFORE, _TOKENS_AFTER = 8, 16  # of a text that is shown
+_TOKENS_AFTER = 16  # of a text that is shown
 _PROMPT_BYTES = 2000  # of what is kept of a prompt besides its tokens, about
 
 
