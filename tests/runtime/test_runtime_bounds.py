@@ -5,22 +5,29 @@ from __future__ import annotations
 import math
 import random
 import subprocess
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rigs.ghost import Ghost
+from rigs.scheduler import Bench
 
 from mainstem.errors import BadArgument, ModelNotFound, RankFailed
 from mainstem.runtime.audit.auditor import Auditor, chunk_pages
 from mainstem.runtime.engine_core import EngineCore
+from mainstem.runtime.kernels.step_graphs import StepGraphs
 from mainstem.runtime.memory.tiers import close_tiers, end_tiers
 from mainstem.runtime.models import loading
 from mainstem.runtime.parallel import launch
 from mainstem.runtime.parallel.ranks import FirstRank, Peer
 from mainstem.runtime.request import Request
-from mainstem.runtime.sampling.grammars import Grammar, Grammars
+from mainstem.runtime.sampling.grammars import Grammars
+from mainstem.runtime.schedule.scheduler import Scheduler
+from mainstem.settings.engine import Grammar
 
 # ---------------------------------------------------------------- the engine's loop
 
@@ -203,3 +210,77 @@ def test_a_grammar_has_256_kibibytes_at_most(
     text = "b" * (size % 2) + letter * (size // len(letter.encode())) if letter == "é" else letter * size
     with pytest.raises(Taken if taken else BadArgument, match=None if taken else "at most 262144 bytes"):
         Grammars(None, 10).compile(Grammar("regex", text))
+
+
+# ---------------------------------------------------------------- recorded steps, the scheduler
+
+
+@pytest.mark.parametrize(("requests", "taken"), [(1, True), (255, True), (256, True), (257, False), (10**6, False)])
+def test_a_step_of_256_requests_is_recorded(requests: int, taken: bool) -> None:
+    graphs: Any = SimpleNamespace(refused=None)
+    assert StepGraphs.takes(graphs, requests) == taken
+    assert not StepGraphs.takes(SimpleNamespace(refused="why"), requests)  # type: ignore[arg-type]
+
+
+def test_48_recorded_steps_are_kept_and_the_third_lack_of_memory_ends_it() -> None:
+    graphs: Any = object.__new__(StepGraphs)
+    graphs._steps, graphs._out_of_memory, graphs.refused = OrderedDict(), 0, None
+    graphs._forward = graphs._recorder = None
+    graphs._refuse = lambda why: setattr(graphs, "refused", why)
+    steps = [SimpleStep() for _ in range(51)]
+    for number, step in enumerate(steps):
+        graphs._record(step)
+        assert [*graphs._steps] == steps[max(0, number - 47) : number + 1]
+    for failures in range(1, 4):
+        graphs._record(SimpleStep(torch.OutOfMemoryError("no room")))
+        assert (graphs.refused is not None) == (failures == 3)
+
+
+class SimpleStep:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def record(self, *_: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("running", "busy", "idle_s"),
+    [(True, False, 0.001), (True, True, 0.001), (False, True, 0.01), (False, False, None)],
+)
+def test_transfers_are_looked_at_every_millisecond_where_requests_wait_for_them(
+    running: bool, busy: bool, idle_s: float | None
+) -> None:
+    scheduler: Any = SimpleNamespace(
+        _outputs=SimpleNamespace(events=[]),
+        _idle=True,
+        _running={1: 1} if running else {},
+        _queue=SimpleNamespace(sequences={}),
+        _tiers=SimpleNamespace(busy=busy),
+        _sessions=SimpleNamespace(idle_s=lambda now_s: None),
+        _auditor=None,
+        _now_s=0.0,
+    )
+    assert Scheduler.idle_s.fget(scheduler) == idle_s  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(1 << 17, 512), ((1 << 17) + 1, 511), (1 << 26, 1), (1 << 30, 1)])
+def test_a_step_has_logits_of_67_million_numbers_at_most(
+    vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ghost, "vocab_size", vocabulary)
+    assert Bench(pages=8).scheduler._most_rows == rows
+
+
+def test_three_forwards_of_48_tokens_are_measured() -> None:
+    bench, forwards = Bench(pages=64), list[int]()
+    plain = bench.ghost.forward
+
+    def forward(segments: Any) -> Any:
+        forwards.extend(len(each.tokens) for each in segments)
+        return plain(segments)
+
+    bench.ghost.forward = forward  # type: ignore[method-assign]
+    bench.scheduler.measure()
+    assert forwards == [48] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -297,3 +298,31 @@ def test_registering_memory_is_optional() -> None:
 
 def test_storage_needs_no_client_to_be_imported() -> None:
     assert importlib.import_module("mainstem.storage").Backend is Backend
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "defaults"),
+    [
+        ("vendors.aibrix", "AIBrixBackend", {"timeout_s": 5.0}),
+        ("vendors.lmcache", "LMCacheBackend", {"timeout_s": 5.0}),
+        ("vendors.redis", "RedisBackend", {"timeout_s": 5.0}),
+        ("vendors.s3", "S3Backend", {"timeout_s": 5.0}),
+        (
+            "vendors.mooncake",
+            "MooncakeBackend",
+            {"timeout_s": 5.0, "segment_bytes": 512 << 20, "staging_bytes": 64 << 20},
+        ),
+        ("vendors.nixl", "NixlBackend", {"staging_bytes": 64 << 20}),
+        ("unproven.eic", "EICBackend", {"timeout_s": 5.0, "staging_bytes": 64 << 20}),
+        ("unproven.hf3fs", "HF3FSBackend", {"timeout_s": 5.0, "slot_bytes": 2 << 20}),
+        ("unproven.infinistore", "InfiniStoreBackend", {"timeout_s": 5.0, "staging_bytes": 64 << 20}),
+        ("unproven.simm", "SiMMBackend", {"timeout_s": 5.0, "staging_bytes": 64 << 20}),
+    ],
+)
+def test_a_call_takes_five_seconds_and_its_memory_is_small_where_a_spec_says_nothing(
+    module: str, name: str, defaults: dict[str, float]
+) -> None:
+    """What each does with another time is in its own tests, with its service or a double of it."""
+    kind = getattr(importlib.import_module(f"mainstem.storage.{module}"), name)
+    given = inspect.signature(kind).parameters
+    assert {each: given[each].default for each in defaults} == defaults
