@@ -52,6 +52,28 @@ def test_a_new_prompt_was_never_seen() -> None:
     assert parts(cache.explain([1])) == [(0, 1, "partial_page")]
 
 
+@pytest.mark.parametrize(("younger", "nearest"), [(4095, True), (4096, False), (5000, False)])
+def test_the_nearest_of_the_youngest_4096_sequences_is_named(younger: int, nearest: bool) -> None:
+    tree = Tree(P, explain_pages=8)
+    tree.insert(PROMPT[:P], [0])
+    tree.insert([*PROMPT[: P + 2], 7, 7], [0, 1])  # which agrees in two more tokens
+    for number in range(younger):
+        tree.insert([*PROMPT[:P], 1000 + number, 7, 7, 7], [0, 2 + number])
+    found = only(tree.explain(PROMPT), "parted").parted
+    assert found is not None and found.at == (P + 2 if nearest else P)
+
+
+@pytest.mark.parametrize(("younger", "hit"), [(0, P + 2), (31, P + 2), (32, P), (5000, P)])
+def test_a_part_of_a_page_is_found_among_the_youngest_32_sequences(younger: int, hit: int) -> None:
+    cache = PrefixCache(6000, P, copy_page=lambda *_: None)
+    serve(cache, [*PROMPT[: P + 2], 7, 7])
+    serve(cache, [*PROMPT[:P], 6, 7, 7, 7])
+    for number in range(1, younger):
+        serve(cache, [*PROMPT[:P], 1000 + number, 7, 7, 7])
+    with cache.lease(PROMPT) as lease:
+        assert lease.hit == (hit if younger else P + 2)
+
+
 def test_the_last_tokens_are_always_computed() -> None:
     cache = make()
     serve(cache, PROMPT)

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "eviction/expected.h"
+#include "eviction/policies/reuse_index.h"
+#include "structure/node.h"
 
 namespace mainstem {
 namespace {
@@ -112,11 +114,57 @@ void the_pace_of_ticks_fades() {
   expect_near(seconds / ticks, 0.5, "the pace of long ago");
 }
 
+// What was learned of reuse fades by a hundredth with each lesson: after a thousand half-lives of 69 lessons an index
+// is what it was before anything was seen.
+void lessons_fade() {
+  const auto equal = [](const ReuseIndex& one, const ReuseIndex& other, double most, const std::string& what) {
+    for (int kind = 0; kind < ReuseIndex::kKinds; ++kind)
+      for (int bucket = 0; bucket < ages::kBuckets; ++bucket)
+        if (std::abs(one.at(kind, bucket) - other.at(kind, bucket)) > most * other.at(kind, bucket))
+          throw Failure{what + ", kind " + std::to_string(kind) + ", age " + std::to_string(bucket)};
+  };
+  const auto seen = [](int times) {
+    ReuseIndex index;
+    for (int each = 0; each < times; ++each) {
+      index.reused(3, 40);
+      for (int page = 0; page < 5; ++page)
+        index.lived(3, 0, 500), index.lived(20, 0, 5000);
+    }
+    return index;
+  };
+  // 0.99 of 10,000 counts 9,900; 0.99^69 of them counts 4,998.
+  for (const auto& [lessons, left] : {std::pair{1, 10000}, {2, 9900}, {3, 9801}, {70, 4998}}) {
+    ReuseIndex faded = seen(10000), fresh = seen(left);
+    for (int lesson = 0; lesson < lessons; ++lesson)
+      faded.learn(1);
+    fresh.learn(1);
+    equal(faded, fresh, 5e-3, "after " + std::to_string(lessons) + " lessons");
+  }
+  ReuseIndex faded = seen(10000), fresh;
+  for (int lesson = 0; lesson < 69000; ++lesson)
+    faded.learn(1);
+  fresh.learn(1);
+  equal(faded, fresh, 0, "after a thousand half-lives");
+}
+
+void generations_begin_anew_and_never_with_0() {
+  constexpr std::uint32_t kMost = (1u << 26) - 1;
+  Node node{};
+  for (const auto& [now, next] : {std::pair{0u, 1u}, {1u, 2u}, {kMost - 1, kMost}, {kMost, 1u}}) {
+    node.generation = now;
+    expect_near(node.next_generation(), next, "the next generation");
+    node.outdate();
+    expect_near(node.generation, next, "the generation");
+  }
+}
+
 const std::vector<std::pair<std::string, std::function<void()>>> kCases = {
     {"old_bets_count_half_after_16384", old_bets_count_half_after_16384},
     {"gains_count_up_to_ten_allowances", gains_count_up_to_ten_allowances},
     {"so_many_pages_that_went_are_remembered", so_many_pages_that_went_are_remembered},
     {"the_pace_of_ticks_fades", the_pace_of_ticks_fades},
+    {"lessons_fade", lessons_fade},
+    {"generations_begin_anew_and_never_with_0", generations_begin_anew_and_never_with_0},
 };
 
 }  // namespace
