@@ -251,6 +251,7 @@ LANES = (
             "src/mainstem/integrations/vllm.py",
             "src/mainstem/integrations/vllm_plugin.py",
             "src/mainstem/tiers/storage/slots.py",
+            "tests/doubles/vllm_interface.py",
             "tests/requirements-vllm.txt",
             "tests/rigs/vllm_*.py",
             "tests/events/test_events_vllm.py",

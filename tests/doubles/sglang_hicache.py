@@ -46,6 +46,25 @@ class PoolTransferResult:
     restorable_prefix_pages: list[int] | None = None
 
 
+FORMATS = "dtype|quant|fp8|fp4|int8|rope|revision|override|layout|precision"
+"""What is in the names of the server's settings that may change the numbers of a page."""
+
+UNREAD = {
+    "the pool says it": "hicache_mem_layout mamba_ssm_dtype",
+    "the order on the device, which the pool's pages do not have": "enable_page_major_kv_layout",
+    "how fast, or with which rounding, the same is computed": "deepep_dispatcher_output_dtype "
+    "disable_flashinfer_cutlass_moe_fp4_allgather enable_fused_qk_norm_rope enable_quant_communications "
+    "enable_w4a4_mxfp4_megamoe flashinfer_mxfp4_moe_precision fp4_gemm_runner_backend fp8_gemm_runner_backend "
+    "prefill_kv_cache_dequant_dtype",
+    "how many slots there are": "int8_mamba_ckpt_size",
+    "what is saved elsewhere": "quantize_and_serve",
+    "a draft model, whose pool is another": "_speculative_draft_quantization_explicitly_set "
+    "speculative_draft_kv_cache_dtype speculative_draft_model_quantization speculative_draft_model_revision "
+    "speculative_enable_w4a4_mxfp4_megamoe",
+}
+"""Those of `FORMATS` that the integration does not read, by why pages do not depend on them."""
+
+
 @dataclass
 class HiCacheStorageConfig:
     tp_rank: int = 0
@@ -55,10 +74,16 @@ class HiCacheStorageConfig:
     attn_cp_rank: int = 0
     attn_cp_size: int = 1
     is_mla_model: bool = False
+    enable_storage_metrics: bool = False
     is_page_first_layout: bool = True
     model_name: str | None = "tiny"
+    tp_lcm_size: int | None = None
+    should_split_heads: bool = False
     dp_rank: int = 0
     extra_config: dict[str, Any] | None = field(default_factory=dict)
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    logical_page_size: int | None = None
 
 
 class HiCacheStorage:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,17 @@ from machine import eventually, patience
 pytest.importorskip("sglang", reason="no SGLang here; slow lane: make test-sglang")
 
 import torch
+from doubles import sglang_hicache as doubled
 from rigs.kept_store import KeptStore
 from rigs.servers import free_port, valkey
 from rigs.sglang_calls import keep, record, transcripts
 from rigs.sglang_controller import PAGE, Engine, Family, HybridCacheController, one_rank
 from rigs.sglang_process import PAGE_BYTES, Server, save_model
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.server_args import ServerArgs
 
 from mainstem.errors import BackendUnavailable, StorageError
+from mainstem.integrations.sglang import _RARE, _SERVER
 from mainstem.tiers.storage.sealer import HEADER_BYTES
 
 pytestmark = pytest.mark.deadline
@@ -299,6 +305,18 @@ def test_what_another_layout_or_model_stored_is_not_found(
         assert "layout sglang page_first, here sglang layer_first" in explained[0]
     if "page_size" in changed:
         assert "page size 16, here 32" in explained[0]
+
+
+def test_sglangs_configuration_has_the_fields_that_the_double_has_and_no_others_count() -> None:
+    """A field that is new in SGLang fails until the integration reads it, or the double says why it need not."""
+    assert {each.name for each in fields(HiCacheStorageConfig)} == {
+        each.name for each in fields(doubled.HiCacheStorageConfig)
+    }
+    names = {*ServerArgs.__struct_fields__}
+    read = {*_SERVER, *_RARE}
+    assert read <= names, "a setting that SGLang does not have is None in every name"
+    unread = {name for listed in doubled.UNREAD.values() for name in listed.split()}
+    assert {name for name in names - read if re.search(doubled.FORMATS, name)} == unread
 
 
 def test_latents_are_stored_once_for_all_ranks(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import random
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.vllm_interface import CONFIG, KV_CACHE, UNREAD
 from machine import eventually, patience
 from rigs.servers import free_port, stop, valkey
-from rigs.vllm_process import ROOT, VLLM, EngineEnded
+from rigs.vllm_process import ENVIRONMENT, PYTHON, ROOT, VLLM, EngineEnded
 from rigs.vllm_store import set_mood
 from skips import needs_vllm
 
@@ -60,6 +62,41 @@ STATES: dict[str, Any] = {
     "shared_expert_intermediate_size": 64,
 }
 """A model with recurrent states in three of four layers, of which vLLM keeps those at the ends of long blocks."""
+
+
+_FIELDS = """
+import dataclasses, json
+from vllm.config import AttentionConfig, CacheConfig, KVTransferConfig, LoadConfig, ModelConfig, ParallelConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+classes = {
+    "model_config": ModelConfig, "cache_config": CacheConfig, "parallel_config": ParallelConfig,
+    "attention_config": AttentionConfig, "load_config": LoadConfig, "kv_transfer_config": KVTransferConfig,
+    "kv_cache": KVCacheConfig,
+}
+names = {part: {*dir(kind), *(field.name for field in dataclasses.fields(kind))} for part, kind in classes.items()}
+own = {part: {field.name for field in dataclasses.fields(kind)} for part, kind in classes.items()}
+print(json.dumps({part: [sorted(names[part]), sorted(own[part])] for part in classes}))
+"""
+
+
+def test_vllms_configuration_has_the_fields_that_the_double_has_and_no_others_count() -> None:
+    """A field that is new in vLLM fails until the connector reads it, or the double says why it need not."""
+    done = subprocess.run(
+        [str(PYTHON), "-c", _FIELDS],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=patience(120),
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    for part, read in {**CONFIG, "kv_cache": KV_CACHE}.items():
+        names, own = found[part]
+        assert {*read} <= {*names}, f"vLLM has no such field in {part}"
+        if part in UNREAD:
+            unread = {name for listed in UNREAD[part].values() for name in listed.split()}
+            assert not {*read} & unread
+            assert {*own} - {*read, "hf_config"} == unread, part
 
 
 def save_model(folder: Path, **config: Any) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.vllm_interface import MODULES, SPECS, BlockStored, KVConnectorRole, vllm_double
+from doubles.vllm_interface import KV_CACHE, MODULES, SPECS, BlockStored, KVConnectorRole, vllm_config, vllm_double
 from rigs.hand_driven import HandWorkers
 
 from mainstem.errors import BadArgument
@@ -33,25 +33,13 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def configs(config: dict[str, Any], groups: list[Any], blocks: int, hash_tokens: int) -> tuple[Any, Any]:
     """Makes vLLM's two configurations from what a transcript has of them."""
-    vllm = SimpleNamespace(**{part: SimpleNamespace(**values) for part, values in config.items()})
-    vllm.model_config.model = "tiny"
-    vllm.model_config.hf_config = SimpleNamespace(to_dict=dict)
-    vllm.attention_config = SimpleNamespace(backend=None)
-    vllm.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
-    vllm.kv_transfer_config.kv_connector_extra_config = {"storage": "memory:", "weights": "tiny", "host_bytes": 0}
     made = [
         SimpleNamespace(layer_names=layers, kv_cache_spec=SPECS[spec["type"]](**spec), is_eagle_group=False)
         for layers, spec in groups
     ]
-    cache = SimpleNamespace(
-        kv_cache_groups=made,
-        num_blocks=blocks,
-        hash_block_size=hash_tokens,
-        kv_cache_layout=None,
-        kv_tp_replicas=1,
-        prefix_cacheable_group_ids=tuple(range(len(made))),
-    )
-    return vllm, cache
+    groups_ = {"kv_cache_groups": made, "prefix_cacheable_group_ids": tuple(range(len(made)))}
+    cache = SimpleNamespace(**{**KV_CACHE, "num_blocks": blocks, "hash_block_size": hash_tokens, **groups_})
+    return vllm_config(config), cache
 
 
 HASHES = [bytes([at]) * 32 for at in range(1, 5)]

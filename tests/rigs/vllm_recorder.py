@@ -16,7 +16,7 @@ from mainstem.integrations.vllm import MainstemConnector
 CONFIG = {
     "cache_config": (
         "enable_prefix_caching", "prefix_caching_hash_algo", "block_size", "cache_dtype", "mamba_cache_dtype",
-        "mamba_ssm_cache_dtype",
+        "mamba_ssm_cache_dtype", "use_replayssm", "replayssm_buffer_len",
     ),
     "parallel_config": (
         "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",

@@ -51,6 +51,11 @@ _SHAPE = (
 )  # fmt: skip
 # Settings of the server that change the numbers and that no pool shows: fp8 formats share a dtype, for example.
 _SERVER = ("dtype", "kv_cache_dtype", "quantization", "revision", "weight_version", "json_model_override_args")
+# The same of what few servers set: unless it is, names are as they were without it.
+_RARE = (
+    "quantization_param_path", "modelopt_quant", "rl_quant_profile", "qsa_indexer_dtype",
+    "enable_deepseek_v4_fp4_indexer", "enable_int8_mamba_checkpoint",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -353,7 +358,8 @@ def _server_settings() -> dict[str, str]:
         settings = get_server_args()
     except ValueError:  # there is no server: a test, or a controller of its own
         return {}
-    return {name: str(getattr(settings, name, None)) for name in _SERVER}
+    rare = {name: str(value) for name in _RARE if (value := getattr(settings, name, None))}
+    return {name: str(getattr(settings, name, None)) for name in _SERVER} | rare
 
 
 def _describe(config: Any, pool: Any, name: str) -> str:

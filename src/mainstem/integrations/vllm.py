@@ -218,14 +218,29 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, options: Options, tp_ran
         extra=(
             f"configuration {hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()}",
             f"cache {cache.cache_dtype} {cache.mamba_cache_dtype} {cache.mamba_ssm_cache_dtype}",
+            *_unusual(vllm_config),
         ),
     )
 
 
+def _unusual(vllm_config: Any) -> list[str]:
+    """Returns settings that blocks depend on and few use: unless they are set, names are as they were without them."""
+    model, cache, attention = vllm_config.model_config, vllm_config.cache_config, vllm_config.attention_config
+    settings = {
+        "online_quantization": model.quantization_config,  # beside the name of its method
+        "code_revision": model.code_revision,
+        "unquantized_layers": sorted(cache.kv_cache_dtype_skip_layers),
+        "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,  # a state's block has its last inputs, too
+        "backend_per_kind": {kind: str(backend) for kind, backend in sorted(attention.backend_per_kind.items())},
+        "indexer": attention.indexer_kv_dtype != "auto" and attention.indexer_kv_dtype,
+    }
+    return [f"{name} {value}" for name, value in settings.items() if value]
+
+
 def _layout(vllm_config: Any, kv_cache_config: Any, specs: Sequence[Any]) -> str:
     """Returns the order of the numbers in a block. On a CPU it depends on the instruction set."""
-    backend = getattr(vllm_config.attention_config, "backend", None)
-    names = [current_platform.device_type, str(kv_cache_config.kv_cache_layout), str(backend)]
+    backend = str(vllm_config.attention_config.backend)
+    names = [current_platform.device_type, str(kv_cache_config.kv_cache_layout), backend]
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
