@@ -103,6 +103,43 @@ def test_every_number_is_exported_or_named_as_one_that_is_not() -> None:
     assert len(set(exported)) == len(exported) and not set(exported) & set(kept)
 
 
+OTHER_WORDS = {
+    ("mainstem_moved_pages", "device", "host"): "backed_up",
+    ("mainstem_moved_pages", "host", "device"): "loaded",
+    ("mainstem_moved_pages", "storage", "host"): "prefetched",
+    ("mainstem_audits", "*"): "prefixes.*",
+    ("mainstem_kv_events",): "published",
+    ("mainstem_prefills", "*"): "outcomes.*",
+}
+"""Numbers whose metric says it in other words than their field."""
+
+
+def shows(name: tuple[str, ...], path: str) -> bool:
+    """Returns whether a metric, with the values of its labels, is named as the number at a path."""
+    if name in OTHER_WORDS:
+        return path == OTHER_WORDS[name]
+    said = [word for part in name for word in part.split("_")]
+    own = [part for part in path.split(".") if part != "*"][-1]
+    return name.count("*") == path.count("*") and all(
+        any(word.startswith(each[:4]) for word in said) for each in own.split("_")
+    )
+
+
+def test_a_metric_is_named_as_the_number_that_it_shows_and_as_no_other() -> None:
+    """So two rows, or two labels of a row, whose paths are exchanged fail."""
+    shown = [
+        (part, path, (row.name, *labels), own)
+        for part, kind in COUNTED.items()
+        for path, row in rows(kind)
+        for labels, own in row.paths.items()
+    ]
+    assert [name for _, _, name, own in shown if not shows(name, own)] == []
+    assert not {*OTHER_WORDS} - {name for _, _, name, _ in shown}
+    for (part, path, name, own), (*where, other, its) in itertools.combinations(shown, 2):
+        if where == [part, path]:
+            assert not (shows(name, its) and shows(other, own)), f"{name} and {other} could be exchanged"
+
+
 def test_the_documentation_lists_every_metric() -> None:
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     listed = re.findall(r"^\| `(mainstem_\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
