@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import anyio.to_thread
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -133,8 +134,10 @@ class Generating:
                 raise errors.draining()
             generation = await self._parts.bodies.parsed(http, lambda body: self._read(api, body, unheeded, tenant))
             made, run = await self._admit(http, api, generation, tenant, id, trace, before)
-        except (ApiError, MainstemError) as error:
-            refusal = shown(error)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            refusal = shown(error) if isinstance(error, ApiError | MainstemError) else errors.internal_error()
             self._parts.metrics.refused(refusal.status)
             if trace is not None:
                 trace.refused(refusal.status)

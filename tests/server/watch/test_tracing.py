@@ -7,22 +7,27 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from machine import eventually, patience
+from rigs.app_client import complete
 from rigs.fake_engine import FakeEngine
 from rigs.hand_driven import Clock
 from rigs.servers import free_port
 from rigs.serving import server_of, tiny_folder, unlike
 from starlette.testclient import TestClient
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BackendUnavailable, BadArgument, EngineClosed, EngineFull, RankFailed, RequestTooLong
 from mainstem.server.app import create_app
+from mainstem.server.errors import ApiError
 from mainstem.server.serving import bind
+from mainstem.server.watch.metrics import OUTCOMES
 from mainstem.server.watch.tracing import Tracing
 from mainstem.settings.server import ServerConfig
 
@@ -47,18 +52,18 @@ class Traced:
     def __init__(self, url: str, engine: FakeEngine | None = None, **options: Any) -> None:
         self.clock = Clock(1_700_000_000.0)
         self.tracing = Tracing(url, "fake", self.clock, **options)
-        self.http = TestClient(create_app(engine or FakeEngine(), ServerConfig(), tracing=self.tracing))  # type: ignore[arg-type]
+        self.engine = engine or FakeEngine()
+        self.http = TestClient(create_app(self.engine, ServerConfig(), tracing=self.tracing))  # type: ignore[arg-type]
 
     def chat(self, content: str = SECRET, headers: dict[str, str] | None = None, **fields: Any) -> Any:
         messages = [{"role": "user", "content": content}]
         body = {"model": "fake", "messages": messages, **fields}
         return self.http.post("/v1/chat/completions", json=body, headers=headers)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, what: str = "spans") -> dict[str, int]:
         text = self.http.get("/metrics").text
-        return {
-            name: int(float(n)) for name, n in re.findall(r'^mainstem_spans_total\{outcome="(\w+)"\} (\S+)', text, re.M)
-        }
+        found = re.findall(rf'^mainstem_{what}_total\{{outcome="(\w+)"\}} (\S+)', text, re.M)
+        return {name: int(float(count)) for name, count in found}
 
 
 @pytest.fixture
@@ -156,6 +161,47 @@ def test_a_refused_request_says_so(traced: Traced, collector: Collector) -> None
     assert refused.status == 0  # the client's fault
     assert failed.attributes["error.type"] == "error"
     assert failed.status == 2
+
+
+FAULTS: list[tuple[Exception, int, str, bool]] = [
+    (BadArgument("temperature", 9, "less"), 400, "refused", False),
+    (RequestTooLong("prompt", 9, 8), 400, "refused", False),
+    (ApiError(401, "no"), 401, "refused", False),
+    (ApiError(404, "no"), 404, "refused", False),
+    (ApiError(409, "no"), 409, "refused", False),
+    (EngineFull("full"), 429, "overloaded", False),
+    (ApiError(500, "no"), 500, "error", True),
+    (RankFailed("rank 1 has ended"), 500, "error", True),
+    (ZeroDivisionError("a mistake of ours"), 500, "error", True),
+    (EngineClosed("closed"), 503, "overloaded", True),
+]
+
+
+def test_what_fails_before_it_begins_is_counted_and_traced_by_whose_fault_it_is(
+    traced: Traced, collector: Collector
+) -> None:
+    raised: list[Exception] = []
+
+    def submit(request: Any) -> Any:
+        raise raised[-1]
+
+    traced.engine.submit = submit  # type: ignore[method-assign]
+    expected, counted = [], Counter[str]()
+    for error, status, outcome, faulty in FAULTS:
+        raised.append(error)
+        for ask, stream in ((traced.chat, True), (partial(complete, traced.http), False)):
+            assert ask(stream=stream).status_code == status
+            counted[outcome] += 1
+            expected.append((str(status), status, 2 if faulty else 0))
+        values = re.findall(
+            r'^mainstem_requests_total\{outcome="(\w+)"\} (\S+)', traced.http.get("/metrics").text, re.M
+        )
+        assert {name: float(value) for name, value in values} == {name: counted[name] for name in OUTCOMES}
+    traced.tracing.flush()
+    ends = [span for span in collector.spans if span.kind == SERVER]
+    assert [
+        (span.attributes["error.type"], span.attributes["http.response.status_code"], span.status) for span in ends
+    ] == expected
 
 
 def test_a_collector_that_is_gone_is_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:

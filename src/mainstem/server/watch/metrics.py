@@ -32,7 +32,8 @@ _AGE_BUCKETS_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
-"""The ends of a request: four of a generation, `refused` (4xx), or `overloaded` (429 and 503)."""
+"""The ends of a request: four of a generation, of which `error` may come before it begins, too (500); `refused`
+(4xx); or `overloaded` (429 and 503)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ class Metrics:
 
     def refused(self, status: int) -> None:
         """Counts a request that never reached the engine, by its HTTP status."""
-        self._requests.labels("overloaded" if status in (429, 503) else "refused").inc()
+        overloaded, failed = status in (429, 503), status >= 500
+        self._requests.labels("overloaded" if overloaded else "error" if failed else "refused").inc()
 
     def meter(self) -> RequestMeter:
         """Returns a meter for one generation."""
