@@ -61,13 +61,19 @@ def test_request_ids() -> None:
         ("POST", "/v1/models", 405, "/v1/models does not accept POST: use GET."),
         ("PUT", "/v1/responses/resp_1", 405, "/v1/responses/resp_1 does not accept PUT: use DELETE or GET."),
         ("DELETE", "/ping", 405, "/ping does not accept DELETE: use GET or POST."),
+        ("PUT", "/ping", 405, "/ping does not accept PUT: use GET or POST."),
+        ("OPTIONS", "/metrics", 405, "/metrics does not accept OPTIONS: use GET."),
     ],
 )
 def test_what_no_route_takes_is_said_in_the_form_of_the_api(method: str, path: str, status: int, message: str) -> None:
     response = client().request(method, path)
     assert (response.status_code, response.json()["error"]["message"]) == (status, message)
     if status == 405:
-        assert response.headers["allow"] == message.partition("use ")[2].rstrip(".").replace(" or ", ", ")
+        named = message.partition("use ")[2].rstrip(".").split(" or ")
+        allowed = sorted([*named, "HEAD"] if "GET" in named else named)
+        assert response.headers["allow"] == ", ".join(allowed)
+        for each in allowed:
+            assert client().request(each, path, content=b"").status_code != 405, "what Allow names is taken"
 
 
 def test_errors_of_messages_have_their_own_form() -> None:

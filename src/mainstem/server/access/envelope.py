@@ -88,15 +88,16 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
         message = f"There is no endpoint at {path}{'.' if meant is None else f': did you mean {meant}?'}"
     elif error.status_code == 405:
         allowed = _allowed(path, http.app.routes)
-        message = f"{path} does not accept {http.method}: use {' or '.join(allowed)}."
+        spoken = " or ".join(method for method in allowed if method != "HEAD")
+        message = f"{path} does not accept {http.method}: use {spoken}."
         headers["Allow"] = ", ".join(allowed)
     return error_response(ApiError(error.status_code, message, headers=headers), http.scope)
 
 
 def _allowed(path: str, routes: Sequence[BaseRoute]) -> list[str]:
-    """Returns the methods that a path takes."""
+    """Returns the methods that a path takes, of all of its routes (RFC 9110, 10.2.1)."""
     taken = [route.methods or set() for route in routes if isinstance(route, Route) and route.path_regex.match(path)]
-    return sorted(set().union(*taken) - {"HEAD"})
+    return sorted(set().union(*taken))
 
 
 def _meant(path: str, routes: Sequence[BaseRoute]) -> str | None:
