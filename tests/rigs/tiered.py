@@ -20,6 +20,7 @@ from mainstem.settings.engine import HostPolicy, Limits, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host.tier import HostTier
 from mainstem.tiers.host.transfer import Move
+from mainstem.tiers.pending import Agree
 from mainstem.tiers.storage.sealer import HEADER_BYTES, Sealer
 from mainstem.tiers.storage.store import Store
 
@@ -92,6 +93,7 @@ class TieredBench(Bench):
     """The same over a host tier and a store, which outlive the cache."""
 
     step_s = 0.01
+    agree: Agree | None = None  # with other ranks
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class TieredBench(Bench):
             self.backend, Sealer(identity), self.config, readers=self.workers, writers=self.workers,
             clock=lambda: self.now_s,
         )  # fmt: skip
-        tier = HostTier(self.host, HostPolicy(load_min_tokens=PAGE))
+        tier = HostTier(self.host, HostPolicy(load_min_tokens=PAGE), agree=self.agree)
         cache = PrefixCache(
             pages, PAGE, keys=self.keys, copy_page=self.ghost.copy_page, host=tier,
             store=self.store if store else None, enabled=self.enabled,

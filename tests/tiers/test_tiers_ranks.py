@@ -6,6 +6,7 @@ compares their states. A rank that would wait forever fails the test instead.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -66,13 +67,15 @@ class Ranks:
 class Rank(Rig):
     """One rank. Operations are the same on each; when transfers end differs."""
 
-    def __init__(self, ranks: Ranks, rank: int, backend: FaultyBackend, seed: object, **options: Any) -> None:
+    def __init__(
+        self, ranks: Ranks, rank: int, backend: FaultyBackend, seed: object, *, guesses: bool = True, **options: Any
+    ) -> None:
         self.ranks, self.rank, self.backend = ranks, rank, backend
         host_options = {"agree": self.agree, "load_min_tokens": 2, **options.pop("host_options", {})}
         identity = {"tp_rank": rank, "tp_size": ranks.size}
         super().__init__(backend=backend, identity=identity, host_options=host_options, **options)
         own = random.Random(f"{seed} {rank}")
-        for _ in range(own.choice([0, 4])):  # every rank has its own estimate, too
+        for _ in range(own.choice([0, 4]) if guesses else 0):  # every rank has its own estimate, too
             self.tiers.prefill.observe([(64, 0)], own.choice([0.001, 1.0, 100.0]))
 
     def agree(self, votes: Sequence[int]) -> list[int]:
@@ -107,12 +110,14 @@ class Rank(Rig):
         self.meet()
 
 
-def parts_of_a_store(size: int, prompts: Sequence[Sequence[int]], kept: float, seed: object) -> list[FaultyBackend]:
+def parts_of_a_store(
+    size: int, prompts: Sequence[Sequence[int]], kept: float, seed: object, pages: int = 64
+) -> list[FaultyBackend]:
     """Returns a store for each rank that an earlier run has filled and that has lost some pages since."""
     backends = [FaultyBackend() for _ in range(size)]
     for rank, backend in enumerate(backends):
         own = random.Random(f"{seed} {rank}")
-        rig = Rig(device=64, host=64, backend=backend, identity={"tp_rank": rank, "tp_size": size})
+        rig = Rig(device=pages, host=pages, backend=backend, identity={"tp_rank": rank, "tp_size": size})
         for tokens in prompts:
             rig.serve(tokens)
             rig.settle()
@@ -225,6 +230,78 @@ def test_all_ranks_wait_for_a_slow_one() -> None:
         rank.rest()
 
     ranks.run(body)
+
+
+LATENCIES_S = (0.05, 0.004, 0.02)
+"""Seconds until each of three ranks has the first byte of a load, of a read and of an answer."""
+
+
+def estimate(rank: Rank, latency_s: float, move_s: float = 0.004) -> None:
+    """Gives a rank its own estimates. It computes a page in 0.01 s, and moves one in `move_s` after the latency."""
+    costs, page_bytes = rank.tiers.costs, rank.memory.payload_bytes(0)
+    for _ in range(12):
+        rank.tiers.prefill.observe([(64, 0)], 64 * 0.01 / rank.size)
+        costs.look_up.observe(1, latency_s)
+        for cost, pages in itertools.product((costs.load, costs.read), (1, 4)):
+            cost.observe(pages * page_bytes, latency_s + move_s * pages)
+
+
+@pytest.mark.parametrize("lowest", range(3))
+def test_what_each_rank_would_load_or_look_up_otherwise_is_decided_by_the_lowest(lowest: int) -> None:
+    """Whichever rank that is, and though no two of them would decide the same."""
+    latencies_s = LATENCIES_S[1 - lowest :] + LATENCIES_S[: 1 - lowest]
+    ranks, alone, together = Ranks(3), [(0, 0)] * 3, [(0, 0)] * 3
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, FaultyBackend(), "estimates", guesses=False, prefetch_min_tokens=64)
+        estimate(rank, latencies_s[at])
+        page_bytes, costs = rank.memory.payload_bytes(0), rank.tiers.costs
+        pages, tokens = costs.load_min_pages(page_bytes, rank.size), costs.prefetch_min_tokens(page_bytes, 1 << 12)
+        assert pages is not None and tokens is not None
+        alone[at] = (pages * rank.size, tokens)
+        asked = []
+        for length in range(1, 24):
+            if rank.tiers.prefetch([*range(length)]) is not None:
+                asked.append(length)
+            rank.rest()
+        together[at] = (rank.tiers.load_min_tokens(), asked[0])
+
+    ranks.run(body)
+    assert len({load for load, _ in alone}) == len({look_up for _, look_up in alone}) == 3, "the ranks differ"
+    load, look_up = alone[lowest]
+    assert (load, look_up) == (min(load for load, _ in alone), min(look_up for _, look_up in alone))
+    whole = -(-look_up // 2) * 2
+    assert together == [(load, whole + 1)] * 3, "of a prompt, one token is always computed"
+
+
+@pytest.mark.parametrize("latencies_s", [(0.3, 0.001, 0.002), (0.25, 0.2, 0.3)])
+def test_all_ranks_turn_around_or_none_and_compute_equally_far_meanwhile(latencies_s: tuple[float, ...]) -> None:
+    """A rank whose store is slow would gain by computing meanwhile, and the slower it is the further it would."""
+    ranks, tokens, leads = Ranks(3), prompt(80, *range(1, 81)), min(latencies_s) > 0.1
+    backends = parts_of_a_store(3, [tokens], 1.0, "turn", pages=128)
+    gains, alone, together = [False] * 3, [0] * 3, list[Any]([None] * 3)
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], "turn", guesses=False, device=128, host=128, batch_pages=8)
+        estimate(rank, latencies_s[at], 0.0001)
+        prefetch = rank.tiers.prefetch(tokens, bidirectional=True)
+        assert prefetch is not None
+        gains[at] = prefetch._wait.gains(80)
+        if leads:
+            assert prefetch.lead(rank.cache.tree.keys.encode(tokens), 0)
+        rank.readers.run()
+        rank.poll()
+        if leads:
+            alone[at] = prefetch._worth_computing(0)
+        together[at] = prefetch.ahead(0)
+        rank.rest()
+
+    ranks.run(body)
+    assert gains == [latency_s > 0.1 for latency_s in latencies_s]
+    if leads:
+        assert len({*alone}) == 3 and together == [min(alone) // 2 * 2] * 3
+    else:
+        assert together == [None] * 3, "none computes while pages are read"
 
 
 def test_the_test_detects_ranks_that_differ() -> None:

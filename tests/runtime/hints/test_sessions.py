@@ -62,6 +62,28 @@ class Talks(TieredBench):
         self.push_out()
 
 
+@pytest.mark.parametrize("theirs_ms", [None, 1000, 60_000])
+def test_ranks_bring_a_session_up_when_the_fastest_of_them_would(theirs_ms: int | None) -> None:
+    """This one takes 4 s or more to load it, and the other one says how long, in ms. All other votes are smaller."""
+
+    class Ranked(Talks):
+        agree = None if theirs_ms is None else staticmethod(lambda votes: [min(vote, theirs_ms) for vote in votes])
+
+    bench = Ranked()
+    bench.regular(1, turns=2)
+    size = len(bench.said[1]) // PAGE * bench.tiers.host.memory.payload_bytes(0)
+    for _ in range(32):
+        bench.tiers.costs.load.observe(size, 4.0)
+    bench.turn(1)
+    bench.push_out()
+    bench.wait(PAUSE_S - 5.5)
+    assert bench.on_device(1) == 0
+    bench.wait(2.5)
+    assert (bench.on_device(1) > 0) == (theirs_ms != 1000)
+    bench.wait(2.5)
+    assert bench.on_device(1) > 0
+
+
 def test_a_session_that_came_back_is_brought_up_before_it_is_due() -> None:
     bench = Talks()
     bench.regular(1)

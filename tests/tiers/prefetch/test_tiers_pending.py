@@ -85,6 +85,19 @@ def test_an_outcome_is_the_lowest_vote_of_all_ranks_and_nothing_ends_before_it_h
     assert asked == [[ARRIVED, ARRIVED, 0], [ARRIVED, 0]], "again, until nothing ends"
 
 
+@pytest.mark.parametrize(("own", "theirs", "agreed"), [(5, 3, 3), (3, 5, 3), (0, 7, 0), (7, 0, 0), (4, 4, 4)])
+def test_a_number_that_ranks_agree_on_is_the_lowest_of_all(own: int, theirs: int, agreed: int) -> None:
+    asked: list[list[int]] = []
+
+    def agree(votes: Sequence[int]) -> Sequence[int]:
+        asked.append(list(votes))
+        return [min(vote, theirs) for vote in votes]
+
+    pending = PendingList(agree)
+    assert (pending.agreed(own), asked, pending.alone) == (agreed, [[own]], False)
+    assert (PendingList().agreed(own), PendingList().alone) == (own, True)
+
+
 def test_ranks_with_nothing_under_way_do_not_ask_each_other() -> None:
     asked: list[Sequence[int]] = []
     PendingList(lambda votes: asked.append(votes) or votes).settle()
