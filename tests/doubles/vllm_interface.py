@@ -134,7 +134,8 @@ def vllm_config(parts: Mapping[str, Mapping[str, Any]]) -> Any:
     """Makes vLLM's configuration; what `parts` does not set is as in `CONFIG`."""
     made = {name: SimpleNamespace(**{**values, **parts.get(name, {})}) for name, values in CONFIG.items()}
     made["model_config"].hf_config = SimpleNamespace(to_dict=dict)
-    made["kv_transfer_config"].kv_connector_extra_config = {"storage": "memory:", "weights": "tiny", "host_bytes": 0}
+    options = {"storage": "memory:", "weights": "tiny", "host_bytes": 0, "buffer_bytes": "8MiB"}
+    made["kv_transfer_config"].kv_connector_extra_config = options
     return SimpleNamespace(**made, kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
 
 

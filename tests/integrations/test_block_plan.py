@@ -272,19 +272,28 @@ def test_groups_with_longer_blocks_end_hits_at_their_boundaries() -> None:
     assert blocks_of(plans.take().loads) == [("second", [(0, [1, 2, 3, 4]), (1, [101, 102])])]
 
 
-def test_a_hit_needs_the_blocks_of_all_ranks() -> None:
+@pytest.mark.parametrize("lacking", range(3))
+def test_a_hit_needs_the_blocks_of_all_ranks(lacking: int) -> None:
+    """Each of three ranks has lost another block; then one of them, whichever it is, never had any."""
     backend = FaultyBackend()
-    ranks = [make_store(backend, identity={"tp_rank": rank, "tp_size": 2}) for rank in (0, 1)]
+    ranks = [make_store(backend, identity={"tp_rank": rank, "tp_size": 3}) for rank in range(3)]
     plans = Planner(ranks, [group(Full())], BLOCK)
-    plans.begin("first", hashes(12))
-    plans.scheduled("first", 0, 12, tables(3))
+    plans.begin("first", hashes(20))
+    plans.scheduled("first", 0, 20, tables(5))
     plan = plans.take()
-    carry_out(ranks[0], plan)
-    plans.begin("second", hashes(12))
-    assert plans.hit("second", 0, 13) == 0
-    carry_out(ranks[1], plan)
-    plans.begin("third", hashes(12))
-    assert plans.hit("third", 0, 13) == 12
+    for at, store in enumerate(ranks):
+        if at != lacking:
+            carry_out(store, plan)
+    plans.begin("second", hashes(20))
+    assert plans.hit("second", 0, 21) == 0
+    carry_out(ranks[lacking], plan)
+    plans.begin("third", hashes(20))
+    assert plans.hit("third", 0, 21) == 20
+    (part,) = plan.saves[0].parts
+    for at, store in enumerate(ranks):
+        backend.delete(store.sealer.keys([part.names[1 + (at + lacking) % 3]], part.row.name))
+    plans.begin("fourth", hashes(20))
+    assert plans.hit("fourth", 0, 21) == 4
 
 
 def test_a_save_has_a_number_and_says_where_its_blocks_end() -> None:

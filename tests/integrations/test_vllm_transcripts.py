@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -249,6 +250,50 @@ def test_every_rank_has_blocks_of_its_own_unless_ranks_hold_the_same_heads(
     assert shards(1) == ["0 of 4", "1 of 4", "2 of 4", "3 of 4"]
     assert shards(2) == ["0 of 2", "0 of 2", "1 of 2", "1 of 2"]
     assert shards(1, mla=True) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("replicas", "mla", "needed", "last"),
+    [(1, False, (0, 1, 2, 3), 0), (1, False, (0, 1, 2, 3), 3), (2, False, (1, 2), 1), (2, False, (0, 3), 3),
+     (4, False, (3,), 3), (1, True, (2,), 2)],
+)  # fmt: skip
+def test_a_hit_needs_what_every_rank_of_its_own_has_stored(
+    module: ModuleType, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, replicas: int, mla: bool,
+    needed: tuple[int, ...], last: int,
+) -> None:  # fmt: skip
+    """Whichever of them lacks it. Ranks that hold the same write the same blocks, so one of them is enough."""
+    vllm, cache = given
+    vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas, vllm.model_config.use_mla = 4, replicas, mla
+    cache.kv_cache_groups, cache.prefix_cacheable_group_ids = cache.kv_cache_groups[:1], (0,)
+    scheduler = module.MainstemConnector(vllm, KVConnectorRole.SCHEDULER, cache)
+
+    def store(rank: int, name: str) -> None:
+        """Computes the prompt, and writes the blocks of one rank."""
+        ranked = sys.modules["vllm.distributed.parallel_state"]
+        monkeypatch.setattr(ranked, "get_tensor_model_parallel_rank", lambda: rank)
+        worker = module.MainstemConnector(vllm, KVConnectorRole.WORKER, cache)
+        worker.register_kv_caches(
+            {layer: torch.zeros([8, 2, 32, 64]) for layer in cache.kv_cache_groups[0].layer_names}
+        )
+        scheduler.on_new_request(request := make_request(name))
+        state = SimpleNamespace(get_block_ids=lambda name: [[1, 2, 3, 4]], boundary_state_offloads={})
+        output = SimpleNamespace(num_scheduled_tokens={request.request_id: 128}, kv_connector_block_state=state)
+        worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+        worker.wait_for_save()
+        worker.shutdown()
+
+    def hit(name: str) -> Any:
+        request = make_request(name)
+        request.num_tokens = 129
+        return scheduler.get_num_new_matched_tokens(request, 0)[0]
+
+    for rank in needed:
+        if rank != last:
+            store(rank, f"of rank {rank}")
+    assert hit("before") == 0
+    store(last, "of the last")
+    assert hit("after") == 128
+    scheduler.shutdown()
 
 
 class Worked:
