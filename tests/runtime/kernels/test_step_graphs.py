@@ -255,7 +255,18 @@ def test_a_recording_without_memory_is_tried_again_a_few_times(
 def test_a_repeated_step_that_differs_is_not_used(
     number: float, kernel: Attention, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder(broken=lambda logits: logits[:, 3].add_(number))
+    """Neither its logits nor the keys and values that it wrote."""
+
+    def spoil(logits: torch.Tensor) -> None:
+        logits[:, 3].add_(number)
+        for pool in requests.runners[0].pools.values():
+            rows = torch.from_numpy(pool.slots(requests._tables[0], requests._ends[0] - 1, requests._ends[0])).to(
+                DEVICE
+            )  # type: ignore[union-attr, operator, arg-type]
+            for plane in pool.planes:  # type: ignore[union-attr]
+                plane.flatten(1, 2)[:, rows] += 1
+
+    recorder = Recorder(broken=spoil)
     requests = Requests("llama", ONE_LAYER, kernel, recorder, monkeypatch)
     requests.add(8)
     for _ in range(4):
