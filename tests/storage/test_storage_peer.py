@@ -114,6 +114,25 @@ def test_each_value_is_asked_of_the_peer_that_has_it(kept: MemoryBackend) -> Non
         assert PAGES.read(peers, 21, 4) == [SIZE, SIZE]  # without having asked who has them
 
 
+@pytest.mark.parametrize("evicts", [0, 1])
+def test_a_peer_that_has_evicted_a_value_is_no_longer_its_home(evicts: int) -> None:
+    """Both have it when they are asked; one of them gives it up behind the client's back."""
+    stores = (MemoryBackend(), MemoryBackend())
+    PAGES.put(stores[0], 3, 4)
+    PAGES.put(stores[1], 3, 5)
+    first, second = serving(stores[0]), serving(stores[1])
+    with closing(first), closing(second), client(first.address, second.address) as peers:
+        assert peers.exists([PAGES.keys[at] for at in (3, 4, 5)]) == [True, True, True]
+        stores[evicts].delete([PAGES.keys[3]])
+        found = [PAGES.read(peers, 3) for _ in range(3)]
+        assert found[1:] == [[SIZE]] * 2, "the other one still has it"
+        stores[1 - evicts].delete([PAGES.keys[3]])
+        assert [PAGES.read(peers, 3) for _ in range(2)] == [[ABSENT]] * 2
+        PAGES.put(stores[evicts], 3)
+        assert PAGES.read(peers, 3) == [SIZE], "a peer that gave it up may have it again"
+        assert PAGES.read(peers, 4, 5) == [SIZE, SIZE]
+
+
 def test_more_keys_than_a_request_takes(server: PeerServer) -> None:
     keys = [struct.pack("<32xI", at)[-32:] for at in range(MOST_KEYS + 3)]
     with client(server.address) as peer:
