@@ -21,6 +21,7 @@ from doubles.vllm_interface import KV_CACHE, MODULES, SPECS, BlockStored, KVConn
 from rigs.hand_driven import HandWorkers
 
 from mainstem.errors import BadArgument
+from mainstem.storage.memory import MemoryBackend
 
 TRANSCRIPTS = sorted((Path(__file__).parents[1] / "recorded").glob("vllm-*.json.xz"))
 
@@ -435,6 +436,29 @@ def test_what_is_not_known_to_be_found_is_not_announced(
     worked.save(request, [1, 2, 3, 4], 128)
     worked.writers.run_all()
     assert len(worked.published(ranks=2 if why == "a rank is missing" else 1)) == (why != "nobody listens")
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_what_a_full_store_refuses_is_not_announced(
+    work: Callable[[], Worked], monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    worked, put = work(), MemoryBackend.put
+
+    def full(self: MemoryBackend, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        pairs = enumerate(zip(keys, buffers, strict=True))
+        return [at != refused and put(self, [key], [buffer])[0] for at, (key, buffer) in pairs]
+
+    worked.scheduler.on_new_request(request := make_request("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryBackend, "put", full)
+        worked.save(request, [1, 2, 3, 4], 64)
+        worked.writers.run_all()
+    assert worked.published() == []
+    worked.save(request, [1, 2, 3, 4], 128)
+    worked.writers.run_all()
+    (event,) = worked.published()
+    assert event.token_ids == list(range(64, 128))
+    assert worked.worker.counts["full"] == 1
 
 
 def test_an_adapter_adds_the_digest_of_its_files(module: ModuleType, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from machine import patience
 from rigs.hand_driven import FaultyBackend, Rig, prompt
 
 from mainstem.errors import StorageError
+from mainstem.events.replica import Replica
+from mainstem.events.source import Source
 
 pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(30)
@@ -174,6 +176,28 @@ def test_a_gap_in_the_store_of_one_rank_heals_on_all() -> None:
         assert len(backends[at].stored_keys()) == 6
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("full", [None, 0, 1, 2])
+def test_pages_are_announced_as_stored_once_every_rank_has_stored_them(full: int | None) -> None:
+    """The store of one rank has no room; routers follow the events of the first one alone."""
+    ranks, tokens = Ranks(3), prompt(4, 1)
+    announced = [0] * 3
+
+    def body(at: int) -> None:
+        backend = FaultyBackend()
+        if at == full:
+            backend.instead["put"] = lambda keys, buffers: [False for _ in keys]
+        rank, replica = Rank(ranks, at, backend, "full"), Replica()
+        source = Source(rank.cache.tree, [64, 64], b"a secret of sixteen")
+        rank.serve(tokens)
+        rank.rest()
+        replica.apply(source.take())
+        announced[at] = sum("STORAGE" in block.media for block in replica.blocks.values())
+        assert len(backend.stored_keys()) == (0 if at == full else 4)
+
+    ranks.run(body)
+    assert announced == [4 if full is None else 0] * 3
 
 
 @pytest.mark.parametrize("notes", ["equal", "lost", "older"])

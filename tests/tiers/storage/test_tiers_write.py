@@ -9,6 +9,9 @@ import pytest
 from rigs.hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
 
 from mainstem.errors import StorageError
+from mainstem.events.replica import Replica
+from mainstem.events.source import Source
+from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.storage.calls import StoreCall
 from mainstem.tiers.storage.store import Part, Written
 
@@ -26,6 +29,38 @@ def test_pages_on_the_host_are_written_to_storage() -> None:
     rig.poll()
     assert (rig.tiers.stats().stored, rig.tiers.stats().queued) == (4, 0)
     assert backend.stored_keys() == stored_keys(A)
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (3,), (1, 2), (0, 1, 2, 3)])
+def test_what_a_full_store_refuses_is_not_announced_as_stored(refused: tuple[int, ...]) -> None:
+    """One that refuses any of the pages, the first, the last, or all; later it has room for what comes."""
+    backend, replica = FaultyBackend(), Replica()
+    rig = Rig(backend=backend)
+    source = Source(rig.cache.tree, [64, 64], b"a secret of sixteen")
+    numbers = iter(range(100))
+
+    def put(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        taken = [next(numbers) not in refused for _ in keys]
+        for key, buffer, good in zip(keys, buffers, taken, strict=True):
+            if good:
+                MemoryBackend.put(backend, [key], [buffer])
+        return taken
+
+    def announced(tokens: Sequence[int]) -> list[bool]:
+        replica.apply(source.take())
+        hashes = {replica.path(hash_): block.media for hash_, block in replica.blocks.items()}
+        return ["STORAGE" in hashes[tuple(tokens[: 2 * at + 2])] for at in range(len(tokens) // 2)]
+
+    backend.instead["put"] = put
+    rig.serve(A)
+    rig.settle()
+    there = [key in backend.stored_keys() for key in stored_keys(A)]
+    assert there == [at not in refused for at in range(4)]
+    assert announced(A) == [not refused] * 4, "less than is there, but never more"
+    assert rig.tiers.stats().faults == ({"full": 1} if refused else {})
+    rig.serve(C)
+    rig.settle()
+    assert announced(C) == [True] * (len(C) // 2)
 
 
 def test_only_new_pages_are_written() -> None:

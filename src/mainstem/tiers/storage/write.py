@@ -37,6 +37,7 @@ Span = tuple[int, int]
 """Pages of a path: the first one, and the one after the last."""
 
 _MAX_NODES = 1 << 16  # whose states are known to be written
+_WHOLE = ARRIVED + 1  # the vote of a write of which storage has all; a full one refuses pages
 
 
 @dataclass(eq=False)
@@ -316,7 +317,9 @@ class Writes:
         if write.call is None or not write.call.done():
             return 0
         written = write.call.value
-        return FAILED if written.gap or (not write.before and not written.whole) else ARRIVED
+        if written.gap or (not write.before and not written.whole):
+            return FAILED
+        return _WHOLE if written.whole else ARRIVED
 
     def end(self, write: _Write, outcome: int) -> None:
         """Ends a write. If storage lacks the page before, queues the whole path."""
@@ -328,7 +331,7 @@ class Writes:
         else:
             self._running_states -= 1
         self._pending.counts["stored"] += write.call.value.pages
-        if outcome == ARRIVED and write.before and write.call.value.whole:
+        if outcome == _WHOLE and write.before:
             self._core.note_written(write.node, write.begin)
         if outcome == FAILED and write.before:
             self._heal(write.node)
