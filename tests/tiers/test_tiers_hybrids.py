@@ -255,15 +255,28 @@ def test_a_full_queue_drops_the_state_of_the_least_worth() -> None:
     assert rig.tiers.stats().write_dropped > 0
 
 
+@pytest.mark.parametrize("states_alone", [False, True])
 @pytest.mark.parametrize("empty", [None, 0])
-def test_a_state_that_could_not_be_written_is_written_when_it_is_used_again(empty: int | None) -> None:
+def test_a_state_that_could_not_be_written_is_written_when_it_is_used_again(
+    empty: int | None, states_alone: bool
+) -> None:
+    """A store without room refuses all, or only what comes after the pages. When it is used, other writes wait."""
     backend = FaultyBackend()
-    rig = Rig("full state", backend=backend, empty=empty, slots=24)
-    backend.instead["put"] = lambda keys, buffers: [False] * len(keys)
+    rig = Rig("full state", backend=backend, empty=empty, slots=48, host=64, device=64, writes=1)
+    states = {*keys(backend, rig, "state", Q)}
+
+    def full(given: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        return [
+            states_alone and key not in states and MemoryBackend.put(backend, [key], [buffer])[0]
+            for key, buffer in zip(given, buffers, strict=True)
+        ]
+
+    backend.instead["put"] = full
     rig.serve(Q)
     rig.settle()
-    assert not backend.stored_keys()
+    assert not states & {*backend.stored_keys()}
     del backend.instead["put"]
+    backed_up(rig, list(range(100, 116)), list(range(200, 216)))
     rig.serve(Q)
     rig.settle()
     assert 8 in written_states(backend, rig, Q)
