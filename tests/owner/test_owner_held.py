@@ -133,6 +133,27 @@ def test_what_is_put_is_found_before_it_is_written_and_after_it_left_the_host() 
     rig.held.check()
 
 
+@pytest.mark.parametrize("sizes", [(1,), (GRAIN - 1,), (GRAIN + 1,), (3 * GRAIN, 1, GRAIN, 2 * GRAIN - 1)])
+def test_values_of_any_length_take_whole_grains_until_they_are_written(sizes: tuple[int, ...]) -> None:
+    """As many fit the tenth time as the first time: what is counted when they come is what is counted when they go."""
+    rig = Rig(16)
+    room, lengths = [], [sizes[at % len(sizes)] for at in range(10)]
+    for turn in range(10):
+        taken = [rig.put(at, version=turn, size=length)[0] for at, length in enumerate(lengths)]
+        rig.held.check()
+        room.append(taken.count(True))
+        grains = [-(-length // GRAIN) for length, good in zip(lengths, taken, strict=True) if good]
+        assert rig.count("queued_bytes") == sum(grains) * GRAIN <= 8 * GRAIN, (
+            "half of the memory is for those unwritten"
+        )
+        rig.write_all()
+        rig.held.check()
+        assert rig.count("queued_bytes") == 0
+        read = [rig.get(at, version=turn, size=length) for at, length in enumerate(lengths) if taken[at]]
+        assert read == [[length] for length, good in zip(lengths, taken, strict=True) if good]
+    assert room == room[:1] * 10 and room[0] > 2
+
+
 def test_a_key_that_occurs_twice_is_read_once_and_leased_twice() -> None:
     rig = Rig(8)
     rig.backend.put(KEYS[:2], [VALUES.value(at) for at in range(2)])

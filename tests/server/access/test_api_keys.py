@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_who_may_see_the_cache(
         assert response.status_code == status, (path, response.text)
         if status == 403:
             assert "--admin-key" in error_of(response, 403)["message"]
+
+
+@pytest.mark.parametrize(
+    "key", ["k", "a:b", ":", "::a:", "a@b", "user:pass@host", "a%3Ab", "a/b?c=d&e", "=" * 3, "k" * 512]
+)
+@pytest.mark.parametrize("user", ["", "any", "Ås"])
+def test_any_key_is_a_password(key: str, user: str) -> None:
+    """Of HTTP Basic the user ends at the first colon, and a password may have others (RFC 7617)."""
+    server = client(admin_key=key)
+    for given, status in ((key, 200), (f"{key}x", 401), (f"x:{key}", 401), (key[1:], 401), ("", 401)):
+        sent = base64.b64encode(f"{user}:{given}".encode()).decode()
+        assert server.get("/cache", headers={"Authorization": f"Basic {sent}"}).status_code == status, given
+    for header in (f"Bearer {key}", f"bearer   {key}"):
+        assert server.get("/v1/cache/tree", headers={"Authorization": header}).status_code != 401
 
 
 def test_the_admin_key_is_no_tenant() -> None:
