@@ -216,16 +216,16 @@ def test_closing_ends_a_call_under_way() -> None:
 
 
 def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    with valkey(port, "--requirepass", "open sesame"):
+    port, odd = free_port(), "op:en ses@me%20/?#&=é"
+    with valkey(port, "--requirepass", odd):
         spec = f"redis://127.0.0.1:{port}"
         with pytest.raises(BackendUnavailable, match="refused"):
             open_backend(spec)
-        monkeypatch.setenv("KV_PASSWORD", "closed sesame")
+        monkeypatch.setenv("KV_PASSWORD", f"{odd} ")
         with pytest.raises(BackendUnavailable, match="refused") as wrong:
             open_backend(f"{spec}?password_env=KV_PASSWORD")
-        assert "sesame" not in str(wrong.value)
-        monkeypatch.setenv("KV_PASSWORD", "open sesame")
+        assert "ses@me" not in str(wrong.value)
+        monkeypatch.setenv("KV_PASSWORD", odd)
         assert open_backend(f"{spec}?password_env=KV_PASSWORD&user=default&timeout={TIMEOUT_S}").exists(KEYS[:1]) == [
             False
         ]
