@@ -217,6 +217,33 @@ def test_it_returns_space_that_others_need_and_refuses_values_without_room(tiny_
     assert [read(store, key) for key in KEYS[20:22]] == [bytes(value_of(at, 4096)) for at in (20, 21)]
 
 
+@pytest.mark.parametrize("odd", [1, GRAIN_BYTES - 1, GRAIN_BYTES, GRAIN_BYTES + 1])
+def test_whatever_others_need_whole_grains_are_returned(odd: int, tiny_steps: None) -> None:
+    disk = Disk()
+    store = small(disk, 16, min_free=MIN_FREE)
+    assert all(store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)]))
+    leave(disk, MIN_FREE - odd)
+    store.put(KEYS[:1], [value_of(0, 4096)])
+    left = 16 - -(-odd // GRAIN_BYTES)
+    assert len(disk.files["values"].live) == left * GRAIN_BYTES and store.stats().entries == left
+    for at in range(16, 40):
+        assert store.put([KEYS[at]], [value_of(at, 1 + at)]) == [True]
+        assert read(store, KEYS[at]) == bytes(value_of(at, 1 + at))
+    store.check()
+
+
+@pytest.mark.parametrize("size", [1, GRAIN_BYTES - 1, GRAIN_BYTES, GRAIN_BYTES + 1])
+def test_more_values_at_once_than_there_is_room_for_replace_one_another(size: int) -> None:
+    """However much of its grains each value fills."""
+    store = small(Disk(), 16)
+    room = 16 // -(-size // GRAIN_BYTES)
+    assert store.put(KEYS[:20], [value_of(at, size) for at in range(20)]) == [True] * 20
+    there = [at for at, found in enumerate(store.exists(KEYS[:20])) if found]
+    assert len(there) == room
+    assert all(read(store, KEYS[at]) == bytes(value_of(at, size)) for at in there)
+    store.check()
+
+
 def test_the_free_space_is_queried_at_most_once_a_second(tiny_steps: None) -> None:
     asked: list[float] = []
     now = [100.0]
