@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from simulator.bugs import NATIVE, POLICIES, PYTHON, Mutant
+from mutation.copies import PACKAGE as _PACKAGE
+from mutation.copies import ROOT as _ROOT
+from mutation.copies import Builder, copy_package, environment, write
+from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES
 
-_ROOT = Path(__file__).parent.parent
-_PACKAGE = _ROOT / "src" / "mainstem"
 _PAGE = _ROOT / "docs" / "reliability.md"
 _RECORD = _ROOT / "tests" / "recorded" / "mutants.json"
 _APART = {"bugs.py", "mutants.py", "record.py"}  # of the simulator, but no part of a run
@@ -41,19 +38,6 @@ _HEAD = "| bug | like | where | found by | after |\n|---|---|---|---|---|\n"
 _MOST_OPERATIONS = 1_500_000
 _CONTROL_OPERATIONS = 10_000  # of each profile with no mutant, which must find nothing
 _MOST_S = 400.0
-
-# As many mutants run at a time as there are cores: more threads would spin while they wait for each other.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-
-# An editable installation finds the package where it was installed from, whatever the path says.
-_WITHOUT_EDITABLE = """
-import runpy, sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
-import mainstem
-assert mainstem.__file__.startswith({copy!r}), mainstem.__file__
-sys.argv[1:] = {arguments!r}
-runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
-"""
 
 
 @dataclass(frozen=True)
@@ -69,13 +53,9 @@ class Verdict:
 def judge(mutant: Mutant, folder: Path, core: Path | None = None, most: int = _MOST_OPERATIONS) -> Verdict:
     """Makes the mutant in an empty folder and lets its killer look at it, for so many operations at most."""
     began_s = time.perf_counter()
-    copy = folder / "mainstem"
-    # With its compiled modules, but for those that are being written.
-    shutil.copytree(_PACKAGE, copy, ignore=shutil.ignore_patterns("csrc", "*.pyc.*"))
-    core = core or _core_file()
-    shutil.copy(core, copy / core.name)
-    if core == _core_file():
-        _patch(mutant, copy)
+    copy = copy_package(folder, core)
+    if core is None and mutant.patches:
+        write(copy / mutant.file, _patched(mutant).encode())
     if mutant.by.startswith("tests/"):
         arguments = ["-x", "-q", "-p", "no:cacheprovider", mutant.by]
         done = _run(folder, "pytest", arguments)
@@ -94,99 +74,23 @@ def judge(mutant: Mutant, folder: Path, core: Path | None = None, most: int = _M
     return Verdict(bool(found["failures"]), found["operations"], seconds, sight.split(" operations, ")[-1])
 
 
-def _patch(mutant: Mutant, package: Path) -> None:
-    """Raises ValueError if a text is not there exactly once."""
-    if not mutant.patches:
-        return
-    path = package / mutant.file
-    text = path.read_text()
+def _patched(mutant: Mutant) -> str:
+    """Returns the mutant's file; raises ValueError if a text is not there exactly once."""
+    text = (_PACKAGE / mutant.file).read_text()
     for old, new in mutant.patches:
         if text.count(old) != 1:
             raise ValueError(f"{mutant.name}: the text stands {text.count(old)} times in {mutant.file}: {old!r}")
         text = text.replace(old, new)
-    path.write_text(text)
-    Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
+    return text
 
 
 def _run(folder: Path, module: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    code = _WITHOUT_EDITABLE.format(copy=str(folder), arguments=list(arguments), module=module)
-    path = os.pathsep.join([str(folder), str(_ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **_ONE_THREAD}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-m", module, *arguments]
+    env = {**environment(folder, _ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        return subprocess.run(
-            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_MOST_S, check=False
-        )
+        return subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=_MOST_S, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, -1, "", "it hangs")
-
-
-def _core_file() -> Path:
-    found = importlib.util.find_spec("mainstem._core")
-    assert found is not None and found.origin is not None
-    return Path(found.origin)
-
-
-# ---------------------------------------------------------------- the core
-
-
-class Builder:
-    """Compiles the core, file by file; what was compiled once is used for every mutant.
-
-    Args:
-        folder: for object files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        import nanobind  # type: ignore[import-untyped]
-
-        binder = Path(nanobind.__file__).parent
-        includes = [binder / "include", binder / "ext" / "robin_map" / "include", sysconfig.get_path("include")]
-        self._flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
-        self._flags += [f"-I{include}" for include in includes]
-        csrc = _PACKAGE / "core" / "csrc"
-        self._standard = folder / "standard.h"
-        self._precompile(csrc.rglob("*.[hc]*"))
-        sources = [*sorted(csrc.rglob("*.cpp")), binder / "src" / "nb_combined.cpp"]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = pool.map(partial(self._compile, csrc=csrc, folder=folder), sources)
-            self._objects = {source.name: compiled for source, compiled in zip(sources, objects, strict=True)}
-
-    def build(self, mutant: Mutant, folder: Path) -> Path:
-        """The module with the mutant in it."""
-        csrc = folder / "core" / "csrc"
-        shutil.copytree(_PACKAGE / "core" / "csrc", csrc)
-        _patch(mutant, folder)
-        changed = [folder / mutant.file]
-        if POLICIES in mutant.file:
-            changed = [csrc / "eviction" / "eviction.cpp"]  # which alone makes policies
-        elif changed[0].suffix == ".h":
-            changed = [source for source in csrc.rglob("*.cpp") if self._includes(source, mutant.file)]
-        objects = {source.name: self._compile(source, csrc, folder) for source in changed}
-        objects |= {name: compiled for name, compiled in self._objects.items() if name not in objects}
-        module = folder / _core_file().name
-        self._call([*map(str, objects.values()), "-shared", "-o", str(module)])
-        return module
-
-    def _includes(self, source: Path, header: str) -> bool:
-        """Whether a source has to be compiled again for a header; the bindings are left as they are."""
-        files = self._objects[source.name].with_suffix(".d").read_text().split()
-        return source.parent.name != "python" and any(file.endswith(header) for file in files)
-
-    def _precompile(self, sources: Iterable[Path]) -> None:
-        """Reads what the standard library declares once: a third of the time that a small source takes."""
-        includes = {include for source in sources for include in re.findall(r"#include <[a-z_]+>", source.read_text())}
-        self._standard.write_text("\n".join(sorted(includes)) + "\n")
-        self._call(["-x", "c++-header", str(self._standard), "-o", f"{self._standard}.gch"])
-
-    def _compile(self, source: Path, csrc: Path, folder: Path) -> Path:
-        target = folder / (source.stem + ".o")
-        standard = ["-include", str(self._standard)] if source.is_relative_to(csrc) else []
-        self._call([f"-I{csrc}", *standard, "-MMD", "-c", str(source), "-o", str(target)])
-        return target
-
-    def _call(self, arguments: Sequence[str]) -> None:
-        subprocess.run(["g++", *self._flags, *arguments], check=True, capture_output=True, text=True)
 
 
 # ---------------------------------------------------------------- all of them
@@ -242,7 +146,7 @@ def _is_wanted(mutant: Mutant, names: Sequence[str]) -> bool:
 def _verdict(mutant: Mutant, builder: Builder | None = None) -> Verdict:
     with _folder() as folder, _folder() as built:
         try:
-            core = builder.build(mutant, built) if builder and mutant in NATIVE else None
+            core = builder.build(mutant.file, _patched(mutant), built) if builder and mutant in NATIVE else None
         except subprocess.CalledProcessError as error:
             return Verdict(False, None, 0.0, "it does not compile: " + " ".join(error.stderr.split())[-500:])
         return judge(mutant, folder, core)
