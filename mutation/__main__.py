@@ -1,0 +1,128 @@
+"""`python -m mutation`: a round of mutants of a sample of all source lines, against the tests.
+
+python -m mutation --seed 7 --write            a round; goes on where it ended; records it when it is whole
+python -m mutation --seed 7 --seconds 3600     a part of it
+python -m mutation --survivors                 those of the last round that nobody has judged, with what they change
+python -m mutation --rewrite                   the table again, after a judgement in mutation/equivalent.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+from mutation import record
+from mutation.copies import ROOT, Builder, copy_repository
+from mutation.reach import Reach, files_of_tests
+from mutation.rounds import Bench, Budget, Round, SourceChanged, go_on
+from mutation.runner import Runner
+from simulator.campaign import PROFILES
+
+_BUILD = ROOT / "build" / "mutants"
+_FIRST_MODULES = ("torch", "transformers", "pytest", "hypothesis", "numpy")
+
+
+def main() -> int:
+    """Returns 0 if the round is whole, or was given no more time; survivors do not fail it."""
+    options = _parse()
+    recorded, judged = record.rounds(), record.judgements()
+    if options.survivors or options.rewrite:
+        if options.rewrite:
+            record.PAGE.write_text(record.written(record.PAGE.read_text(), record.rows(recorded, judged)))
+        print(*record.survivors(recorded[-1]["mutants"] if recorded else (), judged), sep="\n\n")
+        return 0
+    try:
+        record.refuse_used(options.seed, recorded)
+        round_ = Round(_BUILD / f"round-{options.seed}", ROOT, options.seed, options.python, options.native)
+    except (record.SeedUsed, SourceChanged) as error:
+        print(error)
+        return 2
+    end_s = time.monotonic() + options.seconds
+    reach = Reach(_BUILD / "reach", ROOT)
+    with _runners(options.jobs, reach) as runners:
+        if not _reach(reach, runners, end_s):
+            return 0
+    budget = Budget(every=options.all_killers)
+    objects = _BUILD / "core"
+    objects.mkdir(exist_ok=True)
+    with _runners(options.jobs, reach) as runners:
+        bench = Bench(reach, ROOT, runners, partial(Builder, objects), budget)
+        go_on(round_, bench.judge, options.jobs, end_s, partial(print, flush=True))
+    _say(round_, judged, options.write)
+    return 0
+
+
+def _reach(reach: Reach, runners: list[tuple[Path, Runner]], end_s: float) -> bool:
+    """Records which tests reach which lines, as far as that is missing; returns whether nothing is."""
+    names = [*(f"simulator: {profile}" for profile in PROFILES), *files_of_tests(ROOT)]
+    missing: SimpleQueue[str] = SimpleQueue()
+    for name in reach.missing(names):
+        missing.put(name)
+
+    def work(runner: Runner) -> None:
+        while not missing.empty() and time.monotonic() < end_s:
+            part = reach.record(missing.get(), runner)
+            print(f"reach: {part.name}: {len(part.seconds)} tests, {missing.qsize()} files left", flush=True)
+
+    with ThreadPoolExecutor(len(runners)) as pool:
+        for done in [pool.submit(work, runner) for _, runner in runners]:
+            done.result()
+    return missing.empty()
+
+
+@contextmanager
+def _runners(jobs: int, reach: Reach) -> Iterator[list[tuple[Path, Runner]]]:
+    """Brings copies up to date and starts what runs tests in them."""
+    with ExitStack() as stack:
+        found = []
+        for job in range(jobs):
+            copy = _BUILD / f"copy-{job}"
+            copy.mkdir(parents=True, exist_ok=True)
+            copy_repository(copy)
+            modules = reach.modules() or _FIRST_MODULES
+            found.append((copy, stack.enter_context(closing(Runner(copy, modules)))))
+        yield found
+
+
+def _say(round_: Round, judged: dict[record.Key, str], write: bool) -> None:
+    """Prints the table; writes it and the record if the round is whole."""
+    entries = record.entries(round_)
+    known = {"seed": round_.seed, "mutants": entries}
+    print(record.HEAD, *(line + "\n" for line in record.rows([known], judged)), sep="", end="")
+    if alone := record.killing(entries):
+        print("mutants that one test alone kills:", *(f"{n:>4}  {test}" for test, n in alone.most_common()), sep="\n")
+    if round_.is_whole and write:
+        rounds = record.added(record.rounds(), round_)
+        record.RECORD.write_text(json.dumps({"rounds": rounds}, indent=1) + "\n")
+        record.PAGE.write_text(record.written(record.PAGE.read_text(), record.rows(rounds, judged)))
+        print(f"written to {record.RECORD.name} and {record.PAGE.name}; commit both")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mutation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="draws the lines; one that no recorded round has")
+    parser.add_argument("--python", type=int, default=400, help="mutants of Python; default: 400")
+    parser.add_argument("--native", type=int, default=150, help="mutants of the core; default: 150")
+    parser.add_argument("--jobs", type=int, default=1, help="that run at a time; default: 1")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="nothing begins later")
+    parser.add_argument("--all-killers", action="store_true", help="ask all tests that reach it, not until one fails")
+    parser.add_argument("--survivors", action="store_true", help="of the last round that is recorded")
+    parser.add_argument("--rewrite", action="store_true", help="the table from the record and the judgements")
+    parser.add_argument("--write", action="store_true", help="the record and the table, when the round is whole")
+    options = parser.parse_args()
+    if options.seed is None and not (options.survivors or options.rewrite):
+        parser.error("a round needs --seed")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
