@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve core test quick test-slow test-all nightly test-gemma test-lmcache test-sglang test-hf test-routers test-clients test-vllm test-fleet fleet-demo lint \
 	bench record bench-index bench-core bench-policies bench-agents bench-tiers bench-store-faults bench-engines \
-	bench-models bench-plan bench-servers bench-bits bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
+	bench-models bench-plan bench-servers bench-bits bench-fleet test-gpu bench-gpu simulate simulate-campaign mutants mutants-sampled spin fuzz native coverage instructions dist test-dist stub docs pictures house clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -30,6 +30,7 @@ help:
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make simulate-campaign  the same without end; goes on where the last one ended"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
+	@echo "make mutants-sampled  change a sample of all lines, and count what the tests see (SEED=7, one that no round had)"
 	@echo "make docs          the site, into build/docs/html: every page, link and name in the reference must exist"
 	@echo "make house         count lines, functions, classes, importers (ARGS=\"--base REV\": beside a commit)"
 	@echo "make pictures      draw the pictures of the documentation again, and take those of demo, replay, top and the live page"
@@ -86,9 +87,9 @@ $(VENV)/release: $(CORE) | $(VENV)/dev
 
 core: $(VENV)/core
 
-$(VENV)/dev: $(VENV)/server tests/requirements-stores.txt | $(VENV)/core
+$(VENV)/dev: $(VENV)/server tests/requirements-stores.txt tests/requirements-mutants.txt | $(VENV)/core
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-stores.txt
+	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-stores.txt --requirement tests/requirements-mutants.txt
 	@touch $@
 
 demo: $(VENV)/server $(VENV)/core
@@ -232,6 +233,11 @@ simulate-campaign: $(VENV)/dev
 
 mutants: $(VENV)/dev
 	$(BIN)/python -m simulator.mutants $(ARGS)
+
+# A round of mutants from a machine; it goes on where it ended (ARGS="--seconds 3600" ends a part). A whole one is written into
+# its record and docs/reliability.md; commit both.
+mutants-sampled: $(VENV)/dev
+	$(BIN)/python -m mutation $(if $(SEED),--seed $(SEED)) --jobs $(or $(JOBS),2) --write $(ARGS)
 
 # All that CI runs by what has changed, and more of what has no end. Commit the records that it writes.
 LANES := lmcache sglang routers clients fleet vllm

@@ -121,7 +121,7 @@ class Reach:
         source = (self._root / "src" / "mainstem" / file).read_text()
         own, around = lines_of(source, line)
         found = self._at(file, own)
-        if "" in found or not found:
+        if "" in found:
             found |= self._at(file, around)
         return self.ordered(found & self.seconds.keys())
 

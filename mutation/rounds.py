@@ -279,7 +279,7 @@ class Bench:
         left = list(tests)
         while left:
             files = list(dict.fromkeys(test.partition("::")[0] for test in left))
-            most_s = 3 * (self._budget.reach_s + self._budget.wider_s)
+            most_s = 60.0 + 3.0 * (self._budget.reach_s + self._budget.wider_s)
             run = runner.test(files, left, self._reach.seconds, every=self._budget.every, most_s=most_s)
             doubtful = run.failed.keys() & self._reach.deadline
             if doubtful and not runner.test([min(doubtful).partition("::")[0]], [min(doubtful)]).failed:

@@ -20,8 +20,7 @@ from mutation.copies import environment
 
 RECORDING_S = 900.0  # that a test may take while it is recorded
 START_S = 120.0  # that the imports of a run, and the collection of its tests, may take
-TEST_S = 10.0  # that a test may take besides a multiple of its recorded time
-TIMES = 8.0
+TEST_S, TIMES = 10.0, 8.0  # a test may take the first and so many times its recorded time
 SEED_S = 5.0  # that a seed of the simulator takes
 
 
@@ -55,6 +54,7 @@ class Runner:
         copy: of the repository.
         modules: of other packages, imported once for all runs.
         command: starts the process.
+        test_s: that a test may take besides a multiple of its recorded time.
         clock: in seconds.
     """
 
@@ -63,9 +63,10 @@ class Runner:
         copy: Path,
         modules: Sequence[str] = (),
         command: Sequence[str] = (sys.executable, "-m", "mutation.forks"),
+        test_s: float = TEST_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock, self._rest = clock, b""
+        self._clock, self._rest, self._test_s = clock, b"", test_s
         names = copy / "modules.json"
         names.write_text(json.dumps(list(modules)))
         env = environment(copy / "src", copy)
@@ -124,7 +125,7 @@ class Runner:
         def limit() -> float:
             if request["coverage"]:
                 return RECORDING_S
-            own = TEST_S + TIMES * seconds.get(run.test, 1.0) if run.test else START_S
+            own = self._test_s + TIMES * seconds.get(run.test, 1.0) if run.test else START_S
             return max(0.0, min(own, began_s + most_s - self._clock()))
 
         ended = self._hear(run, limit)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = sorted(path for folder in ("src", "bench", "examples", "simulator") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("src", "bench", "examples", "simulator", "mutation")
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
