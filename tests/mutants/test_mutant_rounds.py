@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machine import patience
 
 from mutation import rounds
 from mutation.copies import Builder, copy_repository, environment, write
@@ -90,7 +91,7 @@ def copy(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(copy: Path) -> Iterator[Runner]:
-    with closing(Runner(copy, ["pytest", "hypothesis", "coverage"], test_s=1.0)) as runner:
+    with closing(Runner(copy, ["pytest", "hypothesis", "coverage"], test_s=patience(1.0))) as runner:
         yield runner
 
 
@@ -193,6 +194,24 @@ def test_a_test_that_a_busy_machine_may_fail_has_to_fail_twice(
     assert asked[2] == [other], "and then those after it"
 
 
+def test_a_test_that_fails_without_a_mutant_kills_none(reach: Reach, root: Path, copy: Path) -> None:
+    (broken,) = names("test_larger")
+    asked: list[tuple[list[str], bool]] = []
+
+    class Broken(Runner):
+        def __init__(self) -> None:
+            pass
+
+        def test(self, files: object, wanted: list[str], *_: object, **__: object) -> Run:  # type: ignore[override]
+            asked.append((list(wanted), (copy / PACKAGE / "tiny.py").read_text() == SOURCE))
+            return Run({broken: "broken"}, "failed") if broken in wanted else Run(done=dict.fromkeys(wanted, 0.1))
+
+    of = mutant(root, "ReplaceComparisonOperator_Gt_GtE", "return a if a > b else b")
+    verdict = bench(reach, root, copy, Broken()).judge(of)
+    assert verdict.outcome == "survived" and broken not in asked[-1][0]
+    assert ([broken], True) in asked, "without the mutant"
+
+
 def test_what_a_line_reaches_depends_on_where_it_stands() -> None:
     source = "A = 1\n\n\ndef f(\n    a=A,\n):\n    b = [\n        a,\n    ]\n    return b\n"
     assert lines_of(source, 8)[0] == {7, 8, 9}, "a statement as a whole"
@@ -267,7 +286,7 @@ def test_a_mutant_of_the_core_is_compiled_and_lies_in_the_copy_while_tests_run(
 
         def test(self, files: object, wanted: list[str], *_: object, **__: object) -> Run:  # type: ignore[override]
             self.seen.append((copy / PACKAGE / "_core.so").read_text())
-            return Run({wanted[0]: "wrong"}, "failed")
+            return Run({wanted[0]: "wrong"}, "failed") if "mutant" in self.seen[-1] else Run()
 
     seeing = Seeing()
     bench = Bench(reach, root, [(copy, seeing)], Compiler, Budget())
@@ -276,7 +295,7 @@ def test_a_mutant_of_the_core_is_compiled_and_lies_in_the_copy_while_tests_run(
         for operator in ("NumberReplacer", "TimesTen")
     )
     assert bench.judge(add).by.startswith(FILE)
-    assert seeing.seen == ["mutant int x = (1 + 1);\n"]
+    assert seeing.seen == ["mutant int x = (1 + 1);\n", "whole"]
     assert (copy / PACKAGE / "_core.so").read_text() == "whole"
     assert replace(bench.judge(ten), seconds=0.0) == Verdict("invalid", what="no such thing")
 
