@@ -3,6 +3,7 @@
 python -m mutation --seed 7 --write            a round; goes on where it ended; records it when it is whole
 python -m mutation --seed 7 --seconds 3600     a part of it
 python -m mutation --survivors                 those of the last round that nobody has judged, with what they change
+python -m mutation --again                     whether the tests of now see those
 python -m mutation --rewrite                   the table again, after a judgement in mutation/equivalent.toml
 """
 
@@ -15,15 +16,15 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from mutation import record
 from mutation.copies import ROOT, Builder, copy_repository
 from mutation.reach import Reach, files_of_tests
-from mutation.rounds import Bench, Budget, Round, SourceChanged, go_on
+from mutation.rounds import Again, Bench, Budget, Round, SourceChanged, Work, go_on
 from mutation.runner import Runner
 from simulator.campaign import PROFILES
 
@@ -32,13 +33,18 @@ _FIRST_MODULES = ("torch", "transformers", "pytest", "hypothesis", "numpy")
 
 
 def main() -> int:
-    """Returns 0 if the round is whole, or was given no more time; survivors do not fail it."""
+    """Returns 0 if what was asked for is done, or was given no more time; survivors do not fail it."""
     options = _parse()
     recorded, judged = record.rounds(), record.judgements()
+    last = recorded[-1]["mutants"] if recorded else []
+    if options.rewrite:
+        record.PAGE.write_text(record.written(record.PAGE.read_text(), record.rows(recorded, judged)))
     if options.survivors or options.rewrite:
-        if options.rewrite:
-            record.PAGE.write_text(record.written(record.PAGE.read_text(), record.rows(recorded, judged)))
-        print(*record.survivors(recorded[-1]["mutants"] if recorded else (), judged), sep="\n\n")
+        print(*map(record.said, record.survivors(last, judged)), sep="\n\n")
+        return 0
+    end_s = time.monotonic() + options.seconds
+    if options.again:
+        _judge(Again(ROOT, map(record.key_of, record.survivors(last, judged))), options, end_s)
         return 0
     try:
         record.refuse_used(options.seed, recorded)
@@ -46,37 +52,44 @@ def main() -> int:
     except (record.SeedUsed, SourceChanged) as error:
         print(error)
         return 2
-    end_s = time.monotonic() + options.seconds
-    reach = Reach(_BUILD / "reach", ROOT)
-    with _runners(options.jobs, reach) as runners:
-        if not _reach(reach, runners, end_s):
-            return 0
-    budget = Budget(every=options.all_killers)
-    objects = _BUILD / "core"
-    objects.mkdir(exist_ok=True)
-    with _runners(options.jobs, reach) as runners:
-        bench = Bench(reach, ROOT, runners, partial(Builder, objects), budget)
-        go_on(round_, bench.judge, options.jobs, end_s, partial(print, flush=True))
+    _judge(round_, options, end_s)
     _say(round_, judged, options.write)
     return 0
 
 
-def _reach(reach: Reach, runners: list[tuple[Path, Runner]], end_s: float) -> bool:
-    """Records which tests reach which lines, as far as that is missing; returns whether nothing is."""
+def _judge(work: Work, options: argparse.Namespace, end_s: float) -> None:
+    """Records what reaches what, as far as that is missing, then judges mutants, as far as there is time."""
     names = [*(f"simulator: {profile}" for profile in PROFILES), *files_of_tests(ROOT)]
-    missing: SimpleQueue[str] = SimpleQueue()
-    for name in reach.missing(names):
-        missing.put(name)
+    reach = Reach(_BUILD / "reach", ROOT)
+    if missing := reach.missing(names):
+        with _runners(options.jobs, reach) as runners:
+            _record(reach, missing, runners, end_s)
+        reach = Reach(_BUILD / "reach", ROOT)
+    if reach.missing(names):
+        return
+    objects = _BUILD / "core"
+    objects.mkdir(exist_ok=True)
+    with _runners(options.jobs, reach) as runners:
+        bench = Bench(reach, ROOT, runners, partial(Builder, objects), Budget(every=options.all_killers))
+        go_on(work, bench.judge, options.jobs, end_s, partial(print, flush=True))
+
+
+def _record(reach: Reach, names: list[str], runners: list[tuple[Path, Runner]], end_s: float) -> None:
+    """Records test files and profiles, one at a time by each runner."""
+    left: SimpleQueue[str] = SimpleQueue()
+    for name in names:
+        left.put(name)
 
     def work(runner: Runner) -> None:
-        while not missing.empty() and time.monotonic() < end_s:
-            part = reach.record(missing.get(), runner)
-            print(f"reach: {part.name}: {len(part.seconds)} tests, {missing.qsize()} files left", flush=True)
+        with suppress(Empty):
+            while time.monotonic() < end_s:
+                part = reach.record(left.get_nowait(), runner)
+                how = f", {part.how}" if part.how else ""
+                print(f"reach: {part.name}: {len(part.seconds)} tests{how}; {left.qsize()} files left", flush=True)
 
     with ThreadPoolExecutor(len(runners)) as pool:
         for done in [pool.submit(work, runner) for _, runner in runners]:
             done.result()
-    return missing.empty()
 
 
 @contextmanager
@@ -115,12 +128,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="that run at a time; default: 1")
     parser.add_argument("--seconds", type=float, default=math.inf, help="nothing begins later")
     parser.add_argument("--all-killers", action="store_true", help="ask all tests that reach it, not until one fails")
+    parser.add_argument("--again", action="store_true", help="whether the tests of now see the last survivors")
     parser.add_argument("--survivors", action="store_true", help="of the last round that is recorded")
     parser.add_argument("--rewrite", action="store_true", help="the table from the record and the judgements")
     parser.add_argument("--write", action="store_true", help="the record and the table, when the round is whole")
     options = parser.parse_args()
-    if options.seed is None and not (options.survivors or options.rewrite):
-        parser.error("a round needs --seed")
+    if options.seed is None and not (options.again or options.survivors or options.rewrite):
+        parser.error("a round needs --seed, one that no round has had; SEED=7 of make mutants-sampled")
     return options
 
 

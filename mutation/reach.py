@@ -40,6 +40,7 @@ class Part:
         deadline: tests that a busy machine may fail.
         overhead: the seconds of imports and collection.
         modules: of other packages that it has imported.
+        how: it ended, if not well: then some of its tests, or all of its lines, are missing.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Part:
     deadline: list[str] = field(default_factory=list)
     overhead: float = 0.0
     modules: list[str] = field(default_factory=list)
+    how: str = ""
 
 
 class Reach:
@@ -262,7 +264,7 @@ def _part(name: str, digest: str, sources: str, run: Run) -> Part:
     passed = {test: round(seconds, 3) for test, seconds in run.done.items() if test not in run.failed}
     overhead = round(max(0.0, run.seconds - sum(run.done.values())), 2)
     starts = sorted(run.starts & passed.keys())
-    return Part(name, digest, sources, passed, starts, sorted(run.deadline), overhead, run.modules)
+    return Part(name, digest, sources, passed, starts, sorted(run.deadline), overhead, run.modules, run.how)
 
 
 def _digest(root: Path, name: str) -> str:

@@ -136,14 +136,16 @@ def written(page: str, lines: Sequence[str]) -> str:
     return before + head + "".join(line + "\n" for line in lines) + rest[table.end() :]
 
 
-def survivors(mutants: Sequence[Mapping[str, Any]], judged: Mapping[Key, str]) -> list[str]:
-    """Returns the survivors that nobody has judged, each with what it changes."""
-    return [
-        f"{entry['file']}:{entry['line']}  {entry['operator']}, occurrence {entry['occurrence']}; "
-        f"{entry.get('tests', 0)} tests ran, {entry.get('left', 0)} were left\n{entry['diff']}"
-        for entry in mutants
-        if entry["outcome"] == "survived" and key_of(entry) not in judged
-    ]
+def survivors(mutants: Sequence[dict[str, Any]], judged: Mapping[Key, str]) -> list[dict[str, Any]]:
+    """Returns the survivors that nobody has judged."""
+    return [entry for entry in mutants if entry["outcome"] == "survived" and key_of(entry) not in judged]
+
+
+def said(entry: Mapping[str, Any]) -> str:
+    """Returns a survivor with what it changes, as text."""
+    ran = f"{entry.get('tests', 0)} tests ran, {entry.get('left', 0)} were left"
+    named = f"{entry['operator']}, occurrence {entry['occurrence']}"
+    return f"{entry['file']}:{entry['line']}  {named}; {ran}\n{entry['diff']}"
 
 
 def killing(mutants: Sequence[Mapping[str, Any]]) -> Counter[str]:

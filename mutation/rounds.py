@@ -10,18 +10,19 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
+from typing import Protocol
 
 from mutation.copies import Builder, write
 from mutation.reach import OPERATIONS, SEEDS, Reach
 from mutation.runner import Run, Runner
-from mutation.sample import PACKAGE, Mutant, draw
+from mutation.sample import PACKAGE, Mutant, draw, mutants_of
 from mutation.sites import Site
 
 TESTS = {
@@ -98,6 +99,32 @@ class Verdict:
     left: int = 0
     seconds: float = 0.0
     killers: list[str] = field(default_factory=list)
+
+
+class Work(Protocol):
+    """Mutants that wait for a verdict."""
+
+    def waiting(self) -> Iterator[Mutant]:
+        """Yields those that are left."""
+
+    def note(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Takes a verdict."""
+
+
+class Again:
+    """Mutants that were drawn once, where their lines are now; a line that has another text has them no more."""
+
+    def __init__(self, root: Path, keys: Iterable[tuple[str, str, str, int]]) -> None:
+        wanted = set(keys)
+        files = sorted({file for file, *_ in wanted if (root / PACKAGE / file).exists()})
+        self._mutants = [mutant for file in files for mutant in mutants_of(root, file) if mutant.key in wanted]
+
+    def waiting(self) -> Iterator[Mutant]:
+        """Yields all of them."""
+        yield from self._mutants
+
+    def note(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Keeps nothing: a round is what was seen at its time."""
 
 
 class Round:
@@ -314,30 +341,30 @@ def _noted(verdict: Verdict, stage: str, run: Run) -> bool:
 
 
 def go_on(
-    round_: Round,
+    work: Work,
     judge: Callable[[Mutant], Verdict],
     jobs: int,
     end_s: float,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Judges what is left of a round, so many at a time, until it is whole or a time of the clock has come."""
-    left, lock = round_.waiting(), Lock()
+    """Judges mutants that are left, so many at a time, until none is or a time of the clock has come."""
+    left, lock = work.waiting(), Lock()
 
-    def work() -> None:
+    def judge_some() -> None:
         while clock() < end_s:
             with lock:
                 mutant = next(left, None)
             if mutant is None:
                 return
             verdict = judge(mutant)
-            round_.note(mutant, verdict)
+            work.note(mutant, verdict)
             seen = f"{verdict.how} {verdict.by}" if verdict.by else verdict.what
             where = f"{mutant.file}:{mutant.site.line} {mutant.site.operator}"
             say(f"{verdict.outcome:<9}{verdict.seconds:>6.1f} s  {where}  {seen}")
 
     with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(work) for _ in range(jobs)]:
+        for done in [pool.submit(judge_some) for _ in range(jobs)]:
             done.result()
 
 

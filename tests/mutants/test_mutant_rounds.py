@@ -15,7 +15,7 @@ from machine import patience
 from mutation import rounds
 from mutation.copies import Builder, copy_repository, environment, write
 from mutation.reach import Reach, files_of_tests, lines_of
-from mutation.rounds import Bench, Budget, Round, SourceChanged, Verdict, go_on
+from mutation.rounds import Again, Bench, Budget, Round, SourceChanged, Verdict, go_on
 from mutation.runner import Run, Runner
 from mutation.sample import PACKAGE, Mutant, mutants_of
 
@@ -251,6 +251,16 @@ def test_a_round_ends_with_the_package_that_it_began_with(round_: Round, root: P
     write(other / PACKAGE / "tiny.py", (SOURCE + "# more\n").encode())
     with pytest.raises(SourceChanged, match="end it there"):
         Round(tmp_path / "round", other, 1, 6, 0)
+
+
+def test_survivors_meet_the_tests_again_where_their_lines_are_now(tmp_path: Path) -> None:
+    write(tmp_path / PACKAGE / "a.py", b"x = 1\ny = 2\n")
+    first, second = (mutant for mutant in mutants_of(tmp_path, "a.py") if mutant.site.operator == "TimesTen")
+    write(tmp_path / PACKAGE / "a.py", b"# moved\nx = 3\ny = 2\n")
+    again = Again(tmp_path, [first.key, second.key, ("gone.py", "TimesTen", "x = 1", 0)])
+    judged: list[Mutant] = []
+    go_on(again, lambda each: (judged.append(each), Verdict())[1], 1, 1.0, lambda line: None, lambda: 0.0)
+    assert [(each.key, each.site.line) for each in judged] == [(second.key, 3)], "the text of the first is another"
 
 
 def test_what_does_not_compile_is_no_mutant_and_the_next_takes_its_place(tmp_path: Path) -> None:
