@@ -84,8 +84,8 @@ def _record(reach: Reach, names: list[str], runners: list[tuple[Path, Runner]], 
         with suppress(Empty):
             while time.monotonic() < end_s:
                 part = reach.record(left.get_nowait(), runner)
-                how = f", {part.how}" if part.how else ""
-                print(f"reach: {part.name}: {len(part.seconds)} tests{how}; {left.qsize()} files left", flush=True)
+                failed = f", without those that fail: {', '.join(part.failed)}" if part.failed else ""
+                print(f"reach: {part.name}: {len(part.seconds)} tests{failed}; {left.qsize()} files left", flush=True)
 
     with ThreadPoolExecutor(len(runners)) as pool:
         for done in [pool.submit(work, runner) for _, runner in runners]:

@@ -117,6 +117,7 @@ def names(*tests: str) -> list[str]:
 
 
 def test_the_tests_that_reach_a_line_are_recorded_but_for_those_that_fail(reach: Reach) -> None:
+    assert reach.parts[FILE].failed == names("test_that_fails")
     assert set(reach.reaching("tiny.py", 7)) == set(names("test_larger", "test_larger_again"))
     assert reach.reaching("tiny.py", 16) == names("test_count")
     assert reach.reaching("tiny.py", 3) == names("test_leave"), "what uses a constant reaches it"
