@@ -17,9 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.vllm_interface import KV_CACHE, MODULES, SPECS, BlockStored, KVConnectorRole, vllm_config, vllm_double
+from doubles.vllm_interface import (
+    KV_CACHE,
+    MODULES,
+    SPECS,
+    BlockStored,
+    KVConnectorRole,
+    Spec,
+    vllm_config,
+    vllm_double,
+)
 from rigs.hand_driven import HandWorkers
 
+from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.storage.memory import MemoryBackend
 
@@ -221,6 +231,46 @@ def test_options_are_refused_where_vllm_shows_them_first(module: ModuleType) -> 
     with pytest.raises(BadArgument, match=r"storage = 'fle:./kv': must be one of memory:, file:, "):
         module.MainstemConnector.requires_piecewise_for_cudagraph({"storage": "readonly+fle:./kv"})
     assert not module.MainstemConnector.requires_piecewise_for_cudagraph({"storage": "file:./kv?capacity=64GiB"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "component"),
+    [
+        ("FullAttentionSpec", {}, Full()),
+        ("SlidingWindowSpec", {"sliding_window": 64}, Window(63)),
+        ("SlidingWindowSpec", {"sliding_window": 64, "extra_retained_tokens": 3}, Window(66)),
+        ("SlidingWindowSpec", {"sliding_window": 1}, Window(1)),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 48}, Chunked(48)),
+        ("MambaSpec", {"mamba_cache_mode": "align"}, State()),
+        ("MambaSpec", {"mamba_cache_mode": "none"}, State()),
+    ],
+)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_group_is_the_component_that_vllm_needs_of_it(
+    module: ModuleType, kind: str, fields: dict[str, Any], component: Component, uniform: bool
+) -> None:
+    """Blocks of 48 tokens, and a group with a number that is not its place among those that are stored."""
+    spec = SPECS[kind](block_size=48, **fields)
+    if uniform:
+        spec = SPECS["UniformTypeKVCacheSpecs"](block_size=48, kv_cache_specs={"a": spec, "b": spec})
+    group = SimpleNamespace(kv_cache_spec=spec, is_eagle_group=False)
+    (found,) = module.groups_of(SimpleNamespace(prefix_cacheable_group_ids=(1,), kv_cache_groups=[None, group]))
+    assert (found.component, found.block_tokens, found.row.number) == (component, 48, 1)
+    assert (found.row.exact, found.offered) == (kind == "MambaSpec", fields.get("mamba_cache_mode") == "align")
+
+
+@pytest.mark.parametrize(
+    ("spec", "draft", "message"),
+    [
+        (SPECS["FullAttentionSpec"](block_size=16), True, "a draft model with layers of its own"),
+        (SPECS["FullAttentionSpec"](block_size=16, has_layer_views=False), False, "layers have a KV cache each"),
+        (Spec(block_size=16), False, "full, sliding or chunked attention, MLA, or a recurrent state"),
+    ],
+)
+def test_a_group_that_cannot_be_stored_is_refused(module: ModuleType, spec: Any, draft: bool, message: str) -> None:
+    group = SimpleNamespace(kv_cache_spec=spec, is_eagle_group=draft)
+    with pytest.raises(BadArgument, match=message):
+        module.groups_of(SimpleNamespace(prefix_cacheable_group_ids=(0,), kv_cache_groups=[group]))
 
 
 def test_blocks_that_hashes_do_not_divide_are_refused(module: ModuleType, given: tuple[Any, Any]) -> None:
