@@ -6,6 +6,7 @@ place at one instant, as a call to the store does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mainstem.storage.peer import Line, PeerBackend, Responder, Share
@@ -13,10 +14,11 @@ from mainstem.tiers.host.shelf import Shelf
 from simulator.network import Network
 from simulator.process import SECRET
 from simulator.storage import flip
-from simulator.world import World
+from simulator.world import World, require
 
 _IN_FLIGHT_BYTES = 1 << 20
 _TICK_S = 0.002  # of the clock of who answers: what an answer takes
+_ANSWERS = ("answered", "busy", "refused", "malformed")
 _FAULTS = ("peer: lost", "peer: altered", "peer: cut", "peer: another's", "peer: tag", "peer: forged")
 
 Answer = list[memoryview]
@@ -32,6 +34,7 @@ class Giver:
 
     def __init__(self, world: World, shelf: Shelf) -> None:
         self._world, self._spent_s = world, 0.0
+        self._asked: Counter[str] = Counter()  # answers, and the values and bytes in them
         self._responder = Responder(
             shelf, SECRET, Share(world.random.choice((0.01, 1.0)), clock=self._clock), self._clock
         )
@@ -40,6 +43,16 @@ class Giver:
         """Returns the parts of an answer."""
         head, values = self._responder.answer(parts, lambda: _IN_FLIGHT_BYTES)
         self._world.seen["pulled from a peer"] += len(values)
+        self._asked["answers"] += 1
+        self._asked["values"] += len(values)
+        self._asked["bytes"] += sum(map(len, values))
+        counts = self._responder.counts
+        given = {
+            "values": counts["values"],
+            "bytes": counts["bytes"],
+            "answers": sum(counts[each] for each in _ANSWERS),
+        }
+        require(given == self._asked, "who gives to peers counts otherwise", counts, self._asked)
         return [memoryview(part) for part in [*head, *map(bytes, values)]]
 
     def _clock(self) -> float:

@@ -25,8 +25,18 @@ from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.peer.client import PeerBackend, addresses_of
-from mainstem.storage.peer.server import PeerServer, Share
-from mainstem.storage.peer.wire import GET, MOST_KEYS, OK, Request, key_of, read_request, write_answer, write_request
+from mainstem.storage.peer.server import PeerServer, Responder, Share
+from mainstem.storage.peer.wire import (
+    EXISTS,
+    GET,
+    MOST_KEYS,
+    OK,
+    Request,
+    key_of,
+    read_request,
+    write_answer,
+    write_request,
+)
 
 pytestmark = pytest.mark.deadline
 SIZE = 100_000
@@ -559,3 +569,18 @@ def test_a_request_names_as_many_lengths_as_keys() -> None:
     assert read_request(parts, key_of(SECRET)) == request
     for changed in ([parts[0], parts[1][:-1], parts[2]], [parts[0][:-1] + b"\1", *parts[1:]]):
         assert read_request(changed, key_of(SECRET)) == 2  # without the secret nobody can change one
+
+
+def test_each_request_counts_once_by_what_was_answered() -> None:
+    clock = Clock()
+    share = Share(0.5, burst_s=1.0, clock=clock)
+    responder = Responder(Shelf(MemoryBackend()), SECRET, share, clock)
+    asked = Request(EXISTS, 1, [bytes(32)], [])
+    for turn in range(1, 4):
+        for secret in (SECRET, b"another", None):
+            responder.answer(write_request(asked, key_of(secret)) if secret else [b"nothing"], lambda: 0)
+        share.spend(2.0)
+        responder.answer(write_request(asked, key_of(SECRET)), lambda: 0)
+        counts = {name: n for name, n in responder.counts.items() if n}
+        assert counts == dict.fromkeys(("answered", "busy", "refused", "malformed"), turn)
+        clock.now_s += 10.0
