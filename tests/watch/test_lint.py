@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem.cli import main
-from mainstem.watch.lint import ADVICE, Linter, Report, about
+from mainstem.watch.lint import ADVICE, Linter, Report, _Model, about
 from mainstem.watch.prompts import BadRequestBody
 
 FACTS = ("refunds take ten days", "calls are free of charge", "no shop opens on Sundays", "orders can be changed")
@@ -416,3 +417,13 @@ def test_an_example_cuts_neither_a_value_nor_a_word(when: str, later: str) -> No
     for example, whole in zip(finding.examples, reversed(texts), strict=True):
         assert (later if whole is texts[1] else when) in example
         assert set(example.split()) <= {*whole.split(), *(word.rstrip(".:,") for word in whole.split())}
+
+
+@pytest.mark.parametrize(("prompts", "first"), [(10_000, 0), (10_001, 1), (10_005, 5)])
+def test_a_prompt_is_compared_with_the_last_10000(prompts: int, first: int) -> None:
+    model = _Model()
+    for number in range(prompts):
+        key = f"{number:06}"
+        model.add(SimpleNamespace(text=key), (("", key),) * 4)  # type: ignore[arg-type]
+    kept = sorted(int(prompt.text) for prompt in model._prompts.values())
+    assert kept == [*range(first, prompts)] and {len(order) for order in model._orders} == {len(kept)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from http.client import BadStatusLine, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from starlette.testclient import TestClient
 from mainstem.cli import main
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.server.app import create_app
+from mainstem.watch import commands
 from mainstem.watch.sample import MEASURES, Sample, Window, measure, totals
 from mainstem.watch.top import ALL, Look, Watch, address, table
 
@@ -347,3 +350,24 @@ def test_control_c_is_the_usual_end(capsys: pytest.CaptureFixture[str], monkeypa
         assert main(["top", server]) == 0
     assert "found in the cache" in capsys.readouterr().out
     assert len(looks) == 2  # the first table comes before the first wait
+
+
+def test_a_server_has_five_seconds_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def opens(url: str, timeout: float) -> Any:
+        waited.append(timeout)
+        raise OSError("nobody there")
+
+    monkeypatch.setattr(commands.urllib.request, "urlopen", opens)
+    with pytest.raises(OSError, match="nobody"):
+        commands._fetch("http://127.0.0.1:1")
+    top: Any = commands.top.default_command
+    for interval_s in (0.1, 3600.0):  # which are allowed
+        with pytest.raises(MainstemError, match="nobody there"):
+            top("127.0.0.1:1", interval_s=interval_s)
+    assert waited == [5.0] * 3
+    for interval_s in (0.09, 3600.1, 3_600_000.0):
+        with pytest.raises(BadArgument, match="interval_s"):
+            top("127.0.0.1:1", interval_s=interval_s)
+    assert waited == [5.0] * 3 and inspect.signature(top).parameters["interval_s"].default == 2.0

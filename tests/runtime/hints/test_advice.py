@@ -243,6 +243,14 @@ def test_each_action_does_what_it_says() -> None:
     assert apply(advice, "prefetch", [P[0], 99]) == Kept(0, 0)
 
 
+@pytest.mark.parametrize("ttl_s", [0.001, 100.0])
+def test_a_retention_may_take_a_millisecond_and_the_longest_time(ttl_s: float) -> None:
+    advice = Advice(PrefixCache(8, 4), 100.0)
+    advice.check("retain", ttl_s)
+    with pytest.raises(BadArgument, match="ttl_s"):
+        advice.check("retain", 0.0009)
+
+
 @pytest.mark.parametrize("ttl_s", [None, 0.0, -1.0, 101.0, float("nan")])
 def test_a_retention_needs_a_time_within_its_range(ttl_s: float | None) -> None:
     advice = Advice(PrefixCache(8, 2), 100.0)
