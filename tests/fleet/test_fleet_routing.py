@@ -16,6 +16,7 @@ from mainstem import Namespace, PrefixCache, _core
 from mainstem.errors import BadArgument
 from mainstem.events.replica import Replica
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium, salt_id
+from mainstem.fleet.front import routing
 from mainstem.fleet.front.asking import Prompt
 from mainstem.fleet.front.routing import CostRouter, Costs, Estimate
 
@@ -378,17 +379,6 @@ def test_a_replica_shares_the_store_that_it_names_now() -> None:
         assert known.match(prompt(0, 20))["b"][2] == 20
 
 
-def test_stores_that_nobody_names_any_more_cost_nothing() -> None:
-    known = router()
-    for turn in range(5000):  # each replica has a store of its own, and others take their places
-        known.follow({"a": {"store": f"a {turn}"}, "b": {"store": f"b {turn}"}})
-    known.apply("a", [stored(range(20), medium="STORAGE")])
-    assert known.match(prompt(0, 20)) == {"a": (0, 0, 20), "b": (0, 0, 0)}
-    known.follow({"a": {"store": "one"}, "b": {"store": "one"}})
-    assert known.match(prompt(0, 20))["b"][2] == 20
-    known.check()
-
-
 def test_what_a_replica_lacks_the_others_know() -> None:
     known = router()
     known.follow({"a": {"costs": {"prefill": (1e-3, 0.0)}}, "b": {"costs": {"prefill": (-1, "x")}}})
@@ -599,6 +589,20 @@ def test_pages_have_sixteen_tokens_until_a_replica_says_otherwise() -> None:
     known.follow({"a": {}})
     known.sent(prompt(0, 47), "a")
     assert known.match(prompt(0, 47))["a"][0] == 32
+
+
+def test_the_4096th_store_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert routing._MOST_STORES == 4095  # which is all that the index takes
+    monkeypatch.setattr(routing, "_MOST_STORES", 1)
+    known = router()
+    known.follow(
+        {name: {"store": store} for name, store in zip("abcd", ["s", "s", "too many", "too many"], strict=True)}
+    )
+    for name, there in [("a", "ab"), ("c", "c")]:
+        known.apply(name, [stored(range(20), medium="STORAGE")])
+        assert [each for each in "abcd" if known.match(prompt(0, 20))[each][2]] == list(there)
+        known.apply(name, [AllBlocksCleared()])
+    known.check()
 
 
 def test_stores_come_and_go_for_ever_and_4095_are_there_at_a_time() -> None:
