@@ -48,14 +48,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo_v2_flash": ("mimo_v2_flash", WINDOWED["mimo_v2_flash"]),  # values smaller than keys, unequal pools
     "bloom": ("bloom", GATHERED["bloom"]),  # attention of its own
     "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
+    "lfm2": ("lfm2", HYBRIDS["lfm2"]),  # the same, with states of convolutions
 }
-MORE = ("gemma3n_text", "llama4_text", "mimo_v2_flash", "bloom")
+QUICK = ("llama", "gemma3_text", "lfm2")
 CASES = pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *(pytest.param(family, "int8", marks=[pytest.mark.slow] if family in MORE else []) for family in KINDS),
+        *(pytest.param(family, "int8", marks=[] if family in QUICK else pytest.mark.slow) for family in KINDS),
         ("llama", "fp8"),
-        ("gemma3_text", "fp8"),
+        pytest.param("gemma3_text", "fp8", marks=pytest.mark.slow),
     ],
 )
 

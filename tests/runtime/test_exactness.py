@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, plain, same
+from rigs.slow import slow_but
 
 from bench.tiny_models import FAMILIES, VOCAB
 from mainstem.runtime.engine import Engine
@@ -28,7 +29,7 @@ def tiny_pair(family: str) -> tuple[LoadedModel, Callable[[Sequence[int], int], 
     return pair_of(family, FAMILIES[family])
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", slow_but(ARCHITECTURES, "llama", "gpt2"))
 @pytest.mark.parametrize(
     "config",
     [
@@ -55,7 +56,7 @@ def test_cold_warm_chunked_and_batched_give_the_same_tokens(family: str, config:
             same(completion, greedy(prompt, 8))
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", slow_but(ARCHITECTURES, "llama", "gpt2"))
 def test_drafts_change_neither_tokens_nor_logprobs(family: str) -> None:
     model, greedy = tiny_pair(family)
     (prompt,) = family_of_prompts(VOCAB, 20, [1])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from machine import patience
+from rigs.slow import slow_but
 from transformers import LogitsProcessorList, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -58,6 +59,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "resumed": ("jamba", RESUMED["jamba"]),
 }
 FULL = ("full", "latent")
+QUICK = ("full", "windows and full", "chunks", "latent", "conv", "state")
 
 
 class Rig:
@@ -134,7 +136,7 @@ def rig() -> Iterator[Callable[..., Rig]]:
 # ---------------------------------------------------------------- equal outputs, less computed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, *QUICK))
 def test_a_prompt_that_was_seen_is_not_computed_again(rig: Callable[..., Rig], kind: str) -> None:
     made, prompt = rig(kind), words(41)
     assert made.hits(lambda: made.both(prompt)) == 0
@@ -142,7 +144,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again(rig: Callable[..., Rig], k
     assert made.computed == 1 + 5  # the last token of the prompt, and the steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, *QUICK))
 def test_the_next_turn_of_a_chat_hits_the_answer(rig: Callable[..., Rig], kind: str) -> None:
     made = rig(kind)
     chat = made.both(words(21), new=30, suppress_tokens=[PAD, EOS])[0].tolist()
@@ -150,7 +152,7 @@ def test_the_next_turn_of_a_chat_hits_the_answer(rig: Callable[..., Rig], kind: 
     assert hit >= (len(chat) - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, *QUICK))
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_random_conversations_and_batches_give_the_same_tokens(rig: Callable[..., Rig], kind: str, seed: int) -> None:
     dice = random.Random(seed)
@@ -199,7 +201,7 @@ def test_it_generates_inside_inference_mode(rig: Callable[..., Rig]) -> None:
 # ---------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, *QUICK))
 def test_rows_that_share_a_prompt_compute_it_once(rig: Callable[..., Rig], kind: str) -> None:
     made, shared = rig(kind), words(40)
     rows = [[*shared, *words(n, seed=n)] for n in (3, 5, 4, 6)]
@@ -316,7 +318,7 @@ class Stream:
         self.ended = True
 
 
-@pytest.mark.parametrize("kind", ["full", "windows and full", "latent"])
+@pytest.mark.parametrize("kind", slow_but(["full", "windows and full", "latent"], "full"))
 def test_an_assistant_drafts_for_a_cached_model(rig: Callable[..., Rig], kind: str) -> None:
     made = rig(kind)
     assistant: Any = tiny("llama", num_hidden_layers=1)
@@ -546,7 +548,7 @@ def test_threads_share_and_give_the_same_tokens(rig: Callable[..., Rig], kind: s
     assert made.cache.stats().cached_tokens >= 8 * 40
 
 
-@pytest.mark.parametrize("kind", ["full", "windows and full", "latent"])
+@pytest.mark.parametrize("kind", slow_but(["full", "windows and full", "latent"], "windows and full"))
 def test_a_tiny_pool_evicts_and_the_tokens_stay_right(rig: Callable[..., Rig], kind: str) -> None:
     config = replace(SMALL, pages=16, token_budget=8, window_ratio=1.0)
     made = rig(kind, config)

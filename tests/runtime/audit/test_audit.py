@@ -138,7 +138,7 @@ FLIPS = {"device": flip_device, "host": flip_host, "storage": flip_storage}
 
 
 @pytest.mark.parametrize("tier", FLIPS)
-@pytest.mark.parametrize("page", [0, 6, 9])
+@pytest.mark.parametrize("page", [pytest.param(0, marks=pytest.mark.slow), 6, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_found_and_removed_from_every_tier(
     tier: str, page: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,12 +218,12 @@ def test_the_place_of_a_difference_is_logged(caplog: pytest.LogCaptureFixture) -
     ("name", "config"),
     [
         ("llama", {"pages": 30}),
-        ("llama", {"kv_cache_dtype": "int8"}),
-        ("mistral windowed", {}),
-        ("olmo3 windowed", {}),
+        pytest.param("llama", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("mistral windowed", {}, marks=pytest.mark.slow),
+        pytest.param("olmo3 windowed", {}, marks=pytest.mark.slow),
         ("mamba2", {}),
-        ("bamba", {"checkpoint_tokens": 8}),
-        ("rwkv", {}),
+        pytest.param("bamba", {"checkpoint_tokens": 8}, marks=pytest.mark.slow),
+        pytest.param("rwkv", {}, marks=pytest.mark.slow),
     ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given),
 )

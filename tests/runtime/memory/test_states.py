@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.slow import slow_but
 
 from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, ZAMBA2, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
@@ -26,7 +27,10 @@ LIMIT = 1e-4  # of the logits' spread, for rounding
 FAMILIES = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+MOST_UNLIKE = ("qwen3_5_text", "mamba2", "lfm2", "mamba", "minimax", "recurrent_gemma", "rwkv")
+
+
+@pytest.fixture(scope="module", params=slow_but(sorted(FAMILIES), *MOST_UNLIKE))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -177,7 +181,9 @@ def test_at_low_precision_more_than_the_model_s_own_rounding_is_an_error() -> No
     assert proof(model, TOLERANCE[torch.bfloat16]) == Proof("stepped", stacked=True)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in STEPPED])
+@pytest.mark.parametrize(
+    "family", slow_but([name for name in FAMILIES if name not in STEPPED], "qwen3_5_text", "mamba2")
+)
 def test_at_low_precision_rounding_is_none(family: str) -> None:
     assert proof(made(family, torch.bfloat16), TOLERANCE[torch.bfloat16]) == wanted(family)
 

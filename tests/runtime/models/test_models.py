@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from machine import patience
+from rigs.serving import PRELOADED
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bench.tiny_models import HYBRIDS, RESUMED, tiny
@@ -170,7 +171,8 @@ def _load_in_another_process(path: str, ready: Any, results: Any) -> None:
 
 @pytest.mark.deadline
 def test_two_processes_may_convert_at_once(weights: Path, cache: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # what takes long to import
     ready, results = context.Barrier(2), context.Queue()
     other = context.Process(target=_load_in_another_process, args=(str(weights), ready, results))
     other.start()

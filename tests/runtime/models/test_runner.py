@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from rigs.slow import slow_but
 from transformers import PreTrainedModel
 
 from bench.tiny_models import (
@@ -148,18 +149,30 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
     return RunnerRig(ModelRunner(pair[0], counts, page_size), pair[1], page_size, order)
 
 
+RIGS = [
+    *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
+    *((f"{family} windowed", 4) for family in WINDOWED),
+    *((name, 4) for name in VARIANTS),
+    *((family, 4) for family in (*LATENT, *GATHERED)),
+    *(("deepseek_v3", page_size) for page_size in (1, 16)),
+    *(
+        (f"{family} windowed", page_size)
+        for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
+        for page_size in (1, 16)
+    ),
+]
+QUICK = {
+    *(("llama", page_size) for page_size in (1, 3, 16)),
+    *(("gpt_neox", 3), ("gpt2", 16), ("mixtral", 3), ("gemma", 16), ("gpt_bigcode", 3)),
+    *((f"{family} windowed", 4) for family in ("phi3", "gemma2", "gemma4_text", "mimo_v2_flash")),
+    *(("mistral windowed", 1), ("gpt_oss windowed", 16)),
+    *((name, 4) for name in (*VARIANTS, "deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "bloom", "gptj")),
+}
+
+
 @pytest.fixture(
     params=[
-        *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
-        *((f"{family} windowed", 4) for family in WINDOWED),
-        *((name, 4) for name in VARIANTS),
-        *((family, 4) for family in (*LATENT, *GATHERED)),
-        *(("deepseek_v3", page_size) for page_size in (1, 16)),
-        *(
-            (f"{family} windowed", page_size)
-            for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
-            for page_size in (1, 16)
-        ),
+        *(pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in RIGS),
         pytest.param(("SmolLM2", 16), marks=pytest.mark.model),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
@@ -291,7 +304,12 @@ def full_pool(runner: ModelRunner) -> KVPool:
 # ---------------------------------------------------------------- models that keep a state
 
 
-@pytest.fixture(params=sorted(RECURRENT))
+MOST_UNLIKE = (
+    "qwen3_5_text", "mamba2", "lfm2", "nemotron_h", "kimi_linear", "mamba", "minimax", "recurrent_gemma", "rwkv",
+)  # fmt: skip
+
+
+@pytest.fixture(params=slow_but(sorted(RECURRENT), *MOST_UNLIKE))
 def hybrid(request: pytest.FixtureRequest) -> RunnerRig:
     return make_rig(request.param, 4)
 

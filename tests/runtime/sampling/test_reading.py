@@ -24,6 +24,7 @@ from rigs.ghost import scores as expected
 from rigs.greedy import LOGPROB_TOLERANCE, family_of_prompts
 from rigs.letters import Letters
 from rigs.scheduler import PAGE, Bench
+from rigs.slow import slow_but
 
 from bench.tiny_models import FAMILIES, GATHERED, HYBRIDS, RESUMED, VOCAB, WINDOWED, loaded, tiny
 from mainstem.cache.components import Full, State, Window
@@ -339,7 +340,7 @@ def check_scores(completion: Completion, plain: torch.Tensor, tokens: list[int])
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "llama", "gemma2", "bloom", "mamba2"))
 @pytest.mark.parametrize("budget", [16, pytest.param(512, marks=pytest.mark.slow)])
 def test_what_is_read_is_that_of_plain_transformers(kind: str, budget: int) -> None:
     model, logprobs, means = model_of(kind)
