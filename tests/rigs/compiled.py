@@ -1,7 +1,7 @@
-"""Compiles the kernels for NVIDIA GPUs, which needs none: python -m rigs.compiled 80 90
+"""Compiles the kernels for NVIDIA GPUs, which needs none: python -m rigs.compiled 80 [kernel ...]
 
 Prints a line for each kernel: the architecture, its name, and whether it multiplies in tensor cores. Of products it
-prints the rows of a tile, and the instructions of tensor cores that their sum has.
+prints the rows of a tile, by which they are named, and the instructions of tensor cores that their sum has.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ def ptx(kernel: Any, arguments: dict[str, Any], architecture: int) -> str:
 
 
 if __name__ == "__main__":
-    for architecture in map(int, sys.argv[1:]):
-        for name, (kernel, arguments) in KERNELS.items():
+    architecture, names = int(sys.argv[1]), sys.argv[2:] or [*KERNELS, *map(str, triton_linear.ROWS)]
+    for name in names:
+        if name in KERNELS:
+            kernel, arguments = KERNELS[name]
             print(architecture, name, "mma" in ptx(kernel, {n: arguments[n] for n in kernel.arg_names}, architecture))
-        for rows in triton_linear.ROWS:
-            kernel, arguments = triton_linear._product, {**_PRODUCT, "ROWS": rows}
+        else:
+            kernel, arguments = triton_linear._product, {**_PRODUCT, "ROWS": int(name)}
             code = ptx(kernel, {n: arguments[n] for n in kernel.arg_names}, architecture)
-            print(architecture, "products", rows, *sorted({*re.findall(r"\S*mma\.\S*m\d+n\d+k\d+\S*", code)}))
+            print(architecture, "products", name, *sorted({*re.findall(r"\S*mma\.\S*m\d+n\d+k\d+\S*", code)}))

@@ -718,6 +718,7 @@ def test_counts_are_copied_as_they_are_at_one_moment() -> None:
     assert copy.device_tokens == 0
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_a_request_that_has_ended_holds_no_memory(rig: Callable[..., Rig]) -> None:
     made, asked = rig(), request()
     tokens = weakref.ref(asked.tokens)

@@ -57,7 +57,7 @@ def slow_runs(tables: Tables, parts: Parts, least: int, step: int) -> set[Run]:
     return runs
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_runs_are_those_of_a_model_that_looks_at_every_page(data: st.DataObject) -> None:
     tables = data.draw(trees())

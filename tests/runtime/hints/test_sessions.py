@@ -290,7 +290,7 @@ def test_a_failed_load_changes_no_answer() -> None:
     bench.run_and_flush()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_random_sessions_are_answered_as_without_a_cache(seed: int) -> None:
     draw = random.Random(seed)
     bench = Talks(pages=40, share=draw.choice((0.4, 1.0)), store=draw.random() < 0.5, host_pages=80)

@@ -103,7 +103,7 @@ def some_images(rng: random.Random, length: int) -> tuple[ImageInput, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 4, 16])
+@pytest.mark.parametrize("page_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: str, page_size: int) -> None:
@@ -516,7 +516,7 @@ def warm_hit_rate(sizes: dict[Component, int], seed: int) -> float:
     return found / asked
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_states_hit_within_5_points_of_full_attention(seed: int) -> None:
     full = warm_hit_rate({Full(): 20_000}, seed)
     states = warm_hit_rate({Full(): 20_000, State(): 4_000}, seed)
