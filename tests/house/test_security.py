@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,14 @@ MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+SUSPECT = re.compile(rf"\b(?:{'|'.join((*FORBIDDEN_MODULES, *FORBIDDEN_CALLS))})\b|allow_pickle|weights_only")
+"""What the text of such a module has; few need be parsed."""
 
 
 def findings(source: str) -> Iterator[str]:
     """Yields what a module could use to execute foreign bytes."""
+    if not SUSPECT.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,7 @@ def first_cells(page: str) -> list[str]:
     return [word.strip() for row in rows for word in row.split(",")]
 
 
+@cache
 def names() -> dict[str, str]:
     """Returns every name that the package defines, in Python and in C++, with a file that does."""
     found: dict[str, str] = {}

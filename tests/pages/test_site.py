@@ -90,6 +90,7 @@ def test_the_page_of_the_commands_is_that_of_the_parser() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.deadline
 def test_the_commands_of_a_start_page_run(tmp_path: Path) -> None:
     """Those that need no model: the page says that a test runs them, and what `plan` says."""

@@ -159,7 +159,7 @@ def test_attention_in_parts_beside_others_has_the_bits_of_a_prompt_alone(
     assert all(same(each, alone[shared:]) for each in results[1:])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_a_step_folds_whole_spans_and_merges_them_in_their_order(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -412,7 +412,6 @@ def test_what_ranks_stored_is_found_after_a_restart_with_as_many(
         assert sum(answer.usage.storage_tokens for answer in again) == MANY * 5 * PAGE
         other = serve(1)
         assert sum(answer.usage.storage_tokens for answer in other) == 0
-        assert sum(answer.usage.storage_tokens for answer in serve(1)) == MANY * 5 * PAGE
         if where == "one Valkey":
             assert sum(answer.usage.storage_tokens for answer in serve(2)) == MANY * 5 * PAGE
 
