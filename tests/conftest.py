@@ -32,7 +32,8 @@ from mainstem.errors import ModelNotFound
 with suppress(ImportError):  # a machine with a GPU has no more than what its tests need
     from hypothesis import settings
 
-    settings.register_profile("by_no_clock", deadline=None)  # a busy machine takes long, and nothing is wrong
+    # No deadline: a busy machine takes long, and nothing is wrong.
+    settings.register_profile("by_no_clock", deadline=None, max_examples=50)
     settings.load_profile("by_no_clock")
 
 pytest.register_assert_rewrite("rigs")  # a check of a rig that fails shows its values, as in a test
@@ -93,6 +94,12 @@ def smollm2() -> Any:
         return load_model(dtype="float32")
     except ModelNotFound as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def little_garbage() -> None:
+    """Limits garbage collection to new objects, from now on: with PyTorch imported a full one takes a second."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

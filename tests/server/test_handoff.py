@@ -36,7 +36,7 @@ WAITS = StorageConfig(prefetch="wait_complete", prefetch_min_tokens=4)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "gemma3_text": ("gemma3_text", {**WINDOWED["gemma3_text"], "sliding_window": 8}),  # full attention and a window
-    "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
+    "lfm2": ("lfm2", HYBRIDS["lfm2"]),  # full attention and states
 }
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_one_has_computed_the_other_reads(kind: str) -> None:
     with two(made) as (first, second):
         assert [completion.usage.completion_tokens for completion in warm(first, *PROMPTS)] == [0] * 3
         read = answered(second, expected)
-        assert read[0] >= (len(PROMPTS[0]) - 1) // 4 * 4 - (16 if kind == "qwen3_next" else 0)
+        assert read[0] >= (len(PROMPTS[0]) - 1) // 4 * 4 - (16 if kind == "lfm2" else 0)
         assert sum(read) < sum(map(len, PROMPTS))  # what it has it does not read again
         assert not faults(second)
         warm(first, PROMPTS[0])  # counts are those after the last step

@@ -14,7 +14,7 @@ import torch
 from machine import DEVICE
 
 from bench.tiny_models import CONTEXT, FAMILIES, VARIANTS, VOCAB, WINDOWED, loaded, tiny
-from mainstem.runtime.attention.paged import Attention, SdpaAttention
+from mainstem.runtime.attention.paged import TOLERANCE, Attention, SdpaAttention
 from mainstem.runtime.kernels import step_graphs
 from mainstem.runtime.kernels.step_graphs import padded_rows
 from mainstem.runtime.models.layout import Layout
@@ -73,15 +73,16 @@ class Requests:
     def __init__(
         self, family: str, changes: dict[str, Any], kernel: Attention, recorder: Any, patch: pytest.MonkeyPatch
     ) -> None:
+        # The interpreter takes long, so PyTorch computes the self-test, and what is compared with.
+        patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: SdpaAttention())
         self.runners = []
         for made in (recorder, None):
-            # The interpreter takes long, so what is compared with is computed by PyTorch.
-            attention = kernel if made is not None or DEVICE != "cpu" else SdpaAttention()
-            patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_, made=attention: made)
-            patch.setattr("mainstem.runtime.models.runner.recorder_for", lambda _, made=made: made)
             model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]
             counts = dict.fromkeys(Layout.of(model.config, CONTEXT).names, 200)
-            self.runners.append(ModelRunner(loaded(model), counts, PAGE))
+            self.runners.append(ModelRunner(loaded(model), counts, PAGE, cuda_graphs=False))
+        recorded = self.runners[0]._forward
+        recorded.attention = kernel
+        recorded.record(lambda _: recorder, TOLERANCE[torch.float32])
         self._chance = np.random.default_rng(0)
         self._tables: list[Any] = []
         self._ends: list[int] = []
@@ -320,11 +321,12 @@ def test_many_requests_are_not_recorded(kernel: Attention, monkeypatch: pytest.M
 def test_a_model_with_states_or_latents_is_not_recorded(kernel: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.tiny_models import HYBRIDS, LATENT
 
-    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: kernel)
-    monkeypatch.setattr("mainstem.runtime.models.runner.recorder_for", lambda _: pytest.fail("it would be recorded"))
+    monkeypatch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: SdpaAttention())
     for family, changes in (("deepseek_v3", LATENT["deepseek_v3"]), ("qwen3_next", HYBRIDS["qwen3_next"])):
         model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]
-        ModelRunner(loaded(model), dict.fromkeys(Layout.of(model.config, CONTEXT).names, 8), 16)
+        runner = ModelRunner(loaded(model), dict.fromkeys(Layout.of(model.config, CONTEXT).names, 8), 16)
+        runner._forward.attention = kernel
+        runner._forward.record(lambda _: pytest.fail("it would be recorded"), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize(

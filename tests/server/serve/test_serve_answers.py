@@ -18,6 +18,7 @@ import pytest
 from machine import eventually
 from rigs.families import FAMILIES, THOUGHT, spelled, tokenizer_of, unusual
 from rigs.scripted import Scripted
+from rigs.slow import slow_but
 from starlette.testclient import TestClient
 
 from bench.tiny_models import HYBRIDS, loaded, tiny
@@ -30,6 +31,7 @@ from mainstem.settings.server import ServerConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE, TURNS, TOKENS = 4, 4, 80
+MOST_UNLIKE = ("qwen", "gemma", "falcon")
 TOLERANCE = 1e-3  # of log-probabilities
 SYSTEM = {"role": "system", "content": "You answer at length, in words that nobody expects."}
 
@@ -165,7 +167,7 @@ def flushed_or_not(talk: Chat, flush: bool) -> Engine:
     return talk.engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *MOST_UNLIKE))
 def test_answers_that_are_sent_back_are_found(family: str) -> None:
     """The figures without memory are of the same chats: what was tokenised anew is found from the third turn on."""
     found, without = reuse(family), reuse(family, remember_answers=0)
@@ -185,7 +187,7 @@ def thoughtful(talk: Chat, turn: int) -> list[int]:
     return [*([] if begun else [begin]), *thought, end, *said, talk.tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("family", THINKING)
+@pytest.mark.parametrize("family", slow_but(THINKING, "qwen"))
 def test_a_turn_without_its_thought_is_computed_while_nobody_waits(family: str) -> None:
     hits = [hits_without_thoughts(family, precompute) for precompute in (False, True)]
     for plain, computed, tokens in zip(hits[0][0], hits[1][0], hits[1][1], strict=True):
@@ -304,7 +306,7 @@ def test_a_chat_that_is_removed_is_found_by_neither_tokenization() -> None:
         assert talk.asked[-1].tokens.tolist() == plain, "the answers are forgotten"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", slow_but(sorted(FAMILIES), *MOST_UNLIKE))
 def test_texts_of_special_tokens_in_questions_and_answers_are_text_and_found_again(family: str) -> None:
     special = FAMILIES[family].special
     with chat(family) as talk:

@@ -247,7 +247,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(
     parts=st.lists(st.sampled_from(PARTS), max_size=5),
     most=st.integers(1, 200),

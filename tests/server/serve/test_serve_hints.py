@@ -71,8 +71,14 @@ def by_the_route(http: TestClient, **times: Any) -> None:
     assert answer.json() == {"action": "expect", "tokens": LENGTH, "cached_tokens": LENGTH}
 
 
-@pytest.mark.parametrize("say", [in_the_request, by_the_route])
-@pytest.mark.parametrize("times", [{"next_use_s": 5000}, {"next_use_steps": 100_000}, {"next_use_s": 50}])
+@pytest.mark.parametrize(
+    ("say", "times"),
+    [
+        (in_the_request, {"next_use_s": 5000}),
+        (by_the_route, {"next_use_steps": 100_000}),
+        (by_the_route, {"next_use_s": 50}),
+    ],
+)
 def test_what_is_used_late_gives_way_to_what_is_used_soon(
     http: TestClient, say: Callable[..., None], times: dict[str, float]
 ) -> None:

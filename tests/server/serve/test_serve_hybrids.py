@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rigs.servers import free_port, mooncake_master, rclone_s3, valkey
 from rigs.serving import VOCAB, Answer, Options, Serve, server_of, tiny_folder, unlike
+from rigs.slow import slow_but
 from skips import needs_mooncake
 
 from bench.tiny_models import ALONE, GATHERED, HYBRIDS, LATENT, RESUMED, WINDOWED
@@ -38,8 +39,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon_h1": ("falcon_h1", HYBRIDS["falcon_h1"], "280kB"),
     "lfm2": ("lfm2", HYBRIDS["lfm2"], "160kB"),
     "mamba2": ("mamba2", HYBRIDS["mamba2"], "200kB"),
-}
-MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma2": ("gemma2", WINDOWED["gemma2"], "180kB"),
     "deepseek_v3": ("deepseek_v3", LATENT["deepseek_v3"], "100kB"),
     "bloom": ("bloom", GATHERED["bloom"], "300kB"),
@@ -56,10 +55,10 @@ def document(number: int) -> list[int]:
     return shared + unlike(number, OWN)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.fixture(scope="module", params=slow_but(FAMILIES, "gemma3", "lfm2"))
 def serve(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Starts servers of one family: `with serve(options) as server`."""
-    family, changes, memory = (FAMILIES | MORE)[request.param]
+    family, changes, memory = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("models") / request.param
     model = tiny_folder(family, folder, **{**changes, "max_position_embeddings": CONTEXT})
     defaults: Options = {"page-size": str(PAGE), "kv-bytes": memory, "token-budget": "64"}

@@ -112,6 +112,7 @@ def test_a_server_counts_what_it_would_with_the_store_itself(serve: Serve, home:
     assert counted(f"shared(host_bytes=16MiB&linger=0)+file:{home}/shared") == direct
 
 
+@pytest.mark.slow  # by waiting until the store is tried again
 def test_an_owner_that_is_killed_is_a_counted_miss_and_then_another_one(
     serve: Serve, uncached: list[Answer], home: Path
 ) -> None:

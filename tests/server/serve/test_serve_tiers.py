@@ -92,8 +92,8 @@ def test_answers_are_the_uncached_ones_and_hits_add_up_by_tier(
 @pytest.mark.parametrize(
     ("write", "prefetch"),
     [
-        ("write_through", "timeout"),
         ("write_back", "wait_complete"),
+        pytest.param("write_through", "timeout", marks=pytest.mark.slow),
         pytest.param("write_through", "best_effort", marks=pytest.mark.slow),
         pytest.param("write_through_selective", "wait_complete", marks=pytest.mark.slow),
         pytest.param("write_back", "timeout", marks=pytest.mark.slow),

@@ -214,6 +214,7 @@ def crowded() -> FakeEngine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.deadline
 def test_a_browser_draws_a_hundred_thousand_nodes_in_a_frame(browser: Page, crowded: FakeEngine) -> None:
     with served(crowded, admin_key="root", api_key=("one", "two")) as address:
