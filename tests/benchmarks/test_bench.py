@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.ghost import EOS, VOCAB, GhostTokenizer
+from rigs.slow import slow_but
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import __main__ as command
@@ -86,6 +87,7 @@ def _written(report: Report, folder: Path) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
 def test_the_workload_never_changes() -> None:
     prompts = list(Chats().prompts())
     assert (len(prompts), sum(map(len, prompts))) == (2400, 8_095_792)
@@ -225,7 +227,7 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("system", OURS)
+@pytest.mark.parametrize("system", slow_but(OURS, "mainstem", "mainstem-tree"))
 def test_scenarios_of_ours(system: str) -> None:
     """Each scenario checks its own hits and evictions, and raises if they are wrong."""
     lacks = SYSTEMS[system].find().lacks
@@ -351,7 +353,7 @@ def test_a_benchmark_that_is_terminated_ends_what_it_has_started(tmp_path: Path)
 
 def test_the_index_benchmark_writes_rows(tmp_path: Path) -> None:
     settings = index.Settings(
-        TINY, capacity_tokens=300, page_sizes=(1, 16), rounds=3, systems=("mainstem", "python", "dict", "vllm"),
+        TINY, capacity_tokens=300, page_sizes=(1, 16), rounds=2, systems=("mainstem", "python", "dict", "vllm"),
         documents=TINY_DOCUMENTS, hit_capacities=(300,), sizes=TINY_SIZES, scenario_rounds=2,
         parts=("requests", "hits", "miss", "leaves", "namespaces"),
     )  # fmt: skip

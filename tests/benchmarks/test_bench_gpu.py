@@ -29,6 +29,7 @@ def rehearse(**parts: Any) -> tuple[Report, list[int]]:
     return report, saved
 
 
+@pytest.mark.slow
 def test_each_part_has_rows_and_is_saved_when_it_ends() -> None:
     report, saved = rehearse()
     assert report.failures == []

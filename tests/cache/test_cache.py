@@ -458,6 +458,7 @@ def test_a_lease_left_by_an_exception_aborts() -> None:
     assert owners(cache) == (8, 0, 0)
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_a_lease_that_was_forgotten_is_named_and_taken_back() -> None:
     cache = PrefixCache(8, 1)
     lease = prefill(cache, [1, 2, 3])
@@ -720,6 +721,7 @@ def test_a_policy_that_raises_while_a_page_is_made_for_a_copy_leaves_no_lease() 
     assert kept.value and cache.stats().leases.open == cache.stats().pool.locked == 0
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_a_policy_may_refer_to_its_cache_and_both_are_collected() -> None:
     class Refers:
         name = "refers"
@@ -939,6 +941,7 @@ def test_pages_of_a_removed_prefix_serve_others_after_the_lease() -> None:
     cache.check()
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_the_pages_of_a_dropped_lease_are_removed_with_its_prefix() -> None:
     cache = PrefixCache(pages=8, page_size=1)
     lease = prefill(cache, [1, 2, 3])

@@ -54,7 +54,7 @@ def shared(identity: Identity) -> Any:
     return replace(identity, tp_rank=0, tp_size=1)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(neighbours() | st.tuples(identities(), identities()))
 def test_equal_bytes_mean_equal_identities(pair: tuple[Identity, Identity]) -> None:
     one, two = pair

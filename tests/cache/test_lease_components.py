@@ -15,6 +15,7 @@ import pytest
 from rigs.cache import some_tokens
 from rigs.lease_model import LeaseModel, ModelLease, Names
 from rigs.policy_models import InPython
+from rigs.slow import slow_but
 
 from mainstem.cache.components import Chunked, Component, Full, State, Window
 from mainstem.cache.keys import Image, TypedKeys
@@ -28,6 +29,7 @@ KINDS = [
     "full chunked", "full chunked state", "full window chunked", "full wide window", "wide window",
     "full chunks chunked",
 ]  # fmt: skip
+MOST_UNLIKE = ("full capped", "full chunked state", "full window state", "wide window", "window state")
 SPACES = [None, None, None, "a"]
 UNWRITTEN = -1
 
@@ -410,7 +412,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("size", "policy", "ids"), SETTINGS, ids=["1 lru", "2 youngest", "4 slru"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, *MOST_UNLIKE))
 def test_leases_do_as_the_model(kind: str, size: int, policy: str | Policy, ids: dict[str, int]) -> None:
     rng = random.Random(f"{kind} {size}")
     world = LeaseWorld(size, rows_of(kind, rng.choice([1, 2 * size + 1, 3 * size]), **ids), policy)

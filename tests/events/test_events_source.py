@@ -120,7 +120,7 @@ class Whatever(RuleBasedStateMachine):
         self.take()
 
 
-Whatever.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Whatever.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestWhatever = Whatever.TestCase
 
 

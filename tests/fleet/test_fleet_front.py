@@ -158,7 +158,8 @@ def test_a_stream_whose_replica_dies_goes_on_elsewhere_as_it_would_have_gone_on(
     whole = events(post(front(rig), path, body).text)
     held = 2 if path in ("/v1/messages", "/v1/responses") else 1
     continued = 0
-    for dies in range(1, len(whole) + 2):
+    ends = len(whole) + 1
+    for dies in {*range(1, 5), *range(5, ends, 4), ends - 1, ends}:
         made = front(Rig(answer=scripted, dies={"a": dies}))
         reply = post(made, path, body)
         assert reply.status_code == 200

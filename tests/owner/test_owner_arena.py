@@ -127,7 +127,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestArena.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
 
 
 def test_values_of_one_size_leave_in_the_order_of_their_last_use() -> None:

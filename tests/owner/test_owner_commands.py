@@ -153,7 +153,7 @@ def test_an_owner_never_shows_a_password(home: Path, capsys: pytest.CaptureFixtu
             with pytest.raises(BackendUnavailable) as refused:
                 open_backend(wrong)
             said.append(str(refused.value))
-        store = open_backend(f"shared+{spec}")
+        store = open_backend(f"shared(timeout={patience(1)})+{spec}")
         assert cli.main(["store", "status"]) == 0
         assert cli.main(["store", "status", "--json"]) == 0
         process.send_signal(signal.SIGTERM)

@@ -234,4 +234,4 @@ def test_the_memory_of_many_replicas_grows_with_what_they_hold() -> None:
             caches.feed(trace.whole)
             return caches.bytes
 
-    assert used(2, 60_000) < 1.1 * used(2, 20_000), "full caches take no more"
+    assert used(2, 24_000) < 1.1 * used(2, 8_000), "full caches take no more"

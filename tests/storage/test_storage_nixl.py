@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from machine import patience
 from rigs.servers import RCLONE_CASES, free_port, rclone_s3
+from rigs.slow import slow_but
 from rigs.stores import read_elsewhere
 
 from mainstem.errors import BackendUnavailable, StorageError
@@ -51,7 +52,7 @@ def files(tmp_path: Path) -> Iterator[NixlBackend]:
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", slow_but(APIS, "aio"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_conformance_of_files(case: Case, api: str, tmp_path: Path) -> None:
     result = run(case, lambda: open_backend(f"nixl:posix?path={tmp_path}&api={api}&staging=4MiB"))
@@ -192,7 +193,16 @@ def objects(port: int, timeout_s: float = TIMEOUT_S) -> Backend:
     return open_backend(f"nixl:obj?{place}&timeout={timeout_s}&staging=4MiB")
 
 
-@pytest.mark.parametrize("case", RCLONE_CASES, ids=lambda case: case.name)
+MOST_CALLS = {"empty", "round_trip", "mixed_sizes", "get_with_gaps", "wrong_length", "delete", "clear", "scan", "close"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case.name in MOST_CALLS else pytest.mark.slow, id=case.name)
+        for case in RCLONE_CASES
+    ],
+)
 def test_conformance_of_objects(case: Case, s3: int) -> None:
     result = run(case, lambda: objects(s3))
     assert result.passed, result.reason

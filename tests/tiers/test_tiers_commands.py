@@ -312,7 +312,7 @@ def test_a_copy_to_a_server_that_hangs_is_ended_and_resumed(one: str, end: str) 
     """The server stops after some values: Ctrl-C waits for what runs, and a server that dies is an error."""
     fill(one, 4000)
     port = free_port()
-    target = f"redis://127.0.0.1:{port}/0?timeout={patience(5)}"
+    target = f"redis://127.0.0.1:{port}/0?timeout={patience(1)}"
     with valkey(port) as server:
         running = _migrating(one, target)
         with contextlib.closing(open_backend(target)) as backend:

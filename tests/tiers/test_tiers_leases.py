@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,6 +67,7 @@ def test_the_published_state_is_the_loaded_one_though_the_forward_has_continued(
     lease.abort()
 
 
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("kind", STATES)
 def test_without_a_slot_for_the_tree_a_load_still_serves_its_lease(kind: str) -> None:
     rig = Rig(kind)
@@ -149,14 +149,6 @@ def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
     ticket.fail(RuntimeError("on purpose"))
     assert not first.wait()
     assert pool.private == 0
-
-
-@pytest.fixture
-def little_garbage() -> Iterator[None]:
-    """Limits garbage collection to new objects: with PyTorch imported a full one takes a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("little_garbage")

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from rigs.slow import slow_but
 
 from bench import random_shapes
 from bench.policies import Settings, measure, workloads
@@ -63,7 +64,13 @@ def served(tree: Tree, prompts: Paths, capacity: int) -> Iterator[list[int]]:
 # --- what it gains and loses ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMED)
+QUICK = (
+    "loop", "loop, flooded", "loop and recent, fast", "popular, scanned", "popular, then renewed", "twice, late",
+    "tenants", "chat, small blocks", "agents", "documents, drifting", "prompts, drifting", "best of n", "mix",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(NAMED, *QUICK))
 def test_it_is_never_far_below_lru(name: str) -> None:
     for cell in measure(name, NAMED[name], [LEARNED]):
         assert cell["gain"] >= -MAY_LOSE, f"{cell['percent']} %"
@@ -185,7 +192,7 @@ def test_what_it_remembers_grows_with_the_cache_and_not_with_the_trace() -> None
                 sizes.append(tree.held_bytes())
         return sizes
 
-    for capacity in (200, 1000):
+    for capacity in (100, 300):
         own, lru = held(LEARNED, capacity), held("lru", capacity)
         assert own[1] < 1.1 * own[0]
         assert own[1] - lru[1] < 4 * 24 * capacity * 2 + 40 * capacity + 150_000

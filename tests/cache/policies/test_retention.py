@@ -447,8 +447,16 @@ def test_states_are_bounded_too(kind: str) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("write", ["write_through", "write_back", "write_through_selective"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [
+        pytest.param(
+            kind, write, marks=[] if write == "write_back" or kind == "full window state" else pytest.mark.slow
+        )
+        for kind in KINDS
+        for write in ("write_through", "write_back", "write_through_selective")
+    ],
+)
 def test_nothing_retained_is_lost_whatever_happens(kind: str, write: str) -> None:
     """Random requests, evictions, copies that end late, retentions, pins, hints and removals."""
     rng = random.Random(f"{kind} {write}")

@@ -76,7 +76,7 @@ class Requests:
         # The interpreter takes long, so PyTorch computes the self-test, and what is compared with.
         patch.setattr("mainstem.runtime.models.runner.attention_for", lambda *_: SdpaAttention())
         self.runners = []
-        for made in (recorder, None):
+        for _ in range(2):
             model: Any = tiny(family, **changes).to(DEVICE)  # type: ignore[arg-type]
             counts = dict.fromkeys(Layout.of(model.config, CONTEXT).names, 200)
             self.runners.append(ModelRunner(loaded(model), counts, PAGE, cuda_graphs=False))

@@ -173,7 +173,7 @@ QUICK = {
 @pytest.fixture(
     params=[
         *(pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in RIGS),
-        pytest.param(("SmolLM2", 16), marks=pytest.mark.model),
+        pytest.param(("SmolLM2", 16), marks=[pytest.mark.model, pytest.mark.slow]),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )

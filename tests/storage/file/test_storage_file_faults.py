@@ -99,8 +99,7 @@ def test_the_scenario_makes_every_call_of_the_file_system(tiny_steps: None) -> N
     "code",
     [
         errno.ENOSPC,
-        errno.EIO,
-        *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EMFILE, errno.EROFS, errno.EDQUOT)),
+        *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EIO, errno.EMFILE, errno.EROFS, errno.EDQUOT)),
     ],
     ids=errno.errorcode.get,
 )
@@ -125,7 +124,7 @@ def broken(at: int, code: int, persistent: bool) -> tuple[Faulty, Callable[[], N
     return Faulty(Disk(), fault), lambda: setattr(state, "healed", True)
 
 
-@pytest.mark.parametrize("limit", [1, 100, 5000])
+@pytest.mark.parametrize("limit", [1, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (100, 5000))])
 def test_short_reads_and_writes_of_any_call_change_nothing(limit: int, tiny_steps: None) -> None:
     counted = Faulty(Disk())
     whole = scenario(counted, lambda: None)

@@ -774,6 +774,7 @@ def test_reads_do_not_wait_for_writes() -> None:
     assert done(written) == Written(4, gap=False)
 
 
+@pytest.mark.usefixtures("little_garbage")
 def test_a_call_keeps_its_slots_until_it_returns() -> None:
     workers = HandWorkers()
     store = make_store(MemoryBackend(), workers)
