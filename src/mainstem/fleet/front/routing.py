@@ -158,7 +158,8 @@ class CostRouter:
                 del self._by_number[number]
                 self._core.drop(number)
                 self._asked = ((), _NOTHING)
-            named = [statistics.get("store") for statistics in replicas.values()]
+            stores = [statistics.get("store") for statistics in replicas.values()]
+            named = {store for store in stores if isinstance(store, str)}
             self._stores = {name: number for name, number in self._stores.items() if name in named}
             for name in sorted(replicas):
                 self._update(self._replica(name), replicas[name])
@@ -308,11 +309,10 @@ class CostRouter:
         if not isinstance(store, str):
             return 0
         if store not in self._stores:
-            used = set(self._stores.values())
-            number = next(at for at in range(1, len(used) + 2) if at not in used)
-            if number > _MOST_STORES:
+            if len(self._stores) == _MOST_STORES:
                 return 0
-            self._stores[store] = number
+            used = set(self._stores.values())
+            self._stores[store] = next(number for number in range(1, _MOST_STORES + 1) if number not in used)
         return self._stores[store]
 
     def _note_queue(self, replica: _Replica, statistics: Mapping[str, Any]) -> None:
