@@ -117,7 +117,7 @@ def test_a_frozen_server_costs_no_more_than_the_timeout(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     port = free_port()
     with rclone_s3(port, tmp_path) as server:
-        timeout_s = patience(0.5)
+        timeout_s = patience(0.7)
         backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}", timeout_s=timeout_s)
         backend.put(KEYS[:1], [page(1)])
         freeze(server)
@@ -260,7 +260,7 @@ def fake_server(**faults: str) -> Iterator[tuple[str, FakeServer]]:
     ],
 )
 def test_a_fault_in_every_request_is_the_error_of_the_call(fault: str, cause: str) -> None:
-    timeout_s = patience(0.5 if cause == "timeout" else 4)  # other faults must not reach the timeout
+    timeout_s = patience(1 if cause == "timeout" else 4)  # other faults must not reach the timeout
     with fake_server(_1=fault) as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=timeout_s)
         began = time.monotonic()
@@ -323,7 +323,7 @@ def test_deletes_go_a_thousand_at_a_time() -> None:
 
 def test_closing_ends_a_call_under_way() -> None:
     with fake_server(_1="nothing") as (endpoint, _):
-        backend = S3Backend("bucket", endpoint=endpoint, requests=2, timeout_s=patience(1.5))
+        backend = S3Backend("bucket", endpoint=endpoint, requests=2, timeout_s=patience(2))
         threading.Timer(0.3, backend.close).start()
         assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "closed"
 
