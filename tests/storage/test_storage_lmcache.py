@@ -146,7 +146,7 @@ def die_within_put(port: int, name: str) -> None:
 
 
 def test_a_frozen_server_costs_the_timeout_and_no_more(server: LMCacheServer) -> None:
-    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=patience(0.15))
+    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=patience(0.2))
     backend.put(KEYS, values(1000))
     server.answering.clear()
     for call in every_call(backend):

@@ -190,7 +190,7 @@ def test_a_connection_that_was_cut_while_idle_is_made_anew(backend: RedisBackend
 
 def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
     port = free_port()
-    timeout_s = patience(0.15)
+    timeout_s = patience(0.2)
     with valkey(port) as server:
         backend = RedisBackend(port=port, timeout_s=timeout_s)
         backend.put(KEYS[:1], [page(1)])
@@ -349,7 +349,7 @@ def fake_server(
 )
 def test_nonsense_is_an_error_and_no_value(answer: bytes | None, cause: str) -> None:
     with fake_server(answer) as port:
-        backend = RedisBackend(port=port, timeout_s=patience(0.3))
+        backend = RedisBackend(port=port, timeout_s=patience(0.5))
         assert cause_of(lambda: backend.get(KEYS[:1], [page(0)])) == cause
         assert backend.put(KEYS[:1], [page(0)]) == [True]  # over a new connection
 
@@ -372,7 +372,7 @@ def test_a_trickle_ends_at_the_deadline() -> None:
 
 
 def test_a_late_reply_is_not_taken_for_the_next() -> None:
-    timeout_s = patience(0.3)
+    timeout_s = patience(0.4)
     with fake_server(b"$5\r\nright\r\n", late=(1.5 * timeout_s, b"$5\r\nwrong\r\n")) as port:
         backend, into = RedisBackend(port=port, timeout_s=timeout_s), page(0, 5)
         assert cause_of(lambda: backend.get(KEYS[:1], [into])) == "timeout"

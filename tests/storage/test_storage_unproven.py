@@ -69,7 +69,7 @@ class Rig:
     def __init__(self, double: Any) -> None:
         self.form: stores.Framed = double.FRAMED
         self.service: stores.Service = double.service
-        self.store = open_backend(spec_of(double, staging=self.form.room, timeout=f"{patience(0.15)}s"))
+        self.store = open_backend(spec_of(double, staging=self.form.room, timeout=f"{patience(0.2)}s"))
         values = Values(self.form.size)
         self.keys, self.size, self.name = values.keys, values.size, values.name
         self.put: Callable[..., list[bool]] = lambda *numbers: values.put(self.store, *numbers)
