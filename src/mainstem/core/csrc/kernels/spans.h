@@ -300,26 +300,26 @@ class Spans {
 
   // 16 queries, of which some may be missing.
   struct Group {
-    std::size_t query, next, last;  // the first of them, the next to weigh, and behind the last
+    std::size_t query, next, last;  // the first of them, the next to weigh, and the one after the last
     float* weights;                 // first their scores
     bool first = true;              // of the tiles that they see of the span
   };
 
   // Adds a tile to the results of all queries. While the vectors make weights of the scores of a group, the tiles
-  // compute the weighted values of the group before and the scores of the group behind: either would wait for the
+  // compute the weighted values of the group before and the scores of the group after: either would wait for the
   // other.
   MAINSTEM_INLINE void add_groups(std::int32_t tile) {
     const std::size_t steps = key_words_ / kTileRows + (value_numbers_ + 63) / 64 * (kKeys / kTileNumbers);
     const std::size_t share = (kQueries + steps - 1) / steps;
     const auto nothing = []() __attribute__((always_inline)) {};
-    Group before{}, group{}, behind = next_group(0, tile, weights_);
-    score_by_tiles(behind, nothing);
-    while (behind.query < count_) {
-      group = behind;
-      behind = next_group(group.last, tile, group.weights == weights_ ? weights_ + kQueries * kKeys : weights_);
+    Group before{}, group{}, after = next_group(0, tile, weights_);
+    score_by_tiles(after, nothing);
+    while (after.query < count_) {
+      group = after;
+      after = next_group(group.last, tile, group.weights == weights_ ? weights_ + kQueries * kKeys : weights_);
       const auto weigh_some = [&]() __attribute__((always_inline)) { weigh_group(group, group.next + share, tile); };
       if (before.last) add_by_tiles(before, weigh_some);
-      score_by_tiles(behind, weigh_some);
+      score_by_tiles(after, weigh_some);
       weigh_group(group, group.last, tile);
       before = group;
     }
