@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import operator
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mainstem.tiers.costs import Costs, LoadCost, PrefillCost
+from mainstem.tiers.prefetch.waits import Wait
 
 LATENCY_S, RATE = 0.004, 1e9
 
@@ -291,3 +294,18 @@ def test_what_is_computed_before_storage_sends_a_page_is_not_looked_up() -> None
 @pytest.mark.parametrize(("seconds", "found"), [(0.0, 0), (0.0999, 99), (0.1001, 100), (9.0, 300)])
 def test_as_much_is_computed_as_the_time_allows(seconds: float, found: int) -> None:
     assert costs(1e-3).computed_within(seconds, 0, 300) == found
+
+
+def test_reads_are_measured_from_the_first_one_after_a_pause() -> None:
+    now_s, seen = 0.0, list[tuple[int, float]]()
+    store: Any = SimpleNamespace(clock=lambda: now_s)
+    read: Any = SimpleNamespace(observe=lambda size, seconds: seen.append((size, seconds)))
+    wait = Wait(store, Costs(read=read), page_size=PAGE, page_bytes=100, have=0, pages=8)
+    for begun_s in (1.0, 10.0):
+        now_s = begun_s
+        wait.asked(first=True)
+        now_s = begun_s + 1
+        wait.asked(first=False)
+        wait.arrived(2, begun_s + 2)
+        wait.arrived(1, begun_s + 3)
+    assert seen == [(200, 2.0), (300, 3.0)] * 2
