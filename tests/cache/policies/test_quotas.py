@@ -274,6 +274,15 @@ def test_an_owner_retains_a_part_of_its_maximum() -> None:
     cache.check()
 
 
+def test_an_owner_that_may_retain_nothing_retains_nothing() -> None:
+    cache = PrefixCache(64, 2, quotas=Quotas({A: Quota(retained=0.0)}))
+    cache.retention.poll(0.0)
+    for who, kept in ((A, 0), (B, 16)):
+        tokens = fill(cache, who, 0, 1, pages=8)[0]
+        assert cache.retention.retain(tokens, 10.0, who).positions == cache.retention.kept(who.encode()) == kept
+    cache.check()
+
+
 def test_retention_leaves_to_others_what_they_are_guaranteed() -> None:
     cache = PrefixCache(40, 2, retain_share=1.0, quotas=Quotas({A: Quota(Share(guaranteed=0.4))}))
     mine = fill(cache, B, 0, 1, pages=12)[0]
