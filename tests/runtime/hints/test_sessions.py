@@ -127,6 +127,19 @@ def test_a_session_that_never_came_back_is_not_expected() -> None:
     assert bench.on_device(1) == 0 and bench.came() == {} and bench.scheduler.idle_s is None
 
 
+def test_the_same_text_in_another_namespace_is_another_session() -> None:
+    bench = Talks()
+    prompt, expected = [3, *range(8, 8 + 2 * PAGE)], list[bool]()
+    for namespace in ("a", "b", "b"):
+        id = bench.add(prompt, namespace=namespace, max_tokens=3, ignore_eos=True)
+        bench.run()
+        prompt = [*prompt, *bench.output(id)[0], 41]
+        bench.push_out()
+        expected.append(bench.scheduler.idle_s is not None)
+        bench.wait(PAUSE_S)
+    assert expected == [False, False, True]
+
+
 def test_what_a_client_says_counts_more_than_what_was_seen() -> None:
     bench = Talks()
     bench.turn(1, next_use_s=20.0)  # its first turn
