@@ -199,6 +199,15 @@ def test_a_stream_goes_on_from_one_replica_to_the_next_and_ends_with_one_error_e
     assert (made.counts.continued, made.counts.broken) == (2, 1)
 
 
+def test_a_stream_that_has_run_for_an_hour_goes_on_elsewhere_as_well() -> None:
+    now_s = [0.0]
+    rig = Rig(dies={"a": 5})
+    rig.after[("a", 4)] = lambda: now_s.__setitem__(0, 3600.0)
+    made = front(rig, wait_s=120.0, clock=lambda: now_s[0])
+    assert said(post(made, "/v1/chat/completions", {**CHAT, "stream": True}).text) == "Hello, world."
+    assert (made.counts.continued, made.counts.broken) == (1, 0)
+
+
 def said(text: str) -> str:
     """Returns the text of a chat's stream."""
     chunks = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event.startswith("data: {")]
