@@ -162,6 +162,7 @@ def test_a_prompt_goes_to_another_one_when_one_drains(status: int) -> None:
     assert prefilled(others) == 200
     assert [ask.avoid for ask in others.asked] == [frozenset(), {"p"}]
     assert prefilled(Others(statuses=[status, 503])) == 503
+    assert prefilled(Others(statuses=[status])) == status  # the other one is lost
 
 
 def test_nobody_waits_for_more_than_was_said() -> None:
@@ -178,7 +179,8 @@ def test_nobody_waits_when_the_last_of_them_has_gone() -> None:
 
 
 class Others:
-    """One replica that computes prompts, or does not: see `Replicas`. It is there for a number of looks."""
+    """One replica that computes prompts, or does not: see `Replicas`. It is there for a number of looks, and lost after
+    its last status."""
 
     def __init__(
         self, replica: Replica | None = None, statuses: list[int] | None = None, *, hangs: bool = False, there: int = -1
@@ -197,7 +199,7 @@ class Others:
         self.asked.append(ask)
         if self._hangs:
             await anyio.sleep_forever()
-        if self.lost:
+        if self.lost or (self._replica is None and len(self.asked) > len(self._statuses)):
             raise ReplicaLost("p")
         if self._replica is None:
             yield Head(self._statuses[len(self.asked) - 1], (), "p")
