@@ -321,8 +321,9 @@ def test_stores_of_one_process_have_a_place_for_each_rank(make: Make, tmp_path: 
         make(extra={"storage": spec}, tp_size=2)
     each = f"file:{tmp_path}/kv-{{rank}}?capacity=64MiB"
     numbered = {"pp_size": 2, "attn_cp_size": 3, "tp_size": 4}
-    make(extra={"storage": each}, pp_rank=1, attn_cp_rank=2, tp_rank=3, **numbered)
-    assert (tmp_path / "kv-23").exists()
+    for dp_rank, number in ((0, 23), (1, 47)):
+        make(extra={"storage": each}, dp_rank=dp_rank, pp_rank=1, attn_cp_rank=2, tp_rank=3, **numbered)
+        assert (tmp_path / f"kv-{number}").exists()
     with pytest.raises(BadArgument, match="one of them writes for all"):
         make(extra={"storage": each}, is_mla_model=True, tp_size=2)
 
