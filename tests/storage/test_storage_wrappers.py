@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -182,6 +183,19 @@ def test_a_value_that_was_changed_while_it_was_read_does_not_come_back(change: s
     tee = Tee(one, two)
     assert read(tee, 0) == value(0)
     assert read(one, 0) == (value(1) if change == "put" else None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("change", ["put", "delete", "clear"])
+def test_values_move_again_after_a_change_whether_it_succeeds_or_not(change: str, fails: bool) -> None:
+    one, two, tee = filled([], [])
+    keys, two.fails = KEYS[:1], fails
+    with suppress(StorageError):
+        {"put": lambda: tee.put(keys, [value(1)]), "delete": lambda: tee.delete(keys), "clear": tee.clear}[change]()
+    two.fails = False
+    one.clear()
+    two.put(KEYS[:1], [value(0)])
+    assert read(tee, 0) == read(one, 0) == value(0)
 
 
 def test_a_change_waits_for_a_value_that_is_being_moved() -> None:
