@@ -336,6 +336,15 @@ def test_tiers_cost_what_replicas_say() -> None:
     assert known.order(prompt(0), "abc") == ["b", "a", "c"]
 
 
+def test_each_tier_is_read_for_what_those_above_it_lack() -> None:
+    known = following("a", costs=SLOW)
+    media: dict[Medium, int] = {"GPU": 40, "CPU": 80, "STORAGE": 120}
+    for medium, tokens in media.items():
+        known.apply("a", [stored(range(tokens), medium=medium)])
+    (estimate,) = known.estimates(prompt(0), "a")
+    assert (estimate.cached, estimate.seconds) == (120, pytest.approx(40 * 1e-4 + 80 * 1e-5 + 80 * 1e-3))
+
+
 def test_what_is_slower_to_load_than_to_compute_is_computed() -> None:
     known = following("a", costs={**SLOW, "read": (1.0, 0.0)})
     known.apply("a", [stored(range(100), medium="STORAGE")])
