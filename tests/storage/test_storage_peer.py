@@ -224,7 +224,9 @@ def test_a_peer_that_is_dropped_while_it_is_asked_is_not_asked_again() -> None:
         return write_answer(OK, request.number, [1] * len(request.keys))
 
     with closing(FakePeer(answer)) as peer, client(peer.address) as peers:
+        (dropped,) = peers._peers
         assert peers.exists(PAGES.keys[:1]) == [True]
+        assert not dropped.idle, "nobody would close its connection"
         assert PAGES.read(peers, 0) == [ABSENT]
         assert peer.asked == 2
 
