@@ -94,6 +94,17 @@ def test_events_arrive_in_order_with_the_names_that_clients_use() -> None:
         assert (event.block_hashes, event.lora_name, event.cache_salt) == ((1, 2), "french", "salt")
 
 
+def test_a_state_has_the_names_that_clients_use() -> None:
+    with (
+        closing(Publisher(ANY, ANY, adapter_name=lambda name: name.partition("@")[0])) as publisher,
+        connected(zmq.REQ, publisher.replay) as router,
+    ):
+        publisher.state = lambda: [AllBlocksCleared(), STORED]
+        router.send((0).to_bytes(8, "big"))
+        _, event = decode(router.recv_multipart()[1]).events
+        assert isinstance(event, BlockStored) and (event.block_hashes, event.lora_name) == ((1, 2), "french")
+
+
 def test_who_comes_late_asks_for_what_it_missed() -> None:
     with (
         closing(Publisher(ANY, ANY)) as publisher,
