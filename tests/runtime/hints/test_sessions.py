@@ -236,6 +236,17 @@ def test_it_is_late_if_it_comes_while_it_is_being_brought_up() -> None:
     bench.run_and_flush()
 
 
+def test_what_is_being_brought_up_ends_with_the_scheduler() -> None:
+    bench = Talks()
+    bench.regular(1)
+    while not bench.cache.stats().leases.open:
+        bench.step()
+    bench.scheduler.close()
+    bench.scheduler.check()
+    bench.wait(0.1)
+    assert not bench.cache.stats().leases.open
+
+
 def test_a_session_that_does_not_come_goes_first() -> None:
     bench = Talks(pages=10, share=0.6)
     bench.regular(1, turns=1)

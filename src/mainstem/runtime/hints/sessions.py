@@ -239,6 +239,7 @@ class Sessions:
         for session in self._moving:
             if session.promotion is not None:
                 session.promotion.close()
+                session.promotion = None
         self._moving.clear()
 
     def check(self) -> None:
