@@ -476,7 +476,8 @@ def test_the_page_size_is_what_replicas_say(caplog: pytest.LogCaptureFixture) ->
     known = CostRouter(Clock())
     known.follow({"a": {}, "b": {}})
     known.sent(prompt(0, 64), "a")
-    known.follow({"a": {"page_size": 4}, "b": {"page_size": 4}, "c": {"page_size": 8}})
+    for _ in range(2):
+        known.follow({"a": {"page_size": 4}, "b": {"page_size": 4}, "c": {"page_size": 8}})
     known.apply("a", [BlockStored((1,), None, (0, 1, 2, 3), 4, "GPU")])
     known.apply("c", [BlockStored((1,), None, tuple(range(8)), 8, "GPU")])
     assert {name: depths[0] for name, depths in known.match(prompt(0, 8)).items()} == {"a": 4, "b": 0, "c": 0}
