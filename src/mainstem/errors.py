@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _LOGIN = re.compile(r"(//).*@|^[^/=?&\s]+:[^/]*@", re.DOTALL)
 _SECRET = re.compile(
@@ -109,6 +109,13 @@ class LeaseClosed(MainstemError, RuntimeError):
 
 class CorruptTree(MainstemError, AssertionError):
     """A structural rule of the tree is broken; the message names the node and the rule."""
+
+
+def check_rules(where: str, rules: Mapping[str, bool]) -> None:
+    """Raises `CorruptTree` with the first rule that does not hold, and where."""
+    for rule, holds in rules.items():
+        if not holds:
+            raise CorruptTree(f"{where}: {rule}")
 
 
 class UnsupportedModel(MainstemError):

@@ -33,7 +33,7 @@ from mainstem.cache.quotas import Quotas
 from mainstem.cache.retention import Retention, RetentionStats
 from mainstem.cache.tenants import Tenants
 from mainstem.cache.tree import DEVICE, Tree
-from mainstem.errors import BadArgument, CorruptTree, check_integer
+from mainstem.errors import BadArgument, CorruptTree, check_integer, check_rules
 from mainstem.events.source import PUBLIC_SECRET, Event, Source
 from mainstem.metric import Metric, each, gauge
 from mainstem.tiers.controller import Tiers
@@ -490,9 +490,7 @@ class PrefixCache:
                 for pool in stats.pools.values()
             ),
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise CorruptTree(f"the counts of the cache: {rule}: {stats}")
+        check_rules(f"the counts of the cache, {stats}", rules)
 
 
 def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:

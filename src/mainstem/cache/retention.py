@@ -20,7 +20,7 @@ from mainstem.cache.keys import TokenLike
 from mainstem.cache.namespaces import NamespaceLike, encode_namespace, owner_of
 from mainstem.cache.quotas import Quota, Quotas
 from mainstem.cache.tree import DEVICE, HOST, PRESENT, Tree
-from mainstem.errors import BadArgument, CorruptTree
+from mainstem.errors import BadArgument, check_rules
 from mainstem.tiers.controller import Tiers
 
 LEAST_S = 0.001
@@ -280,9 +280,7 @@ class Retention:
                 "what is retained is there": all(self._core.presence(node, 0, tier) == PRESENT for node in here),
                 "what is retained is findable": not any(map(self._core.removed, here)),
             }
-            for rule, holds in rules.items():
-                if not holds:
-                    raise CorruptTree(f"retention, tier {tier}: {rule}")
+            check_rules(f"retention, tier {tier}", rules)
         self._check_entries()
 
     def _check_entries(self) -> None:
@@ -306,9 +304,7 @@ class Retention:
             "what exceeds guarantees adds up": beyond == self._beyond,
             "guarantees are those of the quotas": self._guaranteed == self._quotas.guaranteed(self._totals),
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise CorruptTree(f"retention: {rule}")
+        check_rules("retention", rules)
 
     # ---------------------------------------------------------------- one entry
 

@@ -21,7 +21,7 @@ from enum import Enum, auto
 from functools import partial
 
 from mainstem.cache.tree import Ids
-from mainstem.errors import CorruptTree
+from mainstem.errors import check_rules
 from mainstem.tiers.pending import Polled
 from mainstem.tiers.prefetch.attach_point import AttachPoint
 from mainstem.tiers.prefetch.bidirectional import BidirectionalLoad
@@ -146,9 +146,7 @@ class Prefetch:
             "what is late is counted after the wait": self._expired or not self._counted,
             "pages before the front are computed": not backward or self._load is not None,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise CorruptTree(f"a prefetch: {rule}")
+        check_rules("a prefetch", rules)
 
     def _enter(self, phase: Phase) -> None:
         assert phase in _NEXT[self._phase], (self._phase, phase)

@@ -25,7 +25,7 @@ import numpy as np
 
 from mainstem.cache.components import Full, State
 from mainstem.cache.tree import HOST, PRESENT, Ids, Tree
-from mainstem.errors import CorruptTree
+from mainstem.errors import check_rules
 from mainstem.tiers.host.transfer import HostMemory
 from mainstem.tiers.pending import ARRIVED, FAILED, PendingList, Polled
 from mainstem.tiers.storage.calls import StoreCall
@@ -197,9 +197,7 @@ class Writes:
             "a state waits once": len({write.node for write in self._states}) == len(self._states),
             "what is remembered is bounded": max(len(self._written), len(self._lost)) <= _MAX_NODES,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise CorruptTree(f"writes to storage: {rule}")
+        check_rules("writes to storage", rules)
 
     # ---------------------------------------------------------------- pages
 
