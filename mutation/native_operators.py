@@ -1,4 +1,4 @@
-"""What is changed in a line of the core: operators over the tree that tree-sitter makes of C++.
+"""Changes of a line of the core: operators over the tree that tree-sitter makes of C++.
 
 They are of the kinds that `python_operators` has. Assertions, declarations of types and arguments of templates stay.
 """

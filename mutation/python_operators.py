@@ -1,4 +1,4 @@
-"""What is changed in a line of Python: operators of cosmic-ray, and those that it lacks, written as its plugins are.
+"""Changes of a line of Python: operators of cosmic-ray, and those that it lacks, written as its plugins are.
 
 cosmic-ray gives an operator the nodes of a parso tree: `mutation_positions(node)` says where it can change a node, and
 `mutate(node, index)` changes it. Of its 213 operators those are used whose mutants differ in kind: another comparison
@@ -76,7 +76,7 @@ class DeleteStatement(_Ours):
 
 
 class OmitReset(_Ours):
-    """What is reset or taken out stays as it was."""
+    """A value that is reset or taken out stays as it was."""
 
     def replacements(self, node: _Node) -> Iterator[tuple[_Node, str]]:
         if _is_statement(node) and _is_reset(node):

@@ -29,7 +29,7 @@ SEEDS, OPERATIONS = 6, 1500
 
 @dataclass
 class Part:
-    """What was recorded of a test file, or of a profile of the simulator.
+    """The recording of a test file, or of a profile of the simulator.
 
     Args:
         name: "tests/..." or "simulator: profile".
@@ -55,7 +55,7 @@ class Part:
 
 
 class Reach:
-    """What was recorded.
+    """All recordings.
 
     Args:
         folder: with the recording.
@@ -223,8 +223,8 @@ def files_of_tests(root: Path) -> list[str]:
 def lines_of(source: str, line: int) -> tuple[set[int], set[int]]:
     """Returns the lines that run where a line does, and those that use what it says when it is imported.
 
-    A statement of a function runs as a whole. What a module or a class states, or the head of a function, is run by an
-    import: then the lines of the function count, or those that name what is assigned, or else all of the file.
+    A statement of a function runs as a whole. An import runs the statements of a module or a class, and the head of a
+    function: then the lines of the function count, or those that name what is assigned, or else all of the file.
     """
     tree = ast.parse(source)
     path = _path(tree, line)

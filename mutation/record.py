@@ -122,18 +122,28 @@ def rows(recorded: Sequence[Mapping[str, Any]], judged: Mapping[Key, str]) -> li
     return found
 
 
+def table_of(page: str, head: str) -> tuple[str, list[str], str]:
+    """Returns a page up to the head of a table, the rows of the table, and the rest.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    before, found, rest = page.partition(head)
+    if not found:
+        raise ValueError(f"there is no table with this head: {head}")
+    table = re.match(r"(?:\|.*\n)*", rest)
+    assert table is not None
+    return before + head, table[0].splitlines(), rest[table.end() :]
+
+
 def written(page: str, lines: Sequence[str]) -> str:
     """Returns a page with rows in its table.
 
     Raises:
         ValueError: the page has no such table.
     """
-    before, head, rest = page.partition(HEAD)
-    if not head:
-        raise ValueError("there is no table of sampled mutants")
-    table = re.match(r"(?:\|.*\n)*", rest)
-    assert table is not None
-    return before + head + "".join(line + "\n" for line in lines) + rest[table.end() :]
+    before, _, after = table_of(page, HEAD)
+    return before + "".join(line + "\n" for line in lines) + after
 
 
 def survivors(mutants: Sequence[dict[str, Any]], judged: Mapping[Key, str]) -> list[dict[str, Any]]:

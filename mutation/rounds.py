@@ -1,6 +1,6 @@
 """A round: each mutant of a sample against the tests that reach it, a wider choice and the simulator.
 
-What is known is kept in a folder, line by line, so that a round goes on where it ended.
+A folder keeps each result, line by line, so that a round goes on where it ended.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Budget:
 
 @dataclass
 class Verdict:
-    """What became of a mutant.
+    """The result of a mutant.
 
     Args:
         outcome: "killed", "survived", or "invalid" if it does not compile.

@@ -26,7 +26,7 @@ SEED_S = 5.0  # that a seed of the simulator takes
 
 @dataclass
 class Run:
-    """What became of a run.
+    """The result of a run.
 
     Args:
         failed: tests that failed, in order, each with what it said.

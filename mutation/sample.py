@@ -49,7 +49,7 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What names the mutant as long as its line has the same text."""
+        """The name of the mutant, as long as its line has the same text."""
         return self.file, self.site.operator, self.site.text, self.occurrence
 
     @property

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "mainstem"
 TABLE = ROOT / "tests" / "house" / "bounds.toml"
 
-# What moves nothing: no run shows more or less, later or earlier, because of these.
+# Constants that move nothing: no run shows more or less, later or earlier, because of these.
 STILL = {
     "layout": "bytes, bits, codes and ranges of formats, protocols and other people's interfaces; marks for no value",
     "grain": "how much is done at a time, and by how many threads: the pace, never the result",

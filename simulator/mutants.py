@@ -28,6 +28,7 @@ from pathlib import Path
 from mutation.copies import PACKAGE as _PACKAGE
 from mutation.copies import ROOT as _ROOT
 from mutation.copies import Builder, copy_package, environment, write
+from mutation.record import table_of
 from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES
 
@@ -164,14 +165,10 @@ def written(page: str, rows: Mapping[str, str]) -> str:
     Raises:
         ValueError: the page has no such table.
     """
-    before, head, rest = page.partition(_HEAD)
-    if not head:
-        raise ValueError("there is no table of mutants")
-    table = re.match(r"(?:\|.*\n)*", rest)
-    assert table is not None
-    kept = {line.split(" | ")[0][2:]: line for line in table[0].splitlines()} | rows
+    before, table, after = table_of(page, _HEAD)
+    kept = {line.split(" | ")[0][2:]: line for line in table} | rows
     lines = [kept[mutant.name] + "\n" for mutant in (*PYTHON, *NATIVE) if mutant.name in kept]
-    return before + head + "".join(lines) + rest[table.end() :]
+    return before + "".join(lines) + after
 
 
 def main() -> int:

@@ -152,7 +152,8 @@ def test_a_mutant_is_killed_by_a_test_that_fails_hangs_or_dies_and_else_survives
     operator: str, text: str, outcome: str, how: str, by: str, reach: Reach, root: Path, copy: Path, runner: Runner
 ) -> None:
     verdict = bench(reach, root, copy, runner).judge(mutant(root, operator, text))
-    assert (verdict.outcome, verdict.how, verdict.by) == (outcome, how, f"{FILE}::{by}" if by else "")
+    assert (verdict.outcome, verdict.how) == (outcome, how)
+    assert verdict.by.removesuffix("_again") == (f"{FILE}::{by}" if by else "")  # either of two that take as long
     assert (copy / PACKAGE / "tiny.py").read_text() == SOURCE == (root / PACKAGE / "tiny.py").read_text()
     assert verdict.stage == ("reach" if by else "")
 
@@ -168,7 +169,7 @@ def test_all_tests_that_kill_a_mutant_are_named_if_all_are_asked(
 
 def test_tests_that_do_not_fit_the_time_are_left(reach: Reach, root: Path, copy: Path, runner: Runner) -> None:
     of = mutant(root, "ReplaceComparisonOperator_Gt_GtE", "return a if a > b else b")
-    verdict = bench(reach, root, copy, runner, Budget(first_s=0.0, reach_s=0.0, wider_s=0.0)).judge(of)
+    verdict = bench(reach, root, copy, runner, Budget(first_s=-1.0, reach_s=-1.0, wider_s=-1.0)).judge(of)
     assert verdict.outcome == "survived" and verdict.tests == 3, "each time gives room for one test"
     assert verdict.left == 2
 

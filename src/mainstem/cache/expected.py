@@ -60,7 +60,7 @@ class Expected:
         return int(self._tree.core.expect(name, key, account, self._now, due)) * self._tree.page_size
 
     def _account(self, owner: bytes) -> int:
-        """Returns the number of an owner's account. Who shares the last one is not remembered: there may be many."""
+        """Returns the number of an owner's account. Those who share the last one are not remembered."""
         if len(self._accounts) < _ACCOUNTS - 1:
             return self._accounts.setdefault(owner, len(self._accounts) + 1)
         return self._accounts.get(owner, _ACCOUNTS)
