@@ -47,7 +47,7 @@ class PoolTransferResult:
 
 
 FORMATS = "dtype|quant|fp8|fp4|int8|rope|revision|override|layout|precision"
-"""What is in the names of the server's settings that may change the numbers of a page."""
+"""Parts of the names of the server's settings that may change the numbers of a page."""
 
 UNREAD = {
     "the pool says it": "hicache_mem_layout mamba_ssm_dtype",

@@ -73,13 +73,13 @@ CONFIG: dict[str, dict[str, Any]] = {
     "load_config": {"load_format": "auto"},
     "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
 }  # fmt: skip
-"""What the connector reads of vLLM's configuration, as it is where nobody sets it."""
+"""The fields of vLLM's configuration that the connector reads, as they are where nobody sets them."""
 
 KV_CACHE: dict[str, Any] = {
     "num_blocks": 8, "kv_cache_groups": [], "prefix_cacheable_group_ids": (0,), "kv_cache_layout": None,
     "hash_block_size": 16, "kv_tp_replicas": 1,
 }  # fmt: skip
-"""What it reads of `KVCacheConfig`."""
+"""The fields of `KVCacheConfig` that it reads."""
 
 
 _HOW_FAST = "how fast, or with which rounding, the same is computed"

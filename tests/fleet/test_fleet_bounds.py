@@ -1,4 +1,4 @@
-"""What the front and a replica do at most, and for how long they wait: clocks and sockets are the tests' own."""
+"""Bounds of the front and of a replica, and how long they wait: clocks and sockets are the tests' own."""
 
 from __future__ import annotations
 

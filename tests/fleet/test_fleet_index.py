@@ -35,7 +35,7 @@ class Clock:
 
 @dataclass
 class Worker:
-    """What is known of a replica."""
+    """A replica, as the model knows it."""
 
     store: str | None
     held: dict[Path, set[Medium]] = field(default_factory=dict)
@@ -261,7 +261,7 @@ HALF_LIFE_S, OTHERS, IN_USE = 60.0, 8.0, 0.4
 
 
 class Busy:
-    """What each replica was sent, and what that makes of a request, from the beginning every time."""
+    """A model of the ranking: it computes costs from all that each replica was sent, from the beginning every time."""
 
     def __init__(self, clock: Clock, costs: dict[str, float]) -> None:
         self.clock, self.costs = clock, costs

@@ -220,7 +220,7 @@ def test_the_command_takes_all_lanes_or_those_that_are_named(
 
 
 def test_every_lane_has_its_files_its_target_and_its_record() -> None:
-    """What its files import in turn is not read: that takes seconds, and another test does it."""
+    """The imports of its files are not read: that takes seconds, and another test does it."""
     top = Path(__file__).parents[2]
     rules = re.findall(r"^(test-.*?):", (top / "Makefile").read_text(), re.MULTILINE)
     for lane in LANES:

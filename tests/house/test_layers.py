@@ -113,7 +113,7 @@ FOREIGN = {
 
 
 OF_ANOTHER = re.compile(r"(?<!\bself)(?<!\bcls)\._")
-"""What the text of such an expression has; few modules need be parsed."""
+"""Texts that such an expression has; few modules need be parsed."""
 
 
 def reads_of_underscores(source: str) -> list[str]:

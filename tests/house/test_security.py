@@ -16,7 +16,7 @@ MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 SUSPECT = re.compile(rf"\b(?:{'|'.join((*FORBIDDEN_MODULES, *FORBIDDEN_CALLS))})\b|allow_pickle|weights_only")
-"""What the text of such a module has; few need be parsed."""
+"""Texts that such a module has; few need be parsed."""
 
 
 def findings(source: str) -> Iterator[str]:

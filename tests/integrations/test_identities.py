@@ -1,4 +1,4 @@
-"""What the content of a page depends on, field by field: each that is changed alone changes the page's name.
+"""The identity of a page, field by field: each that is changed alone changes the page's name.
 
 The fields are read from the source. One that the code begins to read, or no longer reads, fails until it stands here:
 with another value, or with the reason why it changes nothing.
@@ -31,7 +31,7 @@ from mainstem.runtime.models.loading import LoadedModel
 from mainstem.runtime.parallel.ranks import Ranks
 
 Name = tuple[bytes, str, str]
-"""What the names of pages are made of: the identity, the shard, and what is said of one pool."""
+"""The parts of the names of pages: the identity, the shard, and what is said of one pool."""
 
 
 def reads(functions: list[Callable[..., Any]], roots: Mapping[str, str]) -> set[str]:

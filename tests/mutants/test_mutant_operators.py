@@ -1,4 +1,4 @@
-"""What operators change in small sources of Python and C++, and what they leave alone."""
+"""Operators change small sources of Python and C++, and leave the rest alone."""
 
 from __future__ import annotations
 
