@@ -25,6 +25,8 @@ from mainstem.server.access.envelope import HANDLERS, REQUEST_ID, Envelope
 from mainstem.server.access.origins import Guard, Reach
 from mainstem.server.access.public_prefixes import read_public_prefixes
 from mainstem.server.access.tenants import Tenancy, show_owner
+from mainstem.server.apis.rewriting import HEADER as REWRITES_HEADER
+from mainstem.server.apis.rewriting import Rewriting
 from mainstem.server.apis.tokenization import TokenRoutes
 from mainstem.server.cache_routes import CacheRoutes
 from mainstem.server.fields.openapi import Operation
@@ -104,11 +106,12 @@ def create_app(
             engine.publish_prefix(prefix)
     precompute = Precompute(engine, preparation.prompts) if config.precompute_turns else None
     savings = Savings(engine, config.savings) if config.savings.exist else None
+    rewriting = Rewriting(config, access)
     counting = (engine, recorder, preparation.answers, precompute, tracing, savings, prefills)
-    metrics = Metrics([part for part in counting if part is not None], clock)
+    metrics = Metrics([*(part for part in counting if part is not None), rewriting], clock)
     parts = Parts(
         engine, config, access, preparation, BodyReader(config.max_body_bytes), metrics, recorder, tracing, precompute,
-        Pings(config.ping_interval_s, clock, sleep), clock, now, draining,
+        rewriting, Pings(config.ping_interval_s, clock, sleep), clock, now, draining,
         show_owner if tenancy is None else tenancy.name,
     )  # fmt: skip
     generating = app.state.generating = Generating(parts)
@@ -148,7 +151,7 @@ def _middleware(config: ServerConfig, reach: Reach | None) -> Iterator[Middlewar
             allow_origins=config.cors_origin,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", *REQUEST_ID, IGNORED_HEADER, UNKNOWN_HEADER),
+            expose_headers=("Retry-After", *REQUEST_ID, IGNORED_HEADER, UNKNOWN_HEADER, REWRITES_HEADER),
         )
     yield Middleware(Envelope)
     if reach is not None:

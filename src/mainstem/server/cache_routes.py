@@ -10,6 +10,7 @@ from functools import partial
 import anyio.to_thread
 import msgspec
 import numpy as np
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -18,6 +19,7 @@ from mainstem.errors import BadArgument
 from mainstem.server import errors, management
 from mainstem.server.access.tenants import Tenancy, Usage
 from mainstem.server.apis.bodies import decode
+from mainstem.server.apis.chat.request import conversation
 from mainstem.server.apis.replies import Model
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.openapi import Operation
@@ -44,6 +46,7 @@ class CacheRoutes:
 
     def __init__(self, parts: Parts, tenancy: Tenancy | None, about: About, page: live.Live) -> None:
         self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
+        self._rewriting = parts.rewriting
         self._bodies, self._draining = parts.bodies, parts.draining
         self._tenancy, self._about, self._live = tenancy, about, page
 
@@ -94,7 +97,7 @@ class CacheRoutes:
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
         prefixes, namespace = await self._bodies.parsed(
-            http, lambda body: self._named(management.parse_remove(body), tenant, is_admin)
+            http, lambda body: self._named(management.parse_remove(body), http.headers, tenant, is_admin)
         )
         self._preparation.answers.forget(encode_namespace(namespace))
         pages = 0
@@ -107,7 +110,7 @@ class CacheRoutes:
 
         def parse(body: bytes) -> tuple[HintRequest, list[Tokens], Namespace | None]:
             ask = management.parse_hint(body)
-            return ask, *self._named(ask, tenant, is_admin)
+            return ask, *self._named(ask, http.headers, tenant, is_admin)
 
         ask, prefixes, namespace = await self._bodies.parsed(http, parse)
         advised = []
@@ -120,11 +123,12 @@ class CacheRoutes:
         return json_response(Hinted(ask.action, kept.positions, kept.cached))
 
     def _named(
-        self, ask: management.Named, tenant: bytes | None, is_admin: bool
+        self, ask: management.Named, headers: Headers, tenant: bytes | None, is_admin: bool
     ) -> tuple[list[Tokens], Namespace | None]:
         """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace.
 
-        A chat may be cached with the tokens of its answers, and as it is tokenised without them.
+        A chat may be cached with the tokens of its answers, and as it is tokenised without them; as the rules of
+        prompts leave it, and as it came.
         """
         self._preparation.check_model(ask.model)
         if is_admin and self._access.separates:
@@ -135,7 +139,10 @@ class CacheRoutes:
             raise errors.wrong("api_key", "only the admin of a server with several API keys may set it")
         namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant)
         if ask.messages is not None:
-            return self._preparation.prefixes(ask.messages, ask.tools, namespace), namespace
+            chat = conversation(ask.messages, ask.tools)
+            ruled = self._rewriting.chat(chat, headers, tenant, ask.cache_salt, notes=False)
+            named = [chat] if ruled is chat else [ruled, chat]
+            return [prefix for each in named for prefix in self._preparation.prefixes(each, namespace)], namespace
         return [self._preparation.tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
 
     async def _stats(self, http: HttpRequest) -> Response:

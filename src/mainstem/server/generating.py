@@ -30,6 +30,7 @@ from mainstem.server.apis.embeddings import PATH as EMBEDDINGS
 from mainstem.server.apis.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
 from mainstem.server.apis.generation import Generation
 from mainstem.server.apis.replies import ChunkUsage, Extras, Head, Reply
+from mainstem.server.apis.rewriting import header
 from mainstem.server.apis.table import APIS, Api, Count
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.openapi import Operation
@@ -96,15 +97,15 @@ class Generating:
             ),
         ]
 
-    def read(self, route: str, body: bytes, owner: Owner) -> Generation:
-        """Reads the body of a request to one of the routes that generate.
+    def read(self, route: str, body: bytes, owner: Owner, client: str) -> Generation:
+        """Reads the body of a request to one of the routes that generate, as from a user agent.
 
         Raises:
             ApiError: it is wrong, or there is no such route.
         """
         if route not in APIS:
             raise errors.wrong("route", f"must be one of {', '.join(APIS)}")
-        return self._read(APIS[route], body, Unheeded(self._tolerant), owner)
+        return self._read(APIS[route], body, Unheeded(self._tolerant), owner, client)
 
     def ahead(self, path: str, headers: Headers, body: bytes) -> Callable[[], object]:
         """Returns a function that reads pages of a request's first prompt before it is submitted; see `PrefillFirst`.
@@ -113,12 +114,14 @@ class Generating:
             ApiError, MainstemError: it cannot be answered.
         """
         tenant = self._access.tenant(headers)
-        generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant)
+        client = headers.get("user-agent", "")
+        generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant, client)
         tokens, namespace = self._preparation.addressed(generation, tenant if self._access.separates else None)
         return partial(self._engine.advise, "prefetch", tokens, namespace)
 
-    def _read(self, api: Api, body: bytes, unheeded: Unheeded, owner: Owner) -> Generation:
-        return self.responses.join(api.read(body, unheeded), owner)
+    def _read(self, api: Api, body: bytes, unheeded: Unheeded, owner: Owner, client: str) -> Generation:
+        generation = self.responses.join(api.read(body, unheeded), owner)
+        return self._parts.rewriting.applied(generation, api.path, client, owner)
 
     # ---- one request
 
@@ -132,7 +135,9 @@ class Generating:
             tenant = self._access.tenant(http.headers)  # the cheapest checks come first
             if self._parts.draining():
                 raise errors.draining()
-            generation = await self._parts.bodies.parsed(http, lambda body: self._read(api, body, unheeded, tenant))
+            client = http.headers.get("user-agent", "")
+            parsed = self._parts.bodies.parsed(http, lambda body: self._read(api, body, unheeded, tenant, client))
+            generation = await parsed
             made, run = await self._admit(http, api, generation, tenant, id, trace, before)
         except ClientDisconnect:
             raise
@@ -146,6 +151,7 @@ class Generating:
                 return self._annotated(self._refused_in_stream(api, generation, id, refusal), unheeded)
             raise
         unheeded.ignored += self._preparation.ignored(generation)
+        self._parts.rewriting.count(generation.rewrites)
         choices = [ChoiceProgress(each.tokens, each.params.max_tokens) for each in made.requests]
         progress = before or StreamProgress(id, int(self._parts.now()), choices)
         reply = self._reply(api, progress, made, run, tenant)
@@ -154,8 +160,11 @@ class Generating:
         if generation.request.stream:
             resumable = RESUME in state and made.requests[0].params.prompt_logprobs is None
             parts = run, reply, self._parts.pings
-            return self._annotated(ContinuableStream(*parts, progress) if resumable else EventStream(*parts), unheeded)
-        return self._annotated(await self._whole(http, generation, run, reply), unheeded)
+            response: Response = ContinuableStream(*parts, progress) if resumable else EventStream(*parts)
+        else:
+            response = await self._whole(http, generation, run, reply)
+        response.headers.update(header(generation.rewrites))
+        return self._annotated(response, unheeded)
 
     async def _whole(self, http: HttpRequest, generation: Generation, run: Run, reply: Reply) -> Response:
         with run:
@@ -227,7 +236,7 @@ class Generating:
             watchers = [[*watching, watch] for watching, watch in zip(watchers, traced, strict=True)]
         with client_names(generation.paths):
             streams = self._submit(made.requests)
-        return made, Run(streams, choices, watchers, prompt_tokens)
+        return made, Run(streams, choices, watchers, prompt_tokens, generation.rewrites)
 
     def _watchers(
         self, asked: Any, session: str | None, request: Request, kind: Kind, tenant: Owner
@@ -264,10 +273,12 @@ class Generating:
     async def _counted(self, count: Count, http: HttpRequest) -> Response:
         """Answers with the number of tokens of a prompt."""
         owner, unheeded = self._access.tenant(http.headers), Unheeded(self._tolerant)
+        client = http.headers.get("user-agent", "")
 
         def counted(body: bytes) -> int:
             request = count.read(body, unheeded, self._preparation.names[0])
             generation = self.responses.join(request, owner)
+            generation = self._parts.rewriting.applied(generation, count.api, client, owner)
             unheeded.ignored += self._preparation.ignored(generation)
             return self._preparation.count(generation)
 

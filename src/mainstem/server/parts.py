@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mainstem.server.access.api_keys import Access
+from mainstem.server.apis.rewriting import Rewriting
 from mainstem.server.kept.precompute import Precompute
 from mainstem.server.preparation import Preparation
 from mainstem.server.run import Pings
@@ -32,6 +33,7 @@ class Parts:
         bodies: reads bodies.
         metrics, recorder, tracing: watch.
         precompute: computes next turns; None: off.
+        rewriting: applies the rules of prompts.
         pings: of streams.
         clock: returns seconds, monotonic.
         now: returns seconds since the epoch.
@@ -48,6 +50,7 @@ class Parts:
     recorder: Recorder | None
     tracing: Tracing | None
     precompute: Precompute | None
+    rewriting: Rewriting
     pings: Pings
     clock: Callable[[], float]
     now: Callable[[], float]

@@ -18,14 +18,12 @@ from mainstem.errors import BadArgument, RequestTooLong
 from mainstem.runtime.request import PreparedPrompt
 from mainstem.runtime.text.prompts import WHOLE, Prompts, Template, Variant
 from mainstem.server import errors
-from mainstem.server.apis.chat.request import Messages, template_input
-from mainstem.server.apis.chat.tools import ToolSpec, tools_of
 from mainstem.server.apis.conversation import parts
 from mainstem.server.apis.generation import Conversation, Generation, Texts
 from mainstem.server.errors import ApiError, client_names
 from mainstem.server.fields.breakpoints import Mark
 from mainstem.server.fields.images import Pictures
-from mainstem.server.fields.tools import Tool, tooling_of
+from mainstem.server.fields.tools import Tool
 from mainstem.server.kept.answers import Answers, Turn
 from mainstem.server.parsing.dialect import speaking
 from mainstem.settings.server import ServerConfig
@@ -129,16 +127,12 @@ class Prompting:
         """Returns the tokens of a text of any length; see `Prompts.text`."""
         return self._unlimited.text(prompt, special_tokens=special_tokens, parse_special=parse_special)
 
-    def chat(self, messages: Messages, tools: Sequence[ToolSpec] | None, template: Template) -> Tokens:
+    def chat(self, asked: Conversation) -> Tokens:
         """Returns the tokens of a chat of any length, as its template renders it."""
-        asked = Conversation(template_input(messages), tooling_of(tools_of(tools)))
-        return self._conversation(asked, template, self._unlimited).tokens
+        return self._conversation(asked, asked.template(), self._unlimited).tokens
 
-    def prefixes(
-        self, messages: Messages, tools: Sequence[ToolSpec] | None, namespace: Namespace | None
-    ) -> list[Tokens]:
+    def prefixes(self, asked: Conversation, namespace: Namespace | None) -> list[Tokens]:
         """Returns the prefixes as which a chat may be cached: with the tokens of its answers, and without them."""
-        asked = Conversation(template_input(messages), tooling_of(tools_of(tools)))
         makers = (self.turn(namespace), self.prompts)
         answered, plain = (self._conversation(asked, WHOLE, maker).tokens for maker in makers)
         return [plain] if np.array_equal(answered, plain) else [answered, plain]

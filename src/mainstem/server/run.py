@@ -18,10 +18,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mainstem.errors import EngineClosed
+from mainstem.prompt_rules.rules import Rewrite
 from mainstem.runtime.request import Delta, Usage
 from mainstem.server.apis.replies import Reply, UsageBody, usage_body
 from mainstem.server.errors import ApiError, api_error, draining, internal_error
 from mainstem.server.transport import cancel_when_gone
+from mainstem.server.watch.explained import rewrites_body
 
 if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
@@ -83,12 +85,19 @@ class Run:
         choices: number of choices per prompt.
         watchers: the watchers of each stream.
         prompt_tokens: of all prompts.
+        rewrites: what rules changed in them.
     """
 
     def __init__(
-        self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[Watcher]], prompt_tokens: int
+        self,
+        streams: Sequence[Stream],
+        choices: int,
+        watchers: Sequence[Sequence[Watcher]],
+        prompt_tokens: int,
+        rewrites: Sequence[Rewrite] = (),
     ) -> None:
         self.prompt_tokens = prompt_tokens
+        self._rewrites = rewrites
         self._streams = streams
         self._choices = choices
         self._watchers = watchers
@@ -106,7 +115,9 @@ class Run:
     def usage(self) -> UsageBody:
         """The usage of all choices, after the last event."""
         usages = [answer[-1].usage for answer in self.answers]
-        return usage_body([usage for usage in usages if usage is not None], self._choices)
+        body = usage_body([usage for usage in usages if usage is not None], self._choices)
+        body.prompt_rewrites = rewrites_body(self._rewrites)
+        return body
 
     async def finish(self, receive: Receive) -> None:
         """Waits for the end of all choices.

@@ -177,6 +177,13 @@ def _names_tenants(path: object) -> bool:
     return isinstance(path, Path) and bool(read_tenants(path))
 
 
+def _names_rules(source: str) -> bool:
+    """Reads the file; its errors name the line and the rule."""
+    from mainstem.prompt_rules.rule_file import read_rules  # here, because help must not load its packages
+
+    return bool(read_rules([source]))
+
+
 @dataclass(frozen=True)
 class ServerConfig(Settings):
     """The settings of one server.
@@ -197,6 +204,8 @@ class ServerConfig(Settings):
         allowed_host: Name or address under which the server answers without keys, besides localhost and its own
             address: that of a reverse proxy, or of the machine in its network. *.example.org allows all names below
             one, * any name. Repeat it for several names.
+        prompt_rules: File of rules that take out of prompts what changes with every request, or the name of one of
+            Mainstem's own, such as claude-code. Repeat it for several files. See docs/prompts.md.
         cors_origin: Origin of web pages whose scripts may use the server, such as https://chat.example.org; * for all.
             Repeat it for several origins. Default: none.
         images: The sources of images in requests, and their limits.
@@ -233,6 +242,7 @@ class ServerConfig(Settings):
     public_prefix: Path | None = setting(None, instance(Path, "the path of a file"))
     tenants: Path | None = setting(None, Range("a file of tenants", _names_tenants))
     allowed_host: tuple[str, ...] = setting((), texts(_HOSTS, _is_host))
+    prompt_rules: tuple[str, ...] = setting((), texts("a tuple of files of rules", _names_rules))
     cors_origin: tuple[str, ...] = setting((), texts(_ORIGINS, lambda text: _ORIGIN.fullmatch(text) is not None))
     images: ImagePolicy = ImagePolicy()
     record: RecordConfig = RecordConfig()

@@ -20,6 +20,7 @@ from mainstem.errors import MainstemError
 from mainstem.fleet.front.asking import Prompt
 from mainstem.server.access.api_keys import Access, tenant_secret
 from mainstem.server.apis.generation import Generation
+from mainstem.server.apis.rewriting import Rewriting
 from mainstem.server.apis.table import APIS
 from mainstem.server.errors import ApiError
 from mainstem.server.fields.rules import Unheeded
@@ -68,6 +69,7 @@ class Reading:
         secret = tenant_secret(config.engine.tiers.storage_secret)(32)
         given = [*config.server.api_key, *keys.values()]
         self._access = Access(given, config.server.admin_key, secret, separates=bool(keys))
+        self._rewriting = Rewriting(config.server, self._access, keeps=False)
         self._prompting: Prompting | None = None
         if tokenizer is not None:
             adapters = tuple(adapter for adapter, _ in config.adapters)
@@ -93,6 +95,7 @@ class Reading:
             try:
                 request = APIS[path].read(body, Unheeded(tolerant=True))
                 if isinstance(request, Generation):
+                    request = self._rewriting.applied(request, path, headers.get("user-agent", ""), tenant)
                     return Prompt(*self._prompting.addressed(request, sharing), **rest)
                 log.debug("%s: routed by its bytes: it goes on from what a replica keeps", path)
             except (ApiError, MainstemError) as error:

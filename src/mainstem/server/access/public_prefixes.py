@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mainstem.errors import BadArgument
 from mainstem.server.apis.bodies import decode_known
+from mainstem.server.apis.chat.request import conversation
 from mainstem.server.errors import ApiError
 from mainstem.server.management import Named
 from mainstem.server.preparation import Preparation
@@ -58,6 +59,6 @@ def _tokens(prefix: Named, place: str, preparation: Preparation) -> Tokens:
     try:
         if prefix.prompt is not None:
             return preparation.tokens(prefix.prompt)
-        return preparation.prefixes(prefix.messages or [], prefix.tools, None)[-1]
+        return preparation.prefixes(conversation(prefix.messages or [], prefix.tools), None)[-1]
     except ApiError as error:
         raise BadArgument(place, "prefix", f"{_ALLOWED}: {error}") from error

@@ -18,6 +18,7 @@ from msgspec import Struct
 from mainstem.cache.expected import check_next_use
 from mainstem.cache.retention import LEAST_S
 from mainstem.errors import BadArgument
+from mainstem.prompt_rules.rules import Rewrite
 from mainstem.runtime.request import Hints
 from mainstem.runtime.text.prompts import Template
 from mainstem.server.apis.conversation import parts
@@ -150,6 +151,7 @@ class Generation:
         marks: the breakpoints that count, in the order of the prompt.
         comparison: the request as a diagnosis compares it; None: no diagnosis.
         keep: makes the record of the whole answer that is kept; None: none is kept.
+        rewrites: what the rules of the server changed in the prompt.
     """
 
     request: Common
@@ -174,6 +176,7 @@ class Generation:
     marks: tuple[Mark, ...] = ()
     comparison: Comparison | None = None
     keep: Keep | None = None
+    rewrites: tuple[Rewrite, ...] = ()
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ from mainstem.server.apis.generation import Generation
 from mainstem.server.errors import ApiError, ErrorBody
 from mainstem.server.parsing.output import OutputParser, PlainText
 from mainstem.server.watch.diagnosis import Finding
-from mainstem.server.watch.explained import PromptExplained
+from mainstem.server.watch.explained import PromptExplained, RewriteBody
 
 Spell: TypeAlias = Callable[[int], Spelled]
 """Spells one token."""
@@ -58,6 +58,7 @@ class UsageBody(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # known at the end
+    prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
 
 
 def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:

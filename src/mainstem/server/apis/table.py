@@ -35,12 +35,14 @@ class Count:
         path: its path.
         read: as `Read`, with the name of the model where the body has none.
         request, response: the types of the bodies; the response is made of the number of tokens.
+        api: the path of the API.
     """
 
     path: str
     read: Callable[[bytes, Unheeded | None, str], Generation | Linked]
     request: type[Struct]
     response: type[Any]
+    api: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ _ROWS = (
         responses.ResponseRequest, response_reply.ResponseBody, dict,
         response_reply.ID_PREFIX, alone={"prompt_cache_options": {"prewarm": True}, "store": False},
         count=Count("/v1/responses/input_tokens", responses.read_count, responses.InputCountRequest,
-                    response_reply.InputTokenCount),
+                    response_reply.InputTokenCount, "/v1/responses"),
         late=True, held=1, broken=response_reply.broken,
     ),
     Api(
@@ -103,7 +105,7 @@ _ROWS = (
         messages.MessageRequest, message_reply.MessageBody, dict,
         message_reply.ID_PREFIX, alone={"max_tokens": 0},
         count=Count(f"{message_reply.PATH}/count_tokens", messages.read_count, messages.CountRequest,
-                    message_reply.TokenCount),
+                    message_reply.TokenCount, message_reply.PATH),
         held=1, broken=message_reply.broken,
     ),
 )  # fmt: skip

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mainstem.runtime.text.prompts import Template
 from mainstem.server.apis.bodies import TokenId, decode, decode_known
-from mainstem.server.apis.chat.request import Messages
+from mainstem.server.apis.chat.request import Messages, conversation
 from mainstem.server.apis.chat.tools import ToolSpec
 from mainstem.server.apis.generation import Conversation
 from mainstem.server.errors import client_names, wrong
@@ -38,16 +38,18 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt_rules: bool | None = None
 
-    def template(self) -> Template:
-        """Returns how the chat template is applied, as for a chat."""
-        return Conversation(
-            (),
+    def conversation(self) -> Conversation:
+        """Returns the messages as those of a chat."""
+        return conversation(
+            self.messages or (),
+            self.tools,
             begins=self.add_generation_prompt,
             continues=self.continue_final_message,
             variables=self.chat_template_kwargs,
             special_tokens=self.add_special_tokens,
-        ).template()
+        )
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -109,7 +111,7 @@ class TokenRoutes:
 
     def __init__(self, parts: Parts) -> None:
         self._engine, self._access = parts.engine, parts.access
-        self._preparation, self._bodies = parts.preparation, parts.bodies
+        self._preparation, self._bodies, self._rewriting = parts.preparation, parts.bodies, parts.rewriting
 
     def routes(self) -> list[Operation]:
         """Returns them."""
@@ -121,12 +123,15 @@ class TokenRoutes:
         ]
 
     async def _tokenize(self, http: HttpRequest) -> Response:
-        return await self._answer(http, lambda body: self._tokenized(parse_tokenize(body)))
+        return await self._answer(http, lambda body: self._tokenized(parse_tokenize(body), http.headers))
 
-    def _tokenized(self, ask: TokenizeRequest) -> Tokenized:
+    def _tokenized(self, ask: TokenizeRequest, headers: Headers) -> Tokenized:
         self._preparation.check_model(ask.model)
         if ask.messages is not None:
-            made = self._preparation.chat(ask.messages, ask.tools, ask.template())
+            chat = ask.conversation()
+            if ask.prompt_rules is not False:
+                chat = self._rewriting.chat(chat, headers, self._access.tenant(headers))
+            made = self._preparation.chat(chat)
         else:
             adds, parses = ask.add_special_tokens is not False, ask.parse_special is not False
             made = self._preparation.text(ask.prompt or "", special_tokens=adds, parse_special=parses)

@@ -48,6 +48,7 @@ class Common(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     explain: bool | None = None
+    prompt_rules: bool | None = None
 
 
 _APART = {"max_tokens", "logprobs", "prompt_logprobs", "bad_words", "seed"}  # depend on more than the field

@@ -2,7 +2,8 @@
 
     "explain": true                  in the body of a request: the response has it
     GET  /v1/cache/explain/{id}      of an earlier request, by the id of its answer
-    POST /v1/cache/explain           of a body as it would be found now; nothing is run
+    POST /v1/cache/explain           of a body as it would be found now; nothing is run. Rules of prompts apply as for
+                                     the user agent `client` of the query, else of this request
     GET  /v1/cache/explain           for the admin: misses by cause and tenant, and the latest requests
 
 A client sees positions and its own text. The earlier prompt that it parted from has the same key and salt, as the cache
@@ -30,6 +31,7 @@ from starlette.responses import Response
 
 from mainstem.cache.explain import Stretch, Stretches, as_json, count_found, count_missed
 from mainstem.cache.namespaces import encode_namespace, owner_of
+from mainstem.prompt_rules.rules import Rewrite
 from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.server.apis.generation import Generation
 from mainstem.server.errors import ApiError, client_names, wrong
@@ -46,6 +48,7 @@ from mainstem.server.watch.explained import (
     RecentMiss,
     StretchBody,
     TenantMisses,
+    rewrites_body,
 )
 
 if TYPE_CHECKING:
@@ -83,12 +86,14 @@ class Account:
     Args:
         id: of the answer.
         size: in the store, in bytes.
+        rewrites: what rules changed in the prompts.
         kept: whether it is in the store.
     """
 
     id: str
     size: int
     prompts: dict[int, _Prompt] = field(default_factory=dict)
+    rewrites: tuple[Rewrite, ...] = ()
     kept: bool = False
 
     def add(self, prompt: int, request: Request, stretches: Stretches) -> None:
@@ -103,10 +108,10 @@ class Explanations:
 
     Args:
         parts: of the server, whose engine explains if it was started to.
-        parse: reads a body, by the path of the route that it is for, for a client.
+        parse: reads a body, by the path of the route that it is for, for an owner of a key, from a user agent.
     """
 
-    def __init__(self, parts: Parts, parse: Callable[[str, bytes, Owner], Generation]) -> None:
+    def __init__(self, parts: Parts, parse: Callable[[str, bytes, Owner, str], Generation]) -> None:
         self.on = parts.engine.config.explain
         self._engine, self._access, self._preparation = parts.engine, parts.access, parts.preparation
         self._bodies, self._name_of, self._parse = parts.bodies, parts.name_of, parse
@@ -149,7 +154,7 @@ class Explanations:
             return made, [[] for _ in made.requests]
         ask, admin = made.generation, self._access.is_admin(headers)
         size = sum(request.tokens.nbytes + _PROMPT_BYTES for request in made.requests[:: ask.choices])
-        account = Account(id, ENTRY_BYTES + size)
+        account = Account(id, ENTRY_BYTES + size, rewrites=ask.rewrites)
         extras = replace(made.extras, explained=lambda: self.shown(account, admin=admin))
 
         def ended(prompt: int, request: Request, finish: str, usage: Usage | None, deltas: Sequence[Delta]) -> None:
@@ -198,21 +203,22 @@ class Explanations:
         if not self.on:
             raise _off()
         route, measured = http.query_params.get("route", ""), http.query_params.get("distances", "false")
+        client = http.query_params.get("client", http.headers.get("user-agent", ""))
         if measured not in ("true", "false"):
             raise wrong("distances", f"must be true or false, not {measured!r}")
 
         def explain(body: bytes) -> Explanation:
-            return self._explain(self._parse(route, body, tenant), tenant, admin, admin and measured == "true")
+            return self._explain(self._parse(route, body, tenant, client), tenant, admin, admin and measured == "true")
 
         return _json(await self._bodies.parsed(http, explain))
 
     def _explain(self, asked: Generation, tenant: Owner, admin: bool, distances: bool) -> Explanation:
         made = self._preparation.prepare(asked, tenant if self._access.separates else None)
-        account = Account("", 0)
+        account = Account("", 0, rewrites=asked.rewrites)
         with client_names(asked.paths):
             for i, request in enumerate(made.requests[:: asked.choices]):
                 account.add(i, request, self._engine.explain(request, distances=distances))
-        return Explanation(None, self.shown(account, admin=admin))
+        return Explanation(None, self.shown(account, admin=admin), rewrites_body(account.rewrites))
 
     async def _of_id(self, http: HttpRequest) -> Response:
         admin = self._access.is_admin(http.headers)
@@ -232,7 +238,7 @@ class Explanations:
             message = f"No explanation of {id!r}: the newest requests are kept, by the ids of their answers."
             raise ApiError(404, message, param="id", code="explanation_not_found")
         shown = await anyio.to_thread.run_sync(lambda: self.shown(account, admin=admin))
-        return _json(Explanation(id, shown))
+        return _json(Explanation(id, shown, rewrites_body(account.rewrites)))
 
     async def _of_all(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import UNSET, Struct, UnsetType
+
+from mainstem.prompt_rules.rules import Rewrite
 
 
 class EvictedBody(Struct, omit_defaults=True):
@@ -54,11 +58,27 @@ class PromptExplained(Struct):
     stretches: list[StretchBody]
 
 
+class RewriteBody(Struct):
+    """One change of the prompt by a rule of the server: which rule, where, how many characters."""
+
+    rule: str
+    action: str
+    at: str
+    removed: int
+    added: int
+
+
+def rewrites_body(rewrites: Iterable[Rewrite]) -> list[RewriteBody] | UnsetType:
+    """Returns the changes of a prompt as bodies have them; nothing where there is none."""
+    return [RewriteBody(each.rule, each.action, each.at, each.removed, each.added) for each in rewrites] or UNSET
+
+
 class Explanation(Struct):
     """The response body of /v1/cache/explain: one entry for each prompt. `id`: of the answer; null if none was made."""
 
     id: str | None
     prompts: list[PromptExplained]
+    prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
 
 
 class TenantMisses(Struct):

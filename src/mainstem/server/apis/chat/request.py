@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mainstem.server.apis.bodies import decode_known
-from mainstem.server.apis.chat.tools import ToolCall, ToolChoice, ToolSpec, chosen
+from mainstem.server.apis.chat.tools import ToolCall, ToolChoice, ToolSpec, chosen, tools_of
 from mainstem.server.apis.conversation import after_message, after_part, joined
 from mainstem.server.apis.generation import Conversation, Generation, Keep
 from mainstem.server.apis.shared import OpenRequest
@@ -17,6 +17,7 @@ from mainstem.server.errors import ApiError, wrong
 from mainstem.server.fields.breakpoints import Breakpoint, CacheControl, Mark, after_tools
 from mainstem.server.fields.rules import Unheeded
 from mainstem.server.fields.sampling import Thinking
+from mainstem.server.fields.tools import tooling_of
 from mainstem.server.kept.response_store import Kept
 
 
@@ -100,6 +101,15 @@ Messages = Annotated[list[Message], Meta(min_length=1)]
 def template_input(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Converts the messages of a request for a chat template; see `Message.template_input`."""
     return [message.template_input(f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def conversation(messages: Sequence[Message], tools: Sequence[ToolSpec] | None, **options: Any) -> Conversation:
+    """Returns the prompt of messages and tools; `options`: the other arguments of a `Conversation`.
+
+    Raises:
+        ApiError: 400; see `Message.template_input` and `tools_of`.
+    """
+    return Conversation(template_input(messages), tooling_of(tools_of(tools)), **options)
 
 
 def _marks(messages: Sequence[Message]) -> Iterator[Mark]:

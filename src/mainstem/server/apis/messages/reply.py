@@ -25,6 +25,7 @@ from mainstem.server.apis.replies import Explained, UsageBody, named_event
 from mainstem.server.errors import ApiError
 from mainstem.server.parsing.output import Call, Reasoning
 from mainstem.server.watch.diagnosis import Finding
+from mainstem.server.watch.explained import RewriteBody
 
 PATH = "/v1/messages"
 VERSION = "anthropic-version"
@@ -75,6 +76,7 @@ class MessageUsage(Struct):
     cache_creation_input_tokens: int | UnsetType = UNSET
     cache_creation: CacheCreation | UnsetType = UNSET
     output_tokens_details: ThinkingTokens | UnsetType = UNSET
+    prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
 
 
 class MessageBody(Struct):
@@ -139,7 +141,7 @@ class MessageReply(BlockReply):
         created = CacheCreation(by_ttl.get("5m", 0), by_ttl.get("1h", 0))
         thinking = ThinkingTokens(self.answer.reasoning_tokens)
         rest = usage.prompt_tokens - read - added
-        counted = MessageUsage(rest, usage.completion_tokens, read, added, created, thinking)
+        counted = MessageUsage(rest, usage.completion_tokens, read, added, created, thinking, usage.prompt_rewrites)
         content = [_content(block) for block in self.answer.blocks]
         return self._body(content, self._stop_reason(), self.answer.last.stop, counted)
 

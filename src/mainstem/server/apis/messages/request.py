@@ -123,7 +123,7 @@ CountRequest = subset(
     MessageRequest,
     (
         *("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"),
-        *("chat_template_kwargs", "cache_control"),
+        *("chat_template_kwargs", "cache_control", "prompt_rules"),
     ),
     "The body of POST /v1/messages/count_tokens; None means the default.",
 )

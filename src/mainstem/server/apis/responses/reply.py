@@ -35,6 +35,7 @@ from mainstem.server.apis.responses.tools import Tool
 from mainstem.server.errors import ApiError
 from mainstem.server.parsing.output import Call, Reasoning
 from mainstem.server.watch.diagnosis import Finding
+from mainstem.server.watch.explained import RewriteBody
 
 ID_PREFIX = "resp_"
 
@@ -75,6 +76,7 @@ class ResponseUsage(Struct):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    prompt_rewrites: list[RewriteBody] | UnsetType = UNSET
 
 
 class Reason(Struct):
@@ -198,6 +200,7 @@ class ResponseReply(BlockReply):
             usage.completion_tokens,
             OutputDetails(self.answer.reasoning_tokens),
             usage.total_tokens,
+            usage.prompt_rewrites,
         )
         if self._extras.keep is not None:
             self._extras.keep(body)

@@ -159,7 +159,7 @@ InputCountRequest = subset(
     ResponseRequest,
     (
         *("model", "input", "instructions", "previous_response_id", "parallel_tool_calls", "reasoning", "text"),
-        *("tools", "tool_choice", "chat_template_kwargs"),
+        *("tools", "tool_choice", "chat_template_kwargs", "prompt_rules"),
     ),
     "The body of POST /v1/responses/input_tokens: of a request, what the prompt consists of.",
     model=None,

@@ -1,0 +1,243 @@
+"""Applies rules to a prompt: its messages, its tools, or the texts that are completed.
+
+All functions return what they were given where no rule finds anything. Rules apply in their order: where two find the
+same characters of a text, the first one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mainstem.prompt_rules.rules import Edit, Rewrite, Rule, Sort
+
+Message = dict[str, Any]
+"""A message as chat templates take it: `role`, and `content`, which is a text, a list of parts, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A tool as far as rules read it.
+
+    Args:
+        name, description, parameters: as the client has them.
+        index: its place in the client's list; None: the client did not send it this time.
+    """
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+    index: int | None
+
+    @property
+    def size(self) -> int:
+        """The characters that it has."""
+        return len(self.name) + len(self.description or "") + len(_spelled(self.parameters))
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """A prompt after the rules.
+
+    Args:
+        messages, tools, texts: of the prompt.
+        changes: by the rules, in the order of the prompt.
+    """
+
+    messages: Sequence[Message] = ()
+    tools: Sequence[Declared] = ()
+    texts: Sequence[str] = ()
+    changes: list[Rewrite] = field(default_factory=list)
+    _edits: dict[int, list[Edit]] = field(default_factory=dict)
+
+    def offset(self, message: int, at: int) -> int:
+        """Returns where a position in the text of a message is now; one in what was replaced is behind it."""
+        moved = at
+        for edit in self._edits.get(message, ()):
+            if at >= edit.end:
+                moved += len(edit.text) - (edit.end - edit.start)
+            elif at > edit.start:
+                moved += edit.start + len(edit.text) - at
+        return moved
+
+
+def rewritten(
+    rules: Sequence[Rule],
+    messages: Sequence[Message] = (),
+    tools: Sequence[Declared] = (),
+    texts: Sequence[str] = (),
+    *,
+    notes: bool = True,
+) -> Rewritten:
+    """Returns a prompt after the rules.
+
+    Args:
+        rules: those that cover the request.
+        messages, tools: of a conversation.
+        texts: prompts that are completed, instead of a conversation.
+        notes: whether what is moved is put behind the last message.
+    """
+    made = Rewritten(list(messages), list(tools), list(texts))
+    moved: list[str] = []
+    last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
+    _sort(rules, made)
+    for number, tool in enumerate(made.tools):
+        edits = _found(rules, tool.description or "", "tools", f"tools[{number}]", made.changes, movable=last >= 0)
+        if edits:
+            made.tools[number] = replace(tool, description=_applied(tool.description or "", edits))  # type: ignore[index]
+            moved += [edit.note for edit in edits]
+    for index, message in enumerate(messages):
+        edits, content = _in_message(rules, message, index, made.changes, movable=index < last)
+        if edits:
+            made.messages[index] = {**message, "content": content}  # type: ignore[index]
+            made._edits[index] = edits
+            moved += [edit.note for edit in edits]
+    if notes and (note := "".join(moved)):
+        made.messages[last] = _noted(made.messages[last], note)  # type: ignore[index]
+    for number, text in enumerate(texts):
+        if edits := _found(rules, text, "prompt", f"prompt[{number}]", made.changes, movable=False):
+            made.texts[number] = _applied(text, edits)  # type: ignore[index]
+    return made
+
+
+def _in_message(
+    rules: Sequence[Rule], message: Message, index: int, changes: list[Rewrite], *, movable: bool
+) -> tuple[list[Edit], Any]:
+    """Returns the changes of a message's texts, and its content with them."""
+    place, content = message["role"], message["content"]
+    at = "system" if place == "system" and index == 0 else f"messages[{index}]"
+    if isinstance(content, str):
+        edits = _found(rules, content, place, at, changes, movable=movable)
+        return edits, _applied(content, edits)
+    all_edits, parts = list[Edit](), list[Any]()
+    for part in content or ():
+        edits = _found(rules, part["text"], place, at, changes, movable=movable) if part["type"] == "text" else []
+        parts.append({**part, "text": _applied(part["text"], edits)} if edits else part)
+        all_edits += edits
+    return all_edits, parts
+
+
+def _found(
+    rules: Sequence[Rule], text: str, place: str, at: str, changes: list[Rewrite], *, movable: bool
+) -> list[Edit]:
+    """Returns the changes of a text that do not overlap, in order, and notes them."""
+    kept: list[tuple[Edit, Rule]] = []
+    for rule in rules:
+        for edit in rule.edits(text, place):
+            free = all(edit.end <= other.start or other.end <= edit.start for other, _ in kept)
+            if free and (movable or not edit.note):
+                kept.append((edit, rule))
+    kept.sort(key=lambda each: each[0].start)
+    for edit, rule in kept:
+        added = len(edit.text) + len(edit.note)
+        changes.append(Rewrite(rule.name, rule.action.name, at, edit.end - edit.start, added))
+    return [edit for edit, _ in kept]
+
+
+def _applied(text: str, edits: Iterable[Edit]) -> str:
+    pieces, at = list[str](), 0
+    for edit in edits:
+        pieces += [text[at : edit.start], edit.text]
+        at = edit.end
+    return "".join((*pieces, text[at:]))
+
+
+def _noted(message: Message, note: str) -> Message:
+    content = message["content"]
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": note}]}
+    return {**message, "content": (content or "") + note}
+
+
+# ---- tools
+
+
+def _sort(rules: Sequence[Rule], made: Rewritten) -> None:
+    """Sorts the tools of a prompt, as rules say."""
+    for rule in rules:
+        if not isinstance(rule.action, Sort):
+            continue
+        before = list(made.tools)
+        if "tools" in rule.action.lists:
+            made.tools = sorted(before, key=lambda tool: tool.name)
+        if "keys" in rule.action.lists:
+            made.tools = [_with_keys_sorted(tool) for tool in made.tools]
+        if (size := _moved(before, made.tools)) > 0:
+            made.changes.append(Rewrite(rule.name, rule.action.name, "tools", size, size))
+
+
+def _with_keys_sorted(tool: Declared) -> Declared:
+    parameters = sorted_keywords(tool.parameters)
+    return tool if _spelled(parameters) == _spelled(tool.parameters) else replace(tool, parameters=parameters)
+
+
+def _moved(before: Sequence[Declared], after: Sequence[Declared]) -> int:
+    """Returns how many characters of tools have another place now."""
+    pairs = zip(before, after, strict=True)
+    return sum(new.size for old, new in pairs if old is not new)
+
+
+def _spelled(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_SCHEMAS = {
+    "items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties", "anyOf", "allOf", "oneOf", "prefixItems",
+}  # fmt: skip
+
+
+def sorted_keywords(schema: Any) -> Any:
+    """Returns a JSON schema with its keywords in one order; names of parameters and values keep theirs."""
+    if isinstance(schema, list):
+        return [sorted_keywords(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for keyword in sorted(schema):
+        value = schema[keyword]
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            value = {name: sorted_keywords(each) for name, each in value.items()}
+        elif keyword in _SCHEMAS:
+            value = sorted_keywords(value)
+        made[keyword] = value
+    return made
+
+
+class KeptTools:
+    """The tools that sessions had, so that one that is missing in a request stays where it was in the prompt.
+
+    Args:
+        most_sessions: that are remembered; the one that was used last is forgotten last.
+        most_tools: of one session.
+    """
+
+    def __init__(self, most_sessions: int = 1024, most_tools: int = 256) -> None:
+        self._most_sessions, self._most_tools = most_sessions, most_tools
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[tuple[object, str], tuple[Declared, ...]] = OrderedDict()
+
+    def with_kept(self, owner: object, session: str, tools: Sequence[Declared]) -> list[Declared]:
+        """Returns the tools of a session: those that it had, in their order, and then those that are new.
+
+        Args:
+            owner: whose session it is.
+            session: its name.
+            tools: of this request; they replace those of the same name.
+        """
+        now = {tool.name: tool for tool in tools}
+        with self._lock:
+            had = self._sessions.pop((owner, session), ())
+            made = [now.pop(tool.name, replace(tool, index=None)) for tool in had]
+            made += now.values()
+            if len(made) > self._most_tools:
+                made = list(tools)
+            self._sessions[owner, session] = tuple(made)
+            if len(self._sessions) > self._most_sessions:
+                self._sessions.popitem(last=False)
+        return made
