@@ -46,7 +46,7 @@ class Watched:
         self.live = Live(parts, self.explanations)
 
     def ask(self, id: str, tenant: str | None = None, tokens: int = 4) -> None:
-        asked: Any = SimpleNamespace(choices=1)
+        asked: Any = SimpleNamespace(choices=1, rewrites=())
         request = Request(np.full(tokens, 7, np.int32), namespace=Namespace(salt=tenant))
         made = Prepared(asked, [request], Extras(asked), *[None] * 3)  # type: ignore[arg-type]
         _, [[watcher]] = self.explanations.follow(id, Headers(), None, made)
