@@ -22,6 +22,7 @@ LAYERS = [
         "rules",
         [f"cache.{name}" for name in ("keys", "namespaces", "quotas", "components", "policies", "pool", "identity")],
     ),
+    ("prompt_rules", ["prompt_rules"]),
     ("settings", ["settings"]),
     ("tree", ["cache.explain", "cache.tree"]),
     ("events", ["events"]),
