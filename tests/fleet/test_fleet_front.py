@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
 import pytest
 from rigs.fake_engine import FakeEngine, FakeTokenizer
+from starlette.datastructures import Headers
 
 from mainstem.fleet.front.app import Front, Homes
 from mainstem.fleet.front.asking import Ask, Head, Part, ReplicaLost
@@ -20,6 +22,7 @@ from mainstem.fleet.peers import PeerLists
 from mainstem.fleet.replica import PEERS, answered
 from mainstem.server.app import create_app
 from mainstem.settings.fleet import FleetConfig
+from mainstem.settings.server import ServerConfig
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi."}]}
 
@@ -73,6 +76,23 @@ def front(rig: Rig, **options: Any) -> Front:
 
 async def _no_sleep(seconds: float) -> None:
     await anyio.sleep(0)
+
+
+def test_a_request_is_routed_by_the_prompt_that_rules_leave(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    match = "match = 't=\\d+;'\nexample = 't=1;'\n"
+    path.write_text(f"[[rule]]\nname = 'x'\naction = 'drop'\nclients = ['agent/*']\n{match}")
+    config = FleetConfig(server=ServerConfig(prompt_rules=(str(path),)))
+    reading = Reading(config, FakeTokenizer(), "fake", 4096)  # type: ignore[arg-type]
+
+    def tokens(system: str, client: str) -> str:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "q"}]
+        body = json.dumps({"model": "fake", "messages": messages}).encode()
+        prompt = reading.read("/v1/chat/completions", Headers({"user-agent": client}), body)
+        assert prompt is not None
+        return FakeTokenizer().decode(prompt.tokens)
+
+    assert tokens("t=5;Hi", "agent/1") == tokens("Hi", "agent/1") != tokens("t=5;Hi", "other")
 
 
 def calls(made: Front, use: Callable[[httpx.AsyncClient], Any]) -> Any:

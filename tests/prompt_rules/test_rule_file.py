@@ -167,6 +167,12 @@ def test_a_table_in_a_text_is_no_line_of_a_rule(tmp_path: Path) -> None:
     assert read(tmp_path, text).startswith("FILE: rule 'x': ")
 
 
+@pytest.mark.parametrize(("repeated", "refused"), [("(a{30}b){30}", False), (r"(\pL{30}b){20}", True)])
+def test_a_pattern_has_a_megabyte(tmp_path: Path, repeated: str, refused: bool) -> None:
+    said = read(tmp_path, table(match=f"'Time: {repeated}|Time: 12'"))
+    assert ("match: not a pattern of RE2: pattern too large" in said) == refused == bool(said)
+
+
 def test_a_pattern_takes_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(table(match="'Time(a+)+b'", example='"Timeab"'))

@@ -14,6 +14,7 @@ import random
 import resource
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from machine import eventually
 from rigs.serving import tiny_folder
 from starlette.applications import Starlette
 
+from mainstem.prompt_rules.rule_file import own_files
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models.loading import load_model
 from mainstem.server.apis.chat.request import ChatRequest
@@ -36,6 +38,27 @@ from mainstem.settings.engine import EngineConfig
 from mainstem.settings.server import ServerConfig
 
 AT_ONCE = 16
+RULES = """
+[[rule]]
+name = "drop"
+action = "drop"
+places = ["system", "user", "tool", "assistant", "tools", "prompt"]
+match = "w6"
+example = "w6"
+[[rule]]
+name = "move"
+action = "move"
+places = ["system", "user", "tool", "tools"]
+match = "w3|w5"
+example = "w5"
+[[rule]]
+name = "sort"
+action = "sort"
+lists = ["tools", "keys"]
+[[rule]]
+name = "keep"
+action = "keep"
+"""
 MOST_GROWTH = 64 << 20  # bytes
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["w5"]}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -246,8 +269,10 @@ def test_every_route_that_takes_a_body_is_here(engine: Engine) -> None:
 
 @pytest.mark.parametrize("bodies", [400, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
-def test_damaged_bodies(engine: Engine, bodies: int) -> None:
-    fuzzer, paths, app = Fuzzer(bodies), [*BASES], create_app(engine, ServerConfig(embeddings=True))
+def test_damaged_bodies(engine: Engine, tmp_path: Path, bodies: int) -> None:
+    (tmp_path / "rules.toml").write_text(RULES)
+    config = ServerConfig(embeddings=True, prompt_rules=(str(tmp_path / "rules.toml"), *own_files()))
+    fuzzer, paths, app = Fuzzer(bodies), [*BASES], create_app(engine, config)
     made = [(path, fuzzer.body(BASES[path])) for path in (paths[n % len(paths)] for n in range(bodies))]
     seen: Counter[int] = Counter()
     grown = 0

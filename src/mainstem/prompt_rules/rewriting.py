@@ -46,18 +46,19 @@ class Rewritten:
     Args:
         messages, tools, texts: of the prompt.
         changes: by the rules, in the order of the prompt.
+        edits: the changed characters of each message that is one text, by its number.
     """
 
     messages: Sequence[Message] = ()
     tools: Sequence[Declared] = ()
     texts: Sequence[str] = ()
     changes: list[Rewrite] = field(default_factory=list)
-    _edits: dict[int, list[Edit]] = field(default_factory=dict)
+    edits: dict[int, list[Edit]] = field(default_factory=dict)
 
     def offset(self, message: int, at: int) -> int:
         """Returns where a position in the text of a message is now; one in what was replaced is behind it."""
         moved = at
-        for edit in self._edits.get(message, ()):
+        for edit in self.edits.get(message, ()):
             if at >= edit.end:
                 moved += len(edit.text) - (edit.end - edit.start)
             elif at > edit.start:
@@ -94,7 +95,7 @@ def rewritten(
         edits, content = _in_message(rules, message, index, made.changes, movable=index < last)
         if edits:
             made.messages[index] = {**message, "content": content}  # type: ignore[index]
-            made._edits[index] = edits
+            made.edits[index] = edits
             moved += [edit.note for edit in edits]
     if notes and (note := "".join(moved)):
         made.messages[last] = _noted(made.messages[last], note)  # type: ignore[index]
