@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mainstem.prompt_rules.notes import Notes
 from mainstem.prompt_rules.rewriting import Declared, KeptTools, Rewritten, rewritten, sorted_keywords
 from mainstem.prompt_rules.rule_file import read_rules
 from mainstem.prompt_rules.rules import Caller, Rewrite, Rule, Scope, filled
@@ -53,6 +55,13 @@ def chat(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
+def ruled(found: Sequence[Rule], messages: Sequence[dict[str, Any]], *rest: Any) -> Rewritten:
+    """Returns a prompt after rules, with the notes of its own turn."""
+    made = rewritten(found, messages, *rest)
+    made.place(Notes(), ())
+    return made
+
+
 def texts(made: Rewritten) -> list[Any]:
     return [message["content"] for message in made.messages]
 
@@ -65,24 +74,31 @@ def test_a_line_is_dropped(tmp_path: Path) -> None:
 
 def test_a_text_is_moved_behind_the_last_message_and_says_where_it_stood(tmp_path: Path) -> None:
     messages = chat(("system", "Time: 12. Hi."), ("user", "a"), ("assistant", "b"), ("user", "c"))
-    made = rewritten(rules(tmp_path, MOVE), messages)
+    made = ruled(rules(tmp_path, MOVE), messages)
     note = "\n\n[Time: 12 (moved here from the system prompt)]"
     assert texts(made) == ["Time: . Hi.", "a", "b", "c" + note]
-    assert made.changes == [Rewrite("clock", "move", "system", 2, len(note))]
-    assert texts(rewritten(rules(tmp_path, MOVE), messages, notes=False)) == ["Time: . Hi.", "a", "b", "c"]
+    assert made.changes == [
+        Rewrite("clock", "move", "system", 2, 0),
+        Rewrite("clock", "move", "messages[3]", 0, len(note)),
+    ]
 
 
 def test_a_note_goes_behind_what_an_answer_is_continued_from(tmp_path: Path) -> None:
-    made = rewritten(rules(tmp_path, MOVE), chat(("system", "Time: 1"), ("user", "a"), ("assistant", "It")))
+    made = ruled(rules(tmp_path, MOVE), chat(("system", "Time: 1"), ("user", "a"), ("assistant", "It")))
     assert texts(made)[1].startswith("a\n\n[Time: 1") and texts(made)[2] == "It"
 
 
-def test_what_is_in_the_last_message_stays_there(tmp_path: Path) -> None:
-    messages = chat(("user", "Time: 1"), ("assistant", "x"), ("user", "Time: 2"))
-    made = rewritten(rules(tmp_path, MOVE), messages)
-    assert texts(made) == ["Time: ", "x", "Time: 2\n\n[Time: 1 (moved here from the conversation)]"]
-    only = chat(("system", "Time: 1"))
-    assert texts(rewritten(rules(tmp_path, MOVE), only)) == ["Time: 1"]
+def test_what_is_in_the_last_message_goes_to_its_end(tmp_path: Path) -> None:
+    """It is the same text there as in the next turn, when another message is the last one."""
+    messages = chat(("user", "Time: 1."), ("assistant", "x"), ("user", "Time: 2!"))
+    made = ruled(rules(tmp_path, MOVE), messages)
+    note = "\n\n[Time: {} (moved here from the conversation)]".format
+    assert texts(made) == ["Time: .", "x", "Time: !" + note(1) + note(2)]
+
+
+def test_without_a_message_to_go_behind_nothing_is_moved(tmp_path: Path) -> None:
+    made = ruled(rules(tmp_path, MOVE.replace('"user"', '"assistant"')), chat(("assistant", "Time: 1")))
+    assert texts(made) == ["Time: 1"] and made.changes == []
 
 
 def test_a_message_with_images_gets_a_part(tmp_path: Path) -> None:
@@ -90,7 +106,7 @@ def test_a_message_with_images_gets_a_part(tmp_path: Path) -> None:
     messages = chat(
         ("user", [{"type": "text", "text": "Time: 5"}, image]), ("user", [image, {"type": "text", "text": "See?"}])
     )
-    made = rewritten(rules(tmp_path, MOVE), messages)
+    made = ruled(rules(tmp_path, MOVE), messages)
     note = {"type": "text", "text": "\n\n[Time: 5 (moved here from the conversation)]"}
     assert texts(made) == [
         [{"type": "text", "text": "Time: "}, image],
@@ -186,7 +202,7 @@ def test_keywords_have_one_order_however_they_came() -> None:
 
 
 def test_a_description_of_a_tool_is_changed(tmp_path: Path) -> None:
-    made = rewritten(rules(tmp_path, MOVE), chat(("user", "q")), [Declared("f", "Time: 9!", {}, 0)])
+    made = ruled(rules(tmp_path, MOVE), chat(("user", "q")), [Declared("f", "Time: 9!", {}, 0)])
     assert made.tools[0].description == "Time: !"
     assert texts(made) == ["q\n\n[Time: 9 (moved here from the description of a tool)]"]
     assert made.changes[0].at == "tools[0]"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mainstem.prompt_rules.notes import Note, Notes
 from mainstem.prompt_rules.rules import Edit, Rewrite, Rule, Sort
 
 Message = dict[str, Any]
@@ -46,14 +47,46 @@ class Rewritten:
     Args:
         messages, tools, texts: of the prompt.
         changes: by the rules, in the order of the prompt.
+        notes: what was moved.
+        first, last: the messages that notes go behind; None: there is none, and nothing is moved there.
+        first_notes: those that go behind the first one.
+        whole: see `rewritten`.
         edits: the changed characters of each message that is one text, by its number.
     """
 
-    messages: Sequence[Message] = ()
-    tools: Sequence[Declared] = ()
-    texts: Sequence[str] = ()
+    messages: list[Message]
+    tools: list[Declared]
+    texts: list[str]
     changes: list[Rewrite] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    last: int | None = None
+    first: int | None = None
+    first_notes: list[Note] = field(default_factory=list)
+    whole: bool = True
     edits: dict[int, list[Edit]] = field(default_factory=dict)
+
+    def place(self, notes: Notes, scope: object, *, remember: bool = True) -> None:
+        """Puts the notes of this turn and of earlier ones behind their messages.
+
+        Args:
+            notes: knows those of earlier turns.
+            scope, remember: see `Notes.placed`.
+        """
+        if self.last is None:
+            return
+        for index, placed in notes.placed(scope, self.messages, self.last, self.notes, remember=remember).items():
+            self.put(index, placed)
+
+    def put(self, index: int, notes: Sequence[Note]) -> None:
+        """Puts notes behind a message, and says so."""
+        self.messages[index] = noted(self.messages[index], "".join(note.text for note in notes))
+        self.changes += [Rewrite(note.rule, "move", f"messages[{index}]", 0, len(note.text)) for note in notes]
+
+    def takes(self, edit: Edit, index: int) -> bool:
+        """Returns whether a note of a change, which is in a message of this index, has a message to go behind."""
+        if not edit.note or not self.whole:
+            return True
+        return self.last is not None if edit.behind == "last" else self.first is not None and index <= self.first
 
     def offset(self, message: int, at: int) -> int:
         """Returns where a position in the text of a message is now; one in what was replaced is behind it."""
@@ -72,71 +105,76 @@ def rewritten(
     tools: Sequence[Declared] = (),
     texts: Sequence[str] = (),
     *,
-    notes: bool = True,
+    whole: bool = True,
 ) -> Rewritten:
-    """Returns a prompt after the rules.
+    """Returns a prompt after the rules. What they moved is in `notes`, and not behind the last message yet.
 
     Args:
         rules: those that cover the request.
         messages, tools: of a conversation.
         texts: prompts that are completed, instead of a conversation.
-        notes: whether what is moved is put behind the last message.
+        whole: whether the conversation is that of a request; else it is what several begin with.
     """
-    made = Rewritten(list(messages), list(tools), list(texts))
-    moved: list[str] = []
-    last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
+    made = Rewritten(list(messages), list(tools), list(texts), whole=whole)
+    made.last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=None)
+    made.first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     _sort(rules, made)
     for number, tool in enumerate(made.tools):
-        edits = _found(rules, tool.description or "", "tools", f"tools[{number}]", made.changes, movable=last >= 0)
-        if edits:
-            made.tools[number] = replace(tool, description=_applied(tool.description or "", edits))  # type: ignore[index]
-            moved += [edit.note for edit in edits]
+        text = tool.description or ""
+        if edits := _found(rules, text, "tools", f"tools[{number}]", made, -1):
+            made.tools[number] = replace(tool, description=_applied(text, edits))
     for index, message in enumerate(messages):
-        edits, content = _in_message(rules, message, index, made.changes, movable=index < last)
-        if edits:
-            made.messages[index] = {**message, "content": content}  # type: ignore[index]
-            made.edits[index] = edits
-            moved += [edit.note for edit in edits]
-    if notes and (note := "".join(moved)):
-        made.messages[last] = _noted(made.messages[last], note)  # type: ignore[index]
+        _in_message(rules, message, index, made)
+    _place_first(made)
     for number, text in enumerate(texts):
-        if edits := _found(rules, text, "prompt", f"prompt[{number}]", made.changes, movable=False):
-            made.texts[number] = _applied(text, edits)  # type: ignore[index]
+        if edits := _found(rules, text, "prompt", f"prompt[{number}]", made, 0):
+            made.texts[number] = _applied(text, edits)
     return made
 
 
-def _in_message(
-    rules: Sequence[Rule], message: Message, index: int, changes: list[Rewrite], *, movable: bool
-) -> tuple[list[Edit], Any]:
-    """Returns the changes of a message's texts, and its content with them."""
+def _in_message(rules: Sequence[Rule], message: Message, index: int, made: Rewritten) -> None:
+    """Changes the texts of a message."""
     place, content = message["role"], message["content"]
     at = "system" if place == "system" and index == 0 else f"messages[{index}]"
     if isinstance(content, str):
-        edits = _found(rules, content, place, at, changes, movable=movable)
-        return edits, _applied(content, edits)
-    all_edits, parts = list[Edit](), list[Any]()
-    for part in content or ():
-        edits = _found(rules, part["text"], place, at, changes, movable=movable) if part["type"] == "text" else []
-        parts.append({**part, "text": _applied(part["text"], edits)} if edits else part)
-        all_edits += edits
-    return all_edits, parts
+        if edits := _found(rules, content, place, at, made, index):
+            made.messages[index] = {**message, "content": _applied(content, edits)}
+            made.edits[index] = edits
+        return
+    parts = list[Any](content or ())
+    for number, part in enumerate(parts):
+        if part["type"] == "text" and (edits := _found(rules, part["text"], place, at, made, index)):
+            parts[number] = {**part, "text": _applied(part["text"], edits)}
+            made.messages[index] = {**message, "content": parts}
 
 
-def _found(
-    rules: Sequence[Rule], text: str, place: str, at: str, changes: list[Rewrite], *, movable: bool
-) -> list[Edit]:
-    """Returns the changes of a text that do not overlap, in order, and notes them."""
+def _found(rules: Sequence[Rule], text: str, place: str, at: str, made: Rewritten, index: int) -> list[Edit]:
+    """Returns the changes of a text that do not overlap, in order, and notes them.
+
+    Args:
+        rules: that may change it.
+        text, place, at: what it is.
+        made: the prompt.
+        index: of its message; -1: it is before all messages.
+    """
     kept: list[tuple[Edit, Rule]] = []
     for rule in rules:
         for edit in rule.edits(text, place):
             free = all(edit.end <= other.start or other.end <= edit.start for other, _ in kept)
-            if free and (movable or not edit.note):
+            if free and made.takes(edit, index):
                 kept.append((edit, rule))
     kept.sort(key=lambda each: each[0].start)
     for edit, rule in kept:
-        added = len(edit.text) + len(edit.note)
-        changes.append(Rewrite(rule.name, rule.action.name, at, edit.end - edit.start, added))
+        made.changes.append(Rewrite(rule.name, rule.action.name, at, edit.end - edit.start, len(edit.text)))
+        if edit.note:
+            (made.notes if edit.behind == "last" else made.first_notes).append(Note(rule.name, edit.note))
     return [edit for edit, _ in kept]
+
+
+def _place_first(made: Rewritten) -> None:
+    """Puts what stays the same through a session behind the user's first message."""
+    if made.first is not None and made.first_notes:
+        made.put(made.first, made.first_notes)
 
 
 def _applied(text: str, edits: Iterable[Edit]) -> str:
@@ -147,7 +185,8 @@ def _applied(text: str, edits: Iterable[Edit]) -> str:
     return "".join((*pieces, text[at:]))
 
 
-def _noted(message: Message, note: str) -> Message:
+def noted(message: Message, note: str) -> Message:
+    """Returns a message with a note behind it."""
     content = message["content"]
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": note}]}
@@ -223,22 +262,27 @@ class KeptTools:
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[object, str], tuple[Declared, ...]] = OrderedDict()
 
-    def with_kept(self, owner: object, session: str, tools: Sequence[Declared]) -> list[Declared]:
+    def with_kept(
+        self, owner: object, session: str, tools: Sequence[Declared], *, remember: bool = True
+    ) -> list[Declared]:
         """Returns the tools of a session: those that it had, in their order, and then those that are new.
 
         Args:
             owner: whose session it is.
             session: its name.
             tools: of this request; they replace those of the same name.
+            remember: whether the request is answered.
         """
         now = {tool.name: tool for tool in tools}
         with self._lock:
-            had = self._sessions.pop((owner, session), ())
+            had = self._sessions.get((owner, session), ())
             made = [now.pop(tool.name, replace(tool, index=None)) for tool in had]
             made += now.values()
             if len(made) > self._most_tools:
                 made = list(tools)
-            self._sessions[owner, session] = tuple(made)
+            if remember:
+                self._sessions[owner, session] = tuple(made)
+                self._sessions.move_to_end((owner, session))
             if len(self._sessions) > self._most_sessions:
                 self._sessions.popitem(last=False)
         return made

@@ -34,7 +34,11 @@ UNSORTED = {
 """Lists that no rule sorts, with the reason: another order has another meaning."""
 
 NOTE = "\n\n[{match} (moved here from the {place})]"
-"""The note that `move` leaves behind the last message, unless a rule has its own."""
+"""The note that `move` leaves, unless a rule has its own."""
+
+BEHIND = ("last", "first")
+"""The message that `move` puts its note behind: the last one, for what changes with every request, or the user's first
+one, for what stays the same through a session. The latter needs no memory of earlier turns."""
 
 
 class Found(Protocol):
@@ -102,13 +106,15 @@ class Edit:
     Args:
         start, end: the characters that are replaced.
         text: what replaces them.
-        note: what is added behind the last message; empty: nothing.
+        note: what is added behind a message; empty: nothing.
+        behind: which message, one of `BEHIND`.
     """
 
     start: int
     end: int
     text: str
     note: str = ""
+    behind: str = "last"
 
 
 class TextAction(Protocol):
@@ -140,13 +146,15 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Moves the text behind the last message, as a note.
+    """Moves the text behind a message, as a note.
 
     Args:
         note: its form, in which `{match}` and `{value}` stand for what was found, `{place}` for where.
+        behind: one of `BEHIND`.
     """
 
     note: str = NOTE
+    behind: str = "last"
     name: str = "move"
 
     def edit(self, found: Found, groups: Mapping[str, int], place: str) -> Edit:
@@ -158,7 +166,7 @@ class Move:
             "{value}": whole[start - begin : end - begin].strip(),
             "{place}": _SAID[place],
         }
-        return Edit(start, end, "", filled(self.note, said))
+        return Edit(start, end, "", filled(self.note, said), self.behind)
 
 
 def filled(form: str, values: Mapping[str, str]) -> str:

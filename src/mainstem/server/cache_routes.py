@@ -140,7 +140,7 @@ class CacheRoutes:
         namespace = self._preparation.namespace(ask.model, ask.cache_salt, tenant)
         if ask.messages is not None:
             chat = conversation(ask.messages, ask.tools)
-            ruled = self._rewriting.chat(chat, headers, tenant, ask.cache_salt, notes=False)
+            ruled = self._rewriting.chat(chat, headers, tenant, ask.cache_salt, whole=False)
             named = [chat] if ruled is chat else [ruled, chat]
             return [prefix for each in named for prefix in self._preparation.prefixes(each, namespace)], namespace
         return [self._preparation.tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace

@@ -105,7 +105,7 @@ class Generating:
         """
         if route not in APIS:
             raise errors.wrong("route", f"must be one of {', '.join(APIS)}")
-        return self._read(APIS[route], body, Unheeded(self._tolerant), owner, client)
+        return self._read(APIS[route], body, Unheeded(self._tolerant), owner, client, remember=False)
 
     def ahead(self, path: str, headers: Headers, body: bytes) -> Callable[[], object]:
         """Returns a function that reads pages of a request's first prompt before it is submitted; see `PrefillFirst`.
@@ -115,13 +115,15 @@ class Generating:
         """
         tenant = self._access.tenant(headers)
         client = headers.get("user-agent", "")
-        generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant, client)
+        generation = self._read(APIS[path], body, Unheeded(tolerant=True), tenant, client, remember=False)
         tokens, namespace = self._preparation.addressed(generation, tenant if self._access.separates else None)
         return partial(self._engine.advise, "prefetch", tokens, namespace)
 
-    def _read(self, api: Api, body: bytes, unheeded: Unheeded, owner: Owner, client: str) -> Generation:
+    def _read(
+        self, api: Api, body: bytes, unheeded: Unheeded, owner: Owner, client: str, *, remember: bool = True
+    ) -> Generation:
         generation = self.responses.join(api.read(body, unheeded), owner)
-        return self._parts.rewriting.applied(generation, api.path, client, owner)
+        return self._parts.rewriting.applied(generation, api.path, client, owner, remember=remember)
 
     # ---- one request
 
@@ -278,7 +280,7 @@ class Generating:
         def counted(body: bytes) -> int:
             request = count.read(body, unheeded, self._preparation.names[0])
             generation = self.responses.join(request, owner)
-            generation = self._parts.rewriting.applied(generation, count.api, client, owner)
+            generation = self._parts.rewriting.applied(generation, count.api, client, owner, remember=False)
             unheeded.ignored += self._preparation.ignored(generation)
             return self._preparation.count(generation)
 

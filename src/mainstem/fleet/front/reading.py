@@ -69,7 +69,7 @@ class Reading:
         secret = tenant_secret(config.engine.tiers.storage_secret)(32)
         given = [*config.server.api_key, *keys.values()]
         self._access = Access(given, config.server.admin_key, secret, separates=bool(keys))
-        self._rewriting = Rewriting(config.server, self._access, keeps=False)
+        self._rewriting = Rewriting(config.server, self._access, remembers=False)
         self._prompting: Prompting | None = None
         if tokenizer is not None:
             adapters = tuple(adapter for adapter, _ in config.adapters)

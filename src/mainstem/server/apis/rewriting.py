@@ -17,6 +17,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 
 from mainstem.metric import Metric
+from mainstem.prompt_rules.notes import Notes
 from mainstem.prompt_rules.rewriting import Declared, KeptTools, Rewritten, rewritten
 from mainstem.prompt_rules.rule_file import read_rules
 from mainstem.prompt_rules.rules import Caller, Keep, Rewrite, Rule
@@ -48,16 +49,17 @@ class Rewriting:
     Args:
         config: names the files of the rules and of the tenants.
         access: knows the keys of clients.
-        keeps: whether tools of sessions are remembered; a front does not see every turn.
+        remembers: whether notes and tools of earlier turns are remembered; a front does not see every turn.
 
     Raises:
         BadRule: a file is not there, or a rule in it is refused.
     """
 
-    def __init__(self, config: ServerConfig, access: Access, *, keeps: bool = True) -> None:
+    def __init__(self, config: ServerConfig, access: Access, *, remembers: bool = True) -> None:
         self._rules = read_rules(config.prompt_rules)
         self._access = access
-        self._kept = KeptTools() if keeps else None
+        self._kept = KeptTools() if remembers else None
+        self._notes = Notes() if remembers else None
         tenants = {} if config.tenants is None else read_tenants(config.tenants).tenants
         self._tenants = {
             secret: name
@@ -68,7 +70,9 @@ class Rewriting:
         self._counts = Counter({rule.name: 0 for rule in self._rules})
         self._lock = threading.Lock()
 
-    def applied(self, generation: Generation, route: str, client: str, owner: bytes | None) -> Generation:
+    def applied(
+        self, generation: Generation, route: str, client: str, owner: bytes | None, *, remember: bool = True
+    ) -> Generation:
         """Returns a request after the rules that cover it; the same one if they change nothing.
 
         Args:
@@ -76,6 +80,7 @@ class Rewriting:
             route: the path of its API.
             client: its user agent.
             owner: the key that it came with; see `Access.tenant`.
+            remember: whether it is answered, so that later turns go on from it.
         """
         request = generation.request
         if request.prompt_rules is False or not (rules := self._covering(route, client, owner, request.cache_salt)):
@@ -83,21 +88,23 @@ class Rewriting:
         if isinstance(generation.prompt, Texts):
             return _with_texts(generation, generation.prompt, rules)
         kept = next((rule for rule in rules if isinstance(rule.action, Keep)), None)
-        return self._with_conversation(generation, generation.prompt, rules, kept, owner)
+        return self._with_conversation(generation, generation.prompt, rules, kept, owner, remember)
 
     def chat(
-        self, asked: Conversation, headers: Headers, owner: bytes | None, salt: str | None = None, *, notes: bool = True
+        self, asked: Conversation, headers: Headers, owner: bytes | None, salt: str | None = None, *, whole: bool = True
     ) -> Conversation:
-        """Returns messages that no request has as a client's request for a chat would have them.
+        """Returns messages that no request has as a client's request for a chat would have them; remembers nothing.
 
         Args:
             asked: the messages.
             headers: those of the client.
             owner, salt: of the request.
-            notes: whether what is moved is put behind the last message.
+            whole: whether they are all of a request; else they are what several begin with.
         """
         rules = self._covering("/v1/chat/completions", headers.get("user-agent", ""), owner, salt)
-        made = rewritten(rules, asked.messages, _declared(asked), notes=notes)
+        made = rewritten(rules, asked.messages, _declared(asked), whole=whole)
+        if whole:
+            made.place(Notes(), ())
         if not made.changes:
             return asked
         return replace(asked, messages=made.messages, tooling=_tooling(asked.tooling, made.tools))
@@ -121,11 +128,19 @@ class Rewriting:
             return RewritingStats(dict(self._counts))
 
     def _with_conversation(
-        self, generation: Generation, asked: Conversation, rules: Sequence[Rule], keep: Rule | None, owner: bytes | None
+        self,
+        generation: Generation,
+        asked: Conversation,
+        rules: Sequence[Rule],
+        keep: Rule | None,
+        owner: bytes | None,
+        remember: bool,
     ) -> Generation:
         made = rewritten(rules, asked.messages, _declared(asked))
         if keep is not None and self._kept is not None and generation.request.prompt_rules and generation.session:
-            self._keep(made, keep, owner, generation.session)
+            self._keep(made, keep, (owner, generation.session), remember)
+        scope = (owner, generation.request.model, generation.request.cache_salt)
+        made.place(self._notes or Notes(), scope, remember=remember)
         if not made.changes:
             return generation
         tooling = _tooling(asked.tooling, made.tools)
@@ -133,11 +148,11 @@ class Rewriting:
         prompt = replace(asked, messages=made.messages, tooling=tooling)
         return replace(generation, prompt=prompt, marks=marks, rewrites=tuple(made.changes))
 
-    def _keep(self, made: Rewritten, rule: Rule, owner: bytes | None, session: str) -> None:
+    def _keep(self, made: Rewritten, rule: Rule, session: tuple[bytes | None, str], remember: bool) -> None:
         """Declares the tools that the session had."""
         assert self._kept is not None
         before = list(made.tools)
-        made.tools = self._kept.with_kept(owner, session, before)
+        made.tools = self._kept.with_kept(*session, before, remember=remember)
         if [tool.name for tool in made.tools] != [tool.name for tool in before]:
             added = sum(tool.size for tool in made.tools if tool.index is None)
             made.changes.append(Rewrite(rule.name, rule.action.name, "tools", 0, added))
