@@ -17,7 +17,7 @@ from mainstem.prompt_rules.rules import Rule
 FOLDER = """[[rule]]
 name = "folder"
 action = "move"
-behind = "first"
+after = "first"
 places = ["system", "user", "tools"]
 match = 'Folder: (?P<value>\\w+)'
 example = "Folder: a"
@@ -103,7 +103,7 @@ def test_a_beginning_with_the_first_message_has_its_note(tmp_path: Path) -> None
 
 
 def test_another_message_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(BadRule, match=r"rules\.toml:1: rule 'folder': behind = 'frist': must be .*first"):
+    with pytest.raises(BadRule, match=r"rules\.toml:1: rule 'folder': after = 'frist': must be .*first"):
         rules(tmp_path, FOLDER.replace('"first"', '"frist"'))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mainstem.prompt_rules.rule_file import BadRule, own_files, read_rules
-from mainstem.prompt_rules.rules import PLACES, UNSORTED, Move, Round, Sort
+from mainstem.prompt_rules.rules import AFTER, PLACES, SORTS, UNITS, UNSORTED, Move, Round, Sort
 
 GOOD = {
     "name": '"clock"',
@@ -187,3 +187,12 @@ def test_each_of_our_own_files_loads_and_all_do_together() -> None:
     for name in own_files():
         assert read_rules([name])
     assert read_rules(own_files())
+
+
+def test_the_rules_of_the_page_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text()
+    (tmp_path / "rules.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    names = [rule.name for rule in read_rules([tmp_path / "rules.toml"])]
+    assert names == ["clock", "git status", "attribution", "tools"]
+    for where in (*PLACES, *UNITS, *AFTER, *SORTS):
+        assert f"`{where}`" in page or f'"{where}"' in page or f"`{where}," in page, where

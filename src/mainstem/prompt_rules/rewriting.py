@@ -86,7 +86,7 @@ class Rewritten:
         """Returns whether a note of a change, which is in a message of this index, has a message to go behind."""
         if not edit.note or not self.whole:
             return True
-        return self.last is not None if edit.behind == "last" else self.first is not None and index <= self.first
+        return self.last is not None if edit.after == "last" else self.first is not None and index <= self.first
 
     def offset(self, message: int, at: int) -> int:
         """Returns where a position in the text of a message is now; one in what was replaced is behind it."""
@@ -167,7 +167,7 @@ def _found(rules: Sequence[Rule], text: str, place: str, at: str, made: Rewritte
     for edit, rule in kept:
         made.changes.append(Rewrite(rule.name, rule.action.name, at, edit.end - edit.start, len(edit.text)))
         if edit.note:
-            (made.notes if edit.behind == "last" else made.first_notes).append(Note(rule.name, edit.note))
+            (made.notes if edit.after == "last" else made.first_notes).append(Note(rule.name, edit.note))
     return [edit for edit, _ in kept]
 
 

@@ -10,7 +10,7 @@
     clients = ["claude-cli/*"]
     tenants = ["research"]
 
-`move` takes `note` and `behind`, `round` takes `to`, and `sort` takes `lists`.
+`move` takes `note` and `after`, `round` takes `to`, and `sort` takes `lists`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from mainstem.errors import MainstemError, one_of
 from mainstem.prompt_rules.rules import (
-    BEHIND,
+    AFTER,
     NOTE,
     PLACES,
     SORTS,
@@ -47,7 +47,7 @@ _SHARED = {"name", "action", "routes", "clients", "tenants"}
 _OF_TEXT = {"match", "example", "places"}
 _FIELDS = {
     "drop": _SHARED | _OF_TEXT,
-    "move": _SHARED | _OF_TEXT | {"note", "behind"},
+    "move": _SHARED | _OF_TEXT | {"note", "after"},
     "round": _SHARED | _OF_TEXT | {"to"},
     "sort": _SHARED | {"lists"},
     "keep": _SHARED,
@@ -153,10 +153,10 @@ class _Reader:
             note = self._text("note", NOTE)
             if "{match}" not in note and "{value}" not in note:
                 raise self._wrong("note: must have {match} or {value}, or what is moved would be lost")
-            behind = self._text("behind", BEHIND[0])
-            if behind not in BEHIND:
-                raise self._wrong(f"behind = {behind!r}: must be {one_of(behind, BEHIND)}")
-            return Move(note, behind)
+            after = self._text("after", AFTER[0])
+            if after not in AFTER:
+                raise self._wrong(f"after = {after!r}: must be {one_of(after, AFTER)}")
+            return Move(note, after)
         to = self._text("to")
         if to not in UNITS:
             raise self._wrong(f"to = {to!r}: must be {one_of(to, UNITS)}")

@@ -36,7 +36,7 @@ UNSORTED = {
 NOTE = "\n\n[{match} (moved here from the {place})]"
 """The note that `move` leaves, unless a rule has its own."""
 
-BEHIND = ("last", "first")
+AFTER = ("last", "first")
 """The message that `move` puts its note behind: the last one, for what changes with every request, or the user's first
 one, for what stays the same through a session. The latter needs no memory of earlier turns."""
 
@@ -107,14 +107,14 @@ class Edit:
         start, end: the characters that are replaced.
         text: what replaces them.
         note: what is added behind a message; empty: nothing.
-        behind: which message, one of `BEHIND`.
+        after: which message, one of `AFTER`.
     """
 
     start: int
     end: int
     text: str
     note: str = ""
-    behind: str = "last"
+    after: str = "last"
 
 
 class TextAction(Protocol):
@@ -150,11 +150,11 @@ class Move:
 
     Args:
         note: its form, in which `{match}` and `{value}` stand for what was found, `{place}` for where.
-        behind: one of `BEHIND`.
+        after: one of `AFTER`.
     """
 
     note: str = NOTE
-    behind: str = "last"
+    after: str = "last"
     name: str = "move"
 
     def edit(self, found: Found, groups: Mapping[str, int], place: str) -> Edit:
@@ -166,7 +166,7 @@ class Move:
             "{value}": whole[start - begin : end - begin].strip(),
             "{place}": _SAID[place],
         }
-        return Edit(start, end, "", filled(self.note, said), self.behind)
+        return Edit(start, end, "", filled(self.note, said), self.after)
 
 
 def filled(form: str, values: Mapping[str, str]) -> str:
