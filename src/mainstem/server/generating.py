@@ -232,7 +232,7 @@ class Generating:
         if (precompute := self._parts.precompute) is not None:
             precompute.give_way()
             if continues and choices == 1 and generation.truncate is None:
-                watchers[0] += precompute.watchers(made.turn, made.requests[0], made.parser)
+                watchers[0] += precompute.watchers(made.turn, made.requests[0], partial(made.parser, f"{id} 0"))
         if trace is not None:
             traced = trace.submitted(made.requests, asked.model, choices, bool(asked.stream))
             watchers = [[*watching, watch] for watching, watch in zip(watchers, traced, strict=True)]

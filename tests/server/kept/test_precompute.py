@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 from machine import eventually
 from rigs.families import spelled, tokenizer_of, unusual
+from rigs.scripted_model import ScriptedEngine
+from starlette.testclient import TestClient
 
 from mainstem.cache.namespaces import Namespace
 from mainstem.errors import EngineFull
 from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.text.prompts import ANSWER, Prompts, Template
+from mainstem.server.app import create_app
 from mainstem.server.kept.answers import Answers, Turn
 from mainstem.server.kept.precompute import Precompute
 from mainstem.server.parsing.output import Call, OutputParser, Piece, PlainText, Reasoning, Text
 from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.settings.server import ServerConfig
 
 TOKENIZER = tokenizer_of("qwen")
 SAID = unusual(TOKENIZER, 40, 1)
@@ -82,10 +87,10 @@ class Server:
 
     def counts(self) -> dict[str, int]:
         stats = self.precompute.stats()
-        return {"started": stats.started, "unchanged": stats.unchanged, "skipped": stats.skipped}
+        return asdict(stats)
 
     def settles(self, **counts: int) -> None:
-        expected = {"started": 0, "unchanged": 0, "skipped": 0, **counts}
+        expected = {"started": 0, "unchanged": 0, "skipped": 0, "used": 0, "unused": 0, **counts}
         eventually(lambda: self.counts() == expected, 10.0)
 
 
@@ -196,6 +201,7 @@ def test_what_comes_back_is_what_the_reply_shows() -> None:
     server.settles(started=1)
     text = TOKENIZER.decode(server.engine.asked[0].tokens.tolist())
     assert "Some thought" not in text and TOKENIZER.decode(SAID) in text
+    server.precompute._said = lambda message: None  # a template without calls
     server.answer([*thought, *TOKENIZER.encode("{1}", add_special_tokens=False)])
     server.settles(started=1, unchanged=1)
 
@@ -210,3 +216,56 @@ def test_a_template_that_fails_is_no_failure_of_the_server(caplog: pytest.LogCap
     server.answer(THINKING)
     server.settles(skipped=1)
     assert "cannot be computed" in caplog.text
+
+
+def test_a_next_turn_that_comes_is_used_and_one_that_does_not_is_in_vain() -> None:
+    server, space = Server(), Namespace(salt="s")
+    server.answer(THINKING, namespace=space)
+    server.settles(started=1)
+    (computed,) = server.engine.asked
+    longer = np.append(computed.tokens, computed.tokens[:3])
+    turn = Turn(server.answers, server.prompts, space)
+
+    def comes(tokens: Any, namespace: Namespace | None) -> None:
+        server.precompute.watchers(turn, Request(tokens, SamplingParams(), namespace))
+
+    for tokens, namespace in ((longer, None), (longer[1:], space), (computed.tokens[:-1], space)):
+        comes(tokens, namespace)
+        server.settles(started=1)
+    comes(longer, space)
+    comes(longer, space)  # used once
+    server.settles(started=1, used=1)
+
+
+@pytest.mark.parametrize("turns", [64, 65, 67])
+def test_sixty_four_next_turns_may_still_come(turns: int) -> None:
+    server = Server()
+    for number in range(turns):
+        server.answer([*THINKING, *SAID[: number % 30]], namespace=Namespace(salt=str(number)))
+        eventually(lambda: server.counts()["started"] == number + 1, 10.0)  # noqa: B023
+    server.settles(started=turns, unused=max(turns - 64, 0))
+
+
+@pytest.mark.parametrize("said", ["", "I look. "])
+def test_the_result_of_a_call_finds_its_turn(said: str) -> None:
+    """The template writes arguments in another form than the model, so the call is computed as it comes back."""
+    engine = ScriptedEngine()
+    client = TestClient(create_app(engine, ServerConfig(precompute_turns=True)))  # type: ignore[arg-type]
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {
+        "model": "scripted",
+        "tools": [tool],
+        "messages": [{"role": "user", "content": '<call name="f">{"a":1}</call>'}],
+    }
+    if said:
+        engine.answer_to = lambda request, answer=engine.answer_to: said + answer(request)  # type: ignore[method-assign]
+    answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    eventually(lambda: len(engine.streams) == 2, 10.0)
+    computed = engine.streams[1].request
+    result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "{{RESULT}}"}
+    client.post("/v1/chat/completions", json={**body, "messages": [*body["messages"], answer, result]})
+    following = engine.tokenizer.decode(engine.streams[2].request.tokens)
+    text = engine.tokenizer.decode(computed.tokens)
+    assert following.partition("{{RESULT}}")[0] == text
+    assert '{"a": 1}' in text and said.strip() in text
+    assert 'outcome="used"} 1.0' in client.get("/metrics").text

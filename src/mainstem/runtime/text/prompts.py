@@ -48,6 +48,7 @@ _TRIED = 4
 _ENDING = 16
 """Tokens of a prompt's ending."""
 
+_OF_USER = {"role": "user"}
 _PROBES = ("A", "B")  # texts in place of a message; they must have no beginning in common
 
 
@@ -242,12 +243,19 @@ class Prompts:
         partings = [tokenization.before(at) if at else 0 for at in self._partings(tokenization.text, variants)]
         return PreparedPrompt(tokens, marks=tuple(marks), partings=tuple(partings))
 
-    def before_next(self, messages: Sequence[Mapping[str, str]], template: Template) -> str | None:
-        """Returns the text of a conversation up to where the text of the user's next message will begin.
+    def before_next(
+        self, messages: Sequence[Mapping[str, Any]], template: Template, following: Mapping[str, str] = _OF_USER
+    ) -> str | None:
+        """Returns the text of a conversation up to where the text of its next message will begin.
 
-        None: the template takes no next message of the user.
+        Args:
+            messages, template: of the conversation.
+            following: the next message, without its text.
+
+        Returns:
+            None: the template takes no such message.
         """
-        return self._until(messages, {"role": "user"}, template)
+        return self._until(messages, following, template)
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Template = ANSWER) -> str:
         """Returns the text of a conversation that may fit, escaped; raises what `prepare` raises."""

@@ -8,6 +8,8 @@ lowest priority. The next turn finds it.
     answered          | prompt | <think> ... </think> answer |
     next turn         | prompt | answer | head of the user's message | text of the user ...
                                '------- computed here -------'
+    after a call      | prompt | call | head of the result | result ...
+                               '- computed here -'
 
 A request that comes ends it; pages that were computed by then stay in the cache.
 """
@@ -16,10 +18,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +32,9 @@ from mainstem.metric import Metric, each
 from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.runtime.text.cuts import common_tokens
 from mainstem.runtime.text.prompts import Prompts
+from mainstem.server.apis.conversation import call
 from mainstem.server.kept.answers import Turn
-from mainstem.server.parsing.output import Call, OutputParser, PlainText, Text
+from mainstem.server.parsing.output import Arguments, Call, NoCall, OutputParser, PlainText, Text
 from mainstem.server.run import Watcher
 from mainstem.settings.engine import SamplingParams
 
@@ -44,6 +48,8 @@ _LOWEST_PRIORITY = -(2**31 - 1)
 
 
 Outcome = Literal["started", "unchanged", "skipped"]
+_MOST_WAITING = 64
+"""Next turns that may still come: one that is older counts as computed in vain."""
 
 
 @dataclass(slots=True)
@@ -54,15 +60,18 @@ class TurnStats:
         started: begun.
         unchanged: not begun, because they begin with the answer as it is, or differ by less than a page.
         skipped: not begun, because other requests ran or waited, or because they do not fit.
+        used, unused: of those begun, the prompts that came and begin so, and those for which none came in time.
     """
 
     started: int = 0
     unchanged: int = 0
     skipped: int = 0
+    used: int = 0
+    unused: int = 0
 
     METRICS: ClassVar = (
         Metric("mainstem_precomputed_turns", "Next turns that could be computed, by outcome",
-            each("{}", "started", "unchanged", "skipped"), ("outcome",)),
+            each("{}", "started", "unchanged", "skipped", "used", "unused"), ("outcome",)),
     )  # fmt: skip
 
 
@@ -72,15 +81,19 @@ class Precompute:
     Args:
         engine: computes them.
         prompts: of the model.
+        said: returns a message of the assistant as the chat template takes it; see `Dialect.said`.
     """
 
-    def __init__(self, engine: Engine, prompts: Prompts) -> None:
-        self._engine, self._prompts = engine, prompts
+    def __init__(
+        self, engine: Engine, prompts: Prompts, said: Callable[[Mapping[str, Any]], dict[str, Any] | None] = dict
+    ) -> None:
+        self._engine, self._prompts, self._said = engine, prompts, said
         self._worker = ThreadPoolExecutor(1, "mainstem-precompute")
         self._lock = threading.Lock()  # guards all below
         self._arrivals = 0
         self._stream: Stream | None = None
         self._stats = TurnStats()
+        self._waiting: deque[Request] = deque()  # the next turns that were computed, and did not come yet
 
     def watchers(self, turn: Turn, request: Request, parser: Callable[[], OutputParser] = PlainText) -> list[Watcher]:
         """Returns the watchers of a chat's only answer; none for other requests.
@@ -90,6 +103,7 @@ class Precompute:
             request: whose answer it is.
             parser: makes the parser of replies, which finds the text that a client sends back.
         """
+        self._count_used(request)
         if turn.messages is None or turn.template is None or not turn.template.generation_prompt:
             return []
 
@@ -106,6 +120,13 @@ class Precompute:
             stream, self._stream = self._stream, None
         if stream is not None:
             stream.cancel()
+
+    def _count_used(self, request: Request) -> None:
+        """Counts the next turns that a request begins with."""
+        with self._lock:
+            for computed in [each for each in self._waiting if _begins_with(request, each)]:
+                self._waiting.remove(computed)
+                self._stats.used += 1
 
     def stats(self) -> TurnStats:
         """Returns the counts."""
@@ -132,8 +153,7 @@ class Precompute:
         stats = self._engine.stats()
         if stats.running or stats.waiting:
             return "skipped"
-        text = _client_text(answer, parser)
-        tokens = None if text is None else self._next(turn, text)
+        tokens = self._next(turn, _client_message(answer, parser))
         known = np.concatenate([request.tokens, *(np.asarray(delta.tokens, np.int32) for delta in answer)])
         if tokens is None:
             return "unchanged"
@@ -141,27 +161,54 @@ class Precompute:
         if same >= len(known) - 1 or len(tokens) - same < self._engine.config.page_size:  # the last is often an end
             return "unchanged"
         params = SamplingParams(max_tokens=0)
-        stream = self._engine.submit(Request(tokens, params, request.namespace, _LOWEST_PRIORITY))
+        following = Request(tokens, params, request.namespace, _LOWEST_PRIORITY)
+        stream = self._engine.submit(following)
         with self._lock:
             came = self._arrivals > arrivals
             self._stream = None if came else stream
+            if not came:
+                self._waiting.append(following)
+            if len(self._waiting) > _MOST_WAITING:
+                self._waiting.popleft()
+                self._stats.unused += 1
         if came:
             stream.cancel()
             return "skipped"
         return "started"
 
-    def _next(self, turn: Turn, text: str) -> NDArray[np.int32] | None:
-        """Returns the next turn up to the text of the user, if it is known."""
-        if turn.messages is None or turn.template is None:
+    def _next(self, turn: Turn, answer: Mapping[str, Any]) -> NDArray[np.int32] | None:
+        """Returns the next turn up to the text of the user, or of the first result of a tool, if it is known."""
+        said = self._said(answer)
+        if turn.messages is None or turn.template is None or said is None:
             return None
-        answered = [*turn.messages, {"role": "assistant", "content": text}]
-        rendered = self._prompts.before_next(answered, turn.template)
+        calls = said.get("tool_calls")
+        following = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+        rendered = self._prompts.before_next([*turn.messages, said], turn.template, following)
         return None if rendered is None else turn.tokenize(rendered)
 
 
-def _client_text(answer: Sequence[Delta], parser: OutputParser) -> str | None:
-    """Returns the text of an answer as its client sends it back; None if it calls a tool."""
-    pieces = [*parser.feed("".join(delta.text for delta in answer)), *parser.close()]
-    if any(isinstance(piece, Call) for piece in pieces):
-        return None
-    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
+def _client_message(answer: Sequence[Delta], parser: OutputParser) -> dict[str, Any]:
+    """Returns an answer as its client sends it back: its text and its calls, without thoughts."""
+    texts, calls = list[str](), dict[int, Call]()
+    arguments: defaultdict[int, list[str]] = defaultdict(list)
+    for piece in [*parser.feed("".join(delta.text for delta in answer)), *parser.close()]:
+        match piece:
+            case Text():
+                texts.append(piece.text)
+            case Call():
+                calls[piece.number] = piece
+            case Arguments():
+                arguments[piece.number].append(piece.text)
+            case NoCall():
+                del calls[piece.number]
+    if not calls:
+        return {"role": "assistant", "content": "".join(texts)}
+    made = [call(each.id, each.name, "".join(arguments[at]), custom=each.custom) for at, each in calls.items()]
+    return {"role": "assistant", "content": "".join(texts) or None, "tool_calls": made}
+
+
+def _begins_with(request: Request, computed: Request) -> bool:
+    """Returns whether a request begins with a next turn that was computed."""
+    length = len(computed.tokens)
+    same = request.namespace == computed.namespace and len(request.tokens) >= length
+    return same and np.array_equal(request.tokens[:length], computed.tokens)

@@ -175,6 +175,10 @@ class Dialect:
                 message["tool_call_id"] = self.calls.accepted_id(message["tool_call_id"])
         return given, [tool.spec() for tool in tools] or None
 
+    def said(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns a message of the assistant as the chat template takes it; None: the template has no calls."""
+        return self.conversation([message])[0][0] if self.traits.tools or "tool_calls" not in message else None
+
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         if self.traits.objects:
