@@ -11,9 +11,18 @@ from typing import Any
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there: a report home fails at once
 KEPT = ("PATH", "LANG", "SSL_CERT_FILE")
+ANN = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (
+    ("NAME", "Ann"), ("EMAIL", "ann@example.org"), ("DATE", "2026-01-01T00:00:00Z"),
+)}  # fmt: skip
 
 
-def ran(*command: str, given: str = "", files: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Path:
+def ran(
+    *command: str,
+    given: str = "",
+    files: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    committed: bool = False,
+) -> Path:
     """Runs a command, which must succeed; returns its folder, whose `printed.txt` has what it printed.
 
     Args:
@@ -21,6 +30,8 @@ def ran(*command: str, given: str = "", files: dict[str, Any] | None = None, env
         given: its standard input.
         files: texts or JSON, by their paths below the folder, `home/` being its home.
         env: besides a plain environment.
+        committed: whether the folder is a repository, with instructions for agents that are committed and a file that
+            is not.
     """
     folder = Path(tempfile.mkdtemp())
     (folder / "home").mkdir()
@@ -28,6 +39,8 @@ def ran(*command: str, given: str = "", files: dict[str, Any] | None = None, env
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content if isinstance(content, str) else json.dumps(content))
+    if committed:
+        _commit(folder)
     plain = {name: os.environ[name] for name in KEPT if name in os.environ}
     for name in ("http_proxy", "https_proxy"):
         plain |= {name: NOWHERE, name.upper(): NOWHERE}
@@ -42,6 +55,14 @@ def ran(*command: str, given: str = "", files: dict[str, Any] | None = None, env
     )
     (folder / "printed.txt").write_text(done.stdout + done.stderr)
     return folder
+
+
+def _commit(folder: Path) -> None:
+    (folder / "AGENTS.md").write_text("Answer briefly.\n")
+    (folder / ".gitignore").write_text("home\n")
+    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "Begin"]):
+        subprocess.run(["git", *words], cwd=folder, env={**os.environ, **ANN}, check=True)
+    (folder / "new.txt").write_text("new\n")
 
 
 def printed(folder: Path) -> str:

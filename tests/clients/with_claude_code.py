@@ -19,7 +19,7 @@ def messages() -> None:
     told = (
         f'<call name="Bash">{{"command": "echo rain > weather.txt", "description": "Writes"}}</call><say>{SAID}</say>'
     )
-    folder = ran("claude", "-p", "--allowedTools", "Bash", "--", told, env=ENV)
+    folder = ran("claude", "-p", "--allowedTools", "Bash", "--", told, env=ENV, committed=True)
     assert (folder / "weather.txt").read_text() == "rain\n"
     assert SAID in printed(folder)
 

@@ -20,7 +20,9 @@ TOLD = f'<call name="bash">{{"command": "echo rain > weather.txt", "description"
 
 
 def _asked(api: str) -> None:
-    folder = ran("opencode", "run", "-m", f"{api}/{MODEL}", given=TOLD, files={"opencode.json": CONFIG}, env=ENV)
+    folder = ran(
+        "opencode", "run", "-m", f"{api}/{MODEL}", given=TOLD, files={"opencode.json": CONFIG}, env=ENV, committed=True
+    )
     assert (folder / "weather.txt").read_text() == "rain\n"
     assert SAID in printed(folder)
 

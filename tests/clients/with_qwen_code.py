@@ -13,7 +13,7 @@ TOLD = f'<call name="run_shell_command">{json.dumps(ARGUMENTS)}</call><say>{SAID
 
 def _asked(kind: str, prefix: str, url: str) -> None:
     env = {f"{prefix}_API_KEY": "any", f"{prefix}_BASE_URL": url, f"{prefix}_MODEL": MODEL}
-    folder = ran("qwen", "--auth-type", kind, "-m", MODEL, "-y", "--telemetry", "false", TOLD, env=env)
+    folder = ran("qwen", "--auth-type", kind, "-m", MODEL, "-y", "--telemetry", "false", TOLD, env=env, committed=True)
     assert (folder / "weather.txt").read_text() == "rain\n"
     assert SAID in printed(folder)
 

@@ -1,7 +1,7 @@
 """What clients send: heard by a server, written down without what differs from run to run, and sent again.
 
-Of a text, only what tells the scripted model what to do is written down: a sentence is its author's. Ids are numbered
-in the order in which they are seen.
+Of a text, only what tells the scripted model what to do is written down, and what Mainstem's rules for the client find:
+a sentence is its author's. Ids are numbered in the order in which they are seen.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mainstem.prompt_rules.rule_file import own_files, read_rules
+
 RECORDED = Path(__file__).parents[1] / "recorded" / "clients"
 
 _IGNORED = "x-mainstem-ignored"
-_KEPT_HEADERS = ("accept", "anthropic-beta", "anthropic-version", "content-type", "openai-beta")
+_KEPT_HEADERS = ("accept", "anthropic-beta", "anthropic-version", "content-type", "openai-beta", "user-agent")
 _WORDS, _LONG = 4, 120  # a text with as many blanks, or characters, may be somebody's sentence
 _STEPS = re.compile(r"<(?:call name=\"[^\"]*\"|say)>.*</(?:call|say)>", re.DOTALL)
+_RULED = [rule.pattern for rule in read_rules(own_files()) if rule.pattern is not None]
 _ANY_GRAMMAR = r"start: /(.|\n)*/"
 _ID = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:resp|msg|call|fc|rs|chatcmpl|cmpl|toolu|ctc|item|at|ses)[_-](?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{8,}"
@@ -154,7 +157,8 @@ def _without_texts(value: Any, plain: Callable[[str], str], name: str = "") -> A
             return json.dumps(_without_texts(json.loads(value), plain))
         except ValueError:
             pass
-    return f"({len(text)} characters)"
+    found = [each[0] for pattern in _RULED for each in pattern.finditer(text)]
+    return "\n".join((f"({len(text)} characters)", *found))
 
 
 def keep(name: str, calls: Iterable[Call]) -> None:

@@ -11,11 +11,13 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import pytest
 from machine import patience
 from rigs.client_calls import Call, Listening, anonymous, keep, kept
+from rigs.client_rules import of_one_session, rules_at_work
 from rigs.clients import running
 from rigs.scripted_model import scripted_app
 from rigs.serving import real_server
@@ -90,8 +92,9 @@ QUIET = {
 RECOVERED = "thread_unsupported_request"
 """The one error that a client asks for: it tries what few servers have, and goes on without."""
 
+FOLDER = r"/tmp/tmp\w+"
 PLACES = {
-    r"/tmp/tmp\w+": "/folder",
+    FOLDER: "/folder",
     r"-tmp-tmp\w+": "-folder",
     rf"{ROOT}(?=/)": "/repository",
     r"127\.0\.0\.1:\d+": "127.0.0.1:8000",
@@ -147,3 +150,5 @@ def test_an_agent(client: Client) -> None:
     if os.environ.get("MAINSTEM_RECORD"):
         keep(client.name, calls)
     assert routes(calls) == routes(kept(client.name))
+    assert rules_at_work(calls) == rules_at_work(kept(client.name)), "it sends something else than rules were made for"
+    assert of_one_session(listening.calls, FOLDER, date.today()) == [], "no rule for it"
