@@ -359,10 +359,12 @@ dist: $(DIST)/ready
 	rm -r dist/built
 	@ls -l dist
 
-# The demo runs in the root folder, where no source can be imported in place of the wheel.
+# All runs in the root folder, where no source can be imported in place of the wheel.
 test-dist: dist
 	$(PYTHON) -m venv --clear $(DIST)/empty
 	$(DIST)/empty/bin/pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[server]"
+	cd / && $(abspath $(DIST))/empty/bin/python -c \
+	  'from mainstem.prompt_rules.rule_file import own_files, read_rules; print(len(read_rules(own_files())), "rules of clients")'
 	cd / && $(abspath $(DIST))/empty/bin/mainstem demo $(ARGS)
 
 house:
