@@ -31,7 +31,9 @@ def asked(call: Call, rules: Rewriting) -> Generation | None:
     if path not in APIS or call.status >= 400:
         return None
     read = APIS[path].read(json.dumps(call.body).encode(), None)
-    return None if isinstance(read, Linked) else rules.applied(read, path, call.headers.get("user-agent", ""), None)
+    if isinstance(read, Linked):
+        return None
+    return rules.applied(read, path, call.headers.get("user-agent", ""), None, remember=False)
 
 
 def all_asked(calls: Sequence[Call], rules: Rewriting) -> list[Generation]:
