@@ -94,6 +94,22 @@ def read_rules(sources: Sequence[str | Path]) -> tuple[Rule, ...]:
     return tuple(made)
 
 
+def rules_of(text: str, origin: str, others: Sequence[Rule] = ()) -> tuple[Rule, ...]:
+    """Returns the rules of a text in the form of a file.
+
+    Args:
+        text: the rules.
+        origin: the file, for errors.
+        others: rules beside which they would be used.
+
+    Raises:
+        BadRule: as `read_rules`.
+    """
+    made = tuple(_rules(origin, text))
+    _check_apart((*others, *made))
+    return made
+
+
 def _text(source: str | Path) -> str:
     try:
         if isinstance(source, str) and source in own_files():
