@@ -24,7 +24,19 @@ from typing import NamedTuple
 
 from mainstem.watch.prompts import END, Body, Prompt, prompts
 
-__all__ = ["ADVICE", "KEPT", "Finding", "Linter", "Report", "about"]
+__all__ = [
+    "ADVICE",
+    "ANY_VALUE",
+    "KEPT",
+    "PATTERNS",
+    "Finding",
+    "Linter",
+    "Loss",
+    "Place",
+    "Report",
+    "about",
+    "value_at",
+]
 
 SHORTEST = 64
 """Characters that must be the same after a difference for it to count: fewer are chance, or less than a page."""
@@ -35,6 +47,7 @@ KEPT = 10_000
 _AROUND, _SHOWN = 12, 60  # characters of an example before the difference, and in all
 _WORDS, _AGREE = 8, 6  # words that may differ, and that agree after them
 _PIECES, _LONGEST = 1000, 4000  # of a list: how many may be in another order; characters of one
+_CLOSE = 8  # values that may follow each other with less than SHORTEST between them
 _OFTEN = 4  # if one in so many prompts with a salt brings a new salt, salts do not name tenants
 _SYSTEM = ("system", "system)", "developer)", "instructions")  # how the names of system prompts end
 _BLANK = "\1"
@@ -72,12 +85,13 @@ _MOMENT = (
 _TIME = rf"\b{_MOMENT}(?:(?:,? |T|,? at )?{_MOMENT})*(?:Z|[+-]\d\d:?\d\d| ?UTC)?"
 _ID = (
     r"\b(?:[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"  # a UUID
+    r"|(?<==)(?=\w*\d)\w{4,}"  # a setting, such as cch=3f9a1
     r"|[A-Za-z]+[-_](?=\w*\d)\w{5,}|(?=\w*\d)(?=\w*[A-Za-z])[0-9A-Za-z]{8,}|\d{6,})\b"
 )
 _NUMBER = r"\d+(?:[.,]\d+)*"
 PATTERNS = {"time": re.compile(_TIME), "id": re.compile(_ID), "number": re.compile(_NUMBER)}
 """Patterns of values that change, by cause; the first that fits counts."""
-_ANY = re.compile("|".join(pattern.pattern for pattern in PATTERNS.values()))
+ANY_VALUE = re.compile("|".join(pattern.pattern for pattern in PATTERNS.values()))
 _WORD = re.compile(r"\w+")
 
 
@@ -109,14 +123,14 @@ def _canonical(tool: str) -> str:
 
 def _values(here: Prompt, there: Prompt, at: Place) -> tuple[str, Place] | None:
     for cause, pattern in PATTERNS.items():
-        ours, theirs = _around(pattern, here, at.here), _around(pattern, there, at.there)
+        ours, theirs = value_at(pattern, here, at.here), value_at(pattern, there, at.there)
         if ours and theirs and at.here - ours.start() == at.there - theirs.start():
             return cause, Place(ours.end(), theirs.end())
     return None
 
 
-def _around(pattern: re.Pattern[str], prompt: Prompt, at: int) -> re.Match[str] | None:
-    """Returns the value that a position is in, or at the end of."""
+def value_at(pattern: re.Pattern[str], prompt: Prompt, at: int) -> re.Match[str] | None:
+    """Returns the value of a pattern that a position of a prompt is in, or at the end of."""
     begin = max(prompt.part(at)[1], at - _SHOWN)
     values = pattern.finditer(prompt.text, begin, at + _SHOWN)
     return next((value for value in values if value.start() <= at <= value.end()), None)
@@ -246,12 +260,23 @@ class Report:
 
 
 class Loss(NamedTuple):
-    """The text that one prompt could not share, by one cause."""
+    """The text that one prompt could not share, by one cause.
+
+    Attributes:
+        cause, where: as in a `Finding`.
+        text: what could have been shared.
+        examples: the texts that differ.
+        here, there: the prompt, and the earlier one that it was compared with.
+        at: where they part.
+    """
 
     cause: str
     where: str
     text: str
     examples: tuple[str, str]
+    here: Prompt
+    there: Prompt
+    at: Place
 
 
 def about(text: str) -> int:
@@ -264,7 +289,7 @@ _Keys = tuple[tuple[str, str], ...]
 
 def _keys(prompt: Prompt) -> _Keys:
     """Returns the keys by which a prompt is sorted: its text, as it is and blanked; each after its salt, and alone."""
-    blanked = prompt.text if prompt.ids else _ANY.sub(_BLANK, prompt.text)
+    blanked = prompt.text if prompt.ids else ANY_VALUE.sub(_BLANK, prompt.text)
     return tuple((salt, text) for salt in (prompt.salt, "") for text in (prompt.text, blanked))
 
 
@@ -313,10 +338,14 @@ class Linter:
 
     Args:
         count: returns the tokens of a text.
+        lost: called with each loss, and its tokens.
     """
 
-    def __init__(self, count: Callable[[str], int] = about) -> None:
+    def __init__(
+        self, count: Callable[[str], int] = about, lost: Callable[[Loss, int], None] = lambda loss, tokens: None
+    ) -> None:
         self._count = count
+        self._lost = lost
         self._models: dict[tuple[str, bool], _Model] = {}
         self._report = Report()
         self._findings, self._across = _Findings(), _Findings()  # among prompts of one salt; of several
@@ -352,8 +381,10 @@ class Linter:
         noted: set[tuple[str, str]] = set()
         for loss in losses:
             at = loss.cause, loss.where
-            findings.note(*at, loss.examples, int(at not in noted), count(loss.text))
+            tokens = count(loss.text)
+            findings.note(*at, loss.examples, int(at not in noted), tokens)
             noted.add(at)
+            self._lost(loss, tokens)
 
     def report(self) -> Report:
         """Returns the findings so far."""
@@ -382,7 +413,8 @@ def _lost_by_salt(prompt: Prompt, others: Sequence[Prompt]) -> list[Loss]:
     if shared + sum(len(loss.text) for loss in losses) < SHORTEST:
         return []
     names = _name(prompt.salt), _name(others[0].salt)
-    return [Loss("salt", "cache_salt", prompt.text[:shared].replace(END, "\n"), names), *losses]
+    text, other = prompt.text[:shared].replace(END, "\n"), others[0]
+    return [Loss("salt", "cache_salt", text, names, prompt, other, Place(shared, shared)), *losses]
 
 
 def _name(salt: str) -> str:
@@ -396,19 +428,29 @@ def _losses(here: Prompt, there: Prompt, shared: int) -> Iterator[Loss]:
         return
     common = _common(here.text, 0, there.text, 0)
     at = Place(common, common)
+    close: list[Loss] = []  # by values that follow each other closely; they count if enough is the same after them
     while at.here < len(here.text) and at.there < len(there.text):
         step = next(filter(None, (_step(rule(here, there, at), here, there, at) for rule in RULES)), None)
+        is_short = step is None
+        if is_short and len(close) < _CLOSE:
+            step = _step(_values(here, there, at), here, there, at, shortest=0)
         if step is None:
             return
         cause, begin, next_at = step
         if next_at.here > shared:
             where = "tools" if cause.startswith("tool") else here.part(at.here)[0]
             text = here.text[max(begin, shared) : next_at.here].replace(END, "\n")
-            yield Loss(cause, where, text, (_example(here.text, at.here), _example(there.text, at.there)))
+            examples = _example(here.text, at.here), _example(there.text, at.there)
+            close.append(Loss(cause, where, text, examples, here, there, at))
+        if not is_short:
+            yield from close
+            close.clear()
         at = next_at
 
 
-def _step(parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Place) -> tuple[str, int, Place] | None:
+def _step(
+    parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Place, shortest: int = SHORTEST
+) -> tuple[str, int, Place] | None:
     """Returns the cause, where the shared text would begin, and where both part again; None: it is too short."""
     if parted is None:
         return None
@@ -416,7 +458,7 @@ def _step(parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Pla
     length = _common(here.text, after.here, there.text, after.there)
     begin = at.here if cause in ORDERS else after.here
     end = after.here + length
-    if end - begin < SHORTEST or after == at:
+    if end - begin < shortest or after == at:
         return None
     return cause, begin, Place(end, after.there + length)
 
@@ -424,7 +466,7 @@ def _step(parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Pla
 def _example(text: str, at: int) -> str:
     """Returns the text around a position, without cutting a word, or a value such as a time, at its ends."""
     begin, end = max(0, at - _AROUND), at - _AROUND + _SHOWN
-    for pattern in (_ANY, _WORD):
+    for pattern in (ANY_VALUE, _WORD):
         for found in pattern.finditer(text, max(0, begin - _SHOWN), end + _SHOWN):
             if found.start() < begin < found.end():
                 begin = found.start()
