@@ -11,20 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from http.client import HTTPException
 from json import dumps, loads
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import needs
-from mainstem.settings.flags import Switch, alone
+from mainstem.settings.flags import SEVERAL, Switch, alone
 from mainstem.terminal import results
 from mainstem.units import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mainstem.watch.lint import Report
+    from mainstem.prompt_rules.rules import Rule
+    from mainstem.watch.lint import Linter, Report
     from mainstem.watch.top import Look, Watch
 
 _TIMEOUT_S = 5.0
@@ -77,6 +79,9 @@ def lint(
     tokenizer: str | None = None,
     prefill_tokens_per_s: float | None = None,
     on_bad: Literal["fail", "skip"] = "fail",
+    prompt_rules: Annotated[tuple[str, ...], SEVERAL] = (),
+    fix: Annotated[Path | None, Parameter(negative="")] = None,
+    replace: Switch = False,
     json: Switch = False,
 ) -> None:
     """Find the parts of prompts that keep them from sharing prefixes, their cost, and the remedy.
@@ -85,38 +90,61 @@ def lint(
         tokenizer: Name or folder of the tokenizer that counts tokens. Default: four bytes are a token.
         prefill_tokens_per_s: Prompt tokens that the model computes a second, to show the cost as time; above 0.
         on_bad: Whether a line without a prompt ends it, or is skipped and counted.
+        prompt_rules: File of rules, or the name of one of Mainstem's own: prompts are compared as these rules leave
+            them. Repeat it for several files.
+        fix: Write rules that mend what is found to this file, .toml, for `mainstem serve --prompt-rules`.
+        replace: Replace that file if it is there.
         json: Print one JSON object.
 
     Examples:
 
       mainstem lint requests.jsonl
+      mainstem lint requests.jsonl --fix rules.toml
+      mainstem lint requests.jsonl --prompt-rules rules.toml
       mainstem lint requests.jsonl.zst --tokenizer ./my-model --prefill-tokens-per-s 20000
       zcat log.gz | mainstem lint - --on-bad skip --json
     """
-    from mainstem.replay.readers.lines import Source
+    from mainstem.watch.fixing import Fixing, as_json, rules_for
     from mainstem.watch.lint import Linter, about
-    from mainstem.watch.prompts import BadRequestBody
 
     if prefill_tokens_per_s is not None and not prefill_tokens_per_s > 0:
         raise BadArgument("prefill_tokens_per_s", prefill_tokens_per_s, "above 0")
-    linter, skipped = Linter(about if tokenizer is None else _counter(tokenizer)), 0
-    with Source(requests) as source:
-        for number, line in source.lines():
-            try:
-                linter.add(*_body(line))
-            except BadRequestBody as error:
-                if on_bad == "fail":
-                    wrong = f"{requests}, line {number}: {error} (--on-bad skip leaves bad lines out)"
-                    raise MainstemError(wrong) from None
-                skipped += 1
+    rules = rules_for(prompt_rules)
+    fixing = None if fix is None else Fixing(fix, requests, prompt_rules, rules, replaces=replace)
+    linter = Linter(about if tokenizer is None else _counter(tokenizer), *([] if fixing is None else [fixing.lost]))
+    skipped = _read_all(linter, requests, rules, skips=on_bad == "skip")
     report = linter.report()
     if not report.requests:
         raise MainstemError(f"{requests} has no request")
+    fixed = None if fixing is None else fixing.write(report)
     if json:
         findings = [{**asdict(finding), "advice": finding.advice} for finding in report.findings]
-        print(dumps({**asdict(report), "findings": findings, "skipped": skipped}, ensure_ascii=False))
-    else:
-        _print(report, skipped, prefill_tokens_per_s)
+        more = {} if fixed is None else {"fixes": as_json(fixed)}
+        print(dumps({**asdict(report), "findings": findings, "skipped": skipped, **more}, ensure_ascii=False))
+        return
+    _print(report, skipped, prefill_tokens_per_s)
+    if fixing is not None and fixed is not None:
+        fixing.show(fixed, report)
+
+
+def _read_all(linter: Linter, requests: str, rules: Sequence[Rule], *, skips: bool) -> int:
+    """Gives the bodies of a file to a linter, as rules leave them; returns the number of bad lines."""
+    from mainstem.replay.readers.lines import Source
+    from mainstem.watch.fixing import after_rules
+    from mainstem.watch.prompts import BadRequestBody
+
+    skipped = 0
+    with Source(requests) as source:
+        for number, line in source.lines():
+            try:
+                body, time_s, route = _body(line)
+                linter.add(after_rules(rules, body, route), time_s)
+            except BadRequestBody as error:
+                if not skips:
+                    wrong = f"{requests}, line {number}: {error} (--on-bad skip leaves bad lines out)"
+                    raise MainstemError(wrong) from None
+                skipped += 1
+    return skipped
 
 
 Route = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
@@ -262,8 +290,8 @@ def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dic
     }
 
 
-def _body(line: bytes) -> tuple[dict[str, Any], float | None]:
-    """Returns the body of a request and when it came, if the line says so. Raises BadRequestBody."""
+def _body(line: bytes) -> tuple[dict[str, Any], float | None, str | None]:
+    """Returns the body of a request, when it came, and its route, if the line says so. Raises BadRequestBody."""
     from mainstem.watch.prompts import BadRequestBody
 
     try:
@@ -274,7 +302,9 @@ def _body(line: bytes) -> tuple[dict[str, Any], float | None]:
         raise BadRequestBody("not a JSON object")
     body = value["body"] if isinstance(value.get("body"), dict) else value
     times = (value.get(key, body.get(key)) for key in ("timestamp", "time", "created"))
-    return body, next((float(time_s) for time_s in times if isinstance(time_s, int | float)), None)
+    route = value.get("url")
+    time_s = next((float(time_s) for time_s in times if isinstance(time_s, int | float)), None)
+    return body, time_s, route if route in get_args(Route) else None
 
 
 def _counter(name: str) -> Callable[[str], int]:
