@@ -156,6 +156,24 @@ def test_openai_as_bytes(tmp_path: Path) -> None:
     assert first[0] != tools[0]
 
 
+def test_a_system_prompt_in_a_field_of_its_own_is_read_as_a_message(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "How?"}]
+    chat = {"model": "m", "messages": [{"role": "system", "content": "Be short."}, *said]}
+    part = {"type": "text", "text": "Be short."}
+    same = [
+        {"model": "m", "system": "Be short.", "messages": said},
+        {"model": "m", "system": [part], "messages": said},
+        {"model": "m", "instructions": "Be short.", "input": "How?"},
+        {"model": "m", "instructions": "Be short.", "input": [{**said[0], "content": [{**part, "text": "How?"}]}]},
+    ]
+    trace = open_trace(write(tmp_path / "t", chat, *same))
+    assert len({tuple(trace.whole.slice(at, at + 1).blocks.tolist()) for at in range(5)}) == 1
+    alone = open_trace(write(tmp_path / "u", {"model": "m", "input": "How?"}))
+    assert alone.whole.input_tokens.tolist() < trace.whole.input_tokens.tolist()[:1]
+    with pytest.raises(TraceError, match="previous_response_id"):
+        open_trace(write(tmp_path / "v", {"model": "m", "input": "How?", "previous_response_id": "resp_1"}))
+
+
 def test_null_fields_count_as_absent(tmp_path: Path) -> None:
     bodies = open_trace(write(tmp_path / "t", CHAT, {"prompt": None, "user": None, **CHAT}))
     assert bodies.distinct_blocks * 2 == bodies.whole.lengths.sum()

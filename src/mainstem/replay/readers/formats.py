@@ -4,8 +4,8 @@
     bailian     chat_id, parent_chat_id, timestamp (s), input_length, output_length, type, turn,
                 hash_ids: one per 16 tokens
     tokens      tokens or prompt_token_ids; timestamp (s), output_length, tenant, type, chat_id, turn, model where known
-    openai      messages or prompt: the body of a request, bare or under "body"; timestamp or created (s), user, model,
-                usage or response.usage where known
+    openai      messages, input or prompt: the body of a request, bare or under "body"; timestamp or created (s), user,
+                model, usage or response.usage where known; Anthropic's, too
     recording   written by `mainstem serve --record`; see `mainstem.server.watch.recording`
 
 Mooncake: github.com/kvcache-ai/Mooncake, FAST25-release. Bailian: github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
@@ -240,7 +240,7 @@ FORMATS = (
     ),
     Format(
         "openai",
-        (frozenset({"messages"}), frozenset({"prompt"}), frozenset({"body"})),
+        (frozenset({"messages"}), frozenset({"prompt"}), frozenset({"body"}), frozenset({"input", "model"})),
         16,
         _openai,
         '{"timestamp": 0.5, "messages": [{"role": "user", "content": "..."}]}',

@@ -34,16 +34,28 @@ def _prompt(body: Line) -> str | list[int]:
 
 
 def _messages(body: Line) -> list[Line]:
-    messages = body.get("messages")
+    """Returns the messages, with the system prompt first where it has a field of its own."""
+    messages, first = body.get("messages"), body.get("system")
+    if messages is None and (body.get("input") is not None or body.get("instructions") is not None):
+        if body.get("previous_response_id") is not None:
+            raise BadLine("it goes on from an answer that is not here (previous_response_id)")
+        messages, first = body.get("input") or [], body.get("instructions")
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadLine("neither prompt nor messages (a list of objects) is present")
-    return list(map(_plain, messages))
+    system = [{"role": "system", "content": first}] if first else []
+    return list(map(_plain, [*system, *messages]))
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def _plain(message: Line) -> Line:
     """Joins the parts of a message if all are text, as the server does for templates."""
     parts = message.get("content")
-    if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in parts
+    ):
         return message
     return {**message, "content": "\n".join(text_of(part, "text") for part in parts)}
 
