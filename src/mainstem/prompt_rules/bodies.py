@@ -22,6 +22,9 @@ from mainstem.prompt_rules.rules import Rewrite, Rule, Sort
 Body = Mapping[str, Any]
 """The body of a request, as OpenAI's or Anthropic's API has it."""
 
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""The paths of the APIs whose bodies are known."""
+
 
 def route_of(body: Body) -> str:
     """Returns the path of the API that a body is for, by its fields."""
@@ -45,15 +48,15 @@ class RewrittenBody(NamedTuple):
     changes: Sequence[Rewrite]
 
 
-def rewritten_body(rules: Sequence[Rule], body: Body, route: str | None = None) -> RewrittenBody:
+def rewritten_body(rules: Sequence[Rule], body: Body, route: object = None) -> RewrittenBody:
     """Returns a body after the rules; the same object if they change nothing.
 
     Args:
         rules: those of a server.
         body: of a request; it is not changed.
-        route: the path of its API. Default: as its fields say.
+        route: the path of its API, as a log has it. Otherwise: as its fields say.
     """
-    path = route_of(body) if route is None else route
+    path = str(route) if route in ROUTES else route_of(body)
     covering = [rule for rule in rules if not rule.scope.routes or path in rule.scope.routes]
     if not covering or body.get("prompt_rules") is False:
         return RewrittenBody(body, ())
@@ -293,13 +296,13 @@ class _Read:
 
     Args:
         body: of a request.
-        route: the path of its API; one that is not known is read as one of a chat.
+        route: the path of its API, one of `ROUTES`.
     """
 
     def __init__(self, body: Body, route: str) -> None:
         self._body: dict[str, Any] = dict(body) if not isinstance(body, dict) else body
         completes = route == "/v1/completions"
-        self._turns = [] if completes else _READERS.get(route, _chat)(self._body)
+        self._turns = [] if completes else _READERS[route](self._body)
         self._prompt = self._body.get("prompt") if completes else None
         tools = self._body.get("tools")
         self._tools = [] if completes or not isinstance(tools, list) else tools

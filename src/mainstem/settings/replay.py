@@ -17,6 +17,7 @@ from mainstem.settings.fields import (
     one_of,
     setting,
     switch,
+    texts,
 )
 from mainstem.units import DTYPE_BYTES, RATE, SIZE, TIME
 
@@ -50,12 +51,15 @@ class TraceOptions(Settings):
         block_size: Tokens per block. Default: 512 for mooncake, the recorded size for recordings, 16 for others.
         on_bad: Stop at a bad line, or skip and count it.
         tokenizer: Name or folder of a tokenizer, for requests as text. Without one, each byte counts as a token.
+        prompt_rules: File of rules, or the name of one of Mainstem's own, such as claude-code, for bodies of requests:
+            they are read as the rules leave them. Repeat it for several files.
     """
 
     format: TraceFormat = setting("auto", one_of(TraceFormat))
     block_size: int | None = setting(None, integer(1, INT32_MAX))
     on_bad: OnBad = setting("stop", one_of(OnBad))
     tokenizer: str | None = setting(None, instance(str, "a name or a folder"))
+    prompt_rules: tuple[str, ...] = setting((), texts("a tuple of files of rules", bool))
 
 
 @dataclass(frozen=True)

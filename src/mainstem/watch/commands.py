@@ -12,7 +12,7 @@ from dataclasses import asdict
 from http.client import HTTPException
 from json import dumps, loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -137,8 +137,8 @@ def _read_all(linter: Linter, requests: str, rules: Sequence[Rule], *, skips: bo
     with Source(requests) as source:
         for number, line in source.lines():
             try:
-                body, time_s, route = _body(line)
-                linter.add(after_rules(rules, body, route), time_s)
+                body, time_s, url = _body(line)
+                linter.add(after_rules(rules, body, url), time_s)
             except BadRequestBody as error:
                 if not skips:
                     wrong = f"{requests}, line {number}: {error} (--on-bad skip leaves bad lines out)"
@@ -290,8 +290,8 @@ def _explain_offline(request: str, path: str, capacity: str, policy: str) -> dic
     }
 
 
-def _body(line: bytes) -> tuple[dict[str, Any], float | None, str | None]:
-    """Returns the body of a request, when it came, and its route, if the line says so. Raises BadRequestBody."""
+def _body(line: bytes) -> tuple[dict[str, Any], float | None, object]:
+    """Returns the body of a request, when it came, and its URL, if the line says so. Raises BadRequestBody."""
     from mainstem.watch.prompts import BadRequestBody
 
     try:
@@ -302,9 +302,8 @@ def _body(line: bytes) -> tuple[dict[str, Any], float | None, str | None]:
         raise BadRequestBody("not a JSON object")
     body = value["body"] if isinstance(value.get("body"), dict) else value
     times = (value.get(key, body.get(key)) for key in ("timestamp", "time", "created"))
-    route = value.get("url")
     time_s = next((float(time_s) for time_s in times if isinstance(time_s, int | float)), None)
-    return body, time_s, route if route in get_args(Route) else None
+    return body, time_s, value.get("url")
 
 
 def _counter(name: str) -> Callable[[str], int]:

@@ -34,14 +34,14 @@ def _load_patterns() -> None:
     load_package("re2", "rules of prompts need google-re2: pip install 'mainstem[rules]'")
 
 
-def after_rules(rules: Sequence[Rule], body: Body, route: str | None) -> Body:
-    """Returns a body as rules leave it.
+def after_rules(rules: Sequence[Rule], body: Body, url: object) -> Body:
+    """Returns a body as rules leave it; `url`: for which it was, if that is known.
 
     Raises:
         BadRequestBody: it is nested too deeply.
     """
     try:
-        return rewritten_body(rules, body, route).body
+        return rewritten_body(rules, body, url).body
     except RecursionError:
         raise BadRequestBody("nested too deeply") from None
 

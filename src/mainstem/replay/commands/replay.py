@@ -122,10 +122,12 @@ def replay(
       mainstem replay trace.mstrace --capacity 1%,2%,5%,10% --policy lru,slru,opt --csv rows.csv
       mainstem replay trace.mstrace --policy lru,slru,lfu,opt --report out.html
       mainstem replay trace.mstrace --capacity 40GB --tiers host=1TB,storage=8TB --model llama-3.1-8b
+      mainstem replay requests.jsonl --prompt-rules rules.toml
       mainstem replay trace.mstrace --capacity 2Mtok --ttl 5m --replicas 4 --routing prefix --json
 
     Capacities are blocks (1000), tokens (2Mtok), bytes (10GB, with --model or --bytes-per-token) or percentages of the
-    trace's distinct blocks (5%). "opt" is the offline optimum: no policy can hit more.
+    trace's distinct blocks (5%). "opt" is the offline optimum: no policy can hit more. With --prompt-rules, requests
+    are replayed as they came and as the rules leave them, at the same capacities; a report has the latter.
     """
     from mainstem.replay.plan.configs import read_shape
     from mainstem.replay.simulate.sweep import sweep
@@ -133,32 +135,45 @@ def replay(
     _check_outputs(path, csv=csv, report=report)
     shape = None if caches.model is None else read_shape(caches.model)
     token_bytes, policies = caches.token_bytes(shape), caches.policies()
-    trace = read_trace(path, reading)
-    for note in trace.notes:
+    traces = _traces(path, reading)
+    for note in dict.fromkeys(note for trace in traces for note in trace.notes):
         print(printable(note), file=sys.stderr)
-    capacities, setup = caches.caches(trace, token_bytes)
-    with bar("replaying") as progress:
-        rows = sweep(
-            trace,
-            policies,
-            capacities,
-            setup=setup,
-            flops=None if shape is None else shape.prefill_flops,
-            bytes_per_token=token_bytes,
-            workers=caches.workers,
-            progress=progress,
-        )
+    capacities, setup = caches.caches(traces[0], token_bytes)
+    by_trace = []
+    for trace in traces:
+        with bar("replaying") as progress:
+            rows = sweep(
+                trace,
+                policies,
+                capacities,
+                setup=setup,
+                flops=None if shape is None else shape.prefill_flops,
+                bytes_per_token=token_bytes,
+                workers=caches.workers,
+                progress=progress,
+            )
+        by_trace.append(rows)
     if json:
-        print(dumps([asdict(row) for row in rows]), flush=True)
+        print(dumps([asdict(row) for rows in by_trace for row in rows]), flush=True)
     else:
-        _show(trace, rows)
+        for trace, rows in zip(traces, by_trace, strict=True):
+            _show(trace, rows)
     if csv is not None:
-        _write_csv(csv, rows)
+        _write_csv(csv, [row for rows in by_trace for row in rows])
     if report is not None:
         from mainstem.replay.info import info
         from mainstem.replay.report.html import write_report
 
-        write_report(report, info(trace), rows)
+        write_report(report, info(traces[-1]), by_trace[-1])
+
+
+def _traces(path: str, reading: TraceOptions) -> list[Trace]:
+    """Returns the trace; with rules of prompts first without them, so that both are replayed."""
+    if not reading.prompt_rules:
+        return [read_trace(path, reading)]
+    if path == "-":
+        raise BadArgument("prompt_rules", ", ".join(reading.prompt_rules), "given with a file, which is read twice")
+    return [read_trace(path, each) for each in (replace(reading, prompt_rules=()), reading)]
 
 
 def _check_outputs(trace: str, **outputs: Path | None) -> None:

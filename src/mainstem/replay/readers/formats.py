@@ -36,6 +36,7 @@ BYTES_NOTE = "Tokens are bytes, not those of a model."
 
 Line = dict[str, Any]
 Tokenize = Callable[[Line], list[int]]
+Rewrite = Callable[[Line, object], Line]
 
 _SHOWN_VALUE = 40
 _MAX_TIME = 2.0**53
@@ -69,12 +70,14 @@ class Reading:
     Args:
         block_size: tokens per block.
         tokenize: turns the body of a request into tokens.
+        rewrite: returns the body of a request as rules of prompts leave it, given the URL that it was for, if the line has one.
         roots: for each chat seen, the first chat of its conversation.
         keys: names of the secrets under which the trace was recorded.
     """
 
     block_size: int
     tokenize: Tokenize
+    rewrite: Rewrite = lambda body, url: body
     roots: dict[int, int] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
 
@@ -158,7 +161,7 @@ def _hashed_blocks(tokens: list[int], block_size: int) -> array[int]:
 def _openai(line: Line, reading: Reading) -> Request:
     body = _dict(line, "body") or line
     usage = _usage(line, body)
-    tokens = reading.tokenize(body)
+    tokens = reading.tokenize(reading.rewrite(body, line.get("url")))
     return Request(
         len(tokens),
         _hashed_blocks(tokens, reading.block_size),

@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
@@ -36,10 +36,12 @@ from mainstem.replay.readers.formats import (
     Line,
     Reading,
     Request,
+    Rewrite,
     Tokenize,
     hashed,
 )
 from mainstem.replay.readers.lines import MAX_LINE_BYTES, Progress, Source
+from mainstem.replay.readers.rewrites import Rewrites
 from mainstem.replay.readers.texts import Tokenizer, as_bytes
 from mainstem.replay.trace import COLUMNS, GOLDEN, MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
 from mainstem.settings.fields import INT32_MAX
@@ -96,12 +98,20 @@ def _ready_made(source: Source, options: TraceOptions) -> Trace:
     if options.block_size not in (None, trace.block_size):
         raise BadArgument("block_size", options.block_size, f"{trace.block_size}, as in the file, or left out")
     _refuse_tokenizer(options.tokenizer, "mstrace")
+    _refuse_rules(options.prompt_rules, "mstrace")
     return trace
 
 
 def _refuse_tokenizer(tokenizer: str | None, format: str) -> None:
     if tokenizer is not None:
         raise BadArgument("tokenizer", tokenizer, f"left out: a trace of format {format} has no text")
+
+
+def _refuse_rules(sources: Sequence[str], format: str) -> None:
+    """Refuses rules of prompts for traces that have no messages: a text that a template has rendered has none."""
+    if sources:
+        wanted = f"left out: a trace of format {format} has no messages; rules apply to bodies of requests"
+        raise BadArgument("prompt_rules", ", ".join(sources), wanted)
 
 
 class _Reader:
@@ -118,9 +128,12 @@ class _Reader:
         self._notes: list[str] = []
         self._bad: list[str] = []
         self._bad_lines = 0
+        self._rewrites: Rewrites | None = None
+        self._name = os.path.basename(source.name).partition(".")[0] or source.name
         self._reading = Reading(
             options.block_size or self._format.block_size or self._recorded_block_size(),
             self._tokenizer(options.tokenizer),
+            self._rewrite(options.prompt_rules),
         )
 
     def trace(self) -> Trace:
@@ -128,7 +141,7 @@ class _Reader:
         trace = Trace.of(
             self._batches(columns),
             block_size=self._reading.block_size,
-            name=os.path.basename(self._source.name).partition(".")[0] or self._source.name,
+            name=self._name,
             tenants=columns.tenants,
             kinds=columns.kinds,
             notes=self._notes,
@@ -147,6 +160,8 @@ class _Reader:
             self._notes.append("The first request has no time, so all requests arrive at once, in file order.")
         if (secrets := len(self._reading.keys)) > 1:
             self._notes.append(f"Recorded under {secrets} secrets: prompts under different secrets share no blocks.")
+        if self._rewrites is not None:
+            self._notes.append(self._rewrites.said)
         if self._bad_lines:
             more = ", and more" if self._bad_lines > len(self._bad) else ""
             self._notes.append(f"Bad lines, left out: {self._bad_lines} ({'; '.join(self._bad)}{more}).")
@@ -208,6 +223,15 @@ class _Reader:
             return as_bytes
         self._notes.append(f"Tokens are those of {name}." if name else BYTES_NOTE)
         return as_bytes if name is None else Tokenizer(name)
+
+    def _rewrite(self, sources: Sequence[str]) -> Rewrite:
+        if not sources:
+            return lambda body, url: body
+        if self._format.name != "openai":
+            _refuse_rules(sources, self._format.name)
+        self._rewrites = Rewrites(sources)
+        self._name += ", after rules"
+        return self._rewrites
 
 
 def _shown(line: bytes) -> str:
