@@ -124,6 +124,21 @@ def test_two_causes_in_one_prompt_are_both_found() -> None:
     assert sum(one.lost_tokens for one in report.findings) <= report.tokens - report.shared_tokens
 
 
+def test_values_that_follow_each_other_closely_hide_nothing() -> None:
+    bodies = [chat(f"x-header: v=2.{n}.7; cch={n * 7919:05x}; at 12:{n}.\n{RULES}") for n in range(10, 20)]
+    report = lint(bodies)
+    assert {one.cause for one in report.findings} == {"number", "id", "time"}
+    assert {one.requests for one in report.findings} == {9}
+    assert sum(one.lost_tokens for one in report.findings) >= 9 * about(RULES)
+
+
+def test_values_after_which_nothing_is_the_same_cost_nothing() -> None:
+    words = ("red fox", "grey hen", "wide sea", "old oak")
+    assert lint([chat(f"At 12:1{n}, by {n}: {text * 40}") for n, text in enumerate(words)]).findings == []
+    many = [chat("; ".join(f"{n}{at}" for at in range(10, 30)) + RULES) for n in (1, 2)]
+    assert lint(many).findings == []  # too many values in a row
+
+
 words = st.lists(
     st.sampled_from(["a", "2026-01-02", "12:30", "é", "x9y8z7w6v5", "77", "\n", "go on", "b,"]), max_size=60
 )

@@ -211,7 +211,7 @@ def _split(text: str, begin: int, end: int) -> list[tuple[str, int]]:
 
 
 RULES: Sequence[Rule] = (_tools, _parts, _values, _spaces, _words)
-"""In order; the first counts after which enough is the same."""
+"""In order; the first counts after which enough is the same. Several values count before words."""
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -428,30 +428,47 @@ def _losses(here: Prompt, there: Prompt, shared: int) -> Iterator[Loss]:
         return
     common = _common(here.text, 0, there.text, 0)
     at = Place(common, common)
-    close: list[Loss] = []  # by values that follow each other closely; they count if enough is the same after them
     while at.here < len(here.text) and at.there < len(there.text):
-        step = next(filter(None, (_step(rule(here, there, at), here, there, at) for rule in RULES)), None)
-        is_short = step is None
-        if is_short and len(close) < _CLOSE:
-            step = _step(_values(here, there, at), here, there, at, shortest=0)
-        if step is None:
+        if not (steps := _steps(here, there, at)):
             return
-        cause, begin, next_at = step
-        if next_at.here > shared:
-            where = "tools" if cause.startswith("tool") else here.part(at.here)[0]
-            text = here.text[max(begin, shared) : next_at.here].replace(END, "\n")
-            examples = _example(here.text, at.here), _example(there.text, at.there)
-            close.append(Loss(cause, where, text, examples, here, there, at))
-        if not is_short:
-            yield from close
-            close.clear()
-        at = next_at
+        for cause, begin, next_at in steps:
+            if next_at.here > shared:
+                where = "tools" if cause.startswith("tool") else here.part(at.here)[0]
+                text = here.text[max(begin, shared) : next_at.here].replace(END, "\n")
+                examples = _example(here.text, at.here), _example(there.text, at.there)
+                yield Loss(cause, where, text, examples, here, there, at)
+            at = next_at
+
+
+_Step = tuple[str, int, Place]
+"""The cause of a difference, where the shared text after it would begin, and where both part again."""
+
+
+def _steps(here: Prompt, there: Prompt, at: Place) -> list[_Step]:
+    """Returns the differences after which enough is the same: one, or several values; none: there are not."""
+    for rule in RULES:
+        if rule is _words and (steps := _close_values(here, there, at)):
+            return steps
+        if (step := _step(rule(here, there, at), here, there, at)) is not None:
+            return [step]
+    return []
+
+
+def _close_values(here: Prompt, there: Prompt, at: Place) -> list[_Step]:
+    """Returns values that differ and follow each other closely, up to one after which enough is the same."""
+    steps: list[_Step] = []
+    while len(steps) < _CLOSE and (step := _step(_values(here, there, at), here, there, at, shortest=0)) is not None:
+        steps.append(step)
+        _, begin, at = step
+        if at.here - begin >= SHORTEST:
+            return steps
+    return []
 
 
 def _step(
     parted: tuple[str, Place] | None, here: Prompt, there: Prompt, at: Place, shortest: int = SHORTEST
-) -> tuple[str, int, Place] | None:
-    """Returns the cause, where the shared text would begin, and where both part again; None: it is too short."""
+) -> _Step | None:
+    """Returns a difference; None: too little is the same after it."""
     if parted is None:
         return None
     cause, after = parted
