@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from mainstem import cli
+from mainstem.replay.readers.formats import BadLine
+from mainstem.replay.readers.rewrites import Rewrites
 from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
 
@@ -243,3 +245,67 @@ def test_options_that_need_no_trace_are_checked_before_it_is_read(
 ) -> None:
     assert cli.main(["replay", str(tmp_path / "absent"), *options]) == 2
     assert " ".join(options) in capsys.readouterr().err
+
+
+RULES = """[[rule]]
+name = "clock"
+action = "move"
+match = 'It is (?P<value>[0-9:]+)'
+example = "It is 12:30"
+"""
+
+
+@pytest.fixture
+def bodies(tmp_path: Path) -> Path:
+    path, text = tmp_path / "requests.jsonl", "You answer in one word, without a reason. " * 10
+    rows = [
+        {"timestamp": minute, "body": {"model": "m", "system": f"It is 12:{minute}. {text}", "messages": [
+            {"role": "user", "content": f"Question {minute}?"}]}}
+        for minute in range(10, 40)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rules.toml").write_text(RULES)
+    return path
+
+
+def test_bodies_are_replayed_as_they_came_and_as_rules_leave_them(
+    bodies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.toml"
+    given: list[str | Path] = ["--prompt-rules", rules, "--policy", "lru", "--capacity", "50%,200"]
+    before, _, after, more = rows_of(capsys, bodies, *given, "--csv", tmp_path / "rows.csv")
+    assert [before["trace"], after["trace"]] == ["requests", "requests, after rules"]
+    assert before["capacity_blocks"] == after["capacity_blocks"] and more["capacity_blocks"] == 200
+    assert before["token_hit_rate"] < 0.2 and after["token_hit_rate"] > 0.8
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 5
+    assert before == rows_of(capsys, bodies, "--policy", "lru", "--capacity", "50%")[0]
+    assert cli.main(["replay", str(bodies), *map(str, given)]) == 0
+    shown = capsys.readouterr()
+    assert "requests, after rules: 30 requests" in shown.out
+    assert shown.err.count("Tokens are bytes") == 1 and "Rules changed 30 of 30 requests: clock 30 times." in shown.err
+
+
+def test_rules_need_bodies_of_requests(
+    bodies: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, tokens = str(tmp_path / "rules.toml"), tmp_path / "tokens.jsonl"
+    tokens.write_text('{"tokens": [1, 2]}\n')
+    for path in (trace, tokens):
+        assert cli.main(["replay", str(path), "--prompt-rules", rules]) == 2
+        assert "has no messages; rules apply to bodies of requests" in capsys.readouterr().err
+    assert cli.main(["replay", "-", "--prompt-rules", rules]) == 2
+    assert "given with a file, which is read twice" in capsys.readouterr().err
+    assert cli.main(["replay", str(bodies), "--prompt-rules", str(tmp_path / "absent.toml")]) != 0
+    assert "absent.toml" in capsys.readouterr().err
+
+
+def test_a_body_that_rules_cannot_read_is_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(RULES + "[[rule]]\nname = 'keys'\naction = 'sort'\nlists = ['keys']\n")
+    rewrites, deep = Rewrites([str(tmp_path / "rules.toml")]), dict[str, Any]()
+    for _ in range(2000):
+        deep = {"items": deep}
+    with pytest.raises(BadLine, match="not valid Unicode"):
+        rewrites({"messages": [], "system": "It is 12:30. \ud800"}, None)
+    with pytest.raises(BadLine, match="nested too deeply"):
+        rewrites({"messages": [], "tools": [{"name": "open", "input_schema": deep}]}, None)
+    assert rewrites.said == "Rules changed 0 of 0 requests: clock 0 times, keys 0 times."

@@ -70,7 +70,7 @@ class Reading:
     Args:
         block_size: tokens per block.
         tokenize: turns the body of a request into tokens.
-        rewrite: returns the body of a request as rules of prompts leave it, given the URL that it was for, if the line has one.
+        rewrite: returns a body as rules of prompts leave it, given the URL of its line.
         roots: for each chat seen, the first chat of its conversation.
         keys: names of the secrets under which the trace was recorded.
     """

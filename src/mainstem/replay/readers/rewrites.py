@@ -32,12 +32,14 @@ class Rewrites:
         """Returns a body as the rules leave it; `url`: for which it was, if that is known.
 
         Raises:
-            BadLine: it is nested too deeply.
+            BadLine: it is nested too deeply, or a text is not valid Unicode.
         """
         try:
             made = rewritten_body(self._rules, body, url)
         except RecursionError:
             raise BadLine("it is nested too deeply") from None
+        except UnicodeEncodeError:
+            raise BadLine("a text is not valid Unicode") from None
         self._requests += 1
         self._changed += bool(made.changes)
         self._counts.update(change.rule for change in made.changes)
