@@ -147,6 +147,14 @@ def _rounded(value: str, unit: str) -> str | None:
     return value[: edit.start] + edit.text + value[edit.end :]
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Fixes:
     """Collects what a linter finds; give `add` to it."""
 
@@ -175,6 +183,9 @@ class Fixes:
         here, there = spot(loss.cause, loss.here, loss.at.here), spot(loss.cause, loss.there, loss.at.there)
         if here is None or there is None:
             self._leave(loss.cause, loss.where, len(loss.text), tokens, "it is not in a text alone")
+            return
+        if not (_is_unicode(here.text) and _is_unicode(there.text)):
+            self._leave(loss.cause, loss.where, len(loss.text), tokens, "its text is not valid Unicode")
             return
         header = _HEADER.match(here.line)
         kind = "time" if loss.cause == "time" else "other"
@@ -339,7 +350,7 @@ def document(fixed: Fixed, report: Report, source: str) -> str:
         said = "A header of a client" if fix.action == "drop" else _CAUSES[fix.cause]
         lines += ["", f"# {said}: in {of_all} it kept text from being shared."]
         lines += [f"#   {shown(value)}" for value in fix.values]
-        lines += [f"# Would save {saving(fix.cost, report)}.", *fix.text.splitlines()]
+        lines += [f"# Would save {saving(fix.cost, report)}.", fix.text.rstrip("\n")]
     if fixed.left:
         lines += ["", "# Not mended by these rules:"]
     for each in fixed.left[:MOST_RULES]:

@@ -38,12 +38,14 @@ def after_rules(rules: Sequence[Rule], body: Body, url: object) -> Body:
     """Returns a body as rules leave it; `url`: for which it was, if that is known.
 
     Raises:
-        BadRequestBody: it is nested too deeply.
+        BadRequestBody: it is nested too deeply, or a text is not valid Unicode.
     """
     try:
         return rewritten_body(rules, body, url).body
     except RecursionError:
         raise BadRequestBody("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise BadRequestBody("a text is not valid Unicode") from None
 
 
 class Fixing:

@@ -75,8 +75,8 @@ def formed(text: str) -> str:
 
 
 def cause_of(value: str) -> str:
-    """Returns the cause whose pattern fits a value."""
-    return next(cause for cause, pattern in PATTERNS.items() if pattern.fullmatch(value))
+    """Returns the cause whose pattern fits a value; one that only fits where it stands is an id."""
+    return next((cause for cause, pattern in PATTERNS.items() if pattern.fullmatch(value)), "id")
 
 
 def form(cause: str, value: str, *, named: bool = False) -> str:
