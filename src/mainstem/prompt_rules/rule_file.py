@@ -106,7 +106,7 @@ def rules_of(text: str, origin: str, others: Sequence[Rule] = ()) -> tuple[Rule,
         BadRule: as `read_rules`.
     """
     made = tuple(_rules(origin, text))
-    _check_apart((*others, *made))
+    _check_apart(made, others)
     return made
 
 
@@ -247,9 +247,9 @@ def _example_edits(rule: Rule, text: str | None = None) -> list[Edit]:
     return list(rule.edits(rule.example if text is None else text, place))
 
 
-def _check_apart(rules: Collection[Rule]) -> None:
-    """Checks that names are unique, and that no text is for two rules."""
-    seen: dict[str, Rule] = {}
+def _check_apart(rules: Collection[Rule], others: Collection[Rule] = ()) -> None:
+    """Checks that names are unique, and that no text is for two rules, in rules and beside others."""
+    seen = {rule.name: rule for rule in others}
     for rule in rules:
         if (other := seen.get(rule.name)) is not None:
             raise BadRule(rule.origin, rule.name, f"{other.origin} has a rule of this name")
