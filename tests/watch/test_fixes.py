@@ -215,17 +215,30 @@ def test_costs_are_those_of_the_findings() -> None:
     assert '#   "00007919"' in text and "9 of 10 requests" in text
 
 
-def test_no_more_rules_are_written_than_a_reader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"{first}{second}" for first in ("alpha", "bravo", "delta", "echo") for second in ("fox", "golf", "kilo")]
-    bodies = [chat(" ".join(f"The {name} is {n}{at:02}4711. {GUIDE}" for at, name in enumerate(names))) for n in (1, 2)]
-    assert len(fixed(bodies)[0].fixes) == len(names) < MOST_RULES
-    monkeypatch.setattr("mainstem.watch.fixes.MOST_RULES", 5)
-    made, _ = fixed(bodies)
-    assert len(made.fixes) == 5 and sum(left.cost.requests for left in made.left) == len(names) - 5
-    assert {left.reason for left in made.left} == {"5 rules save more"}
-    monkeypatch.setattr("mainstem.watch.fixes._MOST_PLACES", 3)
-    made, _ = fixed(bodies)
-    assert len(made.fixes) == 3 and "more than 3 places" in {left.reason for left in made.left}
+def many(places: int) -> list[dict[str, Any]]:
+    """Requests with so many ids, of which each is known by other words."""
+    letters = "abcdefghij"
+
+    def name(at: int) -> str:
+        return "".join(letters[int(digit)] for digit in f"{at:04}")
+
+    return [chat("\n".join(f"The {name(at)} is {n}{at:04}47. {GUIDE[:70]}" for at in range(places))) for n in (1, 2)]
+
+
+def test_50_rules_are_written_at_most() -> None:
+    made, _ = fixed(many(50))
+    assert len(made.fixes) == 50 == MOST_RULES and made.left == []
+    made, _ = fixed(many(52))
+    assert len(made.fixes) == 50
+    (left,) = made.left
+    assert left.reason == "50 rules save more" and left.cost.requests == 2
+
+
+def test_1000_values_are_told_apart() -> None:
+    for places, over in ((1000, 0), (1003, 3)):
+        made, _ = fixed(many(places))
+        reasons = {left.reason: left.cost.requests for left in made.left}
+        assert reasons.get("more than 1000 places", 0) == over and reasons["50 rules save more"] == 950
 
 
 def test_rules_that_are_in_use_are_kept_beside() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from mainstem.prompt_rules.bodies import rewritten_body
@@ -214,39 +215,42 @@ class Fixes:
         """
         left, made, taken = dict(self._left), list[Fix](), list(others)
         names = Counter(rule.name for rule in others)
-        for draft in sorted(self._drafts(), key=lambda draft: (-draft.cost.tokens, draft.cause, draft.slug)):
-            names[draft.slug] += 1
-            name = draft.slug if names[draft.slug] == 1 else f"{draft.slug}-{names[draft.slug]}"
-            text = draft.written(name)
-            reason = draft.reason
-            if not reason and len(made) == MOST_RULES:
-                reason = f"{MOST_RULES} rules save more"
-            if not reason:
+        for wanted in sorted(self._wanted(), key=lambda each: (-each.cost.tokens, each.cause, each.where)):
+            draft, reason = None, f"{MOST_RULES} rules save more"
+            if len(made) < MOST_RULES:
+                draft = wanted.make()
+                reason = draft.reason
+            if draft is not None and not reason:
+                names[draft.slug] += 1
+                name = draft.slug if names[draft.slug] == 1 else f"{draft.slug}-{names[draft.slug]}"
+                text = draft.written(name)
                 try:
                     taken += rules_of(text, origin, taken)
                 except BadRule as error:
                     reason = f"its rule is refused: {error}"
                 else:
-                    made.append(Fix(name, draft.action, draft.cause, draft.cost, draft.values, text))
+                    made.append(Fix(name, draft.action, wanted.cause, draft.cost, draft.values, text))
             if reason:
-                cost = left.setdefault((draft.cause, draft.where, reason), Cost())
-                cost.add(draft.cost.characters, draft.cost.tokens, draft.cost.requests)
+                cost = left.setdefault((wanted.cause, wanted.where, reason), Cost())
+                cost.add(wanted.cost.characters, wanted.cost.tokens, wanted.cost.requests)
         for one in report.findings:
             if one.cause == "salt":
                 left["salt", one.where, "no rule mends it"] = _cost(one)
         rest = [Left(cause, where, cost, reason) for (cause, where, reason), cost in left.items()]
+        made.sort(key=lambda fix: -fix.cost.tokens)
         return Fixed(made, sorted(rest, key=lambda each: -each.cost.tokens))
 
-    def _drafts(self) -> Iterator[_Draft]:
+    def _wanted(self) -> Iterator[_Wanted]:
+        """Yields what rules are wanted for."""
         if self._sorts:
             cost, lists = Cost(), frozenset[str]().union(*self._sorts)
             for each in self._sorts.values():
                 cost.add(each.characters, each.tokens, each.requests)
             cause = "tools reordered" if "tools" in lists else "tool keys reordered"
-            listed = [each for each in SORTS if each in lists]
-            yield _Draft("sort", cause, "tools", cost, "tools-in-one-order", lines=(f"lists = {json.dumps(listed)}",))
+            yield _Wanted(cause, "tools", cost, partial(_sorting, lists, cost))
         for (kind, known), place in self._places.items():
-            yield _header(known, place) if kind == "header" else _value(place)
+            make = partial(_header, known, place) if kind == "header" else partial(_value, place)
+            yield _Wanted(place.cause, place.wheres.most_common(1)[0][0], place.cost, make)
 
 
 def _cost(finding: Finding) -> Cost:
@@ -265,19 +269,26 @@ def _sorted(tools: Sequence[object], lists: frozenset[str]) -> str:
 # ---- rules
 
 
+class _Wanted(NamedTuple):
+    """Something for which a rule is wanted; see `Left`. `make` returns the rule."""
+
+    cause: str
+    where: str
+    cost: Cost
+    make: Callable[[], _Draft]
+
+
 class _Draft(NamedTuple):
     """A rule that may be written.
 
     Args:
-        action, cause, where, cost, values: see `Fix` and `Left`.
+        action, cost, values: see `Fix`.
         slug: its name, unless another rule has it.
         lines: its other lines.
         reason: why it is not written; empty: it is.
     """
 
     action: str
-    cause: str
-    where: str
     cost: Cost
     slug: str
     values: tuple[str, ...] = ()
@@ -289,30 +300,31 @@ class _Draft(NamedTuple):
         return "\n".join(("[[rule]]", f"name = {quoted(name)}", f'action = "{self.action}"', *self.lines)) + "\n"
 
 
+def _sorting(lists: frozenset[str], cost: Cost) -> _Draft:
+    listed = json.dumps([each for each in SORTS if each in lists])
+    return _Draft("sort", cost, "tools-in-one-order", lines=(f"lists = {listed}",))
+
+
 def _header(name: str, place: _Place) -> _Draft:
     pattern = f"(?m:^)[ \\t]*{escaped(name)}:[^\\n]*\\n?"
     lines = f"match = {quoted(pattern)}", f"example = {quoted(place.samples[0][0].line)}"
     values = tuple(each.line.strip() for each in place.samples[0])
-    return _Draft(
-        "drop", place.cause, place.wheres.most_common(1)[0][0], place.cost, _slug("drop", name), values, lines
-    )
+    return _Draft("drop", place.cost, _slug("line", name), values, lines)
 
 
 def _value(place: _Place) -> _Draft:
     cause, unit, spots = place.cause, place.unit, [each for pair in place.samples for each in pair]
-    where, values = place.wheres.most_common(1)[0][0], (spots[0].value, spots[1].value)
-    slug = _slug(cause, before(spots[0], alone=True))
+    values, slug = (spots[0].value, spots[1].value), _slug(cause, before(spots[0], alone=True))
     if place.cost.requests < _SEEN.get(cause, 1):
-        return _Draft("move", cause, where, place.cost, slug, values, reason="seen once: it may be an edit")
+        return _Draft("move", place.cost, slug, values, reason="seen once: it may be an edit")
     if unit is not None and (pattern := narrow(form(cause, spots[0].value, named=True), spots, alone=True)):
         lines = f'to = "{unit}"', *_found(pattern, spots[0])
-        return _Draft("round", cause, where, place.rounded[unit], slug, values, lines)
+        return _Draft("round", place.rounded[unit], slug, values, lines)
     forms = sorted(place.forms, key=len, reverse=True)
     either = forms[0] if len(forms) == 1 else f"(?:{'|'.join(forms)})"
     if pattern := narrow(f"(?P<value>{either})", spots):
-        return _Draft("move", cause, where, place.cost, slug, values, _found(pattern, spots[0]))
-    reason = "no pattern of the text around it finds it alone"
-    return _Draft("move", cause, where, place.cost, slug, values, reason=reason)
+        return _Draft("move", place.cost, slug, values, _found(pattern, spots[0]))
+    return _Draft("move", place.cost, slug, values, reason="no pattern of the text around it finds it alone")
 
 
 def _found(pattern: str, at: Spot) -> tuple[str, str]:

@@ -144,7 +144,7 @@ def before(spot: Spot, length: int = AROUND, *, alone: bool = False) -> str:
 
 def _is_first(spot: Spot) -> bool:
     """Returns whether too little is before a value to know it by."""
-    return _letters(spot.text[: spot.start]) < _LETTERS
+    return spot.start <= AROUND and _letters(spot.text[: spot.start]) < _LETTERS
 
 
 def _begin(spot: Spot, length: int, *, alone: bool) -> int:
