@@ -20,6 +20,7 @@ NAMES = (
     "core",
     "policies",
     "agents",
+    "edits",
     "fleet",
     "states",
     "marks",
@@ -117,6 +118,11 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
 
         all_jobs = agents.QUICK if report.quick else agents.Settings()
         agents.run(replace(all_jobs, traces=tuple(options.trace)), report)
+        return
+    if name == "edits":
+        from bench import edits
+
+        edits.run(edits.QUICK if report.quick else edits.Settings(), report)
         return
     if name == "fleet":
         from bench import fleet

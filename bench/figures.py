@@ -90,6 +90,7 @@ SOURCES = {
     "marks": Source("marks", "goals", ("what",)),
     "policy": Source("policies", "rows", ("policy",)),
     "agents": Source("agents", "goals", ("what",)),
+    "edits": Source("edits", "rows", ("edit", "room", "way")),
     "loss": Source("weights", "loss", ("weights",)),
 }
 FORMS: Mapping[str, Callable[[float], str]] = {
@@ -317,6 +318,25 @@ def _agents(records: Records) -> str:
         lines.append([workload, f"{percent:g}", *cells, hits(rows, ("optimum", "")), " / ".join(jobs)])
     kinds = "no hints / hints / shuffled / inverted"
     return _table(["workload", "%", f"lru: {kinds}", f"gittins: {kinds}", "optimum", "job, s: lru / hints"], lines)
+
+
+def _edits(records: Records) -> str:
+    """Prompt tokens computed over those that are new, by what clients change and by the way they are served."""
+    if "edits" not in records:
+        return "Not recorded yet."
+    rows = records["edits"]["rows"]
+    found = {(row["edit"], row["room"], row["way"]): row for row in rows}
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "–"
+        ahead = f" ({row['with_ahead']:.2f})" if row["ahead"] else ""
+        return f"{row['ratio']:.2f}{ahead}, {row['first_p90_s']:.1f} s"
+
+    places = dict.fromkeys((row["edit"], row["room"]) for row in rows)
+    lines = ([*place, *(cell(found.get((*place, way))) for way in ways)] for place in places)
+    return _table(["changed", "room in the cache", *ways], lines)
 
 
 def _plan(records: Records) -> str:
@@ -682,6 +702,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "throughput": _throughput,
     "policies": _policies,
     "agents": _agents,
+    "edits": _edits,
     "fleet": _fleet,
     "fleet goals": _fleet_goals,
     "fleet first": _fleet_first,
