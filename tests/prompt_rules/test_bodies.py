@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem.prompt_rules.bodies import rewritten_body, route_of
+from mainstem.prompt_rules.notes import Notes
 from mainstem.prompt_rules.rewriting import Declared, rewritten
 from mainstem.prompt_rules.rule_file import read_rules
 from mainstem.prompt_rules.rules import Rule
@@ -79,6 +80,7 @@ def shown(asked: Conversation | Texts, rules: Sequence[Rule]) -> tuple[Any, Any]
     given = asked.tooling.tools
     declared = [Declared(tool.name, tool.description, tool.parameters, i) for i, tool in enumerate(given)]
     made = rewritten(rules, asked.messages, declared)
+    made.place(Notes(), ())
     return list(made.messages), [(tool.name, tool.description, json.dumps(tool.parameters)) for tool in made.tools]
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from mainstem.prompt_rules.notes import Notes
 from mainstem.prompt_rules.rewriting import Declared, Message, Rewritten, rewritten
 from mainstem.prompt_rules.rules import Rewrite, Rule, Sort
 
@@ -48,19 +49,23 @@ class RewrittenBody(NamedTuple):
     changes: Sequence[Rewrite]
 
 
-def rewritten_body(rules: Sequence[Rule], body: Body, route: object = None) -> RewrittenBody:
+def rewritten_body(
+    rules: Sequence[Rule], body: Body, route: object = None, notes: Notes | None = None
+) -> RewrittenBody:
     """Returns a body after the rules; the same object if they change nothing.
 
     Args:
         rules: those of a server.
         body: of a request; it is not changed.
         route: the path of its API, as a log has it. Otherwise: as its fields say.
+        notes: those of earlier bodies; None: there are none.
     """
     path = str(route) if route in ROUTES else route_of(body)
     covering = [rule for rule in rules if not rule.scope.routes or path in rule.scope.routes]
     if not covering or body.get("prompt_rules") is False:
         return RewrittenBody(body, ())
     made = _Read(body, path).rewritten(covering)
+    made.place(Notes() if notes is None else notes, (body.get("model"), body.get("cache_salt")))
     in_order = any(isinstance(rule.action, Sort) and "keys" in rule.action.lists for rule in covering)
     if not made.changes and not (in_order and body.get("tools")):
         return RewrittenBody(body, ())

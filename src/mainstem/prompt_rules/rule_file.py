@@ -130,7 +130,7 @@ def _rules(origin: str, text: str) -> Iterator[Rule]:
         raise BadRule(origin, None, f"unknown name {next(iter(document))!r}: a file has [[rule]] tables only")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise BadRule(origin, None, "it must have at least one [[rule]] table")
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
+    lines = [number for number, line in enumerate(text.split("\n"), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
     for number, row in enumerate(rows):
         yield _Reader(f"{origin}:{lines[number]}" if len(lines) == len(rows) else origin, row).rule()
 

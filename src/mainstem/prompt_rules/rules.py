@@ -7,7 +7,8 @@ pattern has a group named `value`, only that group changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -210,13 +211,16 @@ class Round:
 
     def edit(self, found: Found, groups: Mapping[str, int], place: str) -> Edit:
         """Returns the change of the text that a match is in."""
-        begin, end = found.span()
-        text = list(found.group() or "")
+        begin, _ = found.span()
+        before = found.group() or ""
+        text = list(before)
         for name in (*_FINER[self.to], *((HALF,) if self.to == "day" else ())):
             start, stop = found.span(groups[name]) if name in groups else (-1, -1)
             for at in range(start - begin, stop - begin):
                 text[at] = _least(text[at])
-        return Edit(begin, end, "".join(text))
+        changed = [at for at, (new, old) in enumerate(zip(text, before, strict=True)) if new != old] or [-1]
+        first, end = changed[0], changed[-1] + 1
+        return Edit(begin + first, begin + end, "".join(text[first:end]))
 
     def takes(self, groups: Mapping[str, int]) -> bool:
         """Returns whether a pattern with these groups has anything to round."""
@@ -296,3 +300,13 @@ class Rewrite:
     at: str
     removed: int
     added: int
+
+    @property
+    def is_note(self) -> bool:
+        """Whether it is the note of a text that was moved in this turn, or in an earlier one."""
+        return self.action == "move" and self.removed == 0
+
+
+def counts(changes: Iterable[Rewrite]) -> Counter[str]:
+    """Returns how often each rule changed what a client sent; notes do not count."""
+    return Counter(change.rule for change in changes if not change.is_note)

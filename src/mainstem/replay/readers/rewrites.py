@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from mainstem.imports import load_package
 from mainstem.prompt_rules.bodies import rewritten_body
+from mainstem.prompt_rules.notes import Notes
 from mainstem.prompt_rules.rule_file import read_rules
+from mainstem.prompt_rules.rules import counts
 from mainstem.replay.readers.formats import BadLine, Line
 
 
@@ -25,6 +27,7 @@ class Rewrites:
     def __init__(self, sources: Sequence[str]) -> None:
         load_package("re2", "rules of prompts need google-re2: pip install 'mainstem[rules]'")
         self._rules = read_rules(sources)
+        self._notes = Notes()
         self._requests = self._changed = 0
         self._counts = Counter({rule.name: 0 for rule in self._rules})
 
@@ -35,14 +38,14 @@ class Rewrites:
             BadLine: it is nested too deeply, or a text is not valid Unicode.
         """
         try:
-            made = rewritten_body(self._rules, body, url)
+            made = rewritten_body(self._rules, body, url, self._notes)
         except RecursionError:
             raise BadLine("it is nested too deeply") from None
         except UnicodeEncodeError:
             raise BadLine("a text is not valid Unicode") from None
         self._requests += 1
         self._changed += bool(made.changes)
-        self._counts.update(change.rule for change in made.changes)
+        self._counts.update(counts(made.changes))
         return dict(made.body)
 
     @property

@@ -20,7 +20,7 @@ from mainstem.metric import Metric
 from mainstem.prompt_rules.notes import Notes
 from mainstem.prompt_rules.rewriting import Declared, KeptTools, Rewritten, rewritten
 from mainstem.prompt_rules.rule_file import read_rules
-from mainstem.prompt_rules.rules import Caller, Keep, Rewrite, Rule
+from mainstem.prompt_rules.rules import Caller, Keep, Rewrite, Rule, counts
 from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.generation import Conversation, Generation, Texts
 from mainstem.server.fields.breakpoints import Mark
@@ -120,7 +120,7 @@ class Rewriting:
     def count(self, rewrites: Iterable[Rewrite]) -> None:
         """Counts the changes of a request that is answered."""
         with self._lock:
-            self._counts.update(rewrite.rule for rewrite in rewrites)
+            self._counts.update(counts(rewrites))
 
     def stats(self) -> RewritingStats:
         """Returns the changes since the start."""
@@ -160,8 +160,8 @@ class Rewriting:
 
 def header(rewrites: Sequence[Rewrite]) -> dict[str, str]:
     """Returns the header that names rules, each with its number of changes; none where nothing was changed."""
-    counts = Counter(rewrite.rule for rewrite in rewrites)
-    return {HEADER: ", ".join(f"{quote(name)}={n}" for name, n in counts.items())} if counts else {}
+    counted = counts(rewrites)
+    return {HEADER: ", ".join(f"{quote(name)}={n}" for name, n in counted.items())} if counted else {}
 
 
 def _declared(asked: Conversation) -> list[Declared]:
