@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from datetime import date
 from itertools import pairwise
 
 import pytest
 from rigs.client_calls import RECORDED, Call, kept
-from rigs.client_rules import all_asked, asked, before_the_user, rewriting, rules_at_work
+from rigs.client_rules import all_asked, asked, before_the_user, of_one_session, rewriting, rules_at_work
 
 from mainstem.prompt_rules.rule_file import own_files, read_rules
 from mainstem.server.apis.generation import Conversation, Generation
@@ -124,3 +125,13 @@ def test_a_client_that_sends_something_else_is_seen() -> None:
     text = json.dumps(recording("opencode")[1].body).replace("<env>", "<environment>")
     other = replace(recording("opencode")[1], body=json.loads(text))
     assert rules_at_work([other]) != rules_at_work(recording("opencode"))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("in /tmp/tmpab1/web.", True), ("on Feb 03 2027", True), ("on 2/3/2027", True), ("in /tmp, 2027", False)],
+)
+def test_a_folder_or_a_date_that_no_rule_finds_is_seen(text: str, names: bool) -> None:
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": "in /tmp/tmpab1, on 2027-02-03"}]
+    call = Call("POST", "/v1/chat/completions", 200, body={"model": "m", "messages": messages})
+    assert of_one_session([call], r"/tmp/tmp\w+", date(2027, 2, 3)) == ([text] if names else [])
