@@ -143,6 +143,8 @@ class SwapArguments(_Ours):
 
     def replacements(self, node: _Node) -> Iterator[tuple[_Node, str]]:
         if node.type == "arglist" and node.parent.type == "trailer":
+            if _code(node.parent.parent.children[0]) in ("min", "max"):
+                return  # of which any order is the same
             places = node.children[::2]
             for place, (one, two) in enumerate(pairwise(places)):
                 plain = all(each.type != "argument" for each in (one, two))
@@ -274,9 +276,14 @@ def _nodes(node: _Node) -> Iterator[_Node]:
 
 
 def _is_left_alone(node: _Node) -> bool:
-    """Whether a node is part of an annotation, an assertion, a decorator, an import, or for type checkers alone."""
+    """Whether a node is part of an annotation, an assertion, a decorator, an import, or for type checkers alone.
+
+    The signs in a signature are, too: where only names may be given, places may be as well, or the other way round.
+    """
     child, parent = node, node.parent
-    if node.type == "assert_stmt":
+    if node.type == "assert_stmt" or (node.type == "operator" and parent.type in ("parameters", "param")):
+        return True
+    if node.type == "expr_stmt" and _code(node).partition("= ")[2].startswith("TypeVar("):
         return True
     while parent is not None:
         if parent.type in ("assert_stmt", "import_from", "import_name", "decorator"):

@@ -43,6 +43,9 @@ def test_an_operator_of_ours_makes_its_examples(operator: type[python_operators.
         ("OmitReset", "s.a = []\ns.b = 2\ndel s.c[0]\n", ["pass\ns.b = 2\ndel s.c[0]\n", "s.a = []\ns.b = 2\npass\n"]),
         ("ForceBranch", "x = [y for y in z if y]\n", ["x = [y for y in z if True]\n"]),
         ("SwapArguments", "f(a, a, b=1)\n", []),
+        ("SwapArguments", "x = max(a, b)\n", []),
+        ("DeleteStatement", "A = TypeVar('A')\n", []),
+        ("SwapArguments", "x = a.max(a, b)\n", ["x = a.max(b, a)\n"]),
         ("OmitArgument", "f(a=1)\n", []),
     ],
 )
@@ -59,6 +62,8 @@ def test_a_place_is_changed_and_nothing_else(operator: str, source: str, expecte
         "from a import (b, c)",
         "if TYPE_CHECKING:\n    x = 1\n",
         "__slots__ = ('a', 'b')",
+        "def f(a, *, b): ...",
+        "def f(a, /, b): ...",
     ],
 )
 def test_what_runs_nothing_stays(source: str) -> None:
@@ -73,7 +78,7 @@ def test_lengths_that_zip_asserts_and_arguments_of_decorators_stay() -> None:
 
 
 def test_every_change_of_python_is_python() -> None:
-    loop = "    for c in range(1, a):\n        if c > b and not a:\n            return max(c, -b)\n"
+    loop = "    for c in range(1, a):\n        if c > b and not a:\n            return g(max(c, -b), a)\n"
     source = f"def f(a, b=2):\n{loop}    raise E\n"
     sites = python_operators.sites(source)
     sources = [python_operators.change(source, site) for site in sites]
