@@ -18,8 +18,8 @@ Sizes, and their sources:
     front                 1,959 tokens of system prompt and 9,092 of tools (OpenCode, JustVugg/colibri#153)
     tools change          before 12 % of the requests (can1357/oh-my-pi#890)
 
-TraceLab is at tracelab.cs.washington.edu. What tools and people add to a history between two steps is chosen so that a
-request has the 142,000 tokens: 2,300 on average. TraceLab has 1,224 new tokens a step, with which it would have some
+TraceLab is at tracelab.cs.washington.edu. The texts that tools and people add to a history between two steps are chosen
+so that a request has the 142,000 tokens: 2,300 on average. TraceLab has 1,224 new tokens a step, with which it would have some
 95,000: the two describe other people. Nobody has published the spread of it, the pauses of people, and the lengths of
 thoughts, summaries and tasks: these are assumptions.
 
@@ -47,7 +47,7 @@ EDITS = {
     "compaction": "the history is replaced by a summary, behind the same system prompt and tools",
     "fork": "subagents go on from the history, and name themselves in the system prompt",
 }
-"""What clients do, by name."""
+"""The changes that clients make, by name."""
 
 Message = dict[str, Any]
 _VOCABULARY = (

@@ -1,4 +1,4 @@
-"""What one changed word at the front of prompts costs, and what is left of it with rules: `agent_traffic` served.
+"""The cost of one changed word at the front of prompts, and what is left of it with rules: `agent_traffic` served.
 
 For each edit, all sessions are sent to the server as they are, with each file of rules, and with next turns computed
 while nothing else runs. The tokens that it computed (`prompt_tokens` less `cached_tokens`) are compared with the least:
@@ -95,7 +95,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What sessions need without their edit.
+    """The least that sessions need, which is that without their edit.
 
     Args:
         tokens: that are new.

@@ -1,6 +1,6 @@
 """A server whose model says what it is told, without computing anything: the cache, the scheduler and the API are real.
 
-What is counted of prompts depends on their tokens and not on numbers, so sessions of any length take seconds. The
+Counts of prompts depend on their tokens and not on numbers, so sessions of any length take seconds. The
 tokenizer is trained on the texts of `agent_traffic`, which have about a token for each word then.
 """
 

@@ -5,7 +5,7 @@ fields. Texts are joined to messages as the server joins them, so that a pattern
 body says neither its client nor its tenant, so rules for some of them count for all. Sessions are not known, so nothing
 is kept. And documents, results of searches and tools in namespaces are not looked into.
 
-What is of another form than its API says is left as it is.
+Fields of another form than the API has are left as they are.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def rewritten(
     *,
     whole: bool = True,
 ) -> Rewritten:
-    """Returns a prompt after the rules. What they moved is in `notes`, and not behind the last message yet.
+    """Returns a prompt after the rules. `notes` has the texts that they moved; `place` puts them behind messages.
 
     Args:
         rules: those that cover the request.

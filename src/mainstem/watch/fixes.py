@@ -75,7 +75,7 @@ class Fix(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What no rule mends, and the reason."""
+    """A finding that no rule mends, and the reason."""
 
     cause: str
     where: str

@@ -95,7 +95,7 @@ class Fixing:
             line = f"    {fix.action} {fix.name}: would save {saving(fix.cost, report)}"
             console.print(line, markup=False, soft_wrap=True)
         if fixed.left:
-            console.print("What no rule mends is at its end.")
+            console.print("Findings that no rule mends are at its end.")
 
 
 def as_json(fixed: Fixed) -> list[Mapping[str, Any]]:
