@@ -19,9 +19,9 @@ Sizes, and their sources:
     tools change          before 12 % of the requests (can1357/oh-my-pi#890)
 
 TraceLab is at tracelab.cs.washington.edu. The texts that tools and people add to a history between two steps are chosen
-so that a request has the 142,000 tokens: 2,300 on average. TraceLab has 1,224 new tokens a step, with which it would have some
-95,000: the two describe other people. Nobody has published the spread of it, the pauses of people, and the lengths of
-thoughts, summaries and tasks: these are assumptions.
+so that a request has the 142,000 tokens: 2,300 on average. TraceLab has 1,224 new tokens a step, with which it would
+have some 95,000: the two describe other people. Nobody has published the spread of it, the pauses of people, and the
+lengths of thoughts, summaries and tasks: these are assumptions.
 
 Edits are what clients do to a prompt by name, see `EDITS`. With `intended`, a session is the same without them.
 """
