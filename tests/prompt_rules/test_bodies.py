@@ -81,7 +81,11 @@ def shown(asked: Conversation | Texts, rules: Sequence[Rule]) -> tuple[Any, Any]
     declared = [Declared(tool.name, tool.description, tool.parameters, i) for i, tool in enumerate(given)]
     made = rewritten(rules, asked.messages, declared)
     made.place(Notes(), ())
-    return list(made.messages), [(tool.name, tool.description, json.dumps(tool.parameters)) for tool in made.tools]
+    # an assistant that said nothing has no text or an empty one, which templates render the same
+    said = [
+        {**each, "content": each["content"] or None} if each["role"] == "assistant" else each for each in made.messages
+    ]
+    return said, [(tool.name, tool.description, json.dumps(tool.parameters)) for tool in made.tools]
 
 
 def check_as_the_server(route: str, body: dict[str, Any], rules: Sequence[Rule]) -> int:
@@ -227,6 +231,29 @@ def test_what_no_rule_finds_is_the_same_object(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("body", [{"messages": "hello", "tools": 5}, {"tools": [5, {}]}, {"messages": [1]}])
 def test_malformed_bodies_are_left_alone(body: dict[str, Any], rules: Sequence[Rule]) -> None:
     assert rewritten_body(rules, body).body == body
+
+
+def test_instructions_of_which_nothing_is_left_are_an_empty_text(rules: Sequence[Rule]) -> None:
+    question = [{"role": "user", "content": "q"}]
+    for more in ([], [{"role": "system", "content": "begins"}]):
+        told = {"model": "m", "max_tokens": 1, "system": "x-note: 5\n", "messages": more + question}
+        assert check_as_the_server("/v1/messages", told, rules) == 1
+        assert check_as_the_server("/v1/messages", {**told, "system": ""}, rules) == 0
+        asked = {"model": "m", "instructions": "x-note: 5\n", "input": more + question}
+        assert check_as_the_server("/v1/responses", asked, rules) == 1
+    assert check_as_the_server("/v1/responses", {**asked, "input": "q"}, rules) == 1
+    assert check_as_the_server("/v1/responses", {**asked, "instructions": "", "input": "Now: 1"}, rules) == 2
+
+
+def test_notes_are_those_of_one_conversation(rules: Sequence[Rule]) -> None:
+    first = {"model": "m", "messages": [{"role": "system", "content": "Now: 1"}, {"role": "user", "content": "q"}]}
+    more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+    later = {**first, "messages": [*first["messages"], *more]}
+    for fields, known in (({}, True), *(({name: "x"}, False) for name in ("model", "cache_salt", "prompt_cache_key"))):
+        notes = Notes()
+        rewritten_body(rules, {**first, **fields}, notes=notes)
+        at = [change.at for change in rewritten_body(rules, later, notes=notes).changes if change.is_note]
+        assert at == (["messages[1]"] if known else ["messages[3]"]), fields
 
 
 def test_a_rule_of_another_route_changes_nothing(tmp_path: Path) -> None:

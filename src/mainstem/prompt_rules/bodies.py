@@ -49,6 +49,10 @@ class RewrittenBody(NamedTuple):
     changes: Sequence[Rewrite]
 
 
+_ONE = ("model", "cache_salt", "prompt_cache_key")
+"""Fields that are the same in all bodies of one conversation."""
+
+
 def rewritten_body(
     rules: Sequence[Rule], body: Body, route: object = None, notes: Notes | None = None
 ) -> RewrittenBody:
@@ -65,7 +69,7 @@ def rewritten_body(
     if not covering or body.get("prompt_rules") is False:
         return RewrittenBody(body, ())
     made = _Read(body, path).rewritten(covering)
-    made.place(Notes() if notes is None else notes, (body.get("model"), body.get("cache_salt")))
+    made.place(Notes() if notes is None else notes, tuple(body.get(name) for name in _ONE))
     in_order = any(isinstance(rule.action, Sort) and "keys" in rule.action.lists for rule in covering)
     if not made.changes and not (in_order and body.get("tools")):
         return RewrittenBody(body, ())
@@ -309,6 +313,8 @@ class _Read:
         completes = route == "/v1/completions"
         self._turns = [] if completes else _READERS[route](self._body)
         self._prompt = self._body.get("prompt") if completes else None
+        field = {"/v1/messages": "system", "/v1/responses": "instructions"}.get(route, "")
+        self._instructed = field if self._body.get(field) else ""
         tools = self._body.get("tools")
         self._tools = [] if completes or not isinstance(tools, list) else tools
         self._at = [i for i, tool in enumerate(self._tools) if _described(tool) is not None]
@@ -332,12 +338,23 @@ class _Read:
                 turn.write(message["content"], partial(made.offset, index))
         for messages in listed:  # without those whose texts a change has taken
             messages[:] = [each for each in messages if not _is_empty(each) or any(each is old for old in empty)]
+        self._spell_empty()
         self._write_tools(made.tools, in_order=in_order)
         if isinstance(self._prompt, str):
             self._body["prompt"] = made.texts[0]
         elif isinstance(self._prompt, list):
             texts = iter(made.texts)
             self._prompt[:] = [next(texts) if isinstance(each, str) else each for each in self._prompt]
+
+    def _spell_empty(self) -> None:
+        """Writes instructions of which a rule left nothing as an empty text: an empty field would be read as none."""
+        if self._instructed == "system" and self._body["system"] == "":
+            self._body["system"] = [{"type": "text", "text": ""}]
+        given = self._body.get("input")
+        if self._instructed == "instructions" and self._body["instructions"] == "" and isinstance(given, str | list):
+            listed = given if isinstance(given, list) else [{"role": "user", "content": given}]
+            self._body["input"] = [{"role": "system", "content": ""}, *listed]
+            del self._body["instructions"]
 
     def _write_tools(self, tools: Sequence[Declared], *, in_order: bool) -> None:
         given = [self._tools[i] for i in self._at]
