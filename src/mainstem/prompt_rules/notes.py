@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -106,8 +106,8 @@ def _new(earlier: Sequence[Note], moved: Sequence[Note]) -> Iterator[Note]:
     A rule that moved one text says it if it differs from what the rule said last; one that moved several, such as the
     times of all messages, says those that it has not said.
     """
+    said, last, number = set(earlier), {each.rule: each for each in earlier}, Counter(each.rule for each in moved)
     for note in moved:
-        said = [each for each in earlier if each.rule == note.rule]
-        one = sum(each.rule == note.rule for each in moved) == 1
-        if note not in (said[-1:] if one else said):
+        known = last.get(note.rule) == note if number[note.rule] == 1 else note in said
+        if not known:
             yield note
