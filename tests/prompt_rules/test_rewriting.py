@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_keywords_have_one_order_however_they_came() -> None:
         "type": "object",
         "properties": {
             "b": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null", "title": "x"}]},
-            "a": {"const": {"q": 1, "p": 2}},
+            "a": {"const": {"q": 1, "p": 2}, "enum": [{"q": 1, "p": 2}]},
         },
         "$defs": {"y": {"type": "array", "items": {"type": "string", "format": "date"}}},
         "additionalProperties": False,
@@ -191,14 +192,14 @@ def test_keywords_have_one_order_however_they_came() -> None:
         if not fixed:
             rng.shuffle(names)
         return {
-            name: value[name] if name == "const" else shuffled(value[name], name in ("properties", "$defs"))
+            name: value[name] if name in ("const", "enum") else shuffled(value[name], name in ("properties", "$defs"))
             for name in names
         }
 
     one = json.dumps(sorted_keywords(schema))
     assert {json.dumps(sorted_keywords(shuffled(schema))) for _ in range(50)} == {one}
     assert json.loads(one) == schema
-    assert one.index('"b"') < one.index('"a"') and one.index('"q"') < one.index('"p"')
+    assert one.index('"b"') < one.index('"a"') and one.count('{"q": 1, "p": 2}') == 2
 
 
 def test_a_description_of_a_tool_is_changed(tmp_path: Path) -> None:
@@ -236,8 +237,20 @@ def test_positions_follow_the_text(tmp_path: Path) -> None:
     kind = text.index("kind")
     assert new[made.offset(0, kind) :].startswith("kind")
     assert made.offset(0, len(text)) == len(new)
+    second = text.index("15 nonce")
+    assert new[made.offset(0, second + 1) :].startswith(" nonce")  # within what was replaced: behind it
     assert made.offset(0, 0) == 0 and made.offset(0, 3) == 0  # within what was dropped
     assert made.offset(1, 1) == 1 and made.offset(7, 5) == 5
+
+
+def test_a_long_text_with_many_matches_takes_linear_time(tmp_path: Path) -> None:
+    found = rules(tmp_path, MOVE, ROUND)
+    text = "".join(f"Time: {i} 2026-01-02T03:04:05\n" for i in range(30_000))
+    began = time.process_time()
+    made = rewritten(found, chat(("system", text), ("user", "q")))
+    made.place(Notes(), ())
+    assert time.process_time() - began < 20.0  # pairs of them take minutes
+    assert len(made.changes) == 90_000
 
 
 def test_values_that_look_like_names_stay(tmp_path: Path) -> None:
@@ -310,6 +323,27 @@ def test_sessions_that_were_used_last_are_remembered() -> None:
         kept.with_kept(None, session, [tool(session)])
     assert names(kept.with_kept(None, "a", [])) == [("a", None)]
     assert names(kept.with_kept(None, "b", [])) == []
+
+
+def test_the_tools_of_all_sessions_have_a_bound() -> None:
+    size = tool("x").size
+    kept = KeptTools(most_characters=2 * size)
+    for session in ("a", "b", "a"):
+        kept.with_kept(None, session, [tool("x")])
+        kept.check()
+    kept.with_kept(None, "c", [tool("y")])
+    kept.check()
+    assert names(kept.with_kept(None, "a", [], remember=False)) == [("x", None)]
+    assert names(kept.with_kept(None, "b", [], remember=False)) == []
+    assert names(kept.with_kept(None, "d", [tool("x"), tool("y"), tool("z")])) == [("x", 0), ("y", 0), ("z", 0)]
+    kept.check()
+    assert names(kept.with_kept(None, "d", [])) == []
+
+
+def test_a_session_that_is_only_counted_is_not_remembered() -> None:
+    kept = KeptTools()
+    assert names(kept.with_kept(None, "s", [tool("x")], remember=False)) == [("x", 0)]
+    assert names(kept.with_kept(None, "s", [])) == []
 
 
 def test_a_session_with_too_many_tools_begins_anew() -> None:

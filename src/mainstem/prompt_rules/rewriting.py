@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mainstem.prompt_rules.notes import Note, Notes
 from mainstem.prompt_rules.rules import Edit, Rewrite, Rule, Sort
@@ -159,16 +159,24 @@ def _found(rules: Sequence[Rule], text: str, place: str, at: str, made: Rewritte
     """
     kept: list[tuple[Edit, Rule]] = []
     for rule in rules:
-        for edit in rule.edits(text, place):
-            free = all(edit.end <= other.start or other.end <= edit.start for other, _ in kept)
-            if free and made.takes(edit, index):
-                kept.append((edit, rule))
-    kept.sort(key=lambda each: each[0].start)
+        edits = (edit for edit in rule.edits(text, place) if made.takes(edit, index))
+        kept += [(edit, rule) for edit in _free(edits, [other for other, _ in kept])]
+        kept.sort(key=lambda each: each[0].start)
     for edit, rule in kept:
         made.changes.append(Rewrite(rule.name, rule.action.name, at, edit.end - edit.start, len(edit.text)))
         if edit.note:
             (made.notes if edit.after == "last" else made.first_notes).append(Note(rule.name, edit.note))
     return [edit for edit, _ in kept]
+
+
+def _free(edits: Iterable[Edit], taken: Sequence[Edit]) -> Iterator[Edit]:
+    """Yields the changes that overlap with none of those taken, in time linear in both; all are in order."""
+    at = 0
+    for edit in edits:
+        while at < len(taken) and taken[at].end <= edit.start:
+            at += 1
+        if at == len(taken) or edit.end <= taken[at].start:
+            yield edit
 
 
 def _place_first(made: Rewritten) -> None:
@@ -255,34 +263,55 @@ class KeptTools:
     Args:
         most_sessions: that are remembered; the one that was used last is forgotten last.
         most_tools: of one session.
+        most_characters: of the tools of all sessions.
     """
 
-    def __init__(self, most_sessions: int = 1024, most_tools: int = 256) -> None:
-        self._most_sessions, self._most_tools = most_sessions, most_tools
+    def __init__(self, most_sessions: int = 1024, most_tools: int = 256, most_characters: int = 64 << 20) -> None:
+        self._most_sessions, self._most_tools, self._most_characters = most_sessions, most_tools, most_characters
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[tuple[object, str], tuple[Declared, ...]] = OrderedDict()
+        self._characters = 0
+        self._sessions: OrderedDict[tuple[object, str], _Kept] = OrderedDict()
 
     def with_kept(
-        self, owner: object, session: str, tools: Sequence[Declared], *, remember: bool = True
+        self, scope: object, session: str, tools: Sequence[Declared], *, remember: bool = True
     ) -> list[Declared]:
         """Returns the tools of a session: those that it had, in their order, and then those that are new.
 
         Args:
-            owner: whose session it is.
+            scope: what must be equal for two sessions to be one besides their names, such as the client.
             session: its name.
             tools: of this request; they replace those of the same name.
             remember: whether the request is answered.
         """
         now = {tool.name: tool for tool in tools}
         with self._lock:
-            had = self._sessions.get((owner, session), ())
-            made = [now.pop(tool.name, replace(tool, index=None)) for tool in had]
+            had = self._sessions.get((scope, session), _NONE)
+            made = [now.pop(tool.name, replace(tool, index=None)) for tool in had.tools]
             made += now.values()
             if len(made) > self._most_tools:
                 made = list(tools)
             if remember:
-                self._sessions[owner, session] = tuple(made)
-                self._sessions.move_to_end((owner, session))
-            if len(self._sessions) > self._most_sessions:
-                self._sessions.popitem(last=False)
+                self._put((scope, session), _Kept(tuple(made), sum(tool.size for tool in made)))
         return made
+
+    def check(self) -> None:
+        """Checks that the size is that of what is remembered, and within its bounds."""
+        with self._lock:
+            assert self._characters == sum(kept.characters for kept in self._sessions.values()), self._characters
+            assert self._characters <= self._most_characters and len(self._sessions) <= self._most_sessions
+
+    def _put(self, session: tuple[object, str], kept: _Kept) -> None:
+        self._characters += kept.characters - self._sessions.pop(session, _NONE).characters
+        self._sessions[session] = kept
+        while self._characters > self._most_characters or len(self._sessions) > self._most_sessions:
+            self._characters -= self._sessions.popitem(last=False)[1].characters
+
+
+class _Kept(NamedTuple):
+    """The tools of a session, and their size."""
+
+    tools: tuple[Declared, ...]
+    characters: int
+
+
+_NONE = _Kept((), 0)

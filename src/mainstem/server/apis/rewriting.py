@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from mainstem.prompt_rules.rule_file import read_rules
 from mainstem.prompt_rules.rules import Caller, Keep, Rewrite, Rule, counts
 from mainstem.server.access.api_keys import Access
 from mainstem.server.apis.generation import Conversation, Generation, Texts
+from mainstem.server.errors import ApiError
 from mainstem.server.fields.breakpoints import Mark
 from mainstem.server.fields.tools import Tool, Tooling
 from mainstem.settings.server import ServerConfig
@@ -81,6 +83,9 @@ class Rewriting:
             client: its user agent.
             owner: the key that it came with; see `Access.tenant`.
             remember: whether it is answered, so that later turns go on from it.
+
+        Raises:
+            ApiError: 400; it is nested too deeply.
         """
         request = generation.request
         if request.prompt_rules is False or not (rules := self._covering(route, client, owner, request.cache_salt)):
@@ -88,7 +93,8 @@ class Rewriting:
         if isinstance(generation.prompt, Texts):
             return _with_texts(generation, generation.prompt, rules)
         kept = next((rule for rule in rules if isinstance(rule.action, Keep)), None)
-        return self._with_conversation(generation, generation.prompt, rules, kept, owner, remember)
+        with _nested():
+            return self._with_conversation(generation, generation.prompt, rules, kept, owner, remember)
 
     def chat(
         self, asked: Conversation, headers: Headers, owner: bytes | None, salt: str | None = None, *, whole: bool = True
@@ -100,14 +106,23 @@ class Rewriting:
             headers: those of the client.
             owner, salt: of the request.
             whole: whether they are all of a request; else they are what several begin with.
+
+        Raises:
+            ApiError: 400; they are nested too deeply.
         """
         rules = self._covering("/v1/chat/completions", headers.get("user-agent", ""), owner, salt)
-        made = rewritten(rules, asked.messages, _declared(asked), whole=whole)
-        if whole:
-            made.place(Notes(), ())
+        with _nested():
+            made = rewritten(rules, asked.messages, _declared(asked), whole=whole)
+            if whole:
+                made.place(Notes(), ())
         if not made.changes:
             return asked
         return replace(asked, messages=made.messages, tooling=_tooling(asked.tooling, made.tools))
+
+    def text(self, prompt: str, headers: Headers, owner: bytes | None, salt: str | None = None) -> str:
+        """Returns a text that no request has as a client's request to complete it would have it; see `chat`."""
+        rules = self._covering("/v1/completions", headers.get("user-agent", ""), owner, salt)
+        return rewritten(rules, texts=[prompt]).texts[0]
 
     def _covering(self, route: str, client: str, owner: bytes | None, salt: str | None) -> list[Rule]:
         """Returns the rules that cover a request."""
@@ -137,10 +152,10 @@ class Rewriting:
         remember: bool,
     ) -> Generation:
         made = rewritten(rules, asked.messages, _declared(asked))
-        if keep is not None and self._kept is not None and generation.request.prompt_rules and generation.session:
-            self._keep(made, keep, (owner, generation.session), remember)
         scope = (owner, generation.request.model, generation.request.cache_salt)
-        made.place(self._notes or Notes(), scope, remember=remember)
+        if keep is not None and self._kept is not None and generation.request.prompt_rules and generation.session:
+            self._keep(made, keep, scope, generation.session, remember)
+        made.place(self._notes or Notes(), (*scope, generation.session), remember=remember)
         if not made.changes:
             return generation
         tooling = _tooling(asked.tooling, made.tools)
@@ -148,11 +163,11 @@ class Rewriting:
         prompt = replace(asked, messages=made.messages, tooling=tooling)
         return replace(generation, prompt=prompt, marks=marks, rewrites=tuple(made.changes))
 
-    def _keep(self, made: Rewritten, rule: Rule, session: tuple[bytes | None, str], remember: bool) -> None:
+    def _keep(self, made: Rewritten, rule: Rule, scope: object, session: str, remember: bool) -> None:
         """Declares the tools that the session had."""
         assert self._kept is not None
         before = list(made.tools)
-        made.tools = self._kept.with_kept(*session, before, remember=remember)
+        made.tools = self._kept.with_kept(scope, session, before, remember=remember)
         if [tool.name for tool in made.tools] != [tool.name for tool in before]:
             added = sum(tool.size for tool in made.tools if tool.index is None)
             made.changes.append(Rewrite(rule.name, rule.action.name, "tools", 0, added))
@@ -196,5 +211,17 @@ def _tooling(tooling: Tooling, tools: Sequence[Declared]) -> Tooling:
 
 
 def _placed(mark: Mark, made: Rewritten) -> Mark:
-    """Returns where a breakpoint is after the rules."""
+    """Returns where a breakpoint is after the rules: that of a tool is behind all that the client has before it."""
+    if mark.tool is not None:
+        before = (i for i, tool in enumerate(made.tools) if tool.index is not None and tool.index <= mark.tool)
+        return replace(mark, tool=max(before))
     return mark if mark.message is None else replace(mark, offset=made.offset(mark.message, mark.offset))
+
+
+@contextmanager
+def _nested() -> Iterator[None]:
+    """Turns a schema or a message that is nested too deeply for rules into the error of such a body."""
+    try:
+        yield
+    except RecursionError:
+        raise ApiError(400, "The JSON of the body is nested too deeply", code="invalid_json") from None
