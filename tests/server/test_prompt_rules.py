@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rigs.scripted_model import ScriptedEngine
+from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument
@@ -240,6 +241,139 @@ def test_a_tool_is_kept_where_the_client_agrees(tmp_path: Path) -> None:
     assert all(matcher.accept(ord(letter)) for letter in begin)
     allowed = matcher.following().tokens
     assert allowed[ord("b")] and not allowed[ord("a")]
+
+
+# ---- what is remembered, and for whom
+
+OTHERS: dict[str, tuple[dict[str, str], dict[str, str]]] = {  # fields and headers of somebody else's request
+    "key": ({}, {"authorization": "Bearer two"}),
+    "salt": ({"cache_salt": "theirs"}, {}),
+    "session": ({"prompt_cache_key": "theirs"}, {}),
+    "model": ({"model": "other"}, {}),
+}
+MINE = {"authorization": "Bearer one"}
+
+
+def _tools(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+def _turns(body: Mapping[str, Any], answer: str = "Hello.") -> dict[str, Any]:
+    """Returns the next turn of a chat, ten seconds later."""
+    said = [_turn(each["role"], each["content"].replace("12:30:59", "12:31:09")) for each in body["messages"]]
+    return {**body, "messages": [*said, _turn("assistant", answer), _turn("user", "<say>Bye.</say>")]}
+
+
+@pytest.mark.parametrize("other", [None, *OTHERS])
+def test_notes_stand_where_they_stood_in_the_same_conversation(tmp_path: Path, other: str | None) -> None:
+    served = Served(tmp_path, api_key=("one", "two"), served_model_name=("scripted", "other"))
+    first = chat(SYSTEM, ASK, prompt_cache_key="mine")
+    fields, headers = OTHERS.get(other or "", ({}, {}))
+    served.send("/v1/chat/completions", {**first, **fields}, **{**MINE, **headers})
+    answer = served.send("/v1/chat/completions", _turns(first), **MINE)
+    assert (ASK + NOTE in served.prompt) == (other is None)
+    assert "<say>Bye.</say>" + NOTE.replace("12:30:59", "12:31:09") in served.prompt
+    assert served.headers["x-mainstem-prompt-rules"] == "nonce=1, clock=1"
+    notes = [each["at"] for each in answer["usage"]["prompt_rewrites"] if each["added"]]
+    assert notes == (["messages[1]", "messages[3]"] if other is None else ["messages[3]"])
+
+
+@pytest.mark.parametrize("other", [None, *OTHERS])
+def test_tools_are_kept_for_the_same_session(tmp_path: Path, other: str | None) -> None:
+    served = Served(tmp_path, RULES + KEEP, api_key=("one", "two"), served_model_name=("scripted", "other"))
+    fields, headers = OTHERS.get(other or "", ({}, {}))
+    ours = chat("x", ASK, tools=_tools("b"), prompt_cache_key="mine", prompt_rules=True)
+    served.send("/v1/chat/completions", {**ours, "tools": _tools("secret"), **fields}, **{**MINE, **headers})
+    served.send("/v1/chat/completions", ours, **MINE)
+    assert ("secret" in served.prompt) == (other is None) and '"b"' in served.prompt
+
+
+@pytest.mark.parametrize("way", ["/v1/cache/explain?route=/v1/chat/completions", "/tokenize", "count", "ahead"])
+def test_what_is_not_answered_is_not_remembered(tmp_path: Path, way: str) -> None:
+    served = Served(tmp_path, RULES + KEEP)
+    served.engine.config.__dict__["explain"] = True
+    app = create_app(served.engine, ServerConfig(prompt_rules=(str(tmp_path / "rules.toml"),)))  # type: ignore[arg-type]
+    served.client = TestClient(app)
+    body = chat(SYSTEM, ASK, tools=_tools("secret"))
+    mine = {"prompt_cache_key": "s", "prompt_rules": True}
+    if way == "ahead":
+        app.state.generating.ahead("/v1/chat/completions", Headers(), json.dumps({**body, **mine}).encode())()
+        [(action, tokens, *_)] = served.engine.advised
+        assert action == "prefetch" and NOTE in served.engine.tokenizer.decode(tokens)
+    elif way == "count":
+        served.send(
+            "/v1/messages/count_tokens", {"model": "scripted", "system": SYSTEM, "messages": [_turn("user", ASK)]}
+        )
+        mine = {}
+    else:
+        served.send(way, body if way == "/tokenize" else {**body, **mine})
+    served.send("/v1/chat/completions", _turns(chat(SYSTEM, ASK, **mine)))
+    assert ASK + NOTE not in served.prompt and "secret" not in served.prompt
+
+
+def test_a_choice_of_tools_stays_that_of_the_client(tmp_path: Path) -> None:
+    served = Served(tmp_path, RULES + KEEP)
+    body = chat("x", ASK, tools=_tools("a", "b", "c"), prompt_cache_key="s", prompt_rules=True)
+    served.send("/v1/chat/completions", body)
+    named = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": _tools("b")}}
+    served.send("/v1/chat/completions", {**body, "tools": _tools("b", "c"), "tool_choice": named})
+    grammar = served.engine.streams[-1].request.params.grammar
+    assert grammar is not None and '"a"' in served.prompt
+    matcher = served.engine.grammars.compile(grammar).matcher()
+    assert all(matcher.accept(ord(letter)) for letter in '<tool_call>\n{"name": "')
+    allowed = matcher.following().tokens
+    assert [bool(allowed[ord(name)]) for name in "abc"] == [False, True, False]
+
+
+def test_rules_for_a_client_count_its_tokens(tmp_path: Path) -> None:
+    served = Served(tmp_path, RULES.partition("\n\n")[0].replace("action", 'clients = ["agent/*"]\naction') + "\n")
+    body = messages(SYSTEM, ASK)
+    del body["max_tokens"]
+    counts = [
+        served.send("/v1/messages/count_tokens", body, **{"user-agent": agent})["input_tokens"]
+        for agent in ("agent/1", "other")
+    ]
+    assert counts[0] - counts[1] == len(NOTE) - len("12:30:59")
+
+
+def test_a_schema_that_is_nested_too_deeply_is_a_bad_request(tmp_path: Path) -> None:
+    served = Served(tmp_path, RULES.replace('["tools"]', '["tools", "keys"]'))
+    nested: Any = {}
+    for _ in range(400):
+        nested = {"anyOf": [nested]}
+    body = chat("x", ASK, tools=[{"type": "function", "function": {"name": "a", "parameters": nested}}])
+    for route in ("/v1/chat/completions", "/tokenize"):
+        answer = served.client.post(route, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_a_text_is_counted_and_removed_as_it_is_computed(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    body = {"model": "scripted", "prompt": "a nonce=5;b"}
+    served.send("/v1/completions", {**body, "max_tokens": 1})
+    tokens = served.engine.streams[-1].request.tokens.tolist()
+    assert served.send("/tokenize", body)["tokens"] == tokens
+    assert served.send("/tokenize", {**body, "prompt_rules": False})["count"] == len("a nonce=5;b")
+    for prompt in ("a nonce=5;b", tokens):
+        served.engine.removed.clear()
+        served.send("/v1/cache/remove", {"prompt": prompt})
+        removed = [served.engine.tokenizer.decode(each) for each, _ in served.engine.removed]
+        assert removed == (["a b", "a nonce=5;b"] if isinstance(prompt, str) else ["a b"])
+
+
+def test_a_breakpoint_stays_behind_all_tools_before_it(tmp_path: Path) -> None:
+    served = Served(tmp_path, RULES + KEEP)
+    marked = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    body = chat("x", ASK, prompt_cache_key="s", prompt_rules=True, prompt_cache_options={"mode": "explicit"})
+    for tools in (_tools("d", "a", "b"), [{**tool, **marked} for tool in _tools("d", "b")] + _tools("e")):
+        served.send("/v1/chat/completions", {**body, "tools": tools})
+    order = [served.prompt.index(f'"{name}"') for name in "abde"]
+    assert order == sorted(order)
+    prefixes = served.engine.streams[-1].request.hints.prefixes
+    assert [served.prompt[each.end] for each in prefixes] == ["e", "e"]  # b, which comes behind d, is before it now
+
+
+# ---- where it is said
 
 
 def test_a_response_that_goes_on_is_changed_as_a_whole(tmp_path: Path) -> None:

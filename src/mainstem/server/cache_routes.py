@@ -127,8 +127,8 @@ class CacheRoutes:
     ) -> tuple[list[Tokens], Namespace | None]:
         """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace.
 
-        A chat may be cached with the tokens of its answers, and as it is tokenised without them; as the rules of
-        prompts leave it, and as it came.
+        A chat may be cached with the tokens of its answers, and as it is tokenised without them; both a chat and a text
+        as the rules of prompts leave it, and as it came.
         """
         self._preparation.check_model(ask.model)
         if is_admin and self._access.separates:
@@ -143,7 +143,12 @@ class CacheRoutes:
             ruled = self._rewriting.chat(chat, headers, tenant, ask.cache_salt, whole=False)
             named = [chat] if ruled is chat else [ruled, chat]
             return [prefix for each in named for prefix in self._preparation.prefixes(each, namespace)], namespace
-        return [self._preparation.tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32)], namespace
+        if ask.prompt is None:
+            return [np.empty(0, np.int32)], namespace
+        texts = [ask.prompt]
+        if isinstance(ask.prompt, str) and (text := self._rewriting.text(ask.prompt, headers, tenant, ask.cache_salt)):
+            texts = list({text: None, ask.prompt: None})
+        return [self._preparation.tokens(each) for each in texts], namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

@@ -127,14 +127,14 @@ class TokenRoutes:
 
     def _tokenized(self, ask: TokenizeRequest, headers: Headers) -> Tokenized:
         self._preparation.check_model(ask.model)
+        ruled, tenant = ask.prompt_rules is not False, self._access.tenant(headers)
         if ask.messages is not None:
             chat = ask.conversation()
-            if ask.prompt_rules is not False:
-                chat = self._rewriting.chat(chat, headers, self._access.tenant(headers))
-            made = self._preparation.chat(chat)
+            made = self._preparation.chat(self._rewriting.chat(chat, headers, tenant) if ruled else chat)
         else:
-            adds, parses = ask.add_special_tokens is not False, ask.parse_special is not False
-            made = self._preparation.text(ask.prompt or "", special_tokens=adds, parse_special=parses)
+            adds, parses, text = ask.add_special_tokens is not False, ask.parse_special is not False, ask.prompt or ""
+            text = self._rewriting.text(text, headers, tenant) if ruled else text
+            made = self._preparation.text(text, special_tokens=adds, parse_special=parses)
         spelled = (
             [self._preparation.prompts.spell(int(token)).text for token in made]
             if ask.return_token_strs
