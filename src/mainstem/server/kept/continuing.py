@@ -108,8 +108,10 @@ def _resumed(request: Request, choice: ChoiceProgress) -> Request:
     said = np.asarray(choice.tokens, np.int32)
     if np.array_equal(request.tokens, choice.prompt):
         return replace(request, params=params, said=said)
-    # The other engine's prompt has the tokens that it generated for earlier answers; marks and prefixes made here are
-    # places in another text.
+    if request.images:
+        raise ApiError(409, "The stream cannot be continued: its images are at other places of the prompt here.")
+    # The other engine's prompt has the tokens that it generated for earlier answers, and the notes of rules that it
+    # remembered; marks and prefixes made here are places in another text.
     hints = replace(request.hints, prefixes=())
     return replace(request, tokens=choice.prompt, params=params, marks=(), hints=hints, said=said)
 

@@ -60,6 +60,7 @@ _TTL_S = 3600.0
 _RECENT = 50
 _MOST_TENANTS = 256
 _TOKENS_AFTER = 16  # of a text that is shown
+_REWRITE_BYTES = 200  # of one change by a rule, about
 _PROMPT_BYTES = 2000  # of what is kept of a prompt besides its tokens, about
 
 
@@ -154,6 +155,7 @@ class Explanations:
             return made, [[] for _ in made.requests]
         ask, admin = made.generation, self._access.is_admin(headers)
         size = sum(request.tokens.nbytes + _PROMPT_BYTES for request in made.requests[:: ask.choices])
+        size += _REWRITE_BYTES * len(ask.rewrites)
         account = Account(id, ENTRY_BYTES + size, rewrites=ask.rewrites)
         extras = replace(made.extras, explained=lambda: self.shown(account, admin=admin))
 
